@@ -25,7 +25,6 @@ from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import KEPT_KEY_BYTES
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.ops.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
 from dualpath.ops.launch.fork_server import ForkedProcess
@@ -212,9 +211,8 @@ class EngineCluster:
 
     def kept_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
-        short = [key[:KEPT_KEY_BYTES] for key in keys]
         engines = self.service.context.kept._engines.items()
-        return {name: n for name, engine in engines if (n := engine.buffer.head(short))}
+        return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
     @functools.cached_property
     def storage(self) -> PosixStorage:

@@ -14,13 +14,9 @@ class KeyNews:
     def __init__(self) -> None:
         self._changed: dict[BlockKey, None] | None = None
 
-    def begin(self, here: Iterable[BlockKey]) -> None:
-        """Somebody listens who knows of no block: all that are ``here`` are news."""
-        self._changed = dict.fromkeys(here)
-
-    def end(self) -> None:
-        """Nobody listens any more."""
-        self._changed = None
+    def tell(self, here: Iterable[BlockKey], *, begin: bool) -> None:
+        """Somebody listens from now on, to whom all that are ``here`` are news; or nobody does."""
+        self._changed = dict.fromkeys(here) if begin else None
 
     def note(self, key: BlockKey) -> None:
         """A block has come or gone."""

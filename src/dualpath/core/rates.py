@@ -1,8 +1,13 @@
 """How fast an engine is, and how it knows: what α, β and the compute quota follow from (§A.4)."""
 
 import enum
+from typing import Annotated
 
 import msgspec
+
+#: Prompt tokens that pass for one that is computed: more than any context has.
+MOST_COMPUTED_WEIGHT = 1e9
+ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MOST_COMPUTED_WEIGHT)]
 
 
 class RateOrigin(enum.StrEnum):

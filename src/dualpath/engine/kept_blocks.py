@@ -190,10 +190,7 @@ class KeptBlocks:
 
     def tell(self, *, begin: bool) -> None:
         """Begin to note news, all that is here first; or end it."""
-        if begin:
-            self._news.begin(self._slots)
-        else:
-            self._news.end()
+        self._news.tell(self._slots, begin=begin)
 
     def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return up to ``limit`` keys whose blocks have come or gone since last told."""

@@ -46,10 +46,7 @@ class LyingBlocks:
     def tell(self, *, begin: bool) -> None:
         """Begin to note news, all that was seen first; or end it."""
         with self._lock:
-            if begin:
-                self._news.begin(self._seen)
-            else:
-                self._news.end()
+            self._news.tell(self._seen, begin=begin)
 
     def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return up to ``limit`` keys of blocks that were seen, or are gone, since last told."""

@@ -6,11 +6,11 @@ Made of a few timed passes or read from a file of ``dualpath profile``; needs no
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.rates import ComputedWeight
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate, fit
 from dualpath.policy.events import (
     TYPICAL_APPEND_TOKENS,
@@ -88,7 +88,7 @@ class _Prefill(msgspec.Struct):
 class _Profile(msgspec.Struct):
     prefill_tokens_per_s: float
     prefill: _Prefill
-    computed_weight: Annotated[float, msgspec.Meta(ge=1)] = TYPICAL_COMPUTED_WEIGHT
+    computed_weight: ComputedWeight = TYPICAL_COMPUTED_WEIGHT
 
 
 def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:

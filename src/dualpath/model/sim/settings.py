@@ -7,6 +7,7 @@ import msgspec
 from dualpath.core.cluster import MOST_NODES, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.core.rates import ComputedWeight
 from dualpath.core.settings import Setting, Settings
 from dualpath.plan.movements import Replicas
 from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
@@ -289,7 +290,7 @@ class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     prefill_replicas: float = 1.0
     decode_replicas: float = 1.0
     window_layers: tuple[WindowLayers, ...] = ()
-    computed_weight: Annotated[float, msgspec.Meta(ge=1, le=1e9)] = TYPICAL_COMPUTED_WEIGHT
+    computed_weight: ComputedWeight = TYPICAL_COMPUTED_WEIGHT
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True):

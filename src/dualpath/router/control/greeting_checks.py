@@ -8,16 +8,13 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import PROTOCOL_VERSION, Hello
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
+from dualpath.core.rates import MOST_COMPUTED_WEIGHT
 from dualpath.router.control.groups import check_rank
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.refusals import ControlRefusal
 
 if TYPE_CHECKING:
     from dualpath.router.control.engine_state import EngineState
-
-
-#: Prompt tokens for one that is computed: more than any context has.
-_MOST_COMPUTED_WEIGHT = 1e9
 
 
 def check_greeting(
@@ -79,11 +76,11 @@ def _check_settings(name: str, hello: Hello) -> None:
                 "and finite; start it with another {profile}",
             )
     weight = hello.rates.computed_weight
-    if weight is not None and not 1 <= weight <= _MOST_COMPUTED_WEIGHT:
+    if weight is not None and not 1 <= weight <= MOST_COMPUTED_WEIGHT:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
             f"{name} has a computed_weight of {weight}; it must be between 1 and "
-            f"{_MOST_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
+            f"{MOST_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
         )
     for limit, value in hello.limits.items():
         if isinstance(value, int) and value < 1:

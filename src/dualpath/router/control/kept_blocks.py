@@ -38,15 +38,18 @@ class _Place:
         while len(self._keys) > self._most_keys:
             del self._keys[next(iter(self._keys))]
 
-    def head(self, keys: Sequence[bytes]) -> int:
+    def head(self, keys: Sequence[BlockKey]) -> int:
         """Return how many of ``keys`` are kept from the first on.
 
         The last one of a chain is found by bisection: tails give way first.  In what a node shares
         they need not; of a chain that has gone in part this is some block of it where a gap begins.
         """
-        if not keys or keys[0] not in self._keys:
+        if not keys or self._lacks(keys[0]):
             return 0
-        return bisect_left(keys, True, lo=1, key=lambda key: key not in self._keys)
+        return bisect_left(keys, True, lo=1, key=self._lacks)
+
+    def _lacks(self, key: BlockKey) -> bool:
+        return key[:KEPT_KEY_BYTES] not in self._keys
 
 
 class _Engine(msgspec.Struct, frozen=True):
@@ -93,12 +96,11 @@ class KeptBlocks:
 
     def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[KeptPrefix, ...]:
         """Return who finds how many blocks at the head of ``keys``, where a mode can use them."""
-        short = [key[:KEPT_KEY_BYTES] for key in keys]
-        in_node = {share: place.head(short) for share, place in self._shared.items()}
+        in_node = {share: place.head(keys) for share, place in self._shared.items()}
         found = []
         for engine_id, engine in self._engines.items():
             shared = in_node[engine.share] if engine.share else 0
-            blocks = max(engine.buffer.head(short), shared)
+            blocks = max(engine.buffer.head(keys), shared)
             if blocks and serves(engine.role, mode):
                 found.append(KeptPrefix(engine_id, blocks))
         return tuple(found)
