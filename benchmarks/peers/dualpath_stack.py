@@ -4,7 +4,7 @@ Engines time themselves at start (``engine.settings.profile``), so that the rout
 computing takes.
 """
 
-from benchmarks.peers.peer_stack import NIXL_ENVIRONMENT, PROXY_PORT, PeerSettings
+from benchmarks.peers.peer_stack import NIXL_ENVIRONMENT, OWN_STACK, PROXY_PORT, PeerSettings
 
 from dualpath.core.cluster import nodes_text
 from dualpath.core.modes import Mode
@@ -25,7 +25,7 @@ class DualPathStack:
         """``way`` is a mode, or a mode and ``RECOMPUTE``; raises ``ValueError`` for another."""
         self._mode = Mode(way.removesuffix(RECOMPUTE))
         self._recompute_limit_s = _RECOMPUTE_LIMIT_S if way.endswith(RECOMPUTE) else 0.0
-        self.name = f"dualpath-{way}"
+        self.name = f"{OWN_STACK}{way}"
         self._alpha_tokens = max(int(ALPHA_S * snic_bytes_per_s / kv_bytes_per_token), 1)
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:

@@ -2,11 +2,12 @@
 
     python -m benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT … [--cell NAME …]
 
-A regime's file holds its runs so far: ended at any point and called again, the rest is run.  The
-page is written anew after every run, and names what is missing.  A regime is a run of
-`benchmarks.peers.measure`, and needs what that needs.
+A regime's file holds its runs so far: ended at any point and called again, the rest is run, on a
+machine of the same kind.  The page is written anew after every run, and names what is missing.  A
+regime is a run of `benchmarks.peers.measure`, and needs what that needs.
 """
 
+import sys
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -19,6 +20,7 @@ from benchmarks.peers.one_run import RunRecord
 from benchmarks.peers.report import Measurement
 
 from dualpath.laboratory.experiments.report import write_experiment
+from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.report.files import as_json, write_file
 
 
@@ -30,17 +32,18 @@ class CellFiles:
 
     def read(self, cell: Cell) -> Measurement | None:
         """Return a regime's runs, None if there are none."""
-        path = self._path(cell)
+        path = self.path(cell)
         return msgspec.json.decode(path.read_bytes(), type=Measurement) if path.exists() else None
 
     def write(self, cell: Cell, measured: Measurement) -> None:
         """Keep a regime's runs, whole or not at all."""
-        path = self._path(cell)
+        path = self.path(cell)
         whole = path.with_suffix(".new")
         write_file(whole, as_json(measured), folders=True)
         whole.replace(path)
 
-    def _path(self, cell: Cell) -> Path:
+    def path(self, cell: Cell) -> Path:
+        """Return where a regime's runs are kept."""
         return self._folder / f"{cell.name}.json"
 
 
@@ -70,6 +73,13 @@ def main() -> None:
             continue
         arguments = cell.arguments(words)
         there = files.read(cell)
+        if there is not None and (trouble := not_comparable(there)):
+            print(
+                f"{cell.name}: {trouble}; remove {files.path(cell)} to run all stacks anew",
+                file=sys.stderr,
+                flush=True,
+            )
+            continue
 
         def ran(runs: list[RunRecord], cell: Cell = cell, arguments: Namespace = arguments) -> None:
             files.write(cell, measurement(arguments, runs))
@@ -77,6 +87,15 @@ def main() -> None:
 
         measure(arguments, logs / cell.name, there.runs if there else [], ran)
     write_page(files, out)
+
+
+def not_comparable(there: Measurement) -> str | None:
+    """Say why runs of this machine cannot stand beside those that are there, None if they can.
+
+    A machine whose cores are faster makes every stack faster.
+    """
+    theirs, ours = there.machine.cores, this_machine().cores
+    return f"its runs are of {theirs}, this machine has {ours}" if theirs != ours else None
 
 
 def write_page(files: CellFiles, out: Path) -> None:

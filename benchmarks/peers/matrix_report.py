@@ -1,10 +1,11 @@
 """The page of all regimes: who wins where, by how much, and what each stack waited for."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import msgspec
 from benchmarks.peers.cells import Cell
-from benchmarks.peers.report import Measurement, Stack, own_stack, stacks
+from benchmarks.peers.report import Measurement, Stack, hit_share, of_stack, own_stack, stacks
 
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.report.model import NOTHING, Table
@@ -15,7 +16,7 @@ _FULL = 0.85
 _COLUMNS = (
     *("stack", "runs", "JCT s", "to DualPath", "TTFT p50 s", "TTFT p99 s", "hit tokens"),
     *("SNICs, MB read", "CNICs, MB in", "machine busy", "CPU-s", "waits for"),
-    *("same outputs", "failed"),
+    *("same outputs as DualPath", "turns failed"),
 )
 
 _DISCUSSION = """\
@@ -53,14 +54,15 @@ def _setting_lines(
         "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
         "with 60. DRAM per node holds 1.25 of their KV, a quarter, or no more than the longest "
         "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
-        f"{len(there)} of {len(measured)} regimes have been run.",
+        f"{len(there)} of {len(measured)} regimes have been run, all stacks of a regime on one "
+        "kind of machine: compare within a regime.",
     ]
-    for machine in dict.fromkeys(
-        f"{found.machine.cpu_count} cores ({found.machine.cpu_model}), {found.date}, "
+    runs_of = Counter(
+        f"{found.machine.cores}, {found.date}, "
         + ", ".join(f"{name} {number}" for name, number in found.versions.items())
         for found in there.values()
-    ):
-        lines.append(f"{machine}.")
+    )
+    lines += [f"{machine}: {count} regimes." for machine, count in runs_of.items()]
     return tuple(lines)
 
 
@@ -101,7 +103,8 @@ def _why(ranked: Sequence[Stack], own: Stack | None, measured: Measurement) -> s
     other = ranked[1:2] if own in (None, first) else [own]
     return "; ".join(
         f"{stack.label} waits for {waits_for(stack, measured)}, "
-        f"{sum(stack.typical.snic_bytes.values()) / 1e9:.2f} GB read, {_hits(stack)} hits"
+        f"{sum(stack.typical.snic_bytes.values()) / 1e9:.2f} GB read, "
+        f"{hit_share(stack.typical)} hits"
         for stack in (first, *(one for one in other if one is not None))
     )
 
@@ -120,37 +123,23 @@ def waits_for(stack: Stack, measured: Measurement) -> str:
     return ", ".join(f"{name} ({share:.0%})" for name, share in full.items())
 
 
-def _hits(stack: Stack) -> str:
-    run = stack.typical
-    return NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.0%}"
-
-
 def _cell_table(cell: Cell, measured: Measurement) -> Table:
     found = stacks(measured.runs)
     own = own_stack(found)
-    return Table(cell.name, _COLUMNS, tuple(_row(stack, own, measured) for stack in found))
+    rows = [of_stack(stack, own) | _waits(stack, measured) for stack in found]
+    title = f"{cell.name}, {measured.machine.cores}"
+    return Table(title, _COLUMNS, tuple(tuple(row[name] for name in _COLUMNS) for row in rows))
 
 
-def _row(stack: Stack, own: Stack | None, measured: Measurement) -> tuple[str, ...]:
+def _waits(stack: Stack, measured: Measurement) -> dict[str, str]:
+    """Return what a stack moved and waited for, by column."""
     run = stack.typical
-    right = own.typical.digests if own else {}
-    same = sum(right.get(key) == value for key, value in run.digests.items())
-    return (
-        stack.name,
-        str(len(stack.runs)),
-        f"{stack.jct_s:.1f}",
-        f"{stack.jct_s / own.jct_s:.2f}" if own else NOTHING,
-        f"{run.ttft_s.p50:.2f}" if run.ttft_s else NOTHING,
-        f"{run.ttft_s.p99:.2f}" if run.ttft_s else NOTHING,
-        _hits(stack),
-        _megabytes(run.snic_bytes),
-        _megabytes(run.cnic_in_bytes),
-        f"{max(run.busy for run in stack.runs):.0%}",
-        f"{sum(run.cpu_s.values()):.0f}",
-        waits_for(stack, measured),
-        f"{same} of {run.turns}" if own else NOTHING,
-        str(sum(run.turns_failed for run in stack.runs)),
-    )
+    return {
+        "SNICs, MB read": _megabytes(run.snic_bytes),
+        "CNICs, MB in": _megabytes(run.cnic_in_bytes),
+        "CPU-s": f"{sum(run.cpu_s.values()):.0f}",
+        "waits for": waits_for(stack, measured),
+    }
 
 
 def _megabytes(of_nodes: Mapping[str, int]) -> str:

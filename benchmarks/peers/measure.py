@@ -47,8 +47,8 @@ PEERS: dict[str, type[PeerStack]] = {
 }
 #: Without disaggregation: every node with storage of its own.
 AGGREGATED = "-aggregated"
-#: Arguments that say nothing about what is measured.
-_NOT_MEASURED = ("peer", "name", "out", "logs")
+#: Arguments that say nothing about what is measured; each run names its stack.
+_NOT_MEASURED = ("peer", "modes", "name", "out", "logs")
 Ran = Callable[[list[RunRecord]], None]
 _STAGGER_TOKENS = 64
 #: Those of DualPath that run unless others are named.
@@ -211,8 +211,9 @@ def command(args: Namespace) -> str:
         for name, value in measured_arguments(args).items()
         if value != defaults[name]
     ]
-    peers = [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]
-    return " ".join(["python -m benchmarks.peers.measure", *changed, *peers])
+    stacks = [f"--modes {args.modes}"] if args.modes != MODES else []
+    stacks += [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]
+    return " ".join(["python -m benchmarks.peers.measure", *changed, *stacks])
 
 
 def _line(run: RunRecord) -> str:

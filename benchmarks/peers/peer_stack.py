@@ -13,6 +13,8 @@ from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 ENGINE_PORT = 8000
 PROXY_PORT = 8100
 SIDE_CHANNEL_PORT = 5600
+#: How names of DualPath's own stacks begin; behind it comes a mode.
+OWN_STACK = "dualpath-"
 
 #: NIXL as DualPath has it in a lab: TCP alone, because shared memory would pass by the links, in
 #: the ports of the KV lane; a progress thread that sleeps between looks, because a spinning one

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import msgspec
 from benchmarks.peers.one_run import RunRecord
+from benchmarks.peers.peer_stack import OWN_STACK
 
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
@@ -13,7 +14,7 @@ from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
 #: What others are compared with: the default mode, and where it was not run the paper's rule.
-_OWN = tuple(f"dualpath-{mode.value}" for mode in (DEFAULT_MODE, Mode.DUALPATH))
+_OWN = tuple(f"{OWN_STACK}{mode.value}" for mode in (DEFAULT_MODE, Mode.DUALPATH))
 DUALPATH = _OWN[0]
 #: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage; and
 #: where that peer's DRAM holds everything, so that it reads nothing.
@@ -52,12 +53,12 @@ class Stack:
     @property
     def label(self) -> str:
         """The name in plots: a mode of DualPath's own is called as everywhere else."""
-        return self.name.removeprefix("dualpath-")
+        return self.name.removeprefix(OWN_STACK)
 
     @property
     def disaggregated_peer(self) -> bool:
         """Whether the target counts it."""
-        return not self.name.startswith("dualpath-") and not self.typical.aggregated
+        return not self.name.startswith(OWN_STACK) and not self.typical.aggregated
 
 
 def stacks(runs: Sequence[RunRecord]) -> list[Stack]:
@@ -100,7 +101,7 @@ def _setting_lines(measurement: Measurement) -> tuple[str, ...]:
         f"blocks of 64 tokens; {asked['hbm_mib']} MiB of KV memory and {asked['dram_mib']} MiB of "
         "DRAM for KV per engine.",
         "A new lab and new engines for every run; stacks in turns; medians.",
-        f"{machine.cpu_count} cores ({machine.cpu_model}), {versions}, {measurement.date}.",
+        f"{machine.cores}, {versions}, {measurement.date}.",
     )
 
 
@@ -110,26 +111,35 @@ def _jct_table(found: Sequence[Stack]) -> Table:
         *("stack", "runs", "JCT s", "range s", "to DualPath", "TTFT p50 s", "TTFT p99 s"),
         *("hit tokens", "same outputs as DualPath", "turns failed", "machine busy"),
     )
-    return Table("Job completion time", columns, tuple(_row(stack, own) for stack in found))
+    rows = [of_stack(stack, own) for stack in found]
+    return Table(
+        "Job completion time", columns, tuple(tuple(row[name] for name in columns) for row in rows)
+    )
 
 
-def _row(stack: Stack, own: Stack | None) -> tuple[str, ...]:
+def of_stack(stack: Stack, own: Stack | None) -> dict[str, str]:
+    """Return what tables say of a stack beside ``own``, by column."""
     run, times_s = stack.typical, [run.jct_s for run in stack.runs]
     right = own.typical.digests if own else {}
     same = sum(right.get(key) == value for key, value in run.digests.items())
-    return (
-        stack.name,
-        str(len(stack.runs)),
-        f"{stack.jct_s:.1f}",
-        f"{min(times_s):.1f} - {max(times_s):.1f}",
-        f"{stack.jct_s / own.jct_s:.2f}" if own else NOTHING,
-        f"{run.ttft_s.p50:.2f}" if run.ttft_s else NOTHING,
-        f"{run.ttft_s.p99:.2f}" if run.ttft_s else NOTHING,
-        NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.1%}",
-        f"{same} of {run.turns}" if own else NOTHING,
-        str(sum(run.turns_failed for run in stack.runs)),
-        f"{max(run.busy for run in stack.runs):.0%}",
-    )
+    return {
+        "stack": stack.name,
+        "runs": str(len(stack.runs)),
+        "JCT s": f"{stack.jct_s:.1f}",
+        "range s": f"{min(times_s):.1f} - {max(times_s):.1f}",
+        "to DualPath": f"{stack.jct_s / own.jct_s:.2f}" if own else NOTHING,
+        "TTFT p50 s": f"{run.ttft_s.p50:.2f}" if run.ttft_s else NOTHING,
+        "TTFT p99 s": f"{run.ttft_s.p99:.2f}" if run.ttft_s else NOTHING,
+        "hit tokens": hit_share(run),
+        "same outputs as DualPath": f"{same} of {run.turns}" if own else NOTHING,
+        "turns failed": str(sum(run.turns_failed for run in stack.runs)),
+        "machine busy": f"{max(run.busy for run in stack.runs):.0%}",
+    }
+
+
+def hit_share(run: RunRecord) -> str:
+    """Return which part of the prompts' tokens a run had not to compute."""
+    return NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.1%}"
 
 
 def _bytes_table(found: Sequence[Stack]) -> Table:

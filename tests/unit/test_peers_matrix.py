@@ -12,6 +12,7 @@ from benchmarks.peers.report import DUALPATH, Stack
 from dualpath.core.errors import EngineLostError
 from dualpath.laboratory.experiments.report import as_report
 from dualpath.laboratory.models.wide import KV_BYTES
+from dualpath.laboratory.workload.replay.machine import this_machine
 from dualpath.laboratory.workload.replay.result import Distribution
 from dualpath.report import markdown
 
@@ -107,6 +108,23 @@ def test_what_was_measured_is_not_measured_again(stacks_run, tmp_path, monkeypat
     assert "1 of 36 regimes have been run" in (tmp_path / "peers-matrix.md").read_text()
 
 
+def test_runs_of_another_processor_are_left_alone_and_none_are_put_beside_them(
+    stacks_run, tmp_path, monkeypatch, capsys
+):
+    ran, _ = stacks_run
+    words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic"]
+    monkeypatch.setattr("sys.argv", words)
+    matrix.main()
+    elsewhere = msgspec.structs.replace(this_machine(), cpu_model="another")
+    monkeypatch.setattr(matrix, "this_machine", lambda: elsewhere)
+    monkeypatch.setattr("sys.argv", [*words[:-1], "basic,split"])
+    matrix.main()
+    assert ran == ["dualpath-basic"]
+    said = capsys.readouterr().err
+    assert "(another)" in said
+    assert f"remove {tmp_path / 'cells' / CELL.name}.json" in said
+
+
 def test_more_repeats_are_added_in_turns(stacks_run, tmp_path):
     ran, _ = stacks_run
     runs = [run("dualpath-basic", 1.0), run(DUALPATH, 1.0), run("dualpath-basic", 1.0)]
@@ -133,8 +151,8 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
     found = row(report, CELL)
     assert (found["fastest"], found["JCT s"], found["DualPath's"]) == ("vllm-x", "10.0", "20.0")
     assert found["why"] == (
-        "vllm-x waits for nothing that is full, 0.02 GB read, 90% hits; "
-        "split waits for storage at pe0 (98%), 0.39 GB read, 90% hits"
+        "vllm-x waits for nothing that is full, 0.02 GB read, 90.0% hits; "
+        "split waits for storage at pe0 (98%), 0.39 GB read, 90.0% hits"
     )
     assert row(report, Cell(Agents.LONG, Bound.COMPUTE, Fits.ALL, pauses=True))["fastest"] == (
         "not run"

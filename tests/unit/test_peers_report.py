@@ -111,6 +111,7 @@ def test_the_page_is_written_with_every_run_behind_it(tmp_path):
     ("words", "said"),
     [
         ([], ""),
+        (["--modes", "split"], " --modes split"),
         (
             ["--nodes", "1P2D", "--repeats", "3", "--peer", "vllm-x=/some/where", "--out", "o"],
             " --nodes 1P2D --repeats 3 --peer vllm-x=ENVIRONMENT",

@@ -136,6 +136,33 @@ def test_decode_prefers_few_requests_below_z_and_few_tokens_above_it() -> None:
     ]
 
 
+def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
+    """Both sides read 2,000 tokens/s, the PE computes 1,000: a hit of 1,024 takes it 1 s.
+
+    The hit before it is 1 s of reading and no work of the PE, which is free until then.
+    """
+    scheduler = one_pair(
+        mode=Mode.SPLIT,
+        alpha_tokens=3000,
+        beta_tokens=10_000,
+        computed_weight=2.0,
+        recompute_limit_s=60.0,
+    )
+
+    def recomputed(name: str, prompt: int, hit: int) -> int:
+        scheduler.submit(request(name, prompt, hit))
+        (assignment,) = assign(scheduler, "D", "P")
+        return assignment.recompute_tokens
+
+    assert recomputed("long", 2000, 1984) == 0
+    assert recomputed("second", 1040, 1024) == 1024
+    assert recomputed("third", 1040, 1024) == 0, "the PE computes the second"
+    scheduler.prefill_done("second")
+    assert recomputed("fourth", 1040, 1024) == 1024
+    scheduler.cancel("fourth")
+    assert recomputed("fifth", 1040, 1024) == 1024
+
+
 def test_decode_waits_at_the_head_for_hbm() -> None:
     scheduler = scheduler_with(
         engine("p0", Role.PREFILL, "p", "P", 0),

@@ -21,7 +21,8 @@ Accounts = list[list[int]] | IntArray
 #: Columns.  Unfinished tokens and requests (tok_e and seq_e), remaining HBM, which is negative when
 #: a report came in below what was assigned since, and the engine's part of its node's reading
 #: queue; of these what is held, and what is assigned and in no report yet; the number of the latest
-#: assignment, and of the latest that a report counts in; the engine's node.
+#: assignment, and of the latest that a report counts in; the engine's node; of a PE the tokens of
+#: its assigned requests that are no hits and not computed yet, which no report knows.
 (
     TOK,
     SEQ,
@@ -35,8 +36,9 @@ Accounts = list[list[int]] | IntArray
     LAST_SEQ,
     REPORTED_SEQ,
     NODE,
-) = range(12)
-ACCOUNT_COLUMNS = 12
+    COMPUTING,
+) = range(13)
+ACCOUNT_COLUMNS = 13
 
 
 def new_account(hbm_tokens: int, node: int) -> list[int]:
@@ -94,6 +96,11 @@ def strike(accounts: Accounts, row: int, tokens: int) -> None:
     accounts[EXTRA_TOKENS][row] -= tokens
     accounts[EXTRA_REQUESTS][row] -= 1
     charge(accounts, row, -tokens, -1)
+
+
+def charge_computing(accounts: Accounts, row: int, tokens: int) -> None:
+    """Charge so many tokens (or, below 0, strike them) that a PE has to compute."""
+    accounts[COMPUTING][row] += tokens
 
 
 def charge_read(

@@ -16,10 +16,19 @@ from dualpath.policy.placement import Placement, Placer, Ticket
 class Flight:
     """A live request: where it is placed, and whether the driver knows.
 
-    ``reading`` are the engines whose read of it the ledger has on account.
+    ``reading`` are the engines whose read of it the ledger has on account, ``computing_tokens``
+    what it has on that of its PE to compute.
     """
 
-    __slots__ = ("assigned", "decode", "prefill", "prefilled", "reading", "ticket")
+    __slots__ = (
+        "assigned",
+        "computing_tokens",
+        "decode",
+        "prefill",
+        "prefilled",
+        "reading",
+        "ticket",
+    )
 
     def __init__(self, ticket: Ticket) -> None:
         self.ticket = ticket
@@ -28,6 +37,7 @@ class Flight:
         self.assigned = False
         self.prefilled = False
         self.reading: tuple[str, ...] = ()
+        self.computing_tokens = 0
 
 
 class Flights:
@@ -63,10 +73,14 @@ class Flights:
         self._placed[placement.engine_id][placement.ticket.request_id] = None
         return flight
 
-    def assign(self, flight: Flight) -> None:
-        """The driver gets to know both engines: nothing of it is recalled from here on."""
+    def assign(self, flight: Flight, computed_tokens: int) -> None:
+        """The driver gets to know both engines: nothing of it is recalled from here on.
+
+        Its PE has to compute ``computed_tokens``.
+        """
         flight.assigned = True
         self.unassigned -= 1
+        self._set_computing(flight, computed_tokens)
 
     def end_reads(self, flight: Flight) -> None:
         """Strike the reads of a request that no report has counted in yet."""
@@ -79,6 +93,7 @@ class Flights:
         if flight.prefill is None or not flight.assigned or flight.prefilled:
             return
         flight.prefilled = True
+        self._set_computing(flight, 0)
         self._take_back(flight.prefill)
 
     def forget(self, flight: Flight) -> None:
@@ -91,6 +106,7 @@ class Flights:
             for placer in self._placers.values():
                 placer.discard(request_id)
         self.end_reads(flight)
+        self._set_computing(flight, 0)
         for placement in (flight.prefill, flight.decode):
             if placement is not None:
                 self._take_back(placement)
@@ -155,6 +171,13 @@ class Flights:
                 tickets.append(flight.ticket)
         self._placers[Role.PREFILL].recall(tickets)
         self._recall(Role.DECODE)
+
+    def _set_computing(self, flight: Flight, tokens: int) -> None:
+        """Let the account of a request's PE say that so much of it is to be computed."""
+        if flight.prefill is not None:
+            change = tokens - flight.computing_tokens
+            self._ledger.charge_computing(flight.prefill.engine_id, change)
+        flight.computing_tokens = tokens
 
     def _take_back(self, placement: Placement) -> None:
         """Strike a request from an engine, which may be lost by now."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
-from dualpath.policy.accounts import NODE, TOK
+from dualpath.policy.accounts import COMPUTING, NODE
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import READ_REASONS, SchedulerSettings
 from dualpath.policy.load import Ledger
@@ -76,11 +76,10 @@ class HitSources:
     ) -> int:
         settings = self.settings
         kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
-        ahead = self._ledger.engines[prefill_engine].account(TOK) - ticket.prefill_tokens
         return recompute_tokens(
             self._rule,
             ticket.request.hit_tokens - sum(kept),
-            ahead,
+            self._ledger.engines[prefill_engine].account(COMPUTING),
             at_prefill.queue_tokens,
             at_decode.queue_tokens,
             settings.alpha_tokens,

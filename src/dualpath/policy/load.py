@@ -237,6 +237,12 @@ class Ledger:
         engine.pending[request_id] = _Charge(seq, tokens + more_tokens)
         return seq
 
+    def charge_computing(self, engine_id: str, tokens: int) -> None:
+        """Charge a PE with tokens to compute, or strike them; a lost engine has no account."""
+        engine = self.engines.get(engine_id)
+        if engine is not None:
+            accounts.charge_computing(engine.columns, engine.row, tokens)
+
     def charge_read(self, engine_id: str, request_id: str, tokens: int) -> None:
         """Charge a read of the engine's latest assignment."""
         engine = self.engines[engine_id]

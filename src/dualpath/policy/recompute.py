@@ -11,6 +11,8 @@ what is computed attends to all before it.
   β is stated for, the typical one or the longest that fits the model's context: a token computed
   counts as ``computed_weight`` prompt tokens.  Longer appends and shorter contexts are computed
   faster than that, so that too much is loaded rather than computed.
+- How long the PE is busy follows from what it computes of the requests before, with that weight.
+  What they load makes nobody wait there: of tok_e, their prompts, most are hits.
 - What is computed again counts with that weight to the PE's load; else one long reading queue would
   send everything to PEs at once.
 - Only DualPath and Split compute again.  Basic, Layerwise and Round robin are what they are
@@ -34,7 +36,7 @@ def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
 def recompute_tokens(
     rule: int,
     unread_tokens: int,
-    ahead_tokens: int,
+    computing_tokens: int,
     pe_queue: int,
     de_queue: int,
     alpha_tokens: int,
@@ -45,9 +47,9 @@ def recompute_tokens(
 ) -> int:
     """Return how many tokens at the end of a hit are computed again, 0 where loading is as fast.
 
-    ``unread_tokens`` of the hit lie in neither engine's DRAM, ``ahead_tokens`` wait before the
-    request at its PE, ``*_queue`` are the reading queues of both nodes.  Computing them takes
-    ``limit_s`` at most; 0 computes nothing.  Compiles with numba as it stands.
+    ``unread_tokens`` of the hit lie in neither engine's DRAM, ``computing_tokens`` are those that
+    its PE has to compute of requests before it, ``*_queue`` are the reading queues of both nodes.
+    Computing them takes ``limit_s`` at most; 0 computes nothing.  Compiles with numba as it stands.
     """
     least, most = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
     unknown = least <= 0 or most >= UNLIMITED_TOKENS
@@ -57,7 +59,7 @@ def recompute_tokens(
     queue = min(pe_queue, de_queue)
     if rule == BOTH_SIDES:
         queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
-    wait_s = ahead_tokens / prompt_per_s
+    wait_s = computing_tokens * computed_weight / prompt_per_s
     meanwhile = min(max(int(min(wait_s * read_per_s, 1e15)) - queue, 0), unread_tokens)
     loaded, end_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
     for tokens in (meanwhile // block_tokens * block_tokens, 0):

@@ -209,12 +209,12 @@ class RequestScheduler:
 
     def _assign(self, flight: Flight, prefill: Placement, decode: Placement) -> Assignment:
         ticket = flight.ticket
-        self._flights.assign(flight)
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         source = self._hits.choose(ticket, engines)
         recomputed = source.recompute_tokens
         weight = weight_tokens(recomputed, self._settings.computed_weight)
         hit_tokens = ticket.request.hit_tokens - recomputed
+        self._flights.assign(flight, ticket.request.prompt_tokens - hit_tokens)
         prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
         decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
         read_tokens = dict.fromkeys(Role, 0)

@@ -16,6 +16,11 @@ class ClientMachine(msgspec.Struct, frozen=True):
     platform: str
     python: str
 
+    @property
+    def cores(self) -> str:
+        """What decides how fast it computes."""
+        return f"{self.cpu_count} cores ({self.cpu_model})"
+
 
 def this_machine() -> ClientMachine:
     """Return CPU count, CPU model, memory, platform and Python version."""

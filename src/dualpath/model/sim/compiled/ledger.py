@@ -20,6 +20,7 @@ from dualpath.model.sim.compiled.tables import (
     READ,
     READ_Q,
     READ_TOTAL,
+    TO_COMPUTE,
     SchedulerState,
 )
 from dualpath.policy import accounts
@@ -93,6 +94,15 @@ def assign(state: SchedulerState, request: int, role: int, more_tokens: int) -> 
     requests[request, READ + role] = 0
     enter_pending(state, request, role)
     return seq
+
+
+@inlined
+def set_computing(state: SchedulerState, request: int, tokens: int) -> None:
+    """Let the account of an assigned request's PE say that so much of it is to be computed."""
+    requests = state.requests
+    change = tokens - requests[request, TO_COMPUTE]
+    accounts.charge_computing(state.engines, requests[request, ENGINE + PREFILL], change)
+    requests[request, TO_COMPUTE] = tokens
 
 
 @inlined

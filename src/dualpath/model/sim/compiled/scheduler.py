@@ -6,7 +6,14 @@ reference core do that.  Lengths and reports are not checked, the caller's are k
 """
 
 from dualpath.model.sim.compiled.jit import inlined, lean
-from dualpath.model.sim.compiled.ledger import assign, charge_read, release, release_read, uncounted
+from dualpath.model.sim.compiled.ledger import (
+    assign,
+    charge_read,
+    release,
+    release_read,
+    set_computing,
+    uncounted,
+)
 from dualpath.model.sim.compiled.placement import place_in_turn, place_on_decode, place_on_prefill
 from dualpath.model.sim.compiled.queues import enter_queue, leave_pending, leave_queue
 from dualpath.model.sim.compiled.tables import (
@@ -44,10 +51,11 @@ from dualpath.model.sim.compiled.tables import (
     READ_TOTAL,
     REASON,
     SUBMITTED,
+    TO_COMPUTE,
     UNASSIGNED,
     SchedulerState,
 )
-from dualpath.policy.accounts import NODE, TOK, decode_tokens
+from dualpath.policy.accounts import COMPUTING, NODE, decode_tokens
 from dualpath.policy.baselines import NO_TURN, first_turn, other_side
 from dualpath.policy.read_side import (
     KEPT,
@@ -70,6 +78,7 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
     requests[request, PROMPT] = prompt
     requests[request, HIT] = hit
     requests[request, ASSIGNED] = 0
+    requests[request, TO_COMPUTE] = 0
     requests[request, KEPT_ANY] = 0
     reserve = state.rules.generated_reserve_tokens
     requests[request, LENGTH + PREFILL] = prompt
@@ -131,6 +140,7 @@ def read_done(state: SchedulerState, request: int) -> None:
 def prefill_done(state: SchedulerState, request: int) -> None:
     """The PE is through with an assigned request."""
     if state.requests[request, ASSIGNED] == 1:
+        set_computing(state, request, 0)
         release(state, request, PREFILL)
 
 
@@ -142,6 +152,7 @@ def finished(state: SchedulerState, request: int) -> None:
         _withdraw(state, request)
         return
     read_done(state, request)
+    set_computing(state, request, 0)
     for role in range(2):
         release(state, request, role)
         if uncounted(state, request, role):
@@ -185,6 +196,7 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     at_prefill, at_decode = _kept_tokens(state, request)
     recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
     requests[request, HIT] -= recomputed
+    set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
     weight = weight_tokens(recomputed, state.rules.computed_weight)
     assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE, 0)
@@ -227,7 +239,7 @@ def _recompute_tokens(state: SchedulerState, request: int, kept: int) -> int:
     return recompute_tokens(
         rules.read_rule,
         requests[request, HIT] - kept,
-        state.engines[TOK, pe] - requests[request, LENGTH + PREFILL],
+        state.engines[COMPUTING, pe],
         read_q[state.engines[NODE, pe]],
         read_q[state.engines[NODE, de]],
         rules.alpha_tokens,

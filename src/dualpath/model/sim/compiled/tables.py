@@ -41,13 +41,13 @@ GROUP_ROWS = 6
 #: Rows of ``nodes``: reading queue, and tokens given to read so far.
 READ_Q, READ_TOTAL = range(2)
 
-#: Columns of ``requests``, most in pairs, PE's and DE's.  One cache line for
-#: what is asked of an assigned request: the engine; the assignment number, the tokens of the charge
-#: and of the read (0 when struck); the neighbours in the engine's list of pending requests.  One
-#: for the rest: whether any engine keeps any of its hit; the tokens it counts for; the wait queue
-#: with its neighbours; why it got the engine; the request that entered the queue STRIDE places
-#: behind it.
-ASSIGNED = 0
+#: Columns of ``requests``, most in pairs, PE's and DE's.  One cache line for what is asked of an
+#: assigned request: the tokens that its PE has yet to compute; the engine; the assignment number,
+#: the tokens of the charge and of the read (0 when struck); the neighbours in the engine's list of
+#: pending requests.  One for the rest: whether any engine keeps any of its hit; the tokens it
+#: counts for; the wait queue with its neighbours; why it got the engine; the request that entered
+#: the queue STRIDE places behind it.
+ASSIGNED, TO_COMPUTE = 0, 1
 ENGINE, ASSIGN_SEQ, CHARGE, READ, PENDING_BEFORE, PENDING_AFTER = range(2, 14, 2)
 NUMBER, PROMPT, HIT, KEPT_ANY = range(16, 20)
 LENGTH, QUEUE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(20, 32, 2)
