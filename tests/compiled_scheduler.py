@@ -30,6 +30,13 @@ def fetch_decode(state: SchedulerState, group: int) -> int:
 
 
 @lean
+def choose_anew(
+    state: SchedulerState, request: int, pe_kept: int, de_kept: int, recomputed: int
+) -> tuple[int, int, int, int, int, int]:
+    return scheduler.choose_anew(hold(state), request, pe_kept, de_kept, recomputed)
+
+
+@lean
 def read_done(state: SchedulerState, request: int) -> None:
     scheduler.read_done(hold(state), request)
 

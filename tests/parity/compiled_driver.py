@@ -6,6 +6,7 @@ that a recorded log can be played to it and its answers compared whole.
 
 import heapq
 
+import msgspec
 from tests import compiled_scheduler as scheduler
 
 from dualpath.core.blocks import holding_blocks
@@ -21,6 +22,7 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Granted,
     Thresholds,
 )
 from dualpath.policy.recompute import weight_tokens
@@ -50,6 +52,7 @@ class CompiledScheduler:
         self._roles = {spec.group: spec.role for spec in self._specs}
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
+        self._assigned: dict[str, Assignment] = {}
         self._free = list(range(submitted))
         self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted, keeps=True)
 
@@ -110,7 +113,37 @@ class CompiledScheduler:
         prefill = self._roles[group] is Role.PREFILL
         fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
         count = fetch(self._state, self._groups.index(group))
-        return [self._assignment(row) for row in self._state.assigned[:count].tolist()]
+        assigned = [self._assignment(row) for row in self._state.assigned[:count].tolist()]
+        self._assigned.update((assignment.request_id, assignment) for assignment in assigned)
+        return assigned
+
+    def granted(self, grant: Granted) -> list[Assignment]:
+        """A DE has granted a request's slots."""
+        old = self._assigned.get(grant.request_id)
+        at_prefill, at_decode = grant.prefill_blocks, grant.decode_blocks
+        if old is None or (
+            at_prefill >= old.kept_end(Role.PREFILL) and at_decode >= old.kept_end(Role.DECODE)
+        ):
+            return []
+        number = self._numbers[grant.request_id]
+        head, tail, at_prefill, at_decode, recomputed, reason = scheduler.choose_anew(
+            self._state,
+            number,
+            at_prefill * self._block_tokens,
+            at_decode * self._block_tokens,
+            old.recompute_tokens,
+        )
+        anew = msgspec.structs.replace(
+            old,
+            reads=self._runs(at_decode, at_prefill, head, tail),
+            read_reason=READ_REASONS[reason],
+            prefill_tokens=self._prefill_tokens(number, recomputed),
+            prefill_read_tokens=head,
+            decode_read_tokens=tail,
+            recompute_tokens=recomputed,
+        )
+        self._assigned[grant.request_id] = anew
+        return [anew]
 
     def read_done(self, request_id: str) -> None:
         """A request's storage reads are over."""
@@ -125,6 +158,7 @@ class CompiledScheduler:
     def finished(self, request_id: str) -> None:
         """A request is over."""
         if (number := self._numbers.pop(request_id, None)) is not None:
+            self._assigned.pop(request_id, None)
             scheduler.finished(self._state, number)
             heapq.heappush(self._free, number)
 
@@ -134,35 +168,40 @@ class CompiledScheduler:
 
     def _assignment(self, row: list[int]) -> Assignment:
         number = row[tables.A_REQUEST]
-        lengths = self._state.requests[number, tables.LENGTH : tables.LENGTH + 2].tolist()
         head, tail = row[tables.A_PE_READ], row[tables.A_DE_READ]
-        runs, first = [], 0
-        for side, tokens, kept in (
-            (Role.DECODE, row[tables.A_DE_KEPT], True),
-            (Role.PREFILL, row[tables.A_PE_KEPT], True),
-            (Role.PREFILL, head, False),
-            (Role.DECODE, tail, False),
-        ):
-            count = holding_blocks(tokens, self._block_tokens)
-            runs.append(HitRun(side, BlockRun(first, count), kept=kept))
-            first += count
         return Assignment(
             request_id=self._names[number],
             prefill_engine=self._specs[row[tables.A_PE]].engine_id,
             decode_engine=self._specs[row[tables.A_DE]].engine_id,
             prefill_assign_seq=row[tables.A_PE_SEQ],
             decode_assign_seq=row[tables.A_DE_SEQ],
-            reads=tuple(run for run in runs if run.blocks),
+            reads=self._runs(row[tables.A_DE_KEPT], row[tables.A_PE_KEPT], head, tail),
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
-            prefill_tokens=lengths[tables.PREFILL]
-            + weight_tokens(row[tables.A_RECOMPUTE], self._state.rules.computed_weight),
-            decode_tokens=lengths[tables.DECODE],
+            prefill_tokens=self._prefill_tokens(number, row[tables.A_RECOMPUTE]),
+            decode_tokens=int(self._state.requests[number, tables.LENGTH + tables.DECODE]),
             prefill_read_tokens=head,
             decode_read_tokens=tail,
             recompute_tokens=row[tables.A_RECOMPUTE],
         )
+
+    def _prefill_tokens(self, number: int, recomputed: int) -> int:
+        weight = weight_tokens(recomputed, self._state.rules.computed_weight)
+        return int(self._state.requests[number, tables.LENGTH + tables.PREFILL]) + weight
+
+    def _runs(self, at_decode: int, at_prefill: int, head: int, tail: int) -> tuple[HitRun, ...]:
+        runs, first = [], 0
+        for side, tokens, kept in (
+            (Role.DECODE, at_decode, True),
+            (Role.PREFILL, at_prefill, True),
+            (Role.PREFILL, head, False),
+            (Role.DECODE, tail, False),
+        ):
+            count = holding_blocks(tokens, self._block_tokens)
+            runs.append(HitRun(side, BlockRun(first, count), kept=kept))
+            first += count
+        return tuple(run for run in runs if run.blocks)
 
 
 def _numbered(joined: list[EngineSpec]) -> list[EngineSpec]:

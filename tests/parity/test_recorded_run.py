@@ -25,6 +25,7 @@ from dualpath.policy.event_log import (
     Finished,
     Reported,
     SchedulerCalls,
+    SlotsGranted,
     Submitted,
     assignments,
     difference,
@@ -126,6 +127,14 @@ def test_one_run_kept_what_agents_came_back_for():
         ((Role.DECODE, False),),
     }
     assert all(a.read_reason == "kept" for a in decided if a.reads and all_kept(a))
+
+
+def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
+    events = LOGS["dualpath-kept"].events
+    grants = [event for event in events if isinstance(event, SlotsGranted)]
+    anew = [assignment for event in grants for assignment in event.assignments]
+    assert len(grants) > len(anew) >= 5
+    assert {a.read_reason for a in anew} == {"shorter-queue", "tie"}
 
 
 @pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))

@@ -29,6 +29,7 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Granted,
     SchedulerSettings,
 )
 from dualpath.policy.scheduler import RequestScheduler
@@ -143,6 +144,7 @@ class Twins(RuleBasedStateMachine):
         self.free = list(range(REQUESTS))
         self.submitted: dict[str, int] = {}
         self.assigned: dict[str, Assignment] = {}
+        self.reading: set[str] = set()
         self.latest_in_line: dict[tuple[str, ...], int] = {}
         self.count = 0
 
@@ -219,6 +221,7 @@ class Twins(RuleBasedStateMachine):
     def accept(self, assignment: Assignment) -> None:
         request_id = assignment.request_id
         self.assigned[request_id] = assignment
+        self.reading.add(request_id)
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
         prefill.last_seq, decode.last_seq = prefill.last_seq + 1, decode.last_seq + 1
@@ -230,6 +233,46 @@ class Twins(RuleBasedStateMachine):
             line = assignment.prefill_engine, assignment.decode_engine
         assert self.submitted[request_id] > self.latest_in_line.get(line, -1), "first come first"
         self.latest_in_line[line] = self.submitted[request_id]
+
+    @rule(data=st.data(), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+    @precondition(lambda self: self.may_find())
+    def grant(self, data: st.DataObject, shares: tuple[float, float]) -> None:
+        """Engines keep what they were believed to, or less."""
+        request_id = data.draw(st.sampled_from(self.may_find()))
+        old = self.assigned[request_id]
+        at_prefill, at_decode = (
+            int(share * old.kept_end(side)) for side, share in zip(Role, shares, strict=True)
+        )
+        answer = self.live.granted(Granted(request_id, at_decode, at_prefill))
+        gone = at_decode < old.kept_end(Role.DECODE) or at_prefill < old.kept_end(Role.PREFILL)
+        assert len(answer) == gone
+        for anew in answer:
+            row = scheduler.choose_anew(
+                self.tables, int(request_id), at_prefill * 64, at_decode * 64, old.recompute_tokens
+            )
+            assert [*row] == [
+                anew.prefill_read_tokens,
+                anew.decode_read_tokens,
+                self.kept_tokens(anew, Role.PREFILL),
+                self.kept_tokens(anew, Role.DECODE),
+                anew.recompute_tokens,
+                READ_REASONS.index(anew.read_reason),
+            ]
+            assert anew.prefill_engine == old.prefill_engine
+            assert anew.decode_engine == old.decode_engine
+            self.assigned[request_id] = anew
+            for engine_id, tokens, reads in (
+                (anew.prefill_engine, anew.prefill_tokens, anew.prefill_read_tokens),
+                (anew.decode_engine, anew.decode_tokens, anew.decode_read_tokens),
+            ):
+                known = self.engines[engine_id].assigned
+                known[request_id] = known[request_id][0], tokens, reads
+
+    def may_find(self) -> list[str]:
+        """Requests that are to find something in DRAM, and have not begun to read."""
+        return sorted(
+            r for r in self.reading if any(self.assigned[r].kept_end(side) for side in Role)
+        )
 
     @rule(data=st.data(), lag=st.sampled_from([0, 0, 0, 1, 2, 5]), true=st.booleans())
     def report(self, data: st.DataObject, lag: int, true: bool) -> None:
@@ -280,6 +323,7 @@ class Twins(RuleBasedStateMachine):
 
     def advance(self, request_id: str, steps: int) -> None:
         assignment = self.assigned[request_id]
+        self.reading.discard(request_id)
         self.live.read_done(request_id)
         scheduler.read_done(self.tables, int(request_id))
         for engine_id in (assignment.prefill_engine, assignment.decode_engine):
@@ -305,6 +349,7 @@ class Twins(RuleBasedStateMachine):
         scheduler.finished(self.tables, int(request_id))
         del self.submitted[request_id]
         self.assigned.pop(request_id, None)
+        self.reading.discard(request_id)
         for engine in self.engines.values():
             engine.assigned.pop(request_id, None)
         self.free.append(int(request_id))
@@ -420,6 +465,7 @@ def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     twins.groups = list(dict.fromkeys(spec.group for spec in engines))
     twins.engines = {spec.engine_id: Engine(spec) for spec in engines}
     twins.free, twins.submitted, twins.assigned = list(range(1500)), {}, {}
+    twins.reading = set()
     twins.latest_in_line, twins.count = {}, 0
     for number in range(1500):
         keepers = [(number * 31 % 24, 0.9)] if number % 3 else []

@@ -5,9 +5,9 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
-from dualpath.core.request import Request
+from dualpath.core.request import KeptPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.events import EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import EngineReport, EngineSpec, Granted, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 
 
@@ -152,7 +152,8 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     def recomputed(name: str, prompt: int, hit: int) -> int:
         scheduler.submit(request(name, prompt, hit))
         (assignment,) = assign(scheduler, "D", "P")
-        return assignment.recompute_tokens
+        tokens: int = assignment.recompute_tokens
+        return tokens
 
     assert recomputed("long", 2000, 1984) == 0
     assert recomputed("second", 1040, 1024) == 1024
@@ -161,6 +162,95 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     assert recomputed("fourth", 1040, 1024) == 1024
     scheduler.cancel("fourth")
     assert recomputed("fifth", 1040, 1024) == 1024
+
+
+def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
+    """``kept`` holds while a request is queued; others push it out before its slots are granted."""
+    scheduler = one_pair(mode=Mode.SPLIT)
+    scheduler.submit(Request("r", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    scheduler.submit(Request("s", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    first, second = assign(scheduler, "D", "P")
+    assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), kept=True),)
+    assert scheduler.granted(Granted("r", 30, 0)) == []
+
+    (anew,) = scheduler.granted(Granted("s", 2, 0))
+
+    assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
+    assert anew.reads == (
+        HitRun(Role.DECODE, BlockRun(0, 2), kept=True),
+        HitRun(Role.PREFILL, BlockRun(2, 14)),
+        HitRun(Role.DECODE, BlockRun(16, 14)),
+    )
+    assert (anew.read_reason, second.read_reason) == ("split", "kept")
+    queues = {load.engine_id: load.read_queue_tokens for load in scheduler.loads()}
+    assert queues == {"p0": 14 * 64, "d0": 14 * 64}
+    assert scheduler.granted(Granted("s", 2, 0)) == [], "a word that comes twice changes nothing"
+
+    scheduler.read_done("s")
+    scheduler.finished("s")
+    assert all(load.read_queue_tokens == 0 for load in scheduler.loads())
+    assert scheduler.granted(Granted("s", 0, 0)) == []
+
+
+def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
+    scheduler = one_pair(mode=Mode.SPLIT)
+    kept = KeptPrefix("d0", 10), KeptPrefix("p0", 30)
+    scheduler.submit(Request("r", 2000, 1920, 1, kept=kept))
+    (assignment,) = assign(scheduler, "D", "P")
+    assert [(run.side, run.blocks.count, run.kept) for run in assignment.reads] == [
+        (Role.DECODE, 10, True),
+        (Role.PREFILL, 20, True),
+    ]
+    assert scheduler.granted(Granted("r", 10, 30)) == []
+
+    (anew,) = scheduler.granted(Granted("r", 10, 12))
+
+    assert [(run.side, run.blocks.count, run.kept) for run in anew.reads] == [
+        (Role.DECODE, 10, True),
+        (Role.PREFILL, 2, True),
+        (Role.PREFILL, 9, False),
+        (Role.DECODE, 9, False),
+    ]
+
+
+def test_reads_that_are_chosen_anew_count_as_reported_once_they_are() -> None:
+    scheduler = one_pair(mode=Mode.SPLIT)
+    for name in ("r", "s"):
+        scheduler.submit(Request(name, 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    assign(scheduler, "D", "P")
+    scheduler.report(report("d0", seq=1, requests=1, tokens=2000))
+    scheduler.granted(Granted("s", 0, 0))
+    scheduler.granted(Granted("r", 0, 0))
+    at_decode = scheduler.loads()[1].read_queue_tokens
+    assert at_decode == 2 * 15 * 64
+
+    scheduler.report(report("d0", seq=2, requests=2, tokens=4000, read_q=at_decode))
+    assert scheduler.loads()[1].read_queue_tokens == at_decode
+    scheduler.read_done("r")
+    assert scheduler.loads()[1].read_queue_tokens == at_decode, "the next report has it"
+
+
+def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
+    """Both sides read 2,000 tokens/s, the PE computes 4,000."""
+    scheduler = one_pair(
+        mode=Mode.SPLIT,
+        alpha_tokens=3000,
+        beta_tokens=40_000,
+        computed_weight=2.0,
+        recompute_limit_s=60.0,
+    )
+    scheduler.submit(Request("r", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    (assignment,) = assign(scheduler, "D", "P")
+    assert assignment.recompute_tokens == 0
+
+    (anew,) = scheduler.granted(Granted("r", 10, 0))
+
+    assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
+    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), kept=True),)
+    assert anew.prefill_tokens == 2000 + 2 * 20 * 64
+    assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
+    scheduler.prefill_done("r")
+    assert scheduler.loads()[0].unfinished_tokens == 0
 
 
 def test_decode_waits_at_the_head_for_hbm() -> None:

@@ -72,6 +72,8 @@ def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -
     kept.heard("d0", news(KEYS[:5], [], in_node=False))
     kept.heard("d1", news(KEYS[:3], [], in_node=True))
     assert believed(kept) == {"d0": 5, "d1": 3}
+    assert [kept.shared(name, KEYS) for name in ("d0", "d1", "d2")] == [3, 3, 0]
+    assert [kept.of(name, KEYS) for name in ("d0", "d1", "d2")] == [5, 3, 0]
     kept.heard("d0", news([], KEYS[1:5], in_node=False))
     assert believed(kept) == {"d0": 3, "d1": 3}
     assert kept.prefixes(KEYS[4:], Mode.DUALPATH) == ()

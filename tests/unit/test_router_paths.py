@@ -202,6 +202,24 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
         assert "meaningless" in made.service.status()["mode_note"]
 
 
+async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
+    async with cluster(mode="split") as made:
+        stored_blocks(made, 4)
+        kept = tuple(key[: control.KEPT_KEY_BYTES] for key in keys_of(PROMPT)[:4])
+        made.engines["d0"].send(control.Kept(added=kept))
+        await made.service.saw(control.Kept)
+        assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
+        hits = made.calls.transfers[0].hits
+        assert [(run.side, run.blocks.count) for run in hits] == [
+            (Role.PREFILL, 2),
+            (Role.DECODE, 2),
+        ]
+        note = made.service.context.dispatch.recent[-1]
+        assert (note.read_reason, [part["tokens"] for part in note.reads]) == ("split", [8, 8])
+        await made.settled()
+        assert made.service.context.dispatch.idle()
+
+
 async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
     async with cluster(prefill=0, mode="basic") as made:
         await made.add("p0", Role.PREFILL, buffer_blocks=2, mode="basic")

@@ -106,12 +106,35 @@ def charge_computing(accounts: Accounts, row: int, tokens: int) -> None:
 def charge_read(
     accounts: Accounts, node_reads: Column, node_totals: Column, row: int, tokens: int
 ) -> None:
-    """Charge a read to an engine and its node; ``node_totals`` never falls."""
+    """Charge a read to an engine and its node; ``node_totals`` is all that a node was given."""
     node = accounts[NODE][row]
     accounts[EXTRA_READS][row] += tokens
     accounts[READS][row] += tokens
     node_reads[node] += tokens
     node_totals[node] += tokens
+
+
+def change(
+    accounts: Accounts,
+    node_reads: Column,
+    node_totals: Column,
+    row: int,
+    tokens: int,
+    read_tokens: int,
+    uncounted: bool,
+) -> None:
+    """Let an assigned request count for so much more (or, below 0, less), also in what is read.
+
+    ``uncounted``: no report counts it in yet.
+    """
+    node = accounts[NODE][row]
+    charge(accounts, row, tokens, 0)
+    accounts[READS][row] += read_tokens
+    node_reads[node] += read_tokens
+    node_totals[node] += read_tokens
+    if uncounted:
+        accounts[EXTRA_TOKENS][row] += tokens
+        accounts[EXTRA_READS][row] += read_tokens
 
 
 def strike_read(accounts: Accounts, node_reads: Column, row: int, tokens: int) -> None:

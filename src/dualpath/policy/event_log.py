@@ -21,6 +21,7 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Granted,
     SchedulerSettings,
     Thresholds,
 )
@@ -58,6 +59,9 @@ class SchedulerCalls(Protocol):
 
     def fetch(self, group: str) -> list[Assignment]:
         """A group asks for work."""
+
+    def granted(self, grant: Granted) -> list[Assignment]:
+        """A request's DE has granted its slots; return the assignment if its reads are others."""
 
     def read_done(self, request_id: str) -> None:
         """A request's storage reads are over."""
@@ -169,6 +173,15 @@ class Fetched(Call, frozen=True, tag="fetch"):
     assignments: tuple[Assignment, ...] = ()
 
 
+class SlotsGranted(Call, frozen=True, tag="granted"):
+    """A DE's word on what it keeps of a hit; ``assignments`` is the answer, one or none."""
+
+    ANSWER: ClassVar[str | None] = "assignments"
+
+    grant: Granted
+    assignments: tuple[Assignment, ...] = ()
+
+
 class ReadEnded(Call, frozen=True, tag="read_done"):
     """All reads of a request are over."""
 
@@ -202,6 +215,7 @@ Event = (
     | Reported
     | Submitted
     | Fetched
+    | SlotsGranted
     | ReadEnded
     | PrefillEnded
     | Finished

@@ -109,6 +109,18 @@ class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     free_buffer_tokens: int
 
 
+class Granted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A DE has granted a request's slots; so much of its hit's head its engines' DRAM keeps now.
+
+    ``decode_blocks`` the DE has said, ``prefill_blocks`` is believed of the PE, which says it when
+    it grants slots itself.
+    """
+
+    request_id: str
+    decode_blocks: int
+    prefill_blocks: int
+
+
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
@@ -137,3 +149,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_read_tokens: int = 0
     decode_read_tokens: int = 0
     recompute_tokens: int = 0
+
+    def kept_end(self, side: Role) -> int:
+        """Return the block at which ends what is taken from a side's DRAM, 0 for nothing."""
+        ends = (run.blocks.end for run in self.reads if run.kept and run.side is side)
+        return max(ends, default=0)

@@ -8,20 +8,20 @@ deadlock (``policy.scheduler``).
 from collections.abc import Mapping
 
 from dualpath.core.cluster import Role
-from dualpath.policy.events import EngineSpec
+from dualpath.policy.events import Assignment, EngineSpec
 from dualpath.policy.load import Ledger
 from dualpath.policy.placement import Placement, Placer, Ticket
 
 
 class Flight:
-    """A live request: where it is placed, and whether the driver knows.
+    """A live request: where it is placed, and the ``assignment`` that the driver knows, if any.
 
     ``reading`` are the engines whose read of it the ledger has on account, ``computing_tokens``
     what it has on that of its PE to compute.
     """
 
     __slots__ = (
-        "assigned",
+        "assignment",
         "computing_tokens",
         "decode",
         "prefill",
@@ -34,10 +34,15 @@ class Flight:
         self.ticket = ticket
         self.prefill: Placement | None = None
         self.decode: Placement | None = None
-        self.assigned = False
+        self.assignment: Assignment | None = None
         self.prefilled = False
         self.reading: tuple[str, ...] = ()
         self.computing_tokens = 0
+
+    @property
+    def assigned(self) -> bool:
+        """Whether the driver knows both engines."""
+        return self.assignment is not None
 
 
 class Flights:
@@ -73,14 +78,22 @@ class Flights:
         self._placed[placement.engine_id][placement.ticket.request_id] = None
         return flight
 
-    def assign(self, flight: Flight, computed_tokens: int) -> None:
-        """The driver gets to know both engines: nothing of it is recalled from here on.
-
-        Its PE has to compute ``computed_tokens``.
-        """
-        flight.assigned = True
+    def assign(self, flight: Flight, assignment: Assignment, reading: tuple[str, ...]) -> None:
+        """The driver gets to know both engines: nothing of it is recalled from here on."""
+        flight.assignment, flight.reading = assignment, reading
         self.unassigned -= 1
-        self._set_computing(flight, computed_tokens)
+
+    def read_anew(self, flight: Flight, anew: Assignment) -> None:
+        """The driver gets to know that an assigned request's hit comes from elsewhere."""
+        flight.assignment = anew
+        flight.reading = anew.prefill_engine, anew.decode_engine
+
+    def set_computing(self, flight: Flight, tokens: int) -> None:
+        """Let the account of a request's PE say that so much of it is to be computed."""
+        if flight.prefill is not None:
+            change = tokens - flight.computing_tokens
+            self._ledger.charge_computing(flight.prefill.engine_id, change)
+        flight.computing_tokens = tokens
 
     def end_reads(self, flight: Flight) -> None:
         """Strike the reads of a request that no report has counted in yet."""
@@ -93,7 +106,7 @@ class Flights:
         if flight.prefill is None or not flight.assigned or flight.prefilled:
             return
         flight.prefilled = True
-        self._set_computing(flight, 0)
+        self.set_computing(flight, 0)
         self._take_back(flight.prefill)
 
     def forget(self, flight: Flight) -> None:
@@ -106,7 +119,7 @@ class Flights:
             for placer in self._placers.values():
                 placer.discard(request_id)
         self.end_reads(flight)
-        self._set_computing(flight, 0)
+        self.set_computing(flight, 0)
         for placement in (flight.prefill, flight.decode):
             if placement is not None:
                 self._take_back(placement)
@@ -171,13 +184,6 @@ class Flights:
                 tickets.append(flight.ticket)
         self._placers[Role.PREFILL].recall(tickets)
         self._recall(Role.DECODE)
-
-    def _set_computing(self, flight: Flight, tokens: int) -> None:
-        """Let the account of a request's PE say that so much of it is to be computed."""
-        if flight.prefill is not None:
-            change = tokens - flight.computing_tokens
-            self._ledger.charge_computing(flight.prefill.engine_id, change)
-        flight.computing_tokens = tokens
 
     def _take_back(self, placement: Placement) -> None:
         """Strike a request from an engine, which may be lost by now."""

@@ -14,7 +14,6 @@ from dualpath.policy.accounts import COMPUTING, NODE
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import READ_REASONS, SchedulerSettings
 from dualpath.policy.load import Ledger
-from dualpath.policy.placement import Ticket
 from dualpath.policy.read_side import (
     NO_READS,
     PE_READS,
@@ -36,6 +35,12 @@ class HitSource(NamedTuple):
     runs: tuple[HitRun, ...]
     reason: str
     recompute_tokens: int
+
+    def computing_more(self, tokens: int) -> "HitSource":
+        """Return the source of a longer hit, of whose end so many tokens more are computed."""
+        recomputed = self.recompute_tokens + tokens
+        reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
+        return HitSource(self.runs, reason, recomputed)
 
 
 class HitSources:
@@ -62,23 +67,30 @@ class HitSources:
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
         }
 
-    def choose(self, ticket: Ticket, engines: Mapping[Role, str]) -> HitSource:
-        """Decide for a request that the ledger holds at both of its ``engines``, once."""
-        at_prefill = self._reader(ticket, engines[Role.PREFILL])
-        at_decode = self._reader(ticket, engines[Role.DECODE])
-        recomputed = self._recompute_tokens(ticket, engines[Role.PREFILL], at_prefill, at_decode)
-        hit_tokens = ticket.request.hit_tokens - recomputed
+    def choose(
+        self, hit_tokens: int, kept_tokens: Mapping[str, int], engines: Mapping[Role, str]
+    ) -> HitSource:
+        """Decide for a request that the ledger holds at both of its ``engines``.
+
+        ``kept_tokens`` of the hit are left in engines' DRAM, by engine.
+        """
+        at_prefill = self._reader(engines[Role.PREFILL], kept_tokens)
+        at_decode = self._reader(engines[Role.DECODE], kept_tokens)
+        recomputed = self._recompute_tokens(
+            hit_tokens, engines[Role.PREFILL], at_prefill, at_decode
+        )
+        hit_tokens -= recomputed
         runs, reason = self._choose_reads(engines, at_prefill, at_decode, hit_tokens)
         return HitSource(runs, READ_REASONS[RECOMPUTE] if recomputed else reason, recomputed)
 
     def _recompute_tokens(
-        self, ticket: Ticket, prefill_engine: str, at_prefill: Reader, at_decode: Reader
+        self, hit_tokens: int, prefill_engine: str, at_prefill: Reader, at_decode: Reader
     ) -> int:
         settings = self.settings
         kept = kept_tokens(self._rule, at_prefill.kept_tokens, at_decode.kept_tokens)
         return recompute_tokens(
             self._rule,
-            ticket.request.hit_tokens - sum(kept),
+            hit_tokens - sum(kept),
             self._ledger.engines[prefill_engine].account(COMPUTING),
             at_prefill.queue_tokens,
             at_decode.queue_tokens,
@@ -99,11 +111,11 @@ class HitSources:
         block_tokens = self.settings.block_tokens
         return choose_reads(self._rule, turn, at_prefill, at_decode, hit_tokens, block_tokens)
 
-    def _reader(self, ticket: Ticket, engine_id: str) -> Reader:
+    def _reader(self, engine_id: str, kept_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]
         return Reader(
             queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
             total_tokens=self._ledger.node_read_total[engine.account(NODE)],
             tokens_per_s=engine.spec.snic_tokens_per_s,
-            kept_tokens=ticket.kept_tokens.get(engine_id, 0),
+            kept_tokens=kept_tokens.get(engine_id, 0),
         )

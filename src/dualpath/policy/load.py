@@ -237,6 +237,27 @@ class Ledger:
         engine.pending[request_id] = _Charge(seq, tokens + more_tokens)
         return seq
 
+    def change(self, engine_id: str, request_id: str, tokens: int, read_tokens: int) -> None:
+        """Let an assigned request count for so much more, also in what the engine reads."""
+        engine = self.engines[engine_id]
+        charge = engine.pending.get(request_id)
+        if charge is not None:
+            engine.pending[request_id] = charge._replace(tokens=charge.tokens + tokens)
+            read = engine.pending_reads.get(request_id, charge._replace(tokens=0))
+            engine.pending_reads[request_id] = read._replace(tokens=read.tokens + read_tokens)
+            # They are dropped in the order of their numbers.
+            in_order = sorted(engine.pending_reads.items(), key=lambda item: item[1].assign_seq)
+            engine.pending_reads = dict(in_order)
+        accounts.change(
+            engine.columns,
+            self.node_read_q,
+            self.node_read_total,
+            engine.row,
+            tokens,
+            read_tokens,
+            charge is not None,
+        )
+
     def charge_computing(self, engine_id: str, tokens: int) -> None:
         """Charge a PE with tokens to compute, or strike them; a lost engine has no account."""
         engine = self.engines.get(engine_id)

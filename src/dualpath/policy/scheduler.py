@@ -9,6 +9,8 @@ What the driver (router or simulator) has to do:
   reports that echo the last one sent;
 - let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
   yet (they wait for buffer space), because its assignment counts as reported from then on;
+- say what a DE keeps once it has ``granted`` a request's slots, and only then let its PE know of a
+  request of whose hit engines were believed to keep a part;
 - after ``engine_lost`` submit the returned requests again, or fail them.
 
 *Order.*  First come, first served by ``submit``, in both queues; ``arrival_seq`` is a label.  A
@@ -29,6 +31,7 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.accounts import decode_tokens
+from dualpath.policy.assigning import Assigner
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
@@ -36,15 +39,15 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Granted,
     SchedulerSettings,
     Thresholds,
 )
-from dualpath.policy.flights import Flight, Flights
+from dualpath.policy.flights import Flights
 from dualpath.policy.hit_sources import HitSources
 from dualpath.policy.load import EngineLoad, Ledger
-from dualpath.policy.placement import Placement, Placer, Ticket
+from dualpath.policy.placement import Placer, Ticket
 from dualpath.policy.prefill import FifoPrefillPlacer
-from dualpath.policy.recompute import weight_tokens
 
 
 class QueueLengths(msgspec.Struct, frozen=True):
@@ -64,6 +67,7 @@ class RequestScheduler:
         self._placers = _placers(settings, self._ledger)
         self._hits = HitSources(settings, self._ledger)
         self._flights = Flights(self._ledger, self._placers)
+        self._assigner = Assigner(self._ledger, self._hits, self._flights)
         self._submitted = 0
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
@@ -158,8 +162,23 @@ class RequestScheduler:
         for placement in self._placers[state.role].fetch(group):
             flight = self._flights.place(state.role, placement)
             if flight.prefill is not None and flight.decode is not None:
-                assignments.append(self._assign(flight, flight.prefill, flight.decode))
+                assignments.append(self._assigner.assign(flight, flight.prefill, flight.decode))
         return assignments
+
+    def granted(self, grant: Granted) -> list[Assignment]:
+        """The DE has granted an assigned request's slots, before anything of it is read.
+
+        Where its engines keep less of the hit than was believed, that has been pushed out since:
+        where the hit comes from is chosen anew, with the queues of now.  Returns the assignment
+        with its new reads, or nothing.  Its engines stay; hits that were to be computed again are.
+        """
+        flight = self._flights.live.get(grant.request_id)
+        if flight is None or flight.assignment is None or flight.prefilled:
+            return []
+        kept = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
+        if all(kept[side] >= flight.assignment.kept_end(side) for side in Role):
+            return []
+        return [self._assigner.choose_anew(flight, flight.assignment, kept)]
 
     def read_done(self, request_id: str) -> None:
         """All storage reads of a request are over; unknown requests are ignored."""
@@ -206,40 +225,6 @@ class RequestScheduler:
         one to join, others behind them; a live driver refuses them.  Empty while no DE has joined.
         """
         return self._flights.unplaceable()
-
-    def _assign(self, flight: Flight, prefill: Placement, decode: Placement) -> Assignment:
-        ticket = flight.ticket
-        engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
-        source = self._hits.choose(ticket, engines)
-        recomputed = source.recompute_tokens
-        weight = weight_tokens(recomputed, self._settings.computed_weight)
-        hit_tokens = ticket.request.hit_tokens - recomputed
-        self._flights.assign(flight, ticket.request.prompt_tokens - hit_tokens)
-        prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
-        decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
-        read_tokens = dict.fromkeys(Role, 0)
-        read = [run for run in source.runs if not run.kept]
-        for run in read:
-            tokens = run.tokens(self._settings.block_tokens, hit_tokens)
-            self._ledger.charge_read(engines[run.side], ticket.request_id, tokens)
-            read_tokens[run.side] = tokens
-        flight.reading = tuple(engines[run.side] for run in read)
-        return Assignment(
-            request_id=ticket.request_id,
-            prefill_engine=prefill.engine_id,
-            decode_engine=decode.engine_id,
-            prefill_assign_seq=prefill_seq,
-            decode_assign_seq=decode_seq,
-            reads=source.runs,
-            pe_reason=prefill.reason,
-            de_reason=decode.reason,
-            read_reason=source.reason,
-            prefill_tokens=ticket.prefill_tokens + weight,
-            decode_tokens=ticket.decode_tokens,
-            prefill_read_tokens=read_tokens[Role.PREFILL],
-            decode_read_tokens=read_tokens[Role.DECODE],
-            recompute_tokens=recomputed,
-        )
 
     def _check(self, ticket: Ticket) -> None:
         request = ticket.request

@@ -10,7 +10,9 @@ import logging
 from dualpath.core.blocks import holding_blocks, most_hit_blocks
 from dualpath.core.request import KeptPrefix, Request
 from dualpath.core.request_messages import KvInHbm, PrefillDone
+from dualpath.core.runs import HitRun
 from dualpath.core.transfers import PrefillTransfer
+from dualpath.policy.events import Granted
 from dualpath.router.attempts.attempt_steps import AttemptSteps
 from dualpath.router.attempts.hit_account import FASTER, GONE, NOT_CACHEABLE, Found, HitAccount
 from dualpath.router.attempts.hits import Loaded, good_runs
@@ -181,7 +183,9 @@ class EngineAttempt:
         prompt_blocks = holding_blocks(self._order.prompt_tokens, self._context.block_tokens)
         engines = self._prefill_engine, self._decode_engine
         loading = Loading(
-            self._context, self._steps, self._stages, self._order.keys, *engines, kept=self._kept
+            *(self._context, self._steps, self._stages, self._order.keys, *engines),
+            kept=self._kept,
+            granted=self._granted,
         )
         brought = await loading.load(self._assignment.reads, prompt_blocks)
         hits, hit_blocks, short = good_runs(brought.outcomes)
@@ -192,6 +196,28 @@ class EngineAttempt:
             self._recompute(self._wanted_blocks - loaded.hit_blocks, short)
         self._context.dispatch.read_done(self._attempt_id)
         return loaded
+
+    def _granted(self, kept_blocks: int) -> tuple[HitRun, ...]:
+        """Return where the hit comes from now that it is known what the DE's buffer keeps of it.
+
+        What its node shares besides is read without a storage NIC, as long as it lies there.
+        """
+        stored, kept = self._order.keys[: self._stored_blocks], self._context.kept
+        anew = self._context.dispatch.granted(
+            Granted(
+                self._attempt_id,
+                decode_blocks=max(kept_blocks, kept.shared(self._decode_engine.engine_id, stored)),
+                prefill_blocks=kept.of(self._prefill_engine.engine_id, stored),
+            )
+        )
+        if anew is not None:
+            more = anew.recompute_tokens - self._assignment.recompute_tokens
+            self._context.metrics.read_anew(self._assignment, anew)
+            self._assignment = anew
+            self._wanted_blocks -= more // self._context.block_tokens
+            if more:
+                self._count_recomputed(more, FASTER)
+        return self._assignment.reads
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._context.block_tokens

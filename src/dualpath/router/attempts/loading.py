@@ -1,16 +1,16 @@
 """How the hits of one attempt get into DRAM: slots, what they keep already, reads of the rest.
 
 What an engine keeps is known when it has granted its slots; the assignment was made with what was
-heard of it.  So the DE says first what of the prompt's head it keeps, and the runs of the
-assignment hold behind that; then the PE, of the blocks that fall to it.  The rest is read on the
-side that it was assigned to.
+heard of it.  So the DE says first what of the prompt's head it keeps.  If that is less than was
+believed, the runs are chosen anew (``policy.assigning``), else those of the assignment hold behind
+it.  Then the PE says it, of the blocks that fall to it; what it does not keep it reads.
 
 Slots that keep blocks are shared and must not be written to.  At a DE they are the prompt's first
 ones and only these: no run before them can turn out short, upon which the PE would compute what
 follows anew and write it there.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -46,7 +46,8 @@ class Brought(msgspec.Struct, frozen=True):
 class Loading:
     """Of one attempt on ``prefill`` and ``decode``; ``keys`` are the prompt's.
 
-    ``kept`` False: nothing is taken from what buffers keep.
+    ``kept`` False: nothing is taken from what buffers keep.  ``granted`` is told how many blocks
+    the DE keeps, before the PE is sent anything, and returns the runs anew.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class Loading:
         decode: EngineInfo,
         *,
         kept: bool,
+        granted: Callable[[int], Sequence[HitRun]],
     ) -> None:
         self._context = context
         self._steps = steps
@@ -67,6 +69,7 @@ class Loading:
         self._prefill = prefill
         self._decode = decode
         self._kept = kept
+        self._granted = granted
         self._whole_from = 0
 
     async def load(self, runs: Sequence[HitRun], prompt_blocks: int) -> Brought:
@@ -74,9 +77,9 @@ class Loading:
 
         DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         """
-        if side_of(runs, Role.PREFILL):
+        if any(run.kept or run.side is Role.PREFILL for run in runs):
             return await self._reserve_and_read(runs, prompt_blocks, idle=False)
-        # A PE that gets no slots need not wait for what the DE grants and reads.
+        # A PE that gets no slots in any case need not wait for what the DE grants and reads.
         _, brought = await gather_or_cancel(
             self._steps.assign(self._prefill),
             self._reserve_and_read(runs, prompt_blocks, idle=True),
@@ -88,10 +91,12 @@ class Loading:
         self, runs: Sequence[HitRun], prompt_blocks: int, *, idle: bool
     ) -> Brought:
         """Reserve at the DE, then read at both; the PE reads nothing if it is ``idle``."""
-        hit_blocks = runs[-1].blocks.end if runs else 0
-        hit_run = BlockRun(0, hit_blocks)
-        self._whole_from = self._context.geometry.whole_from(hit_blocks)
+        hit_run = BlockRun(0, _hit_blocks(runs))
         granted = await self._reserve(self._decode, prompt_blocks, [hit_run])
+        if not idle:
+            runs = self._granted(granted.kept_blocks)
+        hit_blocks = _hit_blocks(runs)
+        self._whole_from = self._context.geometry.whole_from(hit_blocks)
         slots, kept = granted.slots, min(granted.kept_blocks, hit_blocks)
         head = HitRun(Role.DECODE, BlockRun(0, kept), slots[:kept], kept=True)
         rest = behind(runs, kept)
@@ -164,3 +169,7 @@ class Loading:
         self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
         return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
+
+
+def _hit_blocks(runs: Sequence[HitRun]) -> int:
+    return runs[-1].blocks.end if runs else 0

@@ -44,6 +44,11 @@ class AssignLog:
         self._last_decided = max(self._last_decided, decided_seq)
         self._entries[request_id] = _Entry(decided_seq, tokens, read_tokens)
 
+    def changed(self, request_id: str, tokens: int, read_tokens: int) -> None:
+        """It counts for so much, and so much of its hit is read here, after all."""
+        if (entry := self._entries.get(request_id)) is not None:
+            entry.tokens, entry.read_tokens = tokens, read_tokens
+
     def sent(self, request_id: str) -> tuple[int, int]:
         """It is about to be sent to the engine; return its ``assign_seq`` and ``tokens``."""
         self.last_sent += 1
@@ -125,15 +130,29 @@ class AssignmentNote(msgspec.Struct, frozen=True):
             hit_tokens=request.hit_tokens,
             prefill_engine=assignment.prefill_engine,
             decode_engine=assignment.decode_engine,
-            reads=tuple(
-                {
-                    "side": run.side.value,
-                    "first_token": run.blocks.first * block_tokens,
-                    "tokens": run.tokens(block_tokens, request.hit_tokens),
-                }
-                for run in assignment.reads
-            ),
+            reads=_reads(assignment, request.hit_tokens, block_tokens),
             pe_reason=assignment.pe_reason,
             de_reason=assignment.de_reason,
             read_reason=assignment.read_reason,
         )
+
+    def read_anew(self, assignment: Assignment, block_tokens: int) -> Self:
+        """Return the same with the reads that were chosen anew."""
+        return msgspec.structs.replace(
+            self,
+            reads=_reads(assignment, self.hit_tokens, block_tokens),
+            read_reason=assignment.read_reason,
+        )
+
+
+def _reads(
+    assignment: Assignment, hit_tokens: int, block_tokens: int
+) -> tuple[dict[str, object], ...]:
+    return tuple(
+        {
+            "side": run.side.value,
+            "first_token": run.blocks.first * block_tokens,
+            "tokens": run.tokens(block_tokens, hit_tokens),
+        }
+        for run in assignment.reads
+    )

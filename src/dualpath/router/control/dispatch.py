@@ -19,7 +19,7 @@ from dualpath.core.control import Report
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.core.request_messages import Assign
-from dualpath.policy.events import Assignment, EngineSpec, Thresholds
+from dualpath.policy.events import Assignment, EngineSpec, Granted, Thresholds
 from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.control.assign_log import AssignLog, AssignmentNote
@@ -196,6 +196,21 @@ class Dispatch:
             keys=keys,
         )
 
+    def granted(self, grant: Granted) -> Assignment | None:
+        """Return an assignment whose reads are chosen anew, None if they are as they were.
+
+        Its PE must not have been sent it yet.
+        """
+        anew = next(iter(self._scheduler.granted(grant)), None)
+        if anew is not None:
+            self._assigned[anew.request_id] = anew
+            for role in Role:
+                engine_id, _, tokens, read_tokens = _charge(anew, role)
+                if (log := self._logs.get(engine_id)) is not None:
+                    log.changed(anew.request_id, tokens, read_tokens)
+            self._note_anew(anew)
+        return anew
+
     def reading(self, request_id: str, engine_id: str) -> None:
         """An engine is about to be asked to read for a request."""
         if (log := self._logs.get(engine_id)) is not None:
@@ -269,8 +284,9 @@ class Dispatch:
                 self._submit_again(placement)
 
     def _hand_out(self, assignment: Assignment) -> None:
-        self._log_decision(assignment, Role.PREFILL)
-        self._log_decision(assignment, Role.DECODE)
+        for role in Role:
+            engine_id, seq, tokens, read_tokens = _charge(assignment, role)
+            self._logs[engine_id].decided(assignment.request_id, seq, tokens, read_tokens)
         placement = self._waiting[assignment.request_id]
         note = AssignmentNote.of(placement.request, assignment, self._block_tokens)
         self.recent.append(note)
@@ -280,16 +296,27 @@ class Dispatch:
         if not placement.decided.done():
             placement.decided.set_result(assignment)
 
-    def _log_decision(self, assignment: Assignment, role: Role) -> None:
-        if role is Role.PREFILL:
-            engine_id, seq = assignment.prefill_engine, assignment.prefill_assign_seq
-            tokens, read_tokens = assignment.prefill_tokens, assignment.prefill_read_tokens
-        else:
-            engine_id, seq = assignment.decode_engine, assignment.decode_assign_seq
-            tokens, read_tokens = assignment.decode_tokens, assignment.decode_read_tokens
-        self._logs[engine_id].decided(assignment.request_id, seq, tokens, read_tokens)
+    def _note_anew(self, anew: Assignment) -> None:
+        for place in range(len(self.recent) - 1, -1, -1):
+            if self.recent[place].request_id == anew.request_id:
+                self.recent[place] = self.recent[place].read_anew(anew, self._block_tokens)
+                logger.debug("chosen anew %s", self.recent[place])
+                return
 
     def _snic_tokens_per_s(self, info: EngineInfo) -> float:
         # Only ratios matter: an engine that does not know its storage NIC counts as a usual one.
         snic_bytes_per_s = info.snic_bytes_per_s or self._usual_snic
         return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
+
+
+def _charge(assignment: Assignment, role: Role) -> tuple[str, int, int, int]:
+    """Return an engine of an assignment, its number there, and what it counts for: in all, read."""
+    if role is Role.PREFILL:
+        return (
+            *(assignment.prefill_engine, assignment.prefill_assign_seq),
+            *(assignment.prefill_tokens, assignment.prefill_read_tokens),
+        )
+    return (
+        *(assignment.decode_engine, assignment.decode_assign_seq),
+        *(assignment.decode_tokens, assignment.decode_read_tokens),
+    )

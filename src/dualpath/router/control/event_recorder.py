@@ -33,6 +33,7 @@ from dualpath.policy.event_log import (
     PrefillEnded,
     ReadEnded,
     Reported,
+    SlotsGranted,
     Submitted,
     ThresholdsSet,
 )
@@ -40,6 +41,7 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
+    Granted,
     SchedulerSettings,
     Thresholds,
 )
@@ -152,6 +154,10 @@ class RecordedScheduler:
         if not self._scheduler.waiting():
             return []
         return list(self._make(Fetched(group)).assignments)
+
+    def granted(self, grant: Granted) -> list[Assignment]:
+        """Record ``RequestScheduler.granted``."""
+        return list(self._make(SlotsGranted(grant)).assignments)
 
     def read_done(self, request_id: str) -> None:
         """Record ``RequestScheduler.read_done``."""

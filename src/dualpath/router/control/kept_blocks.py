@@ -105,6 +105,16 @@ class KeptBlocks:
                 found.append(KeptPrefix(engine_id, blocks))
         return tuple(found)
 
+    def of(self, engine_id: str, keys: Sequence[BlockKey]) -> int:
+        """Return how many of ``keys``, from the first on, an engine finds in DRAM."""
+        engine = self._engines.get(engine_id)
+        return max(engine.buffer.head(keys), self.shared(engine_id, keys)) if engine else 0
+
+    def shared(self, engine_id: str, keys: Sequence[BlockKey]) -> int:
+        """Return how many of ``keys``, from the first on, lie in what an engine's node shares."""
+        engine = self._engines.get(engine_id)
+        return self._shared[engine.share].head(keys) if engine and engine.share else 0
+
     def _forget_shares(self) -> None:
         """Forget what nobody tells of any more."""
         told = {engine.share for engine in self._engines.values()}

@@ -189,6 +189,14 @@ class RouterMetrics:
         self._read_tokens[Role.PREFILL].inc(assignment.prefill_read_tokens)
         self._read_tokens[Role.DECODE].inc(assignment.decode_read_tokens)
 
+    def read_anew(self, old: Assignment, anew: Assignment) -> None:
+        """Count what either side has to read more than it was assigned."""
+        for role, before, after in (
+            (Role.PREFILL, old.prefill_read_tokens, anew.prefill_read_tokens),
+            (Role.DECODE, old.decode_read_tokens, anew.decode_read_tokens),
+        ):
+            self._read_tokens[role].inc(max(after - before, 0))
+
     def scheduled(self, spent_s: float, decisions: int) -> None:
         """Count one round of the scheduler."""
         self._scheduler_s += spent_s

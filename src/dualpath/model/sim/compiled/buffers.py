@@ -4,9 +4,12 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.model.sim.carried import whole_at_decode, whole_at_prefill
 from dualpath.model.sim.compiled.columns import (
     DE,
+    DE_KEPT,
+    DE_READ,
     DIRTY,
     FREE_BYTES,
     HIT,
+    K_BLOCKS,
     N_HEAD,
     N_TAIL,
     NEXT_WAITING,
@@ -18,13 +21,16 @@ from dualpath.model.sim.compiled.columns import (
     PROMPT,
     PROMPT_BLOCKS,
     READ_TOKENS,
+    RECOMPUTED,
     TIER_HITS,
+    TOKENS,
 )
 from dualpath.model.sim.compiled.hits import first_at_prefill, found_blocks
 from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
+from dualpath.model.sim.compiled.scheduler import choose_anew, more_weight
 from dualpath.model.sim.compiled.tier import adopt, keep, shrink, use
 from dualpath.model.sim.rules import room_blocks
 
@@ -93,18 +99,53 @@ def _shrink(p: World, node: int) -> None:
 
 @lean
 def _adopt(p: World, node: int, agent: int, side: int, first: int) -> None:
-    """Take what a side keeps; it reads what it was believed to keep and does not, or not more."""
+    """Take what a side keeps.
+
+    What a PE was believed to keep and does not, or not any more, it reads.  When its DE grants the
+    slots, a round of whose hit either keeps less has its reads chosen anew.
+    """
     m, block_tokens = p.machine, p.constants.block_tokens
     flights = m.flights
     believed = flights[agent, PE_KEPT + side]
     adopted = adopt(p, node, agent, first, holding_blocks(believed, block_tokens))
     found = min(adopted * block_tokens, believed)
     m.counters[TIER_HITS] += found
-    if found < believed:
-        engine = flights[agent, PE + side]
-        flights[agent, PE_READ + side] += believed - found
-        m.engines[engine, READ_TOKENS] += believed - found
-        m.engines[engine, DIRTY] = 1
+    if side:
+        pe_kept = m.kept[node_at(p, flights[agent, PE]), agent, K_BLOCKS] * block_tokens
+        pe_believed = flights[agent, DE_KEPT] + flights[agent, PE_KEPT]
+        if found < believed or (flights[agent, PE_KEPT] and pe_kept < pe_believed):
+            _choose_anew(p, agent, pe_kept, found)
+    elif found < believed:
+        flights[agent, PE_READ] += believed - found
+        _expect_reads(p, flights[agent, PE], believed - found)
+
+
+@lean
+def _choose_anew(p: World, agent: int, pe_kept: int, de_kept: int) -> None:
+    """Let a round's hit come from elsewhere: its engines keep so many tokens of it only."""
+    m, s, block_tokens = p.machine, p.scheduler, p.constants.block_tokens
+    flights = m.flights
+    before = flights[agent, RECOMPUTED]
+    for side in range(2):
+        _expect_reads(p, flights[agent, PE + side], -flights[agent, PE_READ + side])
+    anew = choose_anew(s, agent, pe_kept, de_kept, before)
+    flights[agent, PE_READ], flights[agent, DE_READ] = anew[0], anew[1]
+    flights[agent, PE_KEPT], flights[agent, DE_KEPT] = anew[2], anew[3]
+    recomputed = anew[4]
+    flights[agent, HIT] -= recomputed - before
+    flights[agent, RECOMPUTED] = recomputed
+    m.engines[flights[agent, PE], TOKENS] += more_weight(s, before, recomputed)
+    for side in range(2):
+        _expect_reads(p, flights[agent, PE + side], flights[agent, PE_READ + side])
+        tokens = flights[agent, PE_KEPT + side] + flights[agent, PE_READ + side]
+        flights[agent, PE_BLOCKS + side] = holding_blocks(tokens, block_tokens)
+
+
+@lean
+def _expect_reads(p: World, engine: int, tokens: int) -> None:
+    """Let an engine have so many more tokens to read."""
+    p.machine.engines[engine, READ_TOKENS] += tokens
+    p.machine.engines[engine, DIRTY] = 1
 
 
 @lean

@@ -97,6 +97,23 @@ def assign(state: SchedulerState, request: int, role: int, more_tokens: int) -> 
 
 
 @inlined
+def change(state: SchedulerState, request: int, role: int, tokens: int, read_tokens: int) -> None:
+    """Let an assigned request count for so much more, also in what its engine reads."""
+    nodes, requests = state.nodes, state.requests
+    requests[request, CHARGE + role] += tokens
+    requests[request, READ + role] += read_tokens
+    accounts.change(
+        state.engines,
+        nodes[READ_Q],
+        nodes[READ_TOTAL],
+        requests[request, ENGINE + role],
+        tokens,
+        read_tokens,
+        uncounted(state, request, role),
+    )
+
+
+@inlined
 def set_computing(state: SchedulerState, request: int, tokens: int) -> None:
     """Let the account of an assigned request's PE say that so much of it is to be computed."""
     requests = state.requests

@@ -8,6 +8,7 @@ reference core do that.  Lengths and reports are not checked, the caller's are k
 from dualpath.model.sim.compiled.jit import inlined, lean
 from dualpath.model.sim.compiled.ledger import (
     assign,
+    change,
     charge_read,
     release,
     release_read,
@@ -47,6 +48,7 @@ from dualpath.model.sim.compiled.tables import (
     PRIVATE_TOKENS,
     PROMPT,
     QUEUE,
+    READ,
     READ_Q,
     READ_TOTAL,
     REASON,
@@ -129,6 +131,42 @@ def fetch_decode(state: SchedulerState, group: int) -> int:
 
 
 @inlined
+def choose_anew(
+    state: SchedulerState, request: int, pe_kept: int, de_kept: int, recomputed: int
+) -> tuple[int, int, int, int, int, int]:
+    """Choose an assigned request's reads anew: its engines keep so many tokens of its hit now.
+
+    ``recomputed`` of its hit are computed again already.  Returns what its PE and its DE read, what
+    is taken from the DRAM of either, what is computed again in all, and why
+    (``Assigner.choose_anew``).
+    """
+    requests = state.requests
+    set_computing(state, request, 0)
+    for role in range(2):
+        change(state, request, role, 0, -requests[request, READ + role])
+    state.kept[request, requests[request, ENGINE + PREFILL]] = min(pe_kept, requests[request, HIT])
+    state.kept[request, requests[request, ENGINE + DECODE]] = min(de_kept, requests[request, HIT])
+    at_prefill, at_decode = _kept_tokens(state, request)
+    more = _recompute_tokens(state, request, at_prefill + at_decode)
+    requests[request, HIT] -= more
+    set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
+    head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
+    weight = more_weight(state, recomputed, recomputed + more)
+    change(state, request, PREFILL, weight, head)
+    change(state, request, DECODE, 0, tail)
+    if recomputed + more:
+        reason = RECOMPUTE
+    return head, tail, at_prefill, at_decode, recomputed + more, reason
+
+
+@inlined
+def more_weight(state: SchedulerState, before_tokens: int, after_tokens: int) -> int:
+    """Return how much more a request counts for at its PE that computes more of its hit again."""
+    weight = state.rules.computed_weight
+    return weight_tokens(after_tokens, weight) - weight_tokens(before_tokens, weight)
+
+
+@inlined
 def read_done(state: SchedulerState, request: int) -> None:
     """All storage reads of an assigned request are over."""
     if state.requests[request, ASSIGNED] == 1:
@@ -197,7 +235,7 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
     requests[request, HIT] -= recomputed
     set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
-    weight = weight_tokens(recomputed, state.rules.computed_weight)
+    weight = more_weight(state, 0, recomputed)
     assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE, 0)
     head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)

@@ -160,6 +160,8 @@ class ReferenceCore:
 
     def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
+        if any(flight.kept_tokens.values()):
+            flight = self._kept_now(r, flight, adopted_blocks)
         if flight.pe_blocks:
             kept_blocks = holding_blocks(flight.kept_tokens[Role.PREFILL], self._block_tokens)
             self._machine.buffer(flight.pe).reserve(
@@ -170,17 +172,30 @@ class ReferenceCore:
             self._granted(r, flight)
 
     def _pe_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
-        self._adopted(flight, Role.PREFILL, adopted_blocks)
+        if gone := self._adopted(flight, Role.PREFILL, adopted_blocks):
+            flight.read_tokens[Role.PREFILL] += gone
+            self._driver.read_more(flight.pe, gone)
         self._granted(r, flight)
 
-    def _adopted(self, flight: Flight, side: Role, blocks: int) -> None:
-        """Let a side read what it was believed to keep and does not, or not any more."""
+    def _adopted(self, flight: Flight, side: Role, blocks: int) -> int:
+        """Count what a side keeps of what it was believed to; return how many tokens are gone."""
         believed = flight.kept_tokens[side]
         found = min(blocks * self._block_tokens, believed)
         self._tier_hit_tokens += found
-        if found < believed:
-            flight.read_tokens[side] += believed - found
-            self._driver.read_more(flight.engine(side), believed - found)
+        return believed - found
+
+    def _kept_now(self, r: int, flight: Flight, at_decode: int) -> Flight:
+        """Let a round's hit come from elsewhere where its engines keep less than was believed."""
+        at_prefill = self._machine.buffer(flight.pe).kept.of(self._agent_of[r])
+        kept_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
+        anew = self._driver.granted(flight.assignment, kept_blocks)
+        if anew is flight.assignment:
+            return flight
+        self._hit[r] -= anew.recompute_tokens - flight.assignment.recompute_tokens
+        self._flights[r] = Flight(
+            anew, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
+        )
+        return self._flights[r]
 
     # 4. Read.
 

@@ -1,6 +1,6 @@
 """Drives the live system's ``RequestScheduler``: ids, true loads, reports and fetches (§6.1)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -15,7 +15,7 @@ from dualpath.model.sim.reference.events import EventQueue
 from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
 from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
-from dualpath.policy.events import Assignment, EngineReport
+from dualpath.policy.events import Assignment, EngineReport, Granted
 from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -130,8 +130,27 @@ class SchedulerDriver:
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
 
+    def granted(self, assignment: Assignment, kept_blocks: Mapping[Role, int]) -> Assignment:
+        """A DE has granted a round's slots, its engines keep so much; return what holds now."""
+        grant = Granted(
+            assignment.request_id,
+            decode_blocks=kept_blocks[Role.DECODE],
+            prefill_blocks=kept_blocks[Role.PREFILL],
+        )
+        if not (answer := self._scheduler.granted(grant)):
+            return assignment
+        (anew,) = answer
+        more = anew.prefill_tokens - assignment.prefill_tokens
+        self._accounts[int(anew.prefill_engine)].tokens += more
+        for engine, before, after in (
+            (anew.prefill_engine, assignment.prefill_read_tokens, anew.prefill_read_tokens),
+            (anew.decode_engine, assignment.decode_read_tokens, anew.decode_read_tokens),
+        ):
+            self.read_more(int(engine), after - before)
+        return anew
+
     def read_more(self, engine: int, tokens: int) -> None:
-        """An engine has to read what it was believed to keep."""
+        """An engine has so much more to read than it was assigned."""
         self.part_read(engine, -tokens)
 
     def part_read(self, engine: int, tokens: int) -> None:
