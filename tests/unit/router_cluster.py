@@ -75,12 +75,13 @@ class Cluster:
         await self.service.wait_ready(*here, GUARD_S)  # one lost from sight greets anew
         async with asyncio.timeout(GUARD_S):
             for engine in engines:
-                await self._delivered(engine)
+                await self.delivered(engine)
                 while not engine.idle():
                     seen = len(engine.received)
                     await engine.more_than(seen)
 
-    async def _delivered(self, engine: FakeEngine) -> None:
+    async def delivered(self, engine: FakeEngine) -> None:
+        """Wait until an engine has got all that was sent to it."""
         call_id, answer = self.service.context.exchange.call(engine.engine_id)
         self.service.server.send(engine.engine_id, control.Sync(call_id))
         await answer

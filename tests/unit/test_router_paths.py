@@ -202,12 +202,17 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
         assert "meaningless" in made.service.status()["mode_note"]
 
 
+async def believed_to_be_kept(made: Cluster, engine_id: str, blocks: int) -> None:
+    """Let the router hear of blocks that the engine does not keep when it is asked for them."""
+    stored_blocks(made, blocks)
+    kept = tuple(key[: control.KEPT_KEY_BYTES] for key in keys_of(PROMPT)[:blocks])
+    made.engines[engine_id].send(control.Kept(added=kept))
+    await made.service.saw(control.Kept)
+
+
 async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
     async with cluster(mode="split") as made:
-        stored_blocks(made, 4)
-        kept = tuple(key[: control.KEPT_KEY_BYTES] for key in keys_of(PROMPT)[:4])
-        made.engines["d0"].send(control.Kept(added=kept))
-        await made.service.saw(control.Kept)
+        await believed_to_be_kept(made, "d0", 4)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
         hits = made.calls.transfers[0].hits
         assert [(run.side, run.blocks.count) for run in hits] == [
@@ -218,6 +223,21 @@ async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
         assert (note.read_reason, [part["tokens"] for part in note.reads]) == ("split", [8, 8])
         await made.settled()
         assert made.service.context.dispatch.idle()
+
+
+async def test_a_pe_is_told_of_a_request_once_it_is_known_what_the_decode_engine_keeps():
+    async with cluster(mode="split") as made:
+        await believed_to_be_kept(made, "d0", 4)
+        prefill, decode = made.engines["p0"], made.engines["d0"]
+        decode.unanswered.add(request_messages.Assign)
+        running = asyncio.create_task(made.run(job("a", PROMPT)))
+        asked = await decode.saw(request_messages.Assign)
+        await made.delivered(prefill)
+        assert not any(isinstance(m, request_messages.Assign) for m in prefill.received)
+        decode.unanswered.clear()
+        decode.answer(asked)
+        assert await running == expected(PROMPT, 6)
+        await made.settled()
 
 
 async def test_a_prompt_beyond_the_pe_buffer_is_loaded_as_far_as_it_fits():
