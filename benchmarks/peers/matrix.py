@@ -1,13 +1,14 @@
-"""DualPath beside today's stacks in every regime: a file per regime, one page of all of them.
+"""DualPath beside today's stacks in every regime: files of runs, and one page of all of them.
 
     python -m benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT … [--cell NAME …]
 
-A regime's file holds its runs so far: ended at any point and called again, the rest is run, on a
-machine of the same kind.  The page is written anew after every run, and names what is missing.  A
-regime is a run of `benchmarks.peers.measure`, and needs what that needs.
+A file holds a regime's runs so far on one kind of processor, as faster cores make every stack
+faster: ended at any point and called again there, the rest is run.  What another one has run is run
+again only if named.  The page is written anew after every run, and names what is missing.  A regime
+is a run of `benchmarks.peers.measure`, and needs what that needs.
 """
 
-import sys
+import re
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -25,26 +26,28 @@ from dualpath.report.files import as_json, write_file
 
 
 class CellFiles:
-    """What has been measured, a file per regime in ``folder``."""
+    """What has been measured, a file per regime and kind of processor in ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def read(self, cell: Cell) -> Measurement | None:
-        """Return a regime's runs, None if there are none."""
-        path = self.path(cell)
-        return msgspec.json.decode(path.read_bytes(), type=Measurement) if path.exists() else None
+    def read(self, cell: Cell) -> list[Measurement]:
+        """Return a regime's runs, a measurement per kind of processor."""
+        paths = sorted(self._folder.glob(f"{cell.name}.*.json"))
+        return [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in paths]
+
+    def here(self, cell: Cell) -> Measurement | None:
+        """Return a regime's runs on processors as this machine's, None if there are none."""
+        cores = this_machine().cores
+        return next((found for found in self.read(cell) if found.machine.cores == cores), None)
 
     def write(self, cell: Cell, measured: Measurement) -> None:
         """Keep a regime's runs, whole or not at all."""
-        path = self.path(cell)
+        cores = re.sub("[^a-z0-9]+", "-", measured.machine.cores.lower()).strip("-")
+        path = self._folder / f"{cell.name}.{cores}.json"
         whole = path.with_suffix(".new")
         write_file(whole, as_json(measured), folders=True)
         whole.replace(path)
-
-    def path(self, cell: Cell) -> Path:
-        """Return where a regime's runs are kept."""
-        return self._folder / f"{cell.name}.json"
 
 
 def parse(words: list[str] | None = None) -> tuple[Namespace, list[str]]:
@@ -52,7 +55,12 @@ def parse(words: list[str] | None = None) -> tuple[Namespace, list[str]]:
     parser = ArgumentParser(prog="python -m benchmarks.peers.matrix", description=__doc__)
     add = parser.add_argument
     add("--out", required=True, metavar="FOLDER", help="of the page and of the regimes' files")
-    add("--cell", action="append", choices=[cell.name for cell in cells()], help="default: all")
+    add(
+        "--cell",
+        action="append",
+        choices=[cell.name for cell in cells()],
+        help="default: all that no machine has run, or this one has begun",
+    )
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
     add("--modes", default=MODES, help="of DualPath's own engines, with commas")
     add("--repeats", type=int, default=1)
@@ -69,17 +77,11 @@ def main() -> None:
     logs = Path(args.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
     files = CellFiles(out / "cells")
     for cell in cells():
-        if args.cell and cell.name not in args.cell:
+        there = files.here(cell)
+        asked = cell.name in args.cell if args.cell else there or not files.read(cell)
+        if not asked:
             continue
         arguments = cell.arguments(words)
-        there = files.read(cell)
-        if there is not None and (trouble := not_comparable(there)):
-            print(
-                f"{cell.name}: {trouble}; remove {files.path(cell)} to run all stacks anew",
-                file=sys.stderr,
-                flush=True,
-            )
-            continue
 
         def ran(runs: list[RunRecord], cell: Cell = cell, arguments: Namespace = arguments) -> None:
             files.write(cell, measurement(arguments, runs))
@@ -87,15 +89,6 @@ def main() -> None:
 
         measure(arguments, logs / cell.name, there.runs if there else [], ran)
     write_page(files, out)
-
-
-def not_comparable(there: Measurement) -> str | None:
-    """Say why runs of this machine cannot stand beside those that are there, None if they can.
-
-    A machine whose cores are faster makes every stack faster.
-    """
-    theirs, ours = there.machine.cores, this_machine().cores
-    return f"its runs are of {theirs}, this machine has {ours}" if theirs != ours else None
 
 
 def write_page(files: CellFiles, out: Path) -> None:

@@ -3,7 +3,6 @@
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import msgspec
 from benchmarks.peers.cells import Cell
 from benchmarks.peers.report import Measurement, Stack, hit_share, of_stack, own_stack, stacks
 
@@ -20,7 +19,8 @@ _COLUMNS = (
 )
 
 _DISCUSSION = """\
-Each regime is a run of `benchmarks.peers.measure`, whose arguments are beside its runs in the JSON;
+Each regime is a run of `benchmarks.peers.measure`, whose arguments are beside its runs in a file of
+its own in `cells`;
 `benchmarks/peers/README.md` says what each stack is, what is equal and what is not. Bytes are those
 of the measured turns, a number per node: prefill nodes, then decode nodes.
 
@@ -29,67 +29,64 @@ What a stack waits for is read off its own run: every storage NIC and compute NI
 nothing has to be busy. Where the cores are full, a stack may be faster on more of them."""
 
 
-def matrix_report(measured: Mapping[Cell, Measurement | None]) -> ExperimentReport:
+def matrix_report(measured: Mapping[Cell, Sequence[Measurement]]) -> ExperimentReport:
     """Return the page; regimes without runs are named in it."""
-    there = {cell: found for cell, found in measured.items() if found is not None and found.runs}
+    there = [(cell, one) for cell, found in measured.items() for one in found if one.runs]
+    run: dict[str, list[str]] = {}
+    for cell, one in there:
+        run.setdefault(cell.name, []).append(one.machine.cores)
     return ExperimentReport(
         name="peers-matrix",
         title="Today's stacks beside DualPath, in every regime",
         command=COMMAND,
-        settings=_setting_lines(measured, there),
-        tables=(
-            _winners(measured),
-            *(_cell_table(cell, found) for cell, found in there.items()),
-        ),
+        settings=_setting_lines(len(run), len(measured), [one for _, one in there]),
+        tables=(_winners(measured), *(_cell_table(cell, one) for cell, one in there)),
         discussion=_DISCUSSION,
-        data={cell.name: msgspec.to_builtins(found) for cell, found in there.items()},
+        # Their runs are in the regimes' own files.
+        data={"regimes": run},
     )
 
 
-def _setting_lines(
-    measured: Mapping[Cell, Measurement | None], there: Mapping[Cell, Measurement]
-) -> tuple[str, ...]:
-    lines = [
+def _setting_lines(run: int, regimes: int, there: Sequence[Measurement]) -> tuple[str, ...]:
+    runs_of = Counter(
+        f"{found.machine.cores}, {found.date}, "
+        + ", ".join(f"{name} {number}" for name, number in found.versions.items())
+        for found in there
+    )
+    return (
         "Real vLLM engines on CPU at 1P2D, links shaped by the kernel, a model of random weights "
         "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
         "with 60. DRAM per node holds 1.25 of their KV, a quarter, or no more than the longest "
         "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
-        f"{len(there)} of {len(measured)} regimes have been run, all stacks of a regime on one "
-        "kind of machine: compare within a regime.",
-    ]
-    runs_of = Counter(
-        f"{found.machine.cores}, {found.date}, "
-        + ", ".join(f"{name} {number}" for name, number in found.versions.items())
-        for found in there.values()
+        f"{run} of {regimes} regimes have been run. Compare within a row: other cores compute "
+        "faster or more slowly.",
+        *(f"{machine}: {count} regimes." for machine, count in runs_of.items()),
     )
-    lines += [f"{machine}: {count} regimes." for machine, count in runs_of.items()]
-    return tuple(lines)
 
 
-def _winners(measured: Mapping[Cell, Measurement | None]) -> Table:
-    columns = ("agents", "bound by", "DRAM holds", "tools", "fastest", "JCT s", "DualPath's", "why")
-    rows = []
+def _winners(measured: Mapping[Cell, Sequence[Measurement]]) -> Table:
+    columns = (
+        *("agents", "bound by", "DRAM holds", "tools", "processor", "fastest", "JCT s"),
+        *("DualPath's", "why"),
+    )
+    rows: list[tuple[str, ...]] = []
     for cell, found in measured.items():
         regime = (cell.agents, cell.bound, cell.fits, "pauses" if cell.pauses else "none")
-        if found is None or not found.runs:
-            rows.append((*regime, "not run", *[NOTHING] * 3))
-            continue
-        ranked = sorted(_whole(stacks(found.runs)), key=lambda stack: stack.jct_s)
-        if not ranked:
-            rows.append((*regime, "all had failed turns", *[NOTHING] * 3))
-            continue
-        own = own_stack(ranked)
-        first = ranked[0]
-        rows.append(
-            (
-                *regime,
-                first.label,
-                f"{first.jct_s:.1f}",
-                f"{own.jct_s:.1f}" if own else NOTHING,
-                _why(ranked, own, found),
-            )
-        )
-    return Table("Who wins where", columns, tuple(rows), align="lllllrrl")
+        run = [one for one in found if one.runs]
+        rows += [(*regime, one.machine.cpu_model, *_fastest(one)) for one in run]
+        if not run:
+            rows.append((*regime, NOTHING, "not run", *[NOTHING] * 3))
+    return Table("Who wins where", columns, tuple(rows), align="llllllrrl")
+
+
+def _fastest(measured: Measurement) -> tuple[str, str, str, str]:
+    """Return the fastest stack, its JCT, DualPath's, and why."""
+    ranked = sorted(_whole(stacks(measured.runs)), key=lambda stack: stack.jct_s)
+    if not ranked:
+        return "all had failed turns", NOTHING, NOTHING, NOTHING
+    own, first = own_stack(ranked), ranked[0]
+    own_jct = f"{own.jct_s:.1f}" if own else NOTHING
+    return first.label, f"{first.jct_s:.1f}", own_jct, _why(ranked, own, measured)
 
 
 def _whole(found: Sequence[Stack]) -> list[Stack]:

@@ -102,27 +102,33 @@ def test_what_was_measured_is_not_measured_again(stacks_run, tmp_path, monkeypat
     assert ran == ["dualpath-basic", DUALPATH, DUALPATH]
     matrix.main()
     assert len(ran) == 3
-    kept = matrix.CellFiles(tmp_path / "cells").read(CELL)
-    assert kept is not None
+    (kept,) = matrix.CellFiles(tmp_path / "cells").read(CELL)
     assert [one.stack for one in kept.runs] == ["dualpath-basic", DUALPATH]
     assert "1 of 36 regimes have been run" in (tmp_path / "peers-matrix.md").read_text()
 
 
-def test_runs_of_another_processor_are_left_alone_and_none_are_put_beside_them(
-    stacks_run, tmp_path, monkeypatch, capsys
+def test_runs_of_another_processor_are_kept_apart_and_repeated_only_if_named(
+    stacks_run, tmp_path, monkeypatch
 ):
     ran, _ = stacks_run
-    words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic"]
+    words = ["matrix", "--out", str(tmp_path), "--modes", "basic", "--cell", CELL.name]
     monkeypatch.setattr("sys.argv", words)
     matrix.main()
     elsewhere = msgspec.structs.replace(this_machine(), cpu_model="another")
-    monkeypatch.setattr(matrix, "this_machine", lambda: elsewhere)
-    monkeypatch.setattr("sys.argv", [*words[:-1], "basic,split"])
+    for module in (matrix, measure):
+        monkeypatch.setattr(module, "this_machine", lambda: elsewhere)
+    monkeypatch.setattr("sys.argv", words[:-2])
     matrix.main()
-    assert ran == ["dualpath-basic"]
-    said = capsys.readouterr().err
-    assert "(another)" in said
-    assert f"remove {tmp_path / 'cells' / CELL.name}.json" in said
+    assert len(ran) == 36, "all that nobody has run"
+    monkeypatch.setattr("sys.argv", words)
+    matrix.main()
+    assert len(ran) == 37
+    files = matrix.CellFiles(tmp_path / "cells")
+    models = [found.machine.cpu_model for found in files.read(CELL)]
+    assert sorted(models) == sorted([this_machine().cpu_model, "another"])
+    here = files.here(CELL)
+    assert here is not None
+    assert here.machine.cpu_model == "another"
 
 
 def test_more_repeats_are_added_in_turns(stacks_run, tmp_path):
@@ -145,7 +151,7 @@ def row(report, cell: Cell) -> dict[str, str]:
 
 def test_the_page_says_who_wins_and_what_both_wait_for():
     runs = (run("vllm-x", 10.0, read_bytes=20_000_000), run(DUALPATH, 20.0, read_bytes=390_000_000))
-    report = matrix_report({cell: measured(*runs) if cell == CELL else None for cell in cells()})
+    report = matrix_report({cell: [measured(*runs)] if cell == CELL else [] for cell in cells()})
     cell_table = report.tables[-1]
     assert {one[cell_table.columns.index("CPU-s")] for one in cell_table.rows} == {"5"}
     found = row(report, CELL)
@@ -162,7 +168,7 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
 
 def test_a_stack_with_failed_turns_wins_nothing():
     found = measured(run("vllm-x", 1.0, failed=1), run(DUALPATH, 20.0))
-    assert row(matrix_report({CELL: found}), CELL)["fastest"] == "split"
+    assert row(matrix_report({CELL: [found]}), CELL)["fastest"] == "split"
 
 
 def test_full_cores_and_links_are_named():
