@@ -17,7 +17,7 @@ from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.storage.node_dram import NodeDram
 
 #: Of five clusters two have agents whose tools run, and one of these DRAM that engines share.
-PAUSING, SHARING = range(4, 105, 5), range(2, 103, 5)
+PAUSING, SHARING = range(4, 305, 5), range(2, 303, 5)
 
 
 @pytest.mark.long
