@@ -9,10 +9,8 @@ import heapq
 import msgspec
 from tests import compiled_scheduler as scheduler
 
-from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
-from dualpath.core.runs import BlockRun, HitRun
 from dualpath.model.sim.compiled import tables
 from dualpath.policy.event_log import EngineJoined, EngineLost, EnginePaused, EventLog, Submitted
 from dualpath.policy.events import (
@@ -25,6 +23,7 @@ from dualpath.policy.events import (
     Granted,
     Thresholds,
 )
+from dualpath.policy.read_side import hit_runs
 from dualpath.policy.recompute import weight_tokens
 
 
@@ -135,7 +134,7 @@ class CompiledScheduler:
         )
         anew = msgspec.structs.replace(
             old,
-            reads=self._runs(at_decode, at_prefill, head, tail),
+            reads=hit_runs(at_decode, at_prefill, head, tail, self._block_tokens),
             read_reason=READ_REASONS[reason],
             prefill_tokens=self._prefill_tokens(number, recomputed),
             prefill_read_tokens=head,
@@ -175,7 +174,9 @@ class CompiledScheduler:
             decode_engine=self._specs[row[tables.A_DE]].engine_id,
             prefill_assign_seq=row[tables.A_PE_SEQ],
             decode_assign_seq=row[tables.A_DE_SEQ],
-            reads=self._runs(row[tables.A_DE_KEPT], row[tables.A_PE_KEPT], head, tail),
+            reads=hit_runs(
+                row[tables.A_DE_KEPT], row[tables.A_PE_KEPT], head, tail, self._block_tokens
+            ),
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
@@ -189,19 +190,6 @@ class CompiledScheduler:
     def _prefill_tokens(self, number: int, recomputed: int) -> int:
         weight = weight_tokens(recomputed, self._state.rules.computed_weight)
         return int(self._state.requests[number, tables.LENGTH + tables.PREFILL]) + weight
-
-    def _runs(self, at_decode: int, at_prefill: int, head: int, tail: int) -> tuple[HitRun, ...]:
-        runs, first = [], 0
-        for side, tokens, kept in (
-            (Role.DECODE, at_decode, True),
-            (Role.PREFILL, at_prefill, True),
-            (Role.PREFILL, head, False),
-            (Role.DECODE, tail, False),
-        ):
-            count = holding_blocks(tokens, self._block_tokens)
-            runs.append(HitRun(side, BlockRun(first, count), kept=kept))
-            first += count
-        return tuple(run for run in runs if run.blocks)
 
 
 def _numbered(joined: list[EngineSpec]) -> list[EngineSpec]:

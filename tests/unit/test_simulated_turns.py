@@ -71,9 +71,10 @@ def test_a_holder_that_stands_still_is_followed_and_ends_when_it_wakes() -> None
 
 
 def test_a_holder_that_is_cut_off_from_the_store_is_followed_while_it_lives() -> None:
-    told = stories("cut the router from the store of leases")
+    seeds = seeds_of(TurnKind.ETCD, TurnKind.KUBERNETES, below=320)
+    told = stories("cut the router from the store of leases", seeds=seeds)
     ends = "scheduler ends: the lease simulated could not be renewed", r"router#2 +serves"
-    assert count(told, r"router#1 +does not reach", *ends) > 2
+    assert count(told, r"router#1 +does not reach", *ends) > 3
 
 
 def test_a_holder_that_is_killed_is_followed_once_its_lease_has_run_out() -> None:

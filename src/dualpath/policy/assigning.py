@@ -16,7 +16,7 @@ from dualpath.policy.flights import Flight, Flights
 from dualpath.policy.hit_sources import HitSource, HitSources
 from dualpath.policy.load import Ledger
 from dualpath.policy.placement import Placement, Ticket
-from dualpath.policy.recompute import weight_tokens
+from dualpath.policy.recompute import more_weight, weight_tokens
 
 
 class Assigner:
@@ -32,7 +32,7 @@ class Assigner:
         ticket = flight.ticket
         engines = {Role.PREFILL: prefill.engine_id, Role.DECODE: decode.engine_id}
         source = self._hits.choose(ticket.request.hit_tokens, ticket.kept_tokens, engines)
-        weight = self._more_weight(0, source.recompute_tokens)
+        weight = weight_tokens(source.recompute_tokens, self._hits.settings.computed_weight)
         prefill_seq = self._ledger.assign(prefill.engine_id, ticket.request_id, weight)
         decode_seq = self._ledger.assign(decode.engine_id, ticket.request_id)
         reads = self._read_tokens(ticket, source)
@@ -63,20 +63,20 @@ class Assigner:
         self, flight: Flight, old: Assignment, kept_blocks: Mapping[Role, int]
     ) -> Assignment:
         """Choose an assigned request's reads, of whose hit its engines keep ``kept_blocks`` now."""
-        ticket, change = flight.ticket, self._ledger.change
-        engines = {Role.PREFILL: old.prefill_engine, Role.DECODE: old.decode_engine}
-        change(old.prefill_engine, old.request_id, 0, -old.prefill_read_tokens)
-        change(old.decode_engine, old.request_id, 0, -old.decode_read_tokens)
+        ticket = flight.ticket
+        engines = {side: old.at(side).engine_id for side in Role}
+        for side in Role:
+            self._ledger.change(engines[side], old.request_id, 0, -old.at(side).read_tokens)
         self._flights.set_computing(flight, 0)
         hit_tokens = ticket.request.hit_tokens - old.recompute_tokens
         block_tokens = self._hits.settings.block_tokens
         kept = {e: min(kept_blocks[s] * block_tokens, hit_tokens) for s, e in engines.items()}
         source = self._hits.choose(hit_tokens, kept, engines)
         source = source.computing_more(old.recompute_tokens)
-        more = self._more_weight(old.recompute_tokens, source.recompute_tokens)
+        more = more_weight(
+            old.recompute_tokens, source.recompute_tokens, self._hits.settings.computed_weight
+        )
         reads = self._read_tokens(ticket, source)
-        change(old.prefill_engine, old.request_id, more, reads[Role.PREFILL])
-        change(old.decode_engine, old.request_id, 0, reads[Role.DECODE])
         anew = msgspec.structs.replace(
             old,
             reads=source.runs,
@@ -86,13 +86,12 @@ class Assigner:
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
         )
+        for side in Role:
+            tokens = anew.at(side).tokens - old.at(side).tokens
+            self._ledger.change(engines[side], old.request_id, tokens, reads[side])
         self._flights.read_anew(flight, anew)
         self._set_computing(flight, source)
         return anew
-
-    def _more_weight(self, before_tokens: int, after_tokens: int) -> int:
-        weight = self._hits.settings.computed_weight
-        return weight_tokens(after_tokens, weight) - weight_tokens(before_tokens, weight)
 
     def _read_tokens(self, ticket: Ticket, source: HitSource) -> Mapping[Role, int]:
         """Return what storage has to read at either side."""

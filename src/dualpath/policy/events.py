@@ -3,6 +3,8 @@
 Reasons are short, stable strings, made for logs, metrics and tests.
 """
 
+from typing import NamedTuple
+
 import msgspec
 
 from dualpath.core.cluster import Role
@@ -121,6 +123,15 @@ class Granted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_blocks: int
 
 
+class Charge(NamedTuple):
+    """What an assignment is at one of its engines: its number there, what it counts for, reads."""
+
+    engine_id: str
+    assign_seq: int
+    tokens: int
+    read_tokens: int
+
+
 class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
@@ -149,6 +160,18 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_read_tokens: int = 0
     decode_read_tokens: int = 0
     recompute_tokens: int = 0
+
+    def at(self, side: Role) -> Charge:
+        """Return what it is at its engine of a role."""
+        if side is Role.PREFILL:
+            return Charge(
+                *(self.prefill_engine, self.prefill_assign_seq),
+                *(self.prefill_tokens, self.prefill_read_tokens),
+            )
+        return Charge(
+            *(self.decode_engine, self.decode_assign_seq),
+            *(self.decode_tokens, self.decode_read_tokens),
+        )
 
     def kept_end(self, side: Role) -> int:
         """Return the block at which ends what is taken from a side's DRAM, 0 for nothing."""

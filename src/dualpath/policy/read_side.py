@@ -62,6 +62,18 @@ def choose_reads(
     at_decode, at_prefill = kept_tokens(rule, prefill.kept_tokens, decode.kept_tokens)
     unread = hit_tokens - at_decode - at_prefill
     head, tail, reason = read_tokens(rule, turn, *prefill[:3], *decode[:3], unread, block_tokens)
+    runs = hit_runs(at_decode, at_prefill, head, tail, block_tokens)
+    return runs, READ_REASONS[reason if unread or not hit_tokens else KEPT]
+
+
+def hit_runs(
+    at_decode: int, at_prefill: int, head: int, tail: int, block_tokens: int
+) -> tuple[HitRun, ...]:
+    """Return the runs of a hit, from the tokens that come from each place, in block order.
+
+    What the DE's DRAM keeps is first, what the PE's keeps behind it; then what the PE reads, the
+    ``head``, and what the DE reads, the ``tail``.
+    """
     runs, first = [], 0
     for side, tokens, kept in (
         (Role.DECODE, at_decode, True),
@@ -73,7 +85,7 @@ def choose_reads(
         if blocks:
             runs.append(HitRun(side, blocks, kept=kept))
         first = blocks.end
-    return tuple(runs), READ_REASONS[reason if unread or not hit_tokens else KEPT]
+    return tuple(runs)
 
 
 def kept_tokens(rule: int, pe_kept: int, de_kept: int) -> tuple[int, int]:

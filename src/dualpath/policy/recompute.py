@@ -33,6 +33,12 @@ def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
     return int(recomputed_tokens * computed_weight)
 
 
+def more_weight(before_tokens: int, after_tokens: int, computed_weight: float) -> int:
+    """Return how much more a request counts for at its PE that computes more of its hit again."""
+    before = weight_tokens(before_tokens, computed_weight)
+    return weight_tokens(after_tokens, computed_weight) - before
+
+
 def recompute_tokens(
     rule: int,
     unread_tokens: int,

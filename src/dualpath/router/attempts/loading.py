@@ -47,7 +47,8 @@ class Loading:
     """Of one attempt on ``prefill`` and ``decode``; ``keys`` are the prompt's.
 
     ``kept`` False: nothing is taken from what buffers keep.  ``granted`` is told how many blocks
-    the DE keeps, before the PE is sent anything, and returns the runs anew.
+    the DE keeps, where any were believed to be kept and before the PE is sent anything, and returns
+    the runs anew.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Loading:
         """Reserve at the DE, then read at both; the PE reads nothing if it is ``idle``."""
         hit_run = BlockRun(0, _hit_blocks(runs))
         granted = await self._reserve(self._decode, prompt_blocks, [hit_run])
-        if not idle:
+        if any(run.kept for run in runs):
             runs = self._granted(granted.kept_blocks)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._context.geometry.whole_from(hit_blocks)

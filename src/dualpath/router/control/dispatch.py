@@ -205,7 +205,7 @@ class Dispatch:
         if anew is not None:
             self._assigned[anew.request_id] = anew
             for role in Role:
-                engine_id, _, tokens, read_tokens = _charge(anew, role)
+                engine_id, _, tokens, read_tokens = anew.at(role)
                 if (log := self._logs.get(engine_id)) is not None:
                     log.changed(anew.request_id, tokens, read_tokens)
             self._note_anew(anew)
@@ -285,7 +285,7 @@ class Dispatch:
 
     def _hand_out(self, assignment: Assignment) -> None:
         for role in Role:
-            engine_id, seq, tokens, read_tokens = _charge(assignment, role)
+            engine_id, seq, tokens, read_tokens = assignment.at(role)
             self._logs[engine_id].decided(assignment.request_id, seq, tokens, read_tokens)
         placement = self._waiting[assignment.request_id]
         note = AssignmentNote.of(placement.request, assignment, self._block_tokens)
@@ -307,16 +307,3 @@ class Dispatch:
         # Only ratios matter: an engine that does not know its storage NIC counts as a usual one.
         snic_bytes_per_s = info.snic_bytes_per_s or self._usual_snic
         return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
-
-
-def _charge(assignment: Assignment, role: Role) -> tuple[str, int, int, int]:
-    """Return an engine of an assignment, its number there, and what it counts for: in all, read."""
-    if role is Role.PREFILL:
-        return (
-            *(assignment.prefill_engine, assignment.prefill_assign_seq),
-            *(assignment.prefill_tokens, assignment.prefill_read_tokens),
-        )
-    return (
-        *(assignment.decode_engine, assignment.decode_assign_seq),
-        *(assignment.decode_tokens, assignment.decode_read_tokens),
-    )

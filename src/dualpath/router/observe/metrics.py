@@ -186,16 +186,14 @@ class RouterMetrics:
         self._assignments.labels(
             assignment.pe_reason, assignment.de_reason, assignment.read_reason
         ).inc()
-        self._read_tokens[Role.PREFILL].inc(assignment.prefill_read_tokens)
-        self._read_tokens[Role.DECODE].inc(assignment.decode_read_tokens)
+        for role in Role:
+            self._read_tokens[role].inc(assignment.at(role).read_tokens)
 
     def read_anew(self, old: Assignment, anew: Assignment) -> None:
         """Count what either side has to read more than it was assigned."""
-        for role, before, after in (
-            (Role.PREFILL, old.prefill_read_tokens, anew.prefill_read_tokens),
-            (Role.DECODE, old.decode_read_tokens, anew.decode_read_tokens),
-        ):
-            self._read_tokens[role].inc(max(after - before, 0))
+        for role in Role:
+            more = anew.at(role).read_tokens - old.at(role).read_tokens
+            self._read_tokens[role].inc(max(more, 0))
 
     def scheduled(self, spent_s: float, decisions: int) -> None:
         """Count one round of the scheduler."""

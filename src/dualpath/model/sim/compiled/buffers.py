@@ -25,14 +25,15 @@ from dualpath.model.sim.compiled.columns import (
     TIER_HITS,
     TOKENS,
 )
-from dualpath.model.sim.compiled.hits import first_at_prefill, found_blocks
+from dualpath.model.sim.compiled.hits import count_blocks, first_at_prefill, found_blocks
 from dualpath.model.sim.compiled.jit import lean, prefetch
 from dualpath.model.sim.compiled.links import node_at
 from dualpath.model.sim.compiled.machine_tables import World
 from dualpath.model.sim.compiled.reading import granted
-from dualpath.model.sim.compiled.scheduler import choose_anew, more_weight
+from dualpath.model.sim.compiled.scheduler import choose_anew
 from dualpath.model.sim.compiled.tier import adopt, keep, shrink, use
 from dualpath.model.sim.rules import room_blocks
+from dualpath.policy.recompute import more_weight
 
 
 @lean
@@ -123,7 +124,7 @@ def _adopt(p: World, node: int, agent: int, side: int, first: int) -> None:
 @lean
 def _choose_anew(p: World, agent: int, pe_kept: int, de_kept: int) -> None:
     """Let a round's hit come from elsewhere: its engines keep so many tokens of it only."""
-    m, s, block_tokens = p.machine, p.scheduler, p.constants.block_tokens
+    m, s = p.machine, p.scheduler
     flights = m.flights
     before = flights[agent, RECOMPUTED]
     for side in range(2):
@@ -134,11 +135,11 @@ def _choose_anew(p: World, agent: int, pe_kept: int, de_kept: int) -> None:
     recomputed = anew[4]
     flights[agent, HIT] -= recomputed - before
     flights[agent, RECOMPUTED] = recomputed
-    m.engines[flights[agent, PE], TOKENS] += more_weight(s, before, recomputed)
+    more = more_weight(before, recomputed, s.rules.computed_weight)
+    m.engines[flights[agent, PE], TOKENS] += more
+    count_blocks(p, agent)
     for side in range(2):
         _expect_reads(p, flights[agent, PE + side], flights[agent, PE_READ + side])
-        tokens = flights[agent, PE_KEPT + side] + flights[agent, PE_READ + side]
-        flights[agent, PE_BLOCKS + side] = holding_blocks(tokens, block_tokens)
 
 
 @lean

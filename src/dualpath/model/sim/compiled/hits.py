@@ -1,7 +1,7 @@
 """Where the hits of a round lie, in the terms of ``carried``."""
 
 from dualpath.core.blocks import holding_blocks
-from dualpath.model.sim.compiled.columns import DE_KEPT, HIT, PE_BLOCKS, PE_READ
+from dualpath.model.sim.compiled.columns import DE_KEPT, HIT, PE_BLOCKS, PE_KEPT, PE_READ
 from dualpath.model.sim.compiled.jit import inlined
 from dualpath.model.sim.compiled.machine_tables import World
 
@@ -18,6 +18,15 @@ def first_at_prefill(p: World, agent: int) -> int:
     if not p.constants.keeps:
         return 0
     return holding_blocks(p.machine.flights[agent, DE_KEPT], p.constants.block_tokens)
+
+
+@inlined
+def count_blocks(p: World, agent: int) -> None:
+    """Note how many blocks of a round's hit its PE and its DE have: what they keep and read."""
+    flights = p.machine.flights
+    for side in range(2):
+        tokens = flights[agent, PE_KEPT + side] + flights[agent, PE_READ + side]
+        flights[agent, PE_BLOCKS + side] = holding_blocks(tokens, p.constants.block_tokens)
 
 
 @inlined

@@ -69,7 +69,7 @@ from dualpath.policy.read_side import (
     kept_tokens,
     read_tokens,
 )
-from dualpath.policy.recompute import recompute_tokens, weight_tokens
+from dualpath.policy.recompute import more_weight, recompute_tokens, weight_tokens
 
 
 @inlined
@@ -146,24 +146,14 @@ def choose_anew(
         change(state, request, role, 0, -requests[request, READ + role])
     state.kept[request, requests[request, ENGINE + PREFILL]] = min(pe_kept, requests[request, HIT])
     state.kept[request, requests[request, ENGINE + DECODE]] = min(de_kept, requests[request, HIT])
-    at_prefill, at_decode = _kept_tokens(state, request)
-    more = _recompute_tokens(state, request, at_prefill + at_decode)
-    requests[request, HIT] -= more
-    set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
+    at_prefill, at_decode, more = _cut_hit(state, request)
     head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
-    weight = more_weight(state, recomputed, recomputed + more)
+    weight = more_weight(recomputed, recomputed + more, state.rules.computed_weight)
     change(state, request, PREFILL, weight, head)
     change(state, request, DECODE, 0, tail)
     if recomputed + more:
         reason = RECOMPUTE
     return head, tail, at_prefill, at_decode, recomputed + more, reason
-
-
-@inlined
-def more_weight(state: SchedulerState, before_tokens: int, after_tokens: int) -> int:
-    """Return how much more a request counts for at its PE that computes more of its hit again."""
-    weight = state.rules.computed_weight
-    return weight_tokens(after_tokens, weight) - weight_tokens(before_tokens, weight)
 
 
 @inlined
@@ -231,11 +221,8 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     requests, assigned = state.requests, state.assigned
     requests[request, ASSIGNED] = 1
     state.counters[UNASSIGNED] -= 1
-    at_prefill, at_decode = _kept_tokens(state, request)
-    recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
-    requests[request, HIT] -= recomputed
-    set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
-    weight = more_weight(state, 0, recomputed)
+    at_prefill, at_decode, recomputed = _cut_hit(state, request)
+    weight = weight_tokens(recomputed, state.rules.computed_weight)
     assigned[row, A_PE_SEQ] = assign(state, request, PREFILL, weight)
     assigned[row, A_DE_SEQ] = assign(state, request, DECODE, 0)
     head, tail, reason = _choose_reads(state, request, at_prefill + at_decode)
@@ -254,6 +241,20 @@ def _assign(state: SchedulerState, request: int, row: int) -> None:
     assigned[row, A_DE_REASON] = requests[request, REASON + DECODE]
     assigned[row, A_READ_REASON] = RECOMPUTE if recomputed else reason
     assigned[row, A_RECOMPUTE] = recomputed
+
+
+@inlined
+def _cut_hit(state: SchedulerState, request: int) -> tuple[int, int, int]:
+    """Take off a request's hit what is computed again; its PE has it to compute from now on.
+
+    Returns what is taken from the DRAM of its PE, and of its DE, and what is computed again.
+    """
+    requests = state.requests
+    at_prefill, at_decode = _kept_tokens(state, request)
+    recomputed = _recompute_tokens(state, request, at_prefill + at_decode)
+    requests[request, HIT] -= recomputed
+    set_computing(state, request, requests[request, PROMPT] - requests[request, HIT])
+    return at_prefill, at_decode, recomputed
 
 
 @inlined

@@ -18,7 +18,6 @@ from dualpath.model.sim.compiled.columns import (
     NONE,
     NOW,
     PE,
-    PE_BLOCKS,
     PE_KEPT,
     PE_READ,
     PROMPT,
@@ -32,6 +31,7 @@ from dualpath.model.sim.compiled.columns import (
     TOKENS,
 )
 from dualpath.model.sim.compiled.events import push
+from dualpath.model.sim.compiled.hits import count_blocks
 from dualpath.model.sim.compiled.jit import lean
 from dualpath.model.sim.compiled.ledger import report
 from dualpath.model.sim.compiled.links import node_at
@@ -193,9 +193,7 @@ def _assigned(p: World, agent: int) -> None:
     m, c = p.machine, p.constants
     flights, now_ns = m.flights, m.counters[NOW]
     r = m.round_of[agent]
-    for side in range(2):
-        tokens = flights[agent, PE_KEPT + side] + flights[agent, PE_READ + side]
-        flights[agent, PE_BLOCKS + side] = holding_blocks(tokens, c.block_tokens)
+    count_blocks(p, agent)
     flights[agent, PROMPT_BLOCKS] = holding_blocks(flights[agent, PROMPT], c.block_tokens)
     m.times[r, T_ASSIGNED] = now_ns
     if c.oracle:

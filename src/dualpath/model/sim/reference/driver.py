@@ -140,13 +140,10 @@ class SchedulerDriver:
         if not (answer := self._scheduler.granted(grant)):
             return assignment
         (anew,) = answer
-        more = anew.prefill_tokens - assignment.prefill_tokens
-        self._accounts[int(anew.prefill_engine)].tokens += more
-        for engine, before, after in (
-            (anew.prefill_engine, assignment.prefill_read_tokens, anew.prefill_read_tokens),
-            (anew.decode_engine, assignment.decode_read_tokens, anew.decode_read_tokens),
-        ):
-            self.read_more(int(engine), after - before)
+        for role in Role:
+            before, after = assignment.at(role), anew.at(role)
+            self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
+            self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
         return anew
 
     def read_more(self, engine: int, tokens: int) -> None:
