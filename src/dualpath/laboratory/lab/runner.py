@@ -16,6 +16,7 @@ from dualpath.core.errors import ConfigError, DeadlineError, EngineLostError
 from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER
 from dualpath.laboratory.lab.s3_server import READY
 from dualpath.laboratory.lab.steps import (
+    AttachLoop,
     DetachLoop,
     EndProcesses,
     MakeFolder,
@@ -75,6 +76,8 @@ class Runner:
                 self._start_server(step)
             case EndProcesses():
                 _end(step.process_ids)
+            case AttachLoop():
+                self._attach(step)
             case DetachLoop():
                 self._detach(step)
             case RemoveFolder():
@@ -91,9 +94,22 @@ class Runner:
             said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
             raise ConfigError(f"lab: `{' '.join(step.argv)}` failed ({said})")
 
+    def _attach(self, step: AttachLoop) -> None:
+        deadline_s = time.monotonic() + _DEADLINE_S
+        while True:
+            try:
+                return self._run(Run(("losetup", step.device, step.image)))
+            except ConfigError as error:
+                # The kernel may call a device busy for a moment after its last image is out.  With
+                # another image in it, another lab was faster.
+                taken = _backing_file(step.device).exists()
+                if taken or "busy" not in str(error) or time.monotonic() > deadline_s:
+                    raise
+            time.sleep(_RETRY_S)
+
     def _detach(self, step: DetachLoop) -> None:
         self._run(Run(("losetup", "--detach", step.device)))
-        backing = Path("/sys/block") / Path(step.device).name / "loop" / "backing_file"
+        backing = _backing_file(step.device)
         deadline_s = time.monotonic() + _DEADLINE_S
         # The kernel does it when the last who looks at the device, such as udev, has closed it.
         while backing.exists():
@@ -142,12 +158,19 @@ def describe(step: Step) -> str:
             return f"nsenter --net={NAMESPACE_FOLDER / step.namespace} -- {shlex.join(step.argv)}"
         case EndProcesses():
             return f"kill -KILL {' '.join(map(str, step.process_ids))}"
+        case AttachLoop():
+            return f"losetup {step.device} {step.image}"
         case DetachLoop():
             return f"losetup --detach {step.device}"
         case RemoveFolder():
             return f"{'rmdir' if step.cgroup else 'rm -r'} {step.path}"
         case RemoveFile():
             return f"rm {step.path}"
+
+
+def _backing_file(loop_device: str) -> Path:
+    """Return the kernel's file that is there while an image is in the device."""
+    return Path("/sys/block") / Path(loop_device).name / "loop" / "backing_file"
 
 
 def _start(

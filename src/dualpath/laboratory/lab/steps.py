@@ -87,6 +87,13 @@ class EndProcesses(msgspec.Struct, frozen=True):
     process_ids: tuple[int, ...]
 
 
+class AttachLoop(msgspec.Struct, frozen=True):
+    """Put an image into a free loop device, as soon as the kernel is done with the one before."""
+
+    device: str
+    image: str
+
+
 class DetachLoop(msgspec.Struct, frozen=True):
     """Take the image out of a loop device and wait until it is out."""
 
@@ -114,6 +121,7 @@ Step = (
     | WriteValue
     | StartServer
     | EndProcesses
+    | AttachLoop
     | DetachLoop
     | RemoveFolder
     | RemoveFile
@@ -243,7 +251,7 @@ def _storage(settings: LabSettings, machine: LabMachine) -> Iterator[Step]:
             *("-E", "lazy_itable_init=0", machine.image),
         )
     )
-    yield Run(("losetup", machine.loop_device, machine.image))
+    yield AttachLoop(machine.loop_device, machine.image)
     # A process on a node of another lab has a copy of all mounts.  Below a shared mount, unmounting
     # reaches its copy; otherwise the loop device would be held until that process ends.
     yield Run(("mount", "--bind", machine.storage, machine.storage))
