@@ -27,7 +27,10 @@ def refusal() -> str:
     return ""
 
 
-pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}")
+pytestmark = [
+    pytest.mark.machine,
+    pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}"),
+]
 
 
 @pytest.fixture
