@@ -25,16 +25,12 @@ demo: $(STAMP)
 	@$(BIN)/dualpath demo
 
 # The tests come last, so that the last line is pytest's summary.  LONG: which of those marked
-# `long` run: none, all, or the one that a commit chooses (tests/long_tests.py).  WORKERS: how many
-# files of tests run at once; 0 has one test after the other.
+# `long` run: none, all, or the one that a commit chooses (tests/long_tests.py).
 LONG ?= none
-WORKERS ?= 2
 test: lint
-	@$(BIN)/python -m pytest --long $(LONG) -n $(WORKERS) --dist loadgroup
+	@$(BIN)/python -m pytest --long $(LONG)
 
-# Engines of several ranks fill a small machine: one after the other.
 test-all: LONG = all
-test-all: WORKERS = 0
 test-all: test
 
 install: $(STAMP)

@@ -31,16 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-@pytest.hookimpl(tryfirst=True)  # Before xdist reads the groups.
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, but those that were asked for; say which ones stay on one worker.
-
-    These are, of two that run at once (``make test``), those of a file, whose fixtures are made
-    once, and all that use what a machine has one of.
-    """
-    for item in items:
-        group = "machine" if item.get_closest_marker("machine") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+    """Leave out long tests, but those that were asked for."""
     long = [item for item in items if item.get_closest_marker("long")]
     try:
         asked = long_tests.chosen(long, config.getoption("--long"))

@@ -19,8 +19,6 @@ from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.units import Unit
 
-pytestmark = pytest.mark.machine
-
 ENGINE = Unit("pe-0", ("pe-0",), Role.PREFILL)
 GROUP = Unit("de-0", ("de-0-dp0", "de-0-dp1"), Role.DECODE)
 

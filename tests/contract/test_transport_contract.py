@@ -33,8 +33,6 @@ from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 from dualpath.transport.process_memory import ProcessMemoryTransport
 
-pytestmark = pytest.mark.machine
-
 PIECES = 12
 PIECE_BYTES = 5000
 STRIDE_BYTES = 8192

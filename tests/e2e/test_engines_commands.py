@@ -25,7 +25,7 @@ from dualpath.core.modes import Mode
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.ops.launch.process import SpawnedProcess, all_processes
 
-pytestmark = [pytest.mark.engine, pytest.mark.machine]
+pytestmark = pytest.mark.engine
 
 PROMPT = [10 + index % 300 for index in range(200)]
 

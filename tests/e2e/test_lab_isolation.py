@@ -16,8 +16,6 @@ from dualpath.laboratory.lab.settings import Shaping
 from dualpath.laboratory.lab.steps import CNIC
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 
-pytestmark = pytest.mark.machine
-
 NAME = f"iso{os.getpid()}"
 #: More than all there is besides the bulk: messages, replies, connections.
 BULK_BYTES = 1 << 20

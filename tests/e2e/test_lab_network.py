@@ -38,8 +38,6 @@ from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.lab.steps import CNIC, make_steps
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 
-pytestmark = pytest.mark.machine
-
 NAME = f"test{os.getpid()}"
 SETTINGS = LabSettings(
     name=NAME,

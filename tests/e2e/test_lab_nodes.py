@@ -27,10 +27,7 @@ def refusal() -> str:
     return ""
 
 
-pytestmark = [
-    pytest.mark.machine,
-    pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}"),
-]
+pytestmark = pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}")
 
 
 @pytest.fixture

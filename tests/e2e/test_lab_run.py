@@ -55,10 +55,7 @@ def why_not() -> str:
     return "" if shaping is Shaping.ROOT else f"only {shaping.value} is allowed here"
 
 
-pytestmark = [
-    pytest.mark.machine,
-    pytest.mark.skipif(bool(why_not()), reason=f"lab: {why_not()}"),
-]
+pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"lab: {why_not()}")
 
 
 @pytest.fixture

@@ -30,8 +30,6 @@ from dualpath.laboratory.lab.runner import enter_user_namespace
 from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
 from dualpath.laboratory.lab.steps import make_steps, storage_switch_name
 
-pytestmark = pytest.mark.machine
-
 NAME = f"s3test{os.getpid()}"
 SETTINGS = LabSettings(
     name=NAME,

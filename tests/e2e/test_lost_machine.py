@@ -25,8 +25,6 @@ from dualpath.engine.dealer import prepare_dealer
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.transport.cluster_secret import SECRET_VARIABLE
 
-pytestmark = pytest.mark.machine
-
 #: Of the scheduler that serves, as that of a Kubernetes Service.
 ADDRESS = "10.217.0.1"
 CLIENTS, FIRST, SECOND = MACHINES = ("clients", "first", "second")

@@ -17,8 +17,6 @@ from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.models.tiny import make_tiny_model
 
-pytestmark = pytest.mark.machine
-
 HOW_TO = ROOT / "docs" / "how-to"
 #: Others may have the page's lab here.
 LAB = f"pages{os.getpid()}"

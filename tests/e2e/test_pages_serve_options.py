@@ -28,7 +28,7 @@ from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.ops.launch.process import Supervisor
 from dualpath.transport.cluster_secret import SECRET_VARIABLE
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.machine, pytest.mark.timeout(580)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(580)]
 
 HOW_TO = ROOT / "docs" / "how-to"
 TRACE = '{"session_id": "a", "rounds": [[256, 20], [30, 10]]}\n'

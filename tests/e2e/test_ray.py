@@ -23,8 +23,6 @@ from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
 pytest.importorskip("ray")
 
-pytestmark = pytest.mark.machine
-
 PROMPT = list(range(100))
 
 

@@ -14,7 +14,7 @@ from tests.ray_cluster import RayCluster
 from dualpath.ops.launch.local_cluster import LocalCluster
 from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
-pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.machine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 PROMPT = [10 + index % 300 for index in range(300)]
 
