@@ -9,13 +9,13 @@ import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from tests.guard import GUARD_S
-from tests.shared_memory import left_in_shared_memory, shared_memory
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
@@ -397,11 +397,12 @@ class Peer:
 @pytest.fixture
 def shared_memory_files() -> Iterator[None]:
     """Fail the test if it leaves a file in shared memory."""
-    before = shared_memory()
+    folder = Path("/dev/shm")
+    before = set(folder.iterdir()) if folder.exists() else set()
     yield
     gc.collect()
-    left = left_in_shared_memory(before)
-    assert {name for name in left if "ucx" in name or "nixl" in name} == set()
+    after = set(folder.iterdir()) if folder.exists() else set()
+    assert {path for path in after - before if "ucx" in path.name or "nixl" in path.name} == set()
 
 
 @pytest.fixture(params=["ucx-chooses", "tcp"])
