@@ -122,9 +122,14 @@ def _cgroups(mounts: str, start: str) -> list[Path]:
     return [] if cgroups is None else _children(Path(cgroups.root), start)
 
 
+def backing_file(loop_device: str) -> Path:
+    """Return the kernel's file that is there while an image is in the device."""
+    return Path("/sys/block") / Path(loop_device).name / "loop" / "backing_file"
+
+
 def _loop_devices(start: str) -> Iterator[str]:
     for entry in sorted(Path("/sys/block").glob("loop*")):
-        backing = entry / "loop" / "backing_file"
+        backing = backing_file(entry.name)
         if backing.exists():
             image = backing.read_text(encoding="utf-8").strip()
             if Path(image).name.startswith(start):

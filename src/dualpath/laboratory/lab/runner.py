@@ -9,10 +9,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError, DeadlineError, EngineLostError
+from dualpath.laboratory.lab.leftovers import backing_file
 from dualpath.laboratory.lab.machine import NAMESPACE_FOLDER
 from dualpath.laboratory.lab.s3_server import READY
 from dualpath.laboratory.lab.steps import (
@@ -95,21 +96,16 @@ class Runner:
             raise ConfigError(f"lab: `{' '.join(step.argv)}` failed ({said})")
 
     def _attach(self, step: AttachLoop) -> None:
-        deadline_s = time.monotonic() + _DEADLINE_S
-        while True:
-            try:
-                return self._run(Run(("losetup", step.device, step.image)))
-            except ConfigError as error:
-                # The kernel may call a device busy for a moment after its last image is out.  With
-                # another image in it, another lab was faster.
-                taken = _backing_file(step.device).exists()
-                if taken or "busy" not in str(error) or time.monotonic() > deadline_s:
-                    raise
-            time.sleep(_RETRY_S)
+        # The kernel may call a device busy for a moment after its last image is out.  With another
+        # image in it, another lab was faster.
+        _while_busy(
+            lambda: self._run(Run(("losetup", step.device, step.image))),
+            lambda error: "busy" in str(error) and not backing_file(step.device).exists(),
+        )
 
     def _detach(self, step: DetachLoop) -> None:
         self._run(Run(("losetup", "--detach", step.device)))
-        backing = _backing_file(step.device)
+        backing = backing_file(step.device)
         deadline_s = time.monotonic() + _DEADLINE_S
         # The kernel does it when the last who looks at the device, such as udev, has closed it.
         while backing.exists():
@@ -168,11 +164,6 @@ def describe(step: Step) -> str:
             return f"rm {step.path}"
 
 
-def _backing_file(loop_device: str) -> Path:
-    """Return the kernel's file that is there while an image is in the device."""
-    return Path("/sys/block") / Path(loop_device).name / "loop" / "backing_file"
-
-
 def _start(
     argv: tuple[str, ...], log: Path, environment: Mapping[str, str], ready: str
 ) -> SpawnedProcess:
@@ -225,13 +216,20 @@ def _remove_folder(step: RemoveFolder) -> None:
     if not step.cgroup:
         shutil.rmtree(step.path)
         return
+    # A process that has just ended leaves its cgroup a moment later.
+    _while_busy(
+        lambda: os.rmdir(step.path),
+        lambda error: isinstance(error, OSError) and error.errno == errno.EBUSY,
+    )
+
+
+def _while_busy(do: Callable[[], None], busy: Callable[[Exception], bool]) -> None:
+    """Do something as soon as the kernel lets it be done, within the deadline."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while True:
         try:
-            os.rmdir(step.path)
-            return
-        except OSError as error:
-            # A process that has just ended leaves its cgroup a moment later.
-            if error.errno != errno.EBUSY or time.monotonic() > deadline_s:
+            return do()
+        except (ConfigError, OSError) as error:
+            if not busy(error) or time.monotonic() > deadline_s:
                 raise
         time.sleep(_RETRY_S)

@@ -1,0 +1,40 @@
+"""What the kernel calls busy for a moment is done again, what it refuses is not."""
+
+from pathlib import Path
+
+import pytest
+
+from dualpath.core.errors import ConfigError
+from dualpath.laboratory.lab.runner import Runner
+from dualpath.laboratory.lab.steps import AttachLoop
+
+ATTACH = AttachLoop("/dev/loop-of-nobody", "an.img")
+
+
+def losetup_says(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> Path:
+    """Put a `losetup` first that fails with ``what`` until it is called a third time."""
+    calls, tool = folder / "calls", folder / "losetup"
+    tool.write_text(
+        f'#!/bin/sh\necho "$@" >> {calls}\n'
+        f'test "$(wc -l < {calls})" -ge 3 || {{ echo "{what}" >&2; exit 1; }}\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=":")
+    return calls
+
+
+def test_a_loop_device_that_is_busy_for_a_moment_takes_the_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = losetup_says(tmp_path, monkeypatch, "Device or resource busy")
+    Runner().do(ATTACH)
+    assert calls.read_text().splitlines() == ["/dev/loop-of-nobody an.img"] * 3
+
+
+def test_what_else_losetup_says_is_an_error_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = losetup_says(tmp_path, monkeypatch, "Permission denied")
+    with pytest.raises(ConfigError, match="Permission denied"):
+        Runner().do(ATTACH)
+    assert len(calls.read_text().splitlines()) == 1
