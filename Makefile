@@ -25,10 +25,12 @@ demo: $(STAMP)
 	@$(BIN)/dualpath demo
 
 # The tests come last, so that the last line is pytest's summary.  LONG: which of those marked
-# `long` run: none, all, or the one that a commit chooses (tests/long_tests.py).
+# `long` run: none, all, or the one that a commit chooses (tests/long_tests.py).  WORKERS: how many
+# run at once, as far as they may (tests/workers.py); 0 has one after the other.
 LONG ?= none
+WORKERS ?= 2
 test: lint
-	@$(BIN)/python -m pytest --long $(LONG)
+	@$(BIN)/python -m pytest --long $(LONG) --numprocesses $(WORKERS)
 
 test-all: LONG = all
 test-all: test

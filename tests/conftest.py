@@ -3,14 +3,17 @@
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from hypothesis import settings
+from xdist.scheduler import Scheduling
 
 from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 from tests import long_tests
 from tests.own_cache import use_own_cache
 from tests.ray_cluster import RayCluster
+from tests.workers import OneMachine
 
 # The same examples in every run, and no verdict on how fast a machine is.
 settings.register_profile("repeatable", deadline=None, derandomize=True)
@@ -42,6 +45,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
+    """Keep together what may not run at once (`make test` has two workers)."""
+    return OneMachine(config, log)
 
 
 def pytest_asyncio_loop_factories(
