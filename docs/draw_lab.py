@@ -1,14 +1,22 @@
-"""Draw the pictures of measurements on a lab again, from the numbers that are stored with them.
+"""Draw the pages and plots of measurements from the data that is stored with them.
 
-    python docs/draw_lab.py
+    python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
+    python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
 
-Reads ``docs/evaluation/lab/*.json`` and writes the ``.png`` beside each that has plots.  Medians
-get the spread of the runs that they are of, where those are stored.
+The prose of a page is written by hand.  A table stands between two marks,
+
+    <!-- drawn: KIND NAME… -->
+    <!-- end -->
+
+and is drawn from ``docs/evaluation/lab/NAME.json``, or from ``docs/evaluation/peers`` where a name
+begins with ``peers-matrix``.  ``DRAWN`` lists the kinds.
 """
 
 import re
+import shlex
+import sys
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +25,292 @@ import msgspec
 from dualpath.laboratory.experiments.node_lines import legible
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report
 from dualpath.report.files import drawn
-from dualpath.report.model import Panel, Series
+from dualpath.report.markdown import table as as_markdown
+from dualpath.report.model import NOTHING, Panel, Series, Table
 
-LAB = Path(__file__).parent / "evaluation" / "lab"
+EVALUATION = Path(__file__).parent / "evaluation"
+LAB = EVALUATION / "lab"
+
+_MARK = re.compile(r"(<!-- drawn: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
 _OWN_STACKS = "dualpath-"
 _NODE = re.compile(r"[pd]e\d+")
 
+#: What a run is called in tables; the name of its file otherwise.
+LABELS = {
+    "jct-1p1d": "1P1D",
+    "jct-2p1d": "2P1D",
+    "jct-1p2d": "1P2D",
+    "jct-2p4d": "2P4D",
+    "jct-trace-1p1d": "1P1D, recorded sessions",
+    "jct-trace-1p2d": "1P2D, recorded sessions",
+    "jct-trace-2p4d": "2P4D, recorded sessions",
+    "jct-tp2-1p2d": "1P2D, engines of two ranks",
+    "jct-vllm-1p1d": "1P1D, real vLLM engines",
+    "jct-balanced": "24 agents",
+    "jct-balanced-48-agents": "48 agents",
+    "jct-balanced-longer-passes": "24 agents, longer passes",
+    "dram-pauses": "half of the working set",
+    "dram-pauses-all": "twice the working set",
+    "chaos-run": "all components, up to 5 faults at once",
+    "chaos-blocks": "small blocks, no router faults",
+    "chaos-blocks-2": "small blocks, engines drain",
+    "chaos-ranks": "engines of two ranks",
+    "chaos-groups": "data-parallel groups of two",
+    "chaos-vllm": "real vLLM engines, up to 2 faults at once",
+    "simulator": "bound by storage",
+    "simulator-balanced": "storage and compute in balance",
+}
+_MODES = ("basic", "layerwise", "round-robin", "dualpath", "split", "oracle")
+
+#: Columns of a stored table by which a reader of these pages would be puzzled.
+_HEADS = {
+    "who": "measured",
+    "dualpath relative to it": "DualPath relative to it",
+    "x oracle": "to Oracle",
+    "x oracle's": "TTFT to Oracle",
+    "x plain": "JCT to plain",
+    "to plain": "CPU to plain",
+    "well": "correct",
+    "left": "client left",
+    "bad": "late or wrong",
+    "fits": "DRAM holds",
+}
+
+
+def label(name: str) -> str:
+    """Return what a run is called in tables."""
+    return LABELS.get(name, name)
+
+
+def read(name: str) -> ExperimentReport:
+    """Return a stored experiment."""
+    folder = EVALUATION / "peers" if name.startswith("peers-matrix") else LAB
+    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=ExperimentReport)
+
+
+def stored_table(report: ExperimentReport, title: str) -> Table:
+    """Return the experiment's one table whose title contains ``title``."""
+    (found,) = (one for one in report.tables if title in one.title)
+    return found
+
+
+def column(content: Table, name: str) -> dict[str, str]:
+    """Return a column's cells by the first column's."""
+    index = content.columns.index(name)
+    return {row[0]: row[index] for row in content.rows}
+
+
+def commands(*names: str) -> Table:
+    """Which command made each run, how busy the machine was, how many blocks were compared."""
+    rows = []
+    for name in names:
+        report = read(name)
+        lines = " ".join(report.settings)
+        busy = re.search(r"Machine at most (\d+%) busy|, (\d+% to \d+%) busy|, (\d+%) busy", lines)
+        compared = re.search(r"([\d,]+) Layer Blocks compared on arrival, none wrong", lines)
+        rows.append(
+            (
+                label(name),
+                f"`{report.command}`",
+                next(filter(None, busy.groups())) if busy else NOTHING,
+                compared[1] if compared else NOTHING,
+            )
+        )
+    return Table("", ("run", "command", "machine busy", "Layer Blocks compared"), tuple(rows))
+
+
+def ratios(*names: str) -> Table:
+    """How much faster each mode is than Basic, beside what the links allow."""
+    modes = ("layerwise", "round-robin", "dualpath", "split")
+    rows = []
+    for name in names:
+        found = _jct_table(read(name))
+        size = re.match(r"\w+: (\d+) agents, ([\d.]+)x", found.title)
+        assert size is not None
+        faster = column(found, "speed-up over basic")
+        jct_s = column(found, "JCT s")
+        rows.append(
+            (
+                label(name),
+                *(size[1], size[2], jct_s["basic"]),
+                *(faster.get(mode, NOTHING) for mode in modes),
+            )
+        )
+    heads = ("run", "agents", "links allow", "Basic, JCT s", *(f"`{mode}`" for mode in modes))
+    return Table("", heads, tuple(rows))
+
+
+def jct(*names: str) -> Table:
+    """Every mode of every run: times, use and balance of storage NICs, processor time."""
+    rows: list[tuple[str, ...]] = []
+    rules = []
+    for name in names:
+        report = read(name)
+        times = _jct_table(report)
+        balance_table = stored_table(report, "Balance of storage NICs")
+        balance = dict(zip(balance_table.columns, balance_table.rows[0], strict=True))
+        costs = {row[1]: row[2] for row in stored_table(report, "Processor time, veri").rows}
+        rules.append(len(rows))
+        for row in times.rows:
+            cells = dict(zip(times.columns, row, strict=True))
+            mode = cells["mode"]
+            rows.append(
+                (
+                    label(name),
+                    f"`{mode}`",
+                    *(cells[head] for head in ("JCT s", "range s", "x oracle", "mean TTFT s")),
+                    cells["read GB"],
+                    cells["SNIC use, mean"],
+                    balance.get(mode, NOTHING),
+                    costs.get(mode, NOTHING),
+                    cells["machine busy"],
+                )
+            )
+    heads = (
+        *("run", "mode", "JCT s", "range s", "to Oracle", "mean TTFT s", "read GB"),
+        *("SNIC use", "SNIC max/avg", "engines, CPU-s per GB", "machine busy"),
+    )
+    return Table("", heads, tuple(rows), rules=tuple(rules[1:]))
+
+
+def _jct_table(report: ExperimentReport) -> Table:
+    return stored_table(report, "x is ideal")
+
+
+def stack(title: str, *names: str) -> Table:
+    """Tables of one title of several runs below each other; of one run without its name."""
+    tables = [stored_table(read(name), title) for name in names]
+    heads = tuple(_HEADS.get(head, head) for head in tables[0].columns)
+    if len(names) == 1:
+        return Table("", heads, tables[0].rows)
+    rows = [
+        (label(name), *row) for name, one in zip(names, tables, strict=True) for row in one.rows
+    ]
+    return Table("", ("run", *heads), tuple(rows))
+
+
+def targets(*names: str) -> Table:
+    """What was aimed at, beside what was reached."""
+    rows = [
+        (
+            label(name),
+            one.what.removeprefix(f"{label(name)}: "),
+            f"{one.measured:.3g}",
+            f"{'≥' if one.at_least else '≤'} {one.limit:.3g}",
+            "yes" if one.met else "no",
+        )
+        for name in names
+        for one in read(name).targets
+    ]
+    heads = ("run", "what", "measured", "target", "met")
+    if len(names) == 1:
+        return Table("", heads[1:], tuple(row[1:] for row in rows))
+    return Table("", heads, tuple(rows))
+
+
+def campaigns(*names: str) -> Table:
+    """Campaigns of faults: how requests ended, and what else was counted."""
+    rows = []
+    for name in names:
+        report = read(name)
+        counts = column(stored_table(report, "Requests and blocks"), "number")
+        found = {target.what: f"{target.measured:g}" for target in report.targets}
+        made = re.search(r"([\d,]+) faults in", " ".join(report.settings))
+        assert made is not None
+        rows.append(
+            (
+                label(name),
+                made[1],
+                *(counts[one] for one in ("well", "clear error", "cut", "left")),
+                " / ".join(counts[one] for one in ("late", "wrong", "unclear")),
+                found["requests lost to one fault of one engine"],
+                found["things left in a calm cluster"],
+                found["KV found wrong where it arrived"],
+                counts["blocks loaded and right"],
+                counts["blocks refused when read"],
+            )
+        )
+    heads = (
+        *("campaign", "faults", "correct", "clear error", "cut", "client left"),
+        *("late / wrong / unclear", "lost to one fault", "leaked", "wrong KV"),
+        *("blocks loaded", "blocks refused"),
+    )
+    return Table("", heads, tuple(rows))
+
+
+def matrix(name: str) -> Table:
+    """Every regime beside every stack: job completion times, the best one bold."""
+    report = read(name)
+    winners = stored_table(report, "Who wins where")
+    cells = [one for one in report.tables if one is not winners]
+    stacks = {
+        "DualPath (`split`)": "split",
+        "… with recomputation": "split-recompute",
+        "LMCache": "vllm-nixl-lmcache",
+        "vLLM's offloading": "vllm-nixl-offloading",
+        "Mooncake Store": "vllm-nixl-mooncake",
+    }
+    turns = {"short": "8", "long": "60"}
+    nics = {"storage": "20 MB/s", "balanced": "48 MB/s", "compute": "400 MB/s"}
+    fits = {"all": "all", "quarter": "a quarter", "nothing": "one context"}
+    tools = {"none": "none", "pauses": "1 s a turn"}
+    rows = []
+    for winner, cell in zip(winners.rows, cells, strict=True):
+        times = {row[0].removeprefix(_OWN_STACKS): row[2] for row in cell.rows}
+        found = [_stack_time(times, stack) for stack in stacks.values()]
+        best = min(float(one) for one in found if one)
+        rows.append(
+            (
+                *(turns[winner[0]], nics[winner[1]], fits[winner[2]], tools[winner[3]]),
+                "EPYC" if "EPYC" in winner[4] else "Xeon",
+                *(f"**{one}**" if one and float(one) == best else one or NOTHING for one in found),
+            )
+        )
+    heads = ("turns", "storage NICs", "DRAM per node holds", "tools", "cores", *stacks)
+    return Table("", heads, tuple(rows), align="lllllrrrrr")
+
+
+def _stack_time(times: Mapping[str, str], stack: str) -> str:
+    """Return a stack's time, of a variant of it where it has one, '' where it was not run."""
+    found = [one for name, one in times.items() if name == stack or name.startswith(f"{stack}-dr")]
+    return found[0] if found else ""
+
+
+#: What stands between marks, by the first word of the mark.
+DRAWN: dict[str, Callable[..., Table]] = {
+    "commands": commands,
+    "ratios": ratios,
+    "jct": jct,
+    "stack": stack,
+    "targets": targets,
+    "campaigns": campaigns,
+    "matrix": matrix,
+}
+
+
+def with_tables(page: str) -> str:
+    """Return a page with its tables as the data says."""
+
+    def redrawn(found: re.Match[str]) -> str:
+        kind, *words = shlex.split(found[2])
+        return f"{found[1]}\n{as_markdown(DRAWN[kind](*words))}\n\n{found[3]}"
+
+    return _MARK.sub(redrawn, page)
+
+
+def pages() -> dict[Path, str]:
+    """Return every page with drawn tables, as it should be."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(EVALUATION.glob("*.md"))}
+    return {path: with_tables(text) for path, text in texts.items()}
+
+
+def current() -> bool:
+    """Return whether every table on disk is what its data says."""
+    return all(path.read_text(encoding="utf-8") == text for path, text in pages().items())
+
 
 def draw(path: Path) -> None:
-    """Write the picture of one experiment."""
+    """Write the picture of one experiment; medians get the spread of their runs, if stored."""
     stored = msgspec.json.decode(path.read_bytes(), type=ExperimentReport)
     panels = tuple(_with_spread(_legible(p), _jcts_s(stored.data)) for p in stored.panels)
     report = as_report(msgspec.structs.replace(stored, panels=panels))
@@ -68,13 +353,18 @@ def _spread(series: Series, jcts_s: list[list[float]] | None) -> Series:
     return msgspec.structs.replace(series, low=low, high=high)
 
 
-def main() -> None:
-    """Draw all of them."""
+def main(arguments: Sequence[str]) -> int:
+    """Draw everything, or check the tables; return the exit code."""
+    if "--check" in arguments:
+        return int(not current())
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
     for path in sorted(LAB.glob("*.json")):
-        # Campaigns of faults are stored in a form of their own and have no pictures.
+        # Campaigns of faults have no plots.
         if path.with_suffix(".png").exists():
             draw(path)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -167,6 +167,11 @@ def test_the_picture_of_the_readme_shows_what_was_measured() -> None:
     )
 
 
+def test_tables_of_measurements_are_what_their_data_says() -> None:
+    generator = runpy.run_path(str(ROOT / "docs" / "draw_lab.py"))
+    assert generator["current"](), "run python docs/draw_lab.py"
+
+
 def test_every_metric_is_in_the_reference_with_its_help() -> None:
     metrics = RouterMetrics(Registry(), dict)
     reference = page("metrics.md")
