@@ -30,36 +30,34 @@ from dualpath.report.model import Panel, Series, Table, cell
 TITLE = "What additions gain over DualPath"
 DISCUSSION = """\
 A gain is how much lower JCT (offline) or mean TTFT (online) is than DualPath's as the paper
-describes it, same agents, same seed. Take gains below about one percent in either direction for
-noise: another decision early in a run shifts all later ones. The Oracle column is all that
-faster reading could bring.
+describes it, same agents, same seed. Gains below about one percent in either direction are noise:
+another decision early in a run shifts all later ones. The Oracle column is all that faster reading
+could bring.
 
-**Split read** shortens one read by using two storage NICs for it. Online that is its share of TTFT,
-1 to 2 %. Offline with DS 660B the PEs are the bottleneck and reads hide behind their queue: nothing
-to gain. DS 27B is bound by storage NICs, but both sides are busy already, and dividing a
-read adds no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which
-hold it while they are read, so that a shorter read frees it sooner.
+**Split read** shortens one read by using two storage NICs for it. Online that is its share of
+TTFT, 1 to 2 %. Offline with DS 660B the PEs are the bottleneck and reads are hidden behind their
+queue. DS 27B is bound by storage NICs, but both sides are busy already, and dividing a read adds
+no bandwidth. Qwen 32B gains most: a DE has HBM for one or two requests, which hold it while they
+are read.
 
-**Side by finish time** was measured here and taken out again: the side on which the request would
-be prefilled earlier, the PE's own queue and CNIC counted. It saved 0.1 % on average offline (-0.2
-to +0.8 %), cost 0.8 % online, and in a split read changed nothing. The side with the shorter
-reading queue mostly is the side with the earlier finish; where a PE's own queue is what delays a
-request, either side is early enough.
+**Best division.** The paper's own is the best one everywhere except for 0.4 % on one trace, within
+noise. More prefill nodes make the PEs faster but leave fewer engines to decode on, with more of
+the weights on each and so less HBM for KV. 1P5D and 5P1D of DS 660B are impossible: its experts do
+not fit one node.
 
-**Best division.** The paper's own is the best one everywhere but for 0.4 % on one trace, within
-noise. More prefill nodes make the PEs faster but leave fewer engines to decode on, with more of the
-weights on each and so less HBM for KV. 1P5D and 5P1D of DS 660B cannot be: its experts do not fit
-one node.
-
-**Re-balancing** moves nothing where the division is right already, and so gains nothing over the
-paper's settings, which all agents at once load evenly. It repairs a wrong start where the decode
-nodes lack HBM: half of the JCT of Qwen 32B, 10 to 17 % of DS 660B. What it leaves on the table
-against the right start: it waits until contexts have grown enough to fill the HBM, and at first
-until a request is over; it sees requests that wait, not steps that are slow, so that a wrong start
+**Re-balancing** moves nothing where the division is right already. It repairs a wrong start where
+the decode nodes lack HBM: half of the JCT of Qwen 32B, 10 to 17 % of DS 660B. Beside the right
+start it loses time because it waits until contexts have filled the HBM, and at first until a
+request is over. It observes requests that wait, not steps that are slow, so that a wrong start
 which merely decodes slowly (DS 27B, the shorter traces) is left alone unless a TPOT objective is
-set; and on claude-code it moves one node where two were right: with its drain that one took 106 s,
-which is what a switch costs from then on. Neither does the model charge for spreading the experts
-of DS 660B anew, so that its rows are upper bounds.
+set. On claude-code it moves one node where two were right: with its drain that move took 106 s,
+which then counts as the cost of a switch. The model does not charge for spreading the experts of
+DS 660B again, so its rows are upper bounds.
+
+*Rejected*: choosing the side on which the request would be prefilled earlier, the PE's own queue
+and CNIC counted. It saved 0.1 % on average offline (-0.2 to +0.8 %), cost 0.8 % online, and in a
+split read changed nothing: the side with the shorter reading queue mostly is the side with the
+earlier finish.
 """
 ONLINE_APS = (0.2, 0.4)
 #: The nodes of most settings, left out of their names below bars.
@@ -143,7 +141,7 @@ def build(
             "weights leave at the width over which experts are then spread.",
             f"Re-balancing: the reference core with {rebalanced_agents(settings)} agents, a switch "
             f"takes {REBALANCING.switch_s:g} s after the node's last request, horizon "
-            f"{REBALANCING.horizon_s:g} s, a look every {REBALANCING.interval_s:g} s.",
+            f"{REBALANCING.horizon_s:g} s, polled every {REBALANCING.interval_s:g} s.",
             *((f"Not found and left out: {', '.join(absent)}.",) if absent else ()),
         ),
         tables=(

@@ -13,16 +13,15 @@ from dualpath.report.model import Table
 
 TITLE = "DRAM as a tier"
 DISCUSSION = """\
-Without tool delays an agent asks again at once, so that the unused part of the buffers alone holds
-much of what is asked for. How much time that saves depends on what binds. With DS 660B the PEs do:
-storage is hidden behind them already.
+Without tool delays an agent sends its next turn at once, so that the unused part of the buffers
+alone holds much of what is hit. With DS 660B the PEs are the bottleneck, and storage reads are
+hidden behind them already.
 
-**Where all fits and Oracle is not reached, compute NICs bind**: twice as fast, and all else the
-same, they bring the same runs close to Oracle (last column but one). What a DE keeps goes to the
-PE over the DE's own CNICs, layer by layer, and then from its buffer to its HBM: for each hit token
-the DE's CNICs read twice and write once. Of a hit that the PE has read from storage they read once
-and write twice. So on DS 27B 1P1D, where a tenth of the hits is read, a quarter of the working set
-is better than all of it.
+**Where everything fits and Oracle is not reached, compute NICs are the bottleneck**: twice as
+fast, they bring the same runs close to Oracle (last column but one). A block cached at a DE goes
+over the DE's CNICs twice as a read and once as a write (to the PE, layer by layer, then from the
+buffer to HBM); a block that the PE read from storage once as a read and twice as a write. So on DS
+27B 1P1D, where a tenth of the hits is read, a quarter of the working set is better than all of it.
 """
 #: DRAM beyond the buffers, all decode nodes together, as a share of the working set.
 SHARES = (0.0, 0.25, 1.0)

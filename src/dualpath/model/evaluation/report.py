@@ -67,6 +67,8 @@ class FigureReport(msgspec.Struct, frozen=True, kw_only=True):
     evaluation: EvaluationSettings
     settings: tuple[str, ...]
     tables: tuple[Table, ...]
+    details: tuple[Table, ...] = ()
+    """Tables that only the figure's own page has."""
     panels: tuple[Panel, ...] = ()
     compared: tuple[Compared, ...] = ()
     compared_at_48k: tuple[Compared, ...] = ()
@@ -75,20 +77,26 @@ class FigureReport(msgspec.Struct, frozen=True, kw_only=True):
     data: Mapping[str, Any] = {}
 
 
-def as_report(figure: FigureReport) -> Report:
-    """Return the figure as it is read: setting, numbers beside the paper's, plots, all numbers."""
-    blocks: list[Block] = [Notes(_setting_lines(figure))]
-    if figure.compared:
+def as_report(figure: FigureReport, *, alone: bool = True) -> Report:
+    """Return the figure as it is read: setting, numbers beside the paper's, plots, all numbers.
+
+    Not ``alone``, it is part of the page over all figures, which has the comparison, the statements
+    and the workload once for all of them, and leaves out the details.
+    """
+    blocks: list[Block] = [Notes(_setting_lines(figure, alone=alone))]
+    if alone and figure.compared:
         blocks.append(
             comparison_table(
                 figure.compared, quick=figure.evaluation.quick, at_48k=figure.compared_at_48k
             )
         )
-    if figure.statements:
+    if alone and figure.statements:
         blocks.append(statement_table(figure.statements))
     if figure.panels:
         blocks.append(Plots(figure.title, figure.panels))
     blocks += figure.tables
+    if alone:
+        blocks += figure.details
     if figure.discussion:
         blocks.append(Text(figure.discussion, "Discussion"))
     return Report(name=figure.name, title=_heading(figure), blocks=tuple(blocks))
@@ -101,15 +109,19 @@ def _heading(figure: FigureReport) -> str:
     return f"{_figure_name(figure.name)}. {figure.title}"
 
 
-def _setting_lines(figure: FigureReport) -> tuple[str, ...]:
-    """Return the settings, seed and tail, and a warning where the run was a quick one."""
-    chosen = figure.evaluation
-    workload = (
+def _setting_lines(figure: FigureReport, *, alone: bool) -> tuple[str, ...]:
+    """Return the settings, the workload, and a warning where the run was a quick one."""
+    workload = (workload_line(figure.evaluation),) if alone else ()
+    quick = ("Quick: small grids, not the paper's settings.",) if figure.evaluation.quick else ()
+    return (*figure.settings, *workload, *quick)
+
+
+def workload_line(chosen: EvaluationSettings) -> str:
+    """Return seed and distribution of the generated trajectories."""
+    return (
         f"Seed {chosen.seed}. Generated trajectories have the means of Table 2; their turns follow "
         f"a {chosen.tail} distribution, which the table leaves open."
     )
-    quick = ("Quick: small grids, not the paper's settings.",) if chosen.quick else ()
-    return (*figure.settings, workload, *quick)
 
 
 def comparison_table(
@@ -167,7 +179,7 @@ def _judged(one: Compared) -> tuple[str, str, str]:
 def statement_table(statements: Sequence[Statement]) -> Table:
     """Return what the text says without numbers."""
     rows = tuple((s.text, s.section, "yes" if s.holds else "no", s.evidence) for s in statements)
-    return Table("Said without a number", ("statement", "section", "holds", "evidence"), rows)
+    return Table("Statements without a number", ("statement", "section", "holds", "evidence"), rows)
 
 
 def _figure_name(figure: str) -> str:

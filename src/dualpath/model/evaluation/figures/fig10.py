@@ -17,33 +17,30 @@ TITLE = "Online serving: latency against arrival rate"
 SYSTEMS = (DS_27B, DS_660B)
 DISCUSSION = """\
 Both systems serve more agents in the model than in the paper, where the last rates that meet the
-SLO are about 0.2 (Basic) and 0.45 (DualPath) for DS 660B. The paper reads its ratio of 2.25 off a
+SLO are about 0.2 (Basic) and 0.45 (DualPath) for DS 660B. The paper's ratio of 2.25 is read off a
 grid: with a spacing of 0.05 APS it may stand for anything between 1.8 and 2.5.
 
-What was found, with the numbers under What the model may lack:
+Findings, with the numbers in What the model may lack:
 
-- How much appends vary decides when Basic fails. It computes batches without a quota, and every
-  pass lasts as long as its longest append takes on one GPU while the others wait; attention of the
-  slowest engine is 3 to 5 times the average at low load and close to it at saturation. With the
-  spread of real traces (a log-sigma of 1.4; the paper gives means only) Basic fails at 0.24 APS,
-  with mild spread (0.5) at 0.29.
-- The text blames storage for Basic's failure. In the model two SNICs are half busy at 0.24 APS and
-  reading is a thirtieth of TTFT; at 28 GB/s in place of 50 Basic still serves 0.24.
-- DualPath fails where its prefill is busy all the time, near the offline throughput: 2,048 agents
-  in 3,167 s are 0.65 agents/s, and a steady stream does better than a batch with its tail. The
-  paper's own DualPath stops at 0.45, though its prefill then has a third of its time to spare, if
-  3,167 s is 64K. Table 3 does not name a length. At 48K the GPUs are 1.5 times slower than fitted
-  here; at that speed capacity is 0.48 and TTFT at 0.4 APS 1.6 s (paper 1.739), and with storage
-  slow enough for 1.87x at 64K to remain it is 1.74 s.
-- Time on the way (slower fetching, a slow path between client and scheduler) raises TTFT as much
-  as one likes and moves capacity not at all. 0.7 s would meet the paper's TTFT; nothing in the text
-  suggests it, and it is left at 0.
+- How much appends vary decides when Basic fails. It batches without a quota, and every pass lasts
+  as long as its longest append takes on one GPU; attention of the slowest engine is 3 to 5 times
+  the average at low load. With the spread of real traces (a log-sigma of 1.4; the paper gives
+  means only) Basic fails at 0.24 APS, with mild spread (0.5) at 0.29.
+- The text attributes Basic's failure to storage. In the model two SNICs are half busy at 0.24 APS
+  and reading is a thirtieth of TTFT; at 28 GB/s in place of 50 Basic still serves 0.24.
+- DualPath fails where its prefill is always busy, near the offline throughput (2,048 agents in
+  3,167 s are 0.65 agents/s). The paper's DualPath stops at 0.45, with a third of its prefill time
+  to spare if 3,167 s is 64K. At 48K the GPUs are 1.5 times slower than fitted here: capacity is
+  then 0.48 and TTFT at 0.4 APS 1.6 s (paper 1.739), and 1.74 s with storage slow enough for 1.87x
+  at 64K.
+- Delays before the scheduler raise TTFT and leave capacity unchanged. 0.7 s would meet the paper's
+  TTFT; nothing in the text suggests it, and it is left at 0.
 
-The figures stay with the model fitted at 64K; the second column has the other reading. Which is
-right cannot be told from the text.
+Which reading is right cannot be told from the text: the figures use the model fitted at 64K, the
+second column the other.
 
-TPOT of DS 27B: the text says that both Basic and DualPath lie far above Oracle, and blames the
-transfer from prefill to decode. The model has no cost there that slows the steps of other requests.
+TPOT of DS 27B: the text says that Basic and DualPath are far above Oracle, and attributes it to
+the transfer from prefill to decode. The model has no cost there that slows other requests' steps.
 """
 
 Points = dict[tuple[System, Mode], list[tuple[float, OnlineRun]]]
@@ -67,10 +64,8 @@ def build(runs: Runs) -> FigureReport:
             "The rate rises in steps until the SLO is missed, then capacity is bisected to 0.01 "
             "APS; shadows are the lowest and highest mean over 10 s of the last 150 s.",
         ),
-        tables=(
-            _capacity_table(sweeps),
-            *(_latency_table(system, points) for system in SYSTEMS),
-        ),
+        tables=(_capacity_table(sweeps),),
+        details=tuple(_latency_table(system, points) for system in SYSTEMS),
         panels=tuple(panel for system in SYSTEMS for panel in _panels(system, points)),
         compared=_compared(sweeps),
         statements=_statements(points),

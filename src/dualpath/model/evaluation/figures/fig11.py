@@ -15,20 +15,20 @@ GIGABYTE = 1e9
 LOW_APS, HIGH_APS = 0.1, 0.45
 DISCUSSION = """\
 The quoted working sets fix mean completion times: with 40,016 bytes per token and 55,958 tokens
-per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. The model's TTFT is too
-short (Fig. 10), by two minutes per trajectory at 0.4 APS; for the rest there are two readings.
+per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. The model's TTFT is
+too short (Fig. 10), by two minutes per trajectory at 0.4 APS; for the rest there are two readings.
 
-Either the paper's trajectories generate more than can be in their context. The longer time equals
-a product of means: 157 turns times (TTFT 1.739 s + 176 generated tokens times TPOT 0.039 s), of
-Table 2 and Table 3, is 1,351 s. That is 27,600 generated tokens per trajectory; with 157 x 429
-appended ones they exceed its 55,958, so that part of them (reasoning, say) is not kept, or means
-were multiplied. Read as means over trajectories, as here, Table 2 gives 16,300. With 1.7 times the
-generation and slower prefill the model has 1,160 s at 0.45 APS, but then 870 s at 0.1 APS.
+Either the paper's trajectories generate more than their context holds. The longer time equals a
+product of means: 157 turns times (TTFT 1.739 s + 176 generated tokens times TPOT 0.039 s) is 1,351
+s. That is 27,600 generated tokens per trajectory, which with 157 x 429 appended ones exceed its
+55,958, so that part of them (reasoning, say) is not kept in context, or means were multiplied.
+Read as means over trajectories, as here, Table 2 gives 16,300. With 1.7 times the generation and
+slower prefill the model has 1,160 s at 0.45 APS, but then 870 s at 0.1 APS.
 
 Or 0.45 APS is the paper's limit. With 16,300 generated tokens 1,352 s is a TTFT near 4 s and 45 ms
-per token, what a system at its capacity shows; the model's capacity is 0.76. At 0.1 APS that
-reading asks for 32 ms per token; the model takes 27 (its TPOT of 33 ms is a mean over rounds, of
-which short ones wait longest per token).
+per token, as of a system at its capacity; the model's capacity is 0.76. At 0.1 APS that reading
+needs 32 ms per token; the model takes 27 (its TPOT of 33 ms is a mean over rounds, of which short
+ones wait longest per token).
 
 Agents that arrived before an experiment's end are followed to their own end; counting only those
 that finished within it would favour short trajectories.
@@ -58,7 +58,8 @@ def build(runs: Runs) -> FigureReport:
             "Working set: rate times mean completion time times half the mean total length "
             "(§8.2), in units of 1e9 bytes.",
         ),
-        tables=tuple(_table(system, points) for system in SYSTEMS),
+        tables=(),
+        details=tuple(_table(system, points) for system in SYSTEMS),
         panels=tuple(_panel(system, points) for system in SYSTEMS),
         compared=(
             Compared("fig11.working_set_low", _gigabytes(low, LOW_APS)),

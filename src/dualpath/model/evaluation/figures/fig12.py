@@ -16,18 +16,18 @@ STEPS = (Mode.BASIC, Mode.LAYERWISE, Mode.ROUND_ROBIN, Mode.DUALPATH)
 PARTS = ("scheduling", "allocating", "reading", "prefill")
 PAIR = (Mode.DUALPATH, Mode.BASIC)
 DISCUSSION = """\
-Each step adds one technique to the one before; the compute quota belongs to the last (§A.4 sets
-it for DualPath and Oracle). The reductions are means of two percentages, as the paper words it.
-All three were fitted, through the HBM and the batch cap of Basic's prefill, what a CNIC reaches and
-the overhead of a pass. They fix the model's split of Basic's time into waiting for HBM, for storage
-and for the slowest engine; they do not test it.
+Each step adds one technique; the compute quota belongs to the last (§A.4 sets it for DualPath and
+Oracle). The reductions are means of two percentages, as in the paper. All three were fitted,
+through the HBM and batch cap of Basic's prefill, the rate of a CNIC and the overhead of a pass.
+They fix how Basic's time is divided into waiting for HBM, for storage and for the slowest engine;
+they do not test it.
 
-Parts of TTFT: scheduling is the interval in which groups fetch, reading an unloaded SNIC. The
-paper's DualPath is stable and so is the model's but for prefill, which doubles from a machine
-nearly idle at 0.05 APS to one that has batches to fill. Basic's growth is in prefill too, waiting
-for a pass to begin included; the paper has it in queuing and blames storage. In the model storage
-is no bottleneck at these rates (Fig. 10), and that may be where it is wrong: at the rate at which
-the paper's Basic fails, 0.2 APS, its agents ask 41 GB/s of two SNICs of 50 GB/s each.
+Parts of TTFT: scheduling is the interval in which groups fetch, reading an unloaded SNIC. As in
+the paper DualPath is stable, except for prefill, which doubles from a machine nearly idle at 0.05
+APS to one that has batches to fill. Basic's growth is in prefill too, including the wait for a
+pass to begin; the paper has it in queuing and attributes it to storage. In the model storage is no
+bottleneck at these rates (Fig. 10), and that may be where it is wrong: at the rate at which the
+paper's Basic fails, 0.2 APS, its agents need 41 GB/s of two SNICs of 50 GB/s each.
 """
 
 Jcts = dict[int, dict[Mode, float]]

@@ -17,15 +17,14 @@ BINS = 120
 DISCUSSION = """\
 The text measures "all storage NICs on three machines", while the ablation around it runs on six
 (2P4D). The literal reading, one prefill and two decode nodes (DS 27B, 1P2D), is compared with the
-paper; DS 660B on 2P4D stands beside it. Round robin sends half of all reads to each side whatever
-the number of nodes there, so at P:D = 1:2 a prefill node carries 1.5 times the average by itself,
+paper; DS 660B on 2P4D is listed beside it. Round robin sends half of all reads to each side
+whatever the number of nodes there, so at P:D = 1:2 a prefill node carries 1.5 times the average,
 which is nearly the paper's 1.53 without any model.
 
-With DS 27B's kernels as slow as Fig. 7 asks, DualPath's balance is the paper's as well: nothing of
-this figure was fitted. Queue lengths are exact when a group fetches and a storage NIC always reads
-at its rate, so what is uneven is the choice of sides alone. On 2P4D the ratio is larger: a read of
-33K tokens of DS 660B is 1.3 GB, so that a second holds few reads per node and their number alone
-fluctuates. The text gives no width for its "small time window"; the table shows others.
+Nothing of this figure was fitted. Queue lengths are exact when a group fetches and a storage NIC
+always reads at its rate, so only the choice of sides is uneven. On 2P4D the ratio is larger: a
+read of 33K tokens of DS 660B is 1.3 GB, so that few reads per node fall into a second. The text
+gives no width for its "small time window"; the table shows several.
 """
 
 

@@ -60,18 +60,18 @@ GENERATIONS = (
 DISCUSSION = """\
 **Left.** The text gives one number, 14.4x, and no data. It is met by the peaks of the formats that
 each generation introduced for serving (FP16, FP8, FP4), dense, and one NIC per GPU as in NVIDIA's
-own nodes: 28.8 times the FLOP and 2.0 times the bytes. In one format (FP16: 312 to 2,250 TFLOP/s)
-the decrease would be 3.6x.
+own nodes: 28.8 times the FLOP and 2.0 times the bytes. In FP16 alone (312 to 2,250 TFLOP/s) the
+decrease would be 3.6x.
 
-**What models ask for** is Table 1's cache-compute ratio, here with the same request as on the
-right. A GPU whose NIC brings fewer bytes per PFLOP than that waits for storage at its peak; real
-kernels reach a third of it or less, which shifts the limit by as much and leaves the trend.
+**What models ask for** is Table 1's cache-compute ratio, with the same request as on the right. A
+GPU whose NIC brings fewer bytes per PFLOP waits for storage at its peak; real kernels reach a
+third of the peak or less, which shifts the limit by as much.
 
 **Right.** The paper does not name the model. Here a pass of one prefill engine takes the time that
-the simulator charges: kernels in proportion to tokens, and what a pass costs whatever is in it
-(launches, latency of the all-to-all). Kernels that are slower for small matrices are not modelled,
-so the curve of a real GPU rises longer. HBM bounds the batch where all layers of a request's KV lie
-there at once, as in Basic: the last column says how many requests fit.
+the simulator charges: kernels in proportion to tokens, and a fixed time per pass (launches,
+latency of the all-to-all). Kernels that are slower for small matrices are not modelled, so a real
+GPU's curve rises longer. The last column is how many requests fit HBM with all layers of their KV,
+as in Basic.
 """
 
 

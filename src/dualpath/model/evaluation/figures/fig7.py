@@ -10,21 +10,19 @@ from dualpath.report.model import Panel
 TITLE = "Offline inference: agents and context length"
 DISCUSSION = """\
 DS 660B is bound by its two prefill SNICs in Basic and by computation in DualPath, so its largest
-speed-up is the ratio of those two floors; it is one of the five numbers the model was fitted to.
+speed-up is the ratio of those two bounds; the model was fitted to it.
 
 DS 27B has matrices a third as wide, which reach a smaller part of a GPU's peak. One factor on its
 kernels' rates (0.36) was fitted to its largest speed-up; its distance from Oracle, the largest
-speed-up of Fig. 8 and the balance of storage NICs in Fig. 13 then come out as in the paper. With
-the factor at 0.33 in the model's file the speed-up is met (1.79x) and the pair of DualPath 1P1D and
-Basic 2P1D in Fig. 8 moves from 1.04x to 1.06x; between the two the pair decided.
+speed-up of Fig. 8 and the balance in Fig. 13 then agree with the paper. A factor of 0.33 meets the
+speed-up as well (1.79x) and moves the pair DualPath 1P1D, Basic 2P1D in Fig. 8 from 1.04x to
+1.06x; that pair decided.
 
-No number of Qwen 32B is quoted, so nothing was fitted to it.
+The paper quotes no number of Qwen 32B, so nothing was fitted to it. Its gain shrinks with length,
+against the paper's general remark: a DE of 80 GB holds one request of 64K, so that decode binds
+every system, Oracle included.
 
-The gain of Qwen 32B shrinks with length, against the paper's general remark: a DE of 80 GB holds
-one request of 64K, so that decode, not reading, binds every system, Oracle included. On Hopper GPUs
-with more memory it would not.
-
-The paper names neither the batch sizes of Fig. 7 nor where its maxima lie. The grid here ends at
+The paper names neither the batch sizes of Fig. 7 nor where its maxima are. The grid here ends at
 the 2,048 agents of §7.5 and Table 3; more agents would raise a maximum further.
 """
 

@@ -11,14 +11,14 @@ TITLE = "Offline inference: prefill-decode ratio (DS 27B)"
 SHAPES = ((1, 1), (2, 1), (1, 2))
 WORKLOAD = "64K"
 DISCUSSION = """\
-The order of the shapes, the largest speed-up and two pairs of equal storage come out as the paper
-has them. Where the third pair misses, the DE buffers are the cause: 80 GB per node (§A.4) hold
-about 110 prompts of this model, all that one decode node can have on the way, and 2P1D has but one.
+The order of the shapes, the largest speed-up and two pairs of equal storage agree with the paper.
+The third pair misses because of the DE buffers: 80 GB per node (§A.4) hold about 110 prompts of
+this model, which is all that the single decode node of 2P1D can have in flight.
 
-The paper's numbers leave little room. If the three pairs were exactly equal, the speed-up of 1P2D
-would be the product of the other two, so that with 2.46x for 1P2D the mean of the three could not
-be below 1.87x. A mean of 1.64x needs settings of smaller gain, which the text does not name; here
-the mean is over 64K and the batch sizes of §7.5.
+If the three pairs were exactly equal, the speed-up of 1P2D would be the product of the other two,
+so that with 2.46x for 1P2D the mean of the three could not be below 1.87x. A mean of 1.64x needs
+settings of smaller gain, which the text does not name; here the mean is over 64K and the batch
+sizes of §7.5.
 """
 
 

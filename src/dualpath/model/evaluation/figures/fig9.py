@@ -13,13 +13,12 @@ WORKLOAD = "64K"
 Kind = Literal["append", "generation"]
 DISCUSSION = """\
 In the model the gain falls as appends grow: DualPath is bound by computation, which grows with the
-append, while Basic waits for storage, which hardly does. That is what the text says too ("Basic
-performance gradually approaches DualPath and Oracle"), but its range of 1.82 to 1.99 is narrow and
-does not end where gains vanish. The factors are not named. Factors below 1 do not help: cut at
-fewer tokens, trajectories end sooner, and at 1,024 agents the model gains 1.79x at 0.75 and 1.51x
-at 0.5. And 1.99x with 1,024 agents exceeds 1.87x, which §7.3 gives as the largest gain on DS 660B
-at all: some setting of Fig. 9 differs from Fig. 7 in a way the text does not tell. Storage slower
-than the 50 GB/s that §7.2 names would raise the whole range (What the model may lack).
+append, while Basic waits for storage, which hardly does. The text says so too ("Basic performance
+gradually approaches DualPath and Oracle"), but its range of 1.82 to 1.99 is narrow, and it does
+not name the factors. Factors below 1 do not help: cut at fewer tokens, trajectories end sooner,
+and at 1,024 agents the model gains 1.79x at 0.75 and 1.51x at 0.5. And 1.99x exceeds 1.87x, which
+§7.3 gives as the largest gain on DS 660B: some setting of Fig. 9 differs from Fig. 7. Storage
+slower than the 50 GB/s of §7.2 would raise the whole range (What the model may lack).
 
 Factor 4 takes fewer seconds than factor 2 because scaled trajectories are cut at the maximum
 length and then have fewer turns.

@@ -24,15 +24,15 @@ ASSIGNMENTS_PER_CPU_S = 20_000.0
 #: Long enough for the termination rule to see a steady state, short enough for 44P88D.
 LARGE_HORIZON_S = 3000.0
 DISCUSSION = """\
-Offline, the large run is the small one 24 times over, so the model says how well scheduling scales
-and little else: 48,000 agents draw from the same 500 trajectories, and the longest of them decides
-when either run ends. Online, TTFT is the residual; it is the same at both scales, as in the paper,
-and Fig. 10 discusses it. TTST and TPOT of 2P4D were fitted. The paper's large run has a TTST 15 %
-and a TPOT 8 % below its small one; the model's differ by no more than chance, having no reason to.
+Offline, the large run is the small one 24 times over, so the model shows how well scheduling
+scales and little else: 48,000 agents are drawn from the same 500 trajectories, and the longest of
+them decides when either run ends. Online, TTFT is the residual; it is the same at both scales, as
+in the paper, and Fig. 10 discusses it. TTST and TPOT of 2P4D were fitted. The paper's large run
+has a TTST 15 % and a TPOT 8 % below its small one; the model's differ by chance only.
 
 The scheduler's cores are assignments per second of the offline run over the 20,000 per CPU-second
-that one core has to reach in `benchmarks/scheduler_speed.py`: arithmetic, not a measurement of this
-run. It covers the policy alone; the paper's cores also carry messages.
+that one core has to reach in `benchmarks/scheduler_speed.py`: arithmetic, not a measurement of
+this run. It covers the policy alone; the paper's cores also carry messages.
 """
 
 
