@@ -26,8 +26,8 @@ comparable. Statements without a number are judged by plain limits (comparable: 
 by more than half). Tables with every rate of Fig. 10 and 11 are on the pages of these figures
 (`dualpath eval fig10 fig11 --out DIR`).
 
-Table 3 does not say at which length 2K agents take 3,167 s. So there are two sets of parameters: the
-figures below are made with the first, and every number has columns for the second.
+Table 3 does not say at which length 2K agents take 3,167 s. So there are two sets of parameters:
+the figures below are made with the first, and every number has columns for the second.
 
 **As written** (3,167 s at 64K, the length of §7.5). Fitted, and to what:
 
@@ -45,13 +45,13 @@ _EXPLAINED = """\
 not explain online serving: its DualPath serves 0.76 agents per second, the paper's stops near 0.45.
 
 *At 48K* explains DualPath online as a slower machine: GPUs at 0.6 of the other rates and storage at
-32 of 50 GB/s bring its TTFT, its TPOT and its capacity (0.49 for 0.45) within 15 %. Basic's capacity
-falls too far with the CNIC rate that the ablation needs, and §7.2 says that 3FS saturates 50 GB/s.
+32 of 50 GB/s bring its TTFT, its TPOT and its capacity (0.49 for 0.45) within 15 %. Basic's
+capacity falls too far with the CNIC rate that the ablation needs, and §7.2 says that 3FS saturates 50 GB/s.
 
-Neither reaches the ratios of capacities and the working set at 0.45 APS. What came closer is in What
-the model may lack: a compute quota of 1 s gives a ratio of 2.33x for the paper's 2.25x and a JCT of
-3,797 s for 3,167 s; 1.7 times the generation and a slower machine take 1,164 s per agent at 0.45
-APS for 1,352 s, but 871 s at 0.1 APS for 616 s. None of this entered the figures.
+Neither reaches the ratios of capacities and the working set at 0.45 APS. What came closer is in
+What the model may lack: a compute quota of 1 s gives a ratio of 2.33x for the paper's 2.25x and a
+JCT of 3,797 s for 3,167 s; 1.7 times the generation and a slower machine take 1,164 s per agent at
+0.45 APS for 1,352 s, but 871 s at 0.1 APS for 616 s. None of this entered the figures.
 """
 
 
