@@ -34,9 +34,9 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 
 | exit code | meaning |
 |---|---|
-| 0 | done |
-| 1 | a defect of dualpath, a replay or demo in which a turn failed, or errors that `doctor` found |
-| 2 | wrong input or a fault outside dualpath, reported in one line on standard error |
+| 0 | success |
+| 1 | a defect of dualpath, a failed turn in a replay or demo, or errors found by `doctor` |
+| 2 | invalid input or a fault outside dualpath, reported in one line on standard error |
 | 130 | interrupted |
 
 | subcommand | purpose |
