@@ -30,7 +30,7 @@ def runs_python(block: Block) -> None:
 def test_traffic_that_passes_a_recorder_is_a_trace(
     reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (record,) = reader.pages.commands("read-a-trace.md", types("dualpath", "record"))
+    (record,) = reader.pages.commands("replay.md", types("dualpath", "record"))
     recorder = reader.types(record)
     recorder.wait_for_line("recording at", GUARD_S)
     for tokens in (256, 400):
@@ -66,8 +66,8 @@ def test_what_the_scheduler_decided_is_asked_again(
 def test_a_node_is_checked_for_what_the_page_says(
     left_out: str, reader: Reader, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (HOW_TO / "doctor.md").read_text()
-    (doctor,) = reader.pages.commands("doctor.md", types("dualpath", "doctor"))
+    page = (HOW_TO / "troubleshoot.md").read_text().partition("\n## Check a node")[2]
+    (doctor,) = reader.pages.commands("troubleshoot.md", types("dualpath", "doctor"))
     skip = ("--skip", left_out) if left_out else ()
     assert f"`--skip {left_out}" in page
     ended = main([*doctor[1:], *skip, "--json", "-"])
