@@ -10,10 +10,13 @@ here. Links that lead nowhere are errors (``-W``); nothing is loaded from the ne
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 from docutils import nodes
 from sphinx.application import Sphinx
+
+ROOT = Path(__file__).parents[1]
 
 project = "dualpath"
 project_copyright = "the dualpath developers, Apache-2.0"
@@ -51,42 +54,127 @@ INSIDE_A_NUMBER = re.compile(
     r"|(?<=[≈<≤≥]) (?=\d)"
 )
 
-#: The navigation: caption, then pages in order; a pattern adds those not named before it.
+#: The navigation: caption, then pages in order; a pattern adds those that are named nowhere.
 NAVIGATION = {
-    "Concepts": ("docs/README", "docs/concepts", "docs/comparison"),
-    "How to": ("docs/how-to/serve", "docs/how-to/*"),
-    "Reference": ("docs/reference/settings", "docs/reference/cli", "docs/reference/*"),
-    "Evaluation": (
+    "Understand": ("docs/concepts", "docs/comparison", "docs/reference/paper", "docs/limits"),
+    "Start": (
+        "docs/how-to/quick-start",
+        "docs/how-to/install",
+        "docs/how-to/serve",
+        "docs/how-to/separate-machines",
+        "docs/how-to/clients",
+        "docs/how-to/request-kinds",
+        "docs/how-to/configure",
+        "docs/how-to/size",
+        "docs/how-to/gpu",
+        "docs/how-to/groups",
+        "docs/how-to/containers",
+        "docs/how-to/kubernetes",
+        "docs/how-to/systemd",
+        "docs/how-to/slurm",
+        "docs/how-to/ray",
+    ),
+    "Operate": (
+        "docs/how-to/troubleshoot",
+        "docs/how-to/monitor",
+        "docs/how-to/dashboard",
+        "docs/how-to/restart",
+        "docs/how-to/dram",
+        "docs/how-to/sessions",
+        "docs/how-to/storage",
+        "docs/how-to/scale-out",
+        "docs/how-to/roles",
+        "docs/how-to/security",
+        "docs/how-to/qos",
+        "docs/reference/threat-model",
+    ),
+    "Measure": (
+        "docs/how-to/replay",
+        "docs/how-to/simulate",
+        "docs/how-to/profile",
+        "docs/how-to/read-a-trace",
+        "docs/how-to/lab",
+        "docs/how-to/emulate",
+        "docs/how-to/chaos",
+        "docs/how-to/*",
+    ),
+    "Results": (
         "docs/measured",
-        "docs/evaluation/lab/*",
-        "docs/evaluation/peers/*",
-        "docs/evaluation",
         "docs/evaluation/*",
+        "docs/evaluation/*/*",
+        "docs/evaluation",
         "docs/simulator",
         "docs/beyond",
         "benchmarks/README",
         "benchmarks/*/README",
         "benchmarks/*/*/README",
     ),
-    "Architecture": ("docs/architecture", "docs/limits", "docs/*", "CONTRIBUTING", "CHANGELOG"),
+    "Reference": ("docs/reference/settings", "docs/reference/cli", "docs/reference/*"),
+    "Internals": (
+        "docs/architecture",
+        "docs/reference/control-protocol",
+        "docs/reference/data-path",
+        "docs/reference/storage-format",
+        "docs/how-to/record-decisions",
+        "docs/reference/simulated-faults",
+        "docs/*",
+        "CONTRIBUTING",
+        "CHANGELOG",
+    ),
 }
 #: Pages whose own pages hang below them.
 BELOW = {"docs/reference/cli": "docs/reference/cli/*"}
+#: What people search for, where the search would not find it by itself: it ignores numbers, and
+#: ranks words of the text low.
+KEYWORDS = {
+    "docs/how-to/troubleshoot": (
+        *("400", "408", "413", "421", "429", "431", "500", "503", "504"),
+        *("out of memory", "OOM", "CUDA out of memory", "timeout", "doctor", "log"),
+    ),
+    "docs/how-to/qos": ("QoS", "traffic class", "service level", "DSCP", "RoCE", "InfiniBand"),
+    "docs/how-to/security": ("TLS", "authentication", "API key", "encryption", "tenant"),
+    "docs/how-to/separate-machines": ("vllm serve", "multi-node", "tensor parallel"),
+    "docs/how-to/monitor": ("Prometheus", "Grafana", "OpenTelemetry", "alerts"),
+    "docs/how-to/restart": ("high availability", "failover", "standby", "drain", "upgrade"),
+    "docs/how-to/dram": ("cache", "eviction", "offloading"),
+    "docs/how-to/sessions": ("prefetch", "retain"),
+    "docs/how-to/storage": ("S3", "3FS", "NFS", "GPUDirect Storage", "quota", "disk full"),
+    "docs/how-to/scale-out": ("load balancer", "replicas"),
+    "docs/how-to/request-kinds": ("LoRA", "fp8", "EAGLE", "MTP", "images"),
+    "docs/how-to/groups": ("data parallel", "expert parallel", "MoE"),
+    "docs/how-to/containers": ("Docker", "podman"),
+    "docs/how-to/kubernetes": ("Helm", "LeaderWorkerSet", "InferencePool"),
+}
 
 
 def add_navigation(app: Sphinx, name: str, text: list[str]) -> None:
-    """Append to the page `name` the tables of contents that only the site shows."""
+    """Add to the page `name` what only the site shows: tables of contents, words to search for."""
     if name == root_doc:
         text[0] += "".join(contents(*group) for group in NAVIGATION.items())
     if name in BELOW:
         text[0] += contents("", (BELOW[name],))
+    if name in KEYWORDS:
+        heading, rest = text[0].split("\n", 1)
+        entries = "".join(f"\n```{{index}} single: {word}\n```\n" for word in KEYWORDS[name])
+        text[0] = f"{heading}\n{entries}{rest}"
 
 
 def contents(caption: str, pages: tuple[str, ...]) -> str:
     """Return a hidden table of contents of `pages` in MyST's Markdown."""
     option = f":caption: {caption}\n" if caption else ""
-    listed = "\n".join(f"/{page}" for page in pages)
-    return f"\n\n```{{toctree}}\n:hidden:\n:glob:\n{option}\n{listed}\n```\n"
+    listed = "\n".join(f"/{page}" for page in matching(pages))
+    return f"\n\n```{{toctree}}\n:hidden:\n{option}\n{listed}\n```\n"
+
+
+def matching(pages: tuple[str, ...]) -> Iterator[str]:
+    """Yield `pages` with those that their patterns match and no part of the navigation names."""
+    named = {page for group in NAVIGATION.values() for page in group}
+    for page in pages:
+        if "*" not in page:
+            yield page
+        else:
+            found = (path.relative_to(ROOT).with_suffix("") for path in ROOT.glob(f"{page}.md"))
+            yield from sorted({str(path) for path in found} - named)
 
 
 def keep_units(app: Sphinx, page: nodes.document, name: str) -> None:

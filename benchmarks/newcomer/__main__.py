@@ -51,7 +51,6 @@ class Newcomer:
 
     def type_all(self) -> None:
         """Type everything; raises ``CommandFailedError`` at the first that fails."""
-        self._reader.own_files()
         try:
             for one in typed(self._reader.clone / "README.md"):
                 if reason := self._left_out(one):
@@ -117,7 +116,8 @@ class Newcomer:
             print(f"\n(the same in mode {mode}, for `{report}`)", flush=True)
             self._serve(f"{serve.partition(' --mode ')[0]} --mode {mode}", step)
             replay = (
-                f"dualpath replay trace.jsonl --endpoint http://127.0.0.1:8000 --json {mode}.json"
+                "dualpath replay examples/agents.jsonl --endpoint http://127.0.0.1:8000"
+                f" --json {mode}.json"
             )
             self._terminal.run(replay, step.limit_s)
 

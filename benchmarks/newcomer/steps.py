@@ -1,14 +1,12 @@
 """What README says that its commands do; a command without an entry here fails the run."""
 
 import re
-import shutil
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from tests.docs_blocks import Block, blocks, commands
 
-#: Words of README that stand for a reader's own, and where this reader has them from.
-TRACE_NAMES = ("trace.jsonl", "t.jsonl")
+#: Modes that `dualpath report` compares with, beside the one that README serves in.
 OTHER_MODES = ("basic", "oracle")
 
 
@@ -37,12 +35,12 @@ STEPS = (
     Step("source .venv/bin/activate"),
     Step("dualpath model smollm2", r"^/.+$"),
     Step("dualpath serve", r"endpoint", serves=True, needs=CLUSTER, limit_s=600.0),
-    Step("python -", r"cached_tokens", needs=CLUSTER),
+    Step("python examples/ask_twice.py", r"second: .*cached_tokens [1-9]", needs=CLUSTER),
     Step("dualpath replay", leaves="dualpath.json", needs=CLUSTER, limit_s=600.0),
     Step("dualpath report", leaves="compare.html", needs=CLUSTER),
     # What README says that it printed; it also compiles, once.
     Step("dualpath simulate --cluster paper-660b", r"(?s)3,139 s.*1,754 s.*1,655 s", limit_s=900.0),
-    Step("dualpath simulate --cluster c.toml", r"JCT", limit_s=300.0),
+    Step("dualpath simulate --cluster examples/cluster.toml", r"JCT", limit_s=300.0),
 )
 
 
@@ -70,23 +68,10 @@ class Typed:
 
 @dataclass
 class Reader:
-    """Knows what stands for what: the folder a command printed, the reader's own files."""
+    """Knows what stands for what: the folder that a command printed."""
 
     clone: Path
     values: dict[str, str] = field(default_factory=dict)
-
-    def own_files(self) -> None:
-        """Write the files that README takes for the reader's own, with what the pages show."""
-        readme = (self.clone / "README.md").read_text(encoding="utf-8")
-        line = re.search(r'`(\{"session_id".+?\]\]\})`', readme)
-        assert line is not None, "README shows no line of a trace"
-        for name in TRACE_NAMES:
-            (self.clone / name).write_text(f"{line[1]}\n")
-        page = self.clone / "docs" / "how-to" / "simulate.md"
-        cluster = next(block for block in blocks(page) if block.language == "toml")
-        (self.clone / "c.toml").write_text(cluster.text)
-        costs = self.clone / "benchmarks" / "demo_prediction" / "costs.toml"
-        shutil.copy(costs, self.clone / "costs.toml")
 
     def translated(self, text: str) -> str:
         """Return a command with the reader's own values."""
@@ -104,13 +89,9 @@ def typed(readme: Path) -> list[Typed]:
     """Return what README asks to type, in order; raises ``LookupError`` for what is not known."""
     found = []
     for block in blocks(readme):
-        if block.language == "python":
-            texts = [f"python - <<'EOF'\n{block.text}EOF"]
-        elif block.language == "console":
-            texts = [" ".join(words) for words in commands(block)]
-        else:
-            continue
-        found += [Typed(block, text, _step_of(text, block)) for text in texts]
+        if block.language == "console":
+            texts = (" ".join(words) for words in commands(block))
+            found += [Typed(block, text, _step_of(text, block)) for text in texts]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Pages that start a cluster by hand, run as they stand: each command a process, then a client."""
+"""The page that starts router and engines by themselves, run as it stands, then a client."""
 
 import functools
 import http.client
@@ -20,6 +20,7 @@ from dualpath.ops.launch.process import Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(580)]
 
+PAGE = "separate-machines.md"
 START_S = 400.0
 PROMPT = [10 + index % 300 for index in range(300)]
 ENGINE_MODULE = ENGINE_ENTRY.partition(":")[0]
@@ -71,15 +72,10 @@ def stored(storage: Path) -> list[Path]:
     return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("existing-vllm.md", marks=pytest.mark.long), "separate-machines.md"]
-)
-def test_a_cluster_that_a_page_starts_serves_and_loads_what_it_stored(
-    name: str, tmp_path: Path
-) -> None:
+def test_a_cluster_that_the_page_starts_serves_and_loads_what_it_stored(tmp_path: Path) -> None:
     page = TypedPages(tmp_path, str(tiny_model()))
     with Supervisor() as processes:
-        assert started(name, page, processes) == ["router", "engine-1", "engine-2"]
+        assert started(PAGE, page, processes) == ["router", "engine-1", "engine-2"]
         until(functools.partial(is_healthy, page.endpoint, processes), "the cluster", START_S)
         first = complete(page.endpoint, PROMPT, 20, model=page.model)
         assert len(first.token_ids) == 20
@@ -90,7 +86,7 @@ def test_a_cluster_that_a_page_starts_serves_and_loads_what_it_stored(
 
 
 def test_a_page_is_translated_and_not_rewritten(tmp_path: Path) -> None:
-    typed = TypedPages(tmp_path, str(tiny_model())).commands("separate-machines.md", is_for_cpus)
+    typed = TypedPages(tmp_path, str(tiny_model())).commands(PAGE, is_for_cpus)
     engines = [words for words in typed if ENGINE_MODULE in words]
     transfers = [json.loads(words[words.index("--kv-transfer-config") + 1]) for words in engines]
     roles = [transfer["kv_connector_extra_config"]["role"] for transfer in transfers]

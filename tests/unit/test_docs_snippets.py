@@ -10,6 +10,7 @@ import importlib
 import lzma
 import re
 import shutil
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,6 @@ SAFE = {"table1", "bounds", "workingset", "simulate", "plan", "qos", "config"}
 #: Words that stand for a reader's own numbers.
 NUMBERS = {"ALPHA": "1", "BETA": "1"}
 
-TRACE = '{"session_id": "a", "rounds": [[2000, 60], [300, 80]]}\n'
-
 
 def place(block: Block) -> str:
     return block.place
@@ -37,13 +36,13 @@ def place(block: Block) -> str:
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    """A working directory with the files that the pages speak of."""
+    """A working directory with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "examples", "examples")
     for name in ("trace.jsonl", "t.jsonl"):
-        Path(name).write_text(TRACE)
-    cluster = next(b for b in BLOCKS if b.page.name == "simulate.md" and b.language == "toml")
-    Path("c.toml").write_text(cluster.text)
-    shutil.copy(ROOT / "benchmarks" / "demo_prediction" / "costs.toml", "costs.toml")
+        shutil.copy(ROOT / "examples" / "agents.jsonl", name)
+    shutil.copy(ROOT / "examples" / "cluster.toml", "c.toml")
+    shutil.copy(ROOT / "examples" / "costs.toml", "costs.toml")
     log = ROOT / "tests" / "parity" / "recorded" / "dualpath.jsonl.xz"
     Path("events.jsonl").write_bytes(lzma.decompress(log.read_bytes()))
     Path("storage.key").write_text("0" * 64)
@@ -161,6 +160,12 @@ def test_commands_named_in_the_text_exist_with_their_options(page):
             continue
         options = {word.partition("=")[0] for word in rest if word.startswith("--")}
         assert options <= set(option_names(subparser(name), rest)), span
+
+
+def test_the_cluster_that_is_described_is_the_example():
+    (shown,) = (b for b in BLOCKS if b.page.name == "simulate.md" and b.language == "toml")
+    example = (ROOT / "examples" / "cluster.toml").read_text(encoding="utf-8")
+    assert tomllib.loads(shown.text) == tomllib.loads(example)
 
 
 def test_a_command_goes_on_after_a_backslash_and_inside_quotes():
