@@ -143,14 +143,12 @@ def ratios(*names: str) -> Table:
 def jct(*names: str) -> Table:
     """Every mode of every run: times, use and balance of storage NICs, processor time."""
     rows: list[tuple[str, ...]] = []
-    rules = []
     for name in names:
         report = read(name)
         times = _jct_table(report)
         balance_table = stored_table(report, "Balance of storage NICs")
         balance = dict(zip(balance_table.columns, balance_table.rows[0], strict=True))
         costs = {row[1]: row[2] for row in stored_table(report, "Processor time, veri").rows}
-        rules.append(len(rows))
         for row in times.rows:
             cells = dict(zip(times.columns, row, strict=True))
             mode = cells["mode"]
@@ -170,7 +168,7 @@ def jct(*names: str) -> Table:
         *("run", "mode", "JCT s", "range s", "to Oracle", "mean TTFT s", "read GB"),
         *("SNIC use", "SNIC max/avg", "engines, CPU-s per GB", "machine busy"),
     )
-    return Table("", heads, tuple(rows), rules=tuple(rules[1:]))
+    return Table("", heads, tuple(rows))
 
 
 def _jct_table(report: ExperimentReport) -> Table:
@@ -288,12 +286,30 @@ DRAWN: dict[str, Callable[..., Table]] = {
 }
 
 
+def legible_table(content: Table) -> Table:
+    """Return a table without columns that hold nothing, names of runs to the left."""
+    kept = [
+        index
+        for index, cells in enumerate(zip(*content.rows, strict=True))
+        if set(cells) != {NOTHING}
+    ]
+    right = ["r" if is_right else "l" for is_right in content.right]
+    if content.columns[0] in ("run", "campaign"):
+        right[0] = "l"
+    return Table(
+        content.title,
+        tuple(content.columns[index] for index in kept),
+        tuple(tuple(row[index] for index in kept) for row in content.rows),
+        "".join(right[index] for index in kept),
+    )
+
+
 def with_tables(page: str) -> str:
     """Return a page with its tables as the data says."""
 
     def redrawn(found: re.Match[str]) -> str:
         kind, *words = shlex.split(found[2])
-        return f"{found[1]}\n{as_markdown(DRAWN[kind](*words))}\n\n{found[3]}"
+        return f"{found[1]}\n{as_markdown(legible_table(DRAWN[kind](*words)))}\n\n{found[3]}"
 
     return _MARK.sub(redrawn, page)
 
