@@ -155,7 +155,7 @@ def add_navigation(app: Sphinx, name: str, text: list[str]) -> None:
         text[0] += contents("", (BELOW[name],))
     if name in KEYWORDS:
         heading, rest = text[0].split("\n", 1)
-        entries = "".join(f"\n```{{index}} single: {word}\n```\n" for word in KEYWORDS[name])
+        entries = "".join(f"\n```{{index}} ! {word}\n```\n" for word in KEYWORDS[name])
         text[0] = f"{heading}\n{entries}{rest}"
 
 
