@@ -23,7 +23,7 @@ class Reader:
 
     def __init__(self, folder: Path, processes: Supervisor) -> None:
         (folder / "trace.jsonl").write_text(TRACE)
-        self.pages = TypedPages(folder)
+        self.pages = TypedPages(folder, also={"examples/agents.jsonl": "trace.jsonl"})
         self.engines: list[str] = []
         self._processes = processes
 

@@ -1,6 +1,7 @@
 """Pages that measure, break or shape: typed as they stand, but for how much of it is done."""
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -64,9 +65,7 @@ def test_what_a_profile_measured_is_simulated(
     pytest.importorskip("vllm")
     monkeypatch.chdir(tmp_path)
     pages = TypedPages(tmp_path, str(make_tiny_model("qwen2")))
-    cluster = next(b for b in blocks(HOW_TO / "simulate.md") if b.language == "toml")
-    Path("c.toml").write_text(cluster.text)
-    Path("t.jsonl").write_text('{"session_id": "a", "rounds": [[2000, 60], [300, 80]]}\n')
+    shutil.copytree(ROOT / "examples", "examples")
     profile, simulate = [*pages.commands("profile.md", types("dualpath", "profile"))][:2]
     timed = pages.spawn("profile", profile)
     assert timed.wait(500) == 0, timed.log_tail()

@@ -49,7 +49,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TypedPages:
     """A reader in a folder with a trace."""
     monkeypatch.chdir(tmp_path)
     Path("trace.jsonl").write_text(TRACE)
-    return TypedPages(tmp_path, str(tiny_model()))
+    return TypedPages(tmp_path, str(tiny_model()), {"examples/agents.jsonl": "trace.jsonl"})
 
 
 @contextlib.contextmanager

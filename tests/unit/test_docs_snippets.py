@@ -39,10 +39,6 @@ def folder(tmp_path, monkeypatch):
     """A working directory with the files that the pages name."""
     monkeypatch.chdir(tmp_path)
     shutil.copytree(ROOT / "examples", "examples")
-    for name in ("trace.jsonl", "t.jsonl"):
-        shutil.copy(ROOT / "examples" / "agents.jsonl", name)
-    shutil.copy(ROOT / "examples" / "cluster.toml", "c.toml")
-    shutil.copy(ROOT / "examples" / "costs.toml", "costs.toml")
     log = ROOT / "tests" / "parity" / "recorded" / "dualpath.jsonl.xz"
     Path("events.jsonl").write_bytes(lzma.decompress(log.read_bytes()))
     Path("storage.key").write_text("0" * 64)
