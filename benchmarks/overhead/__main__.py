@@ -105,7 +105,7 @@ def main() -> None:
     )  # fmt: skip
 
     streams = what.add_parser("streams", help="many streams at once")
-    streams.set_defaults(measure=many_streams.measure)
+    streams.set_defaults(measure=many_streams.measure_streams)
     _common(streams, prompt=50, tokens=160)
     _paced(streams, prefill_ms=1.0, step_ms=250.0)
     streams.add_argument("--streams", type=int, default=1000)
@@ -116,7 +116,7 @@ def main() -> None:
     streams.add_argument("--ramp-s", type=float, default=20.0, help="within which streams start")
 
     passes = what.add_parser("passes", help="what a PE's GPU waits for between two passes")
-    passes.set_defaults(measure=passes_run.measure)
+    passes.set_defaults(measure=passes_run.measure_passes)
     passes.add_argument("--seed", type=int, default=0)
     passes.add_argument("--prompts", type=int, default=24, help="at once")
     passes.add_argument("--prompt", type=int, default=2048, help="tokens stored before")

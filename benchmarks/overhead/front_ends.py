@@ -108,7 +108,7 @@ def _print(args: argparse.Namespace, found: Sequence[Measured]) -> None:
         ])  # fmt: skip
         for name, process in each.probes.seen.items():
             grown = (
-                (process.most_bytes - process.before_bytes)
+                (process.max_bytes - process.before_bytes)
                 / 1024
                 / args.streams
                 * (each.count if name.startswith("front end") else 1)

@@ -16,7 +16,7 @@ LIGHT = "light"
 FRONTS = ("router", LIGHT)
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure_streams(args: argparse.Namespace) -> None:
     """Measure and print the table.  Raises ``DualPathError`` if one stream fails."""
     model = make_tiny_model("qwen2")
     pace = Pace(prefill_s=args.prefill_ms / 1e3, step_s=args.step_ms / 1e3)

@@ -63,7 +63,7 @@ def _run(mode: Mode, args: argparse.Namespace) -> Measured:
         return Measured(round_s, idle_times(tracks, LAYER_BUFFERS))
 
 
-def measure(args: argparse.Namespace) -> None:
+def measure_passes(args: argparse.Namespace) -> None:
     """Print how long both modes took, and where the GPU's time went between passes."""
     found = {mode: _run(mode, args) for mode in (Mode.DUALPATH, Mode.ORACLE)}
     rows = [

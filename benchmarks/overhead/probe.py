@@ -19,7 +19,7 @@ class Seen(NamedTuple):
 
     answer_s: list[float]
     before_bytes: int
-    most_bytes: int
+    max_bytes: int
 
     def quantile_s(self, share: float) -> float:
         """Return a quantile of the answers."""

@@ -76,7 +76,7 @@ class StubEngine:
         try:
             yield
         finally:
-            self._post(self._session.leave(control.Goodbye("the end"), time.monotonic()))
+            self._post(self._session.leave(control.Deregister("the end"), time.monotonic()))
             for task in tasks:
                 task.cancel()
             self._connection.close()
@@ -85,11 +85,11 @@ class StubEngine:
         """Say it, and report the load soon unless it only answers a question."""
         if not isinstance(message, control.LookupDone | control.Synced):
             self._session.load_changed = True
-        self._post(self._session.say(message, time.monotonic()))
+        self._post(self._session.send(message, time.monotonic()))
 
-    def _hello(self, greeting: int) -> control.Hello:
+    def _hello(self, registration: int) -> control.Register:
         agents = (AgentAddress(self._epoch, _METADATA, ()),)
-        return control.Hello(
+        return control.Register(
             version=control.PROTOCOL_VERSION,
             address=EngineAddress(self.engine_id, self._epoch, self._role, agents),
             namespace=namespace(),
@@ -101,7 +101,7 @@ class StubEngine:
             buffer_tokens=_TOKENS,
             limits={"max_model_len": self._max_model_len, "vocab_size": VOCABULARY_TOKENS},
             rates=_RATES,
-            greeting=greeting,
+            registration=registration,
         )
 
     def _report(self) -> control.Report:
@@ -119,7 +119,7 @@ class StubEngine:
     def _take(self, message: control.RouterMessage) -> None:
         self._said[f"→ engine {type(message).__name__}"] += 1
         match message:
-            case control.Welcome():
+            case control.Registered():
                 self._assign_seq = 0
             case control.Lookup():
                 stored = int(len(message.keys) * self._hit_share)
@@ -147,7 +147,7 @@ class StubEngine:
         while True:
             envelope = envelopes.decode_router_message(await self._connection.receive())
             now_s = time.monotonic()
-            self._post(self._session.hear(envelope, now_s))
+            self._post(self._session.receive(envelope, now_s))
             self._post(self._session.due(now_s))
 
     async def _tick(self) -> None:
@@ -189,6 +189,6 @@ class StubEngines:
         """What an engine was called for is computed, or, at a DE, is about to be."""
         engine, name = self._engines[engine_id], transfer.request_id
         if isinstance(transfer, PrefillTransfer):
-            engine.say(request_messages.PrefillDone(name))
+            engine.send(request_messages.PrefillDone(name))
         else:
-            engine.say(request_messages.KvInHbm(name, 0.0))
+            engine.send(request_messages.KvInHbm(name, 0.0))

@@ -130,13 +130,13 @@ def simulated(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> 
     changes = tuple(
         Change(
             *(move.to_role, move.reason, move.decided_ns / NS_PER_S),
-            _seconds(move.drained_ns),
-            _seconds(move.joined_ns),
+            _move_time_s(move.drained_ns),
+            _move_time_s(move.joined_ns),
         )
         for move in result.moves
     )
     return Played(float(result.turns.finished_ns.max()) / NS_PER_S, changes)
 
 
-def _seconds(time_ns: int) -> float | None:
+def _move_time_s(time_ns: int) -> float | None:
     return None if time_ns < 0 else time_ns / NS_PER_S
