@@ -14,7 +14,7 @@ from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.guard import GUARD_S
 
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
-from dualpath.laboratory.chaos.settings import EmulatedVictims
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
@@ -118,7 +118,7 @@ class Agents:
 
 def right_answer(prompt: Sequence[int], tokens: int) -> list[int]:
     """Return what emulated engines answer, whichever of them does."""
-    return list(islice(EmulatedEngines(EmulatedVictims()).following(prompt), tokens))
+    return list(islice(EmulatedEngines(EmulatedEnginesSettings()).expected_tokens(prompt), tokens))
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> float:

@@ -12,9 +12,9 @@ from dualpath.core.errors import ConfigError
 from dualpath.laboratory.chaos.points import EngineKind
 from dualpath.laboratory.chaos.settings import (
     ChaosSettings,
-    EmulatedVictims,
+    EmulatedEnginesSettings,
     LoadSettings,
-    VllmVictims,
+    VllmEnginesSettings,
 )
 
 _DESCRIPTION = """Start a cluster of emulated engines, let agents ask it without a pause, and kill,
@@ -39,8 +39,8 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     )
     add_settings(parser, ChaosSettings)
     add_settings(parser, LoadSettings, title="agents")
-    add_settings(parser, EmulatedVictims, title="engines")
-    add_settings(parser, VllmVictims, title="vLLM engines")
+    add_settings(parser, EmulatedEnginesSettings, title="engines")
+    add_settings(parser, VllmEnginesSettings, title="vLLM engines")
     parser.set_defaults(act=run)
 
 
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     import tempfile
 
     from dualpath.laboratory.chaos.campaign import Campaign
-    from dualpath.laboratory.chaos.kinds import EmulatedEngines, Victims, VllmEngines
+    from dualpath.laboratory.chaos.kinds import EmulatedEngines, EnginesUnderTest, VllmEngines
     from dualpath.laboratory.chaos.report import chaos_report
     from dualpath.laboratory.experiments.report import as_report, write_experiment
     from dualpath.report.text import print_report
@@ -63,16 +63,16 @@ def run(args: argparse.Namespace) -> int:
     say_if_undrawn(args.out)
     settings = flag_settings(args, ChaosSettings)
     load = flag_settings(args, LoadSettings)
-    victims: Victims
+    engines: EnginesUnderTest
     if settings.engines is EngineKind.VLLM:
-        victims = VllmEngines(flag_settings(args, VllmVictims))
+        engines = VllmEngines(flag_settings(args, VllmEnginesSettings))
     else:
-        victims = EmulatedEngines(flag_settings(args, EmulatedVictims))
+        engines = EmulatedEngines(flag_settings(args, EmulatedEnginesSettings))
     with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
         folder = _new_folder(args.logs) if args.logs else Path(dropped)
         # An end by signal is an exception, after which nothing is left running.
         with ended_by_sigterm():
-            result = asyncio.run(Campaign(settings, load, victims, folder, say).run())
+            result = asyncio.run(Campaign(settings, load, engines, folder, say).run())
     report = chaos_report(result, args.name, _command_line())
     print_report(as_report(report))
     if args.out:
