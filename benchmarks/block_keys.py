@@ -13,7 +13,7 @@ from collections.abc import Callable
 import cbor2
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
@@ -48,7 +48,7 @@ def main() -> None:
     assert encoded_one_by_one(prompt) == block_keys(prompt, BLOCK_TOKENS)
 
     def next_turn() -> float:
-        memory = KeyMemory(BLOCK_TOKENS)
+        memory = KeyCache(BLOCK_TOKENS)
         memory.keys(before)
         return cpu_ms(lambda: memory.keys(prompt))
 
@@ -56,7 +56,7 @@ def main() -> None:
         "tokens encoded one by one": lambda: cpu_ms(lambda: encoded_one_by_one(prompt)),
         "all tokens encoded at once": lambda: cpu_ms(lambda: block_keys(prompt, BLOCK_TOKENS)),
         "at once, remembered for a next turn": lambda: cpu_ms(
-            lambda: KeyMemory(BLOCK_TOKENS).keys(prompt)
+            lambda: KeyCache(BLOCK_TOKENS).keys(prompt)
         ),
         "next turn of a prompt that is remembered": next_turn,
     }

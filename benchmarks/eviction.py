@@ -3,7 +3,7 @@
     python benchmarks/eviction.py [--chains 1000,10000,100000] [--blocks 4] [--rounds 5]
 
 A buffer is full of chains of ``--blocks`` blocks.  A step is what an engine does for a block of a
-request: it evicts one (``KeptBlocks.evict``), puts a block there, and the block comes to rest.  The
+request: it evicts one (``CachedBlocks.evict``), puts a block there, and the block comes to rest.  The
 chains come in turn, so that forecasts are believed (``policy.reuse``), or at random, so that the
 least recently used goes.  All sizes and both orders are measured in every round, medians of rounds;
 beside each the step without the eviction, on a buffer that has room.
@@ -16,7 +16,7 @@ import time
 import numpy as np
 
 from dualpath.core.blocks import BlockKey, block_keys
-from dualpath.engine.kept_blocks import KeptBlocks, with_parents
+from dualpath.engine.kept_blocks import CachedBlocks, with_parents
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
@@ -32,30 +32,30 @@ class Buffer:
         self.blocks = blocks
         self.chains = [_keys(number, blocks) for number in range(chains + chains // 4)]
         capacity = chains * blocks
-        self.kept = KeptBlocks(2 * capacity)
+        self.cached = CachedBlocks(2 * capacity)
         self.room = list(range(2 * capacity - 1, capacity - 1, -1))
         self._free = list(range(capacity - 1, -1, -1))
 
     def use(self, number: int) -> None:
         """Let a request use a chain: what is here wakes and rests, the rest takes others' slots."""
         keys = self.chains[number]
-        held = self.kept.head(keys)
+        held = self.cached.cached_slots(keys)
         for slot in held:
-            self.kept.wake(slot)
+            self.cached.touch(slot)
         parent = keys[len(held) - 1] if held else b""
         for key, before in with_parents(keys[len(held) :], parent):
-            slot = self._free.pop() if self._free else self.kept.evict()
-            self.kept.add(slot, key, before)
+            slot = self._free.pop() if self._free else self.cached.evict()
+            self.cached.add(slot, key, before)
             held.append(slot)
         for slot in reversed(held):
-            self.kept.rest(slot)
+            self.cached.make_evictable(slot)
 
     def step(self, keys: list[BlockKey], *, evict: bool) -> None:
         """Take a slot for each of ``keys``, chains of one block, and let its block rest."""
         for key in keys:
-            slot = self.kept.evict() if evict else self.room.pop()
-            self.kept.add(slot, key, b"")
-            self.kept.rest(slot)
+            slot = self.cached.evict() if evict else self.room.pop()
+            self.cached.add(slot, key, b"")
+            self.cached.make_evictable(slot)
 
 
 def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, float, bool]:
@@ -69,7 +69,7 @@ def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, f
     steps = min(STEPS, chains)
     fresh = [_keys(-1 - number, 1)[0] for number in range(2 * steps)]
     plain_us = _timed_us(buffer, fresh[:steps], evict=False)
-    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.kept.forecasts
+    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.cached.forecasts
 
 
 def _timed_us(buffer: Buffer, keys: list[BlockKey], *, evict: bool) -> float:

@@ -29,7 +29,7 @@ from dualpath.report.model import Table
 from dualpath.router.attempts.look_up import ENGINE_SHARE
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1)
 NAMESPACE = StoreNamespace("benchmark", "u8", "none", GEOMETRY, mode=ORACLE)
@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, root: Path, stat_s: float = 0.0) -> None:
         self.counters = Counters()
         self.pending = PendingWrites()
-        self.storage = RememberingStorage(SlowDirectory(root, stat_s), OS_THREADS.now_ns)
+        self.storage = LookupCachingStorage(SlowDirectory(root, stat_s), OS_THREADS.now_ns)
         self.answers: dict[int, LookupDone] = {}
         self._arrived = threading.Condition()
         self.lookups = Lookups(self.storage, self.pending, self.counters, self._take)

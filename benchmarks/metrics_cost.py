@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
+from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
 from dualpath.engine.counters import Counter
@@ -145,7 +145,7 @@ def registered() -> Registry:
     registry = Registry()
     for number in range(ENGINES):
         role = Role.PREFILL if number % 2 else Role.DECODE
-        hello = Hello(
+        hello = Register(
             version=PROTOCOL_VERSION,
             address=EngineAddress(f"e{number}", "1", role, (AgentAddress("a", b"", ()),)),
             namespace=StoreNamespace("m", "bf16", "l", BlockGeometry.uniform(2, BLOCK_TOKENS, 64)),
@@ -159,7 +159,7 @@ def registered() -> Registry:
         admission = registry.admit(hello)
         assert admission is not None
         state = admission.engine
-        for event in (admission.event, Event.COMPLETE):
+        for event in (admission.event, Event.GROUP_COMPLETE):
             state.machine.on(event)
         state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
     return registry

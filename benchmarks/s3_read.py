@@ -28,7 +28,7 @@ from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_location import parse_location
 from dualpath.transport.memory import allocate_registered
 
@@ -69,7 +69,7 @@ class Bench:
         """Read as ``S3Storage`` does: from the socket into the memory."""
         environment = {"AWS_ACCESS_KEY_ID": self.access, "AWS_SECRET_ACCESS_KEY": self.secret}
         location = parse_location(f"s3://{BUCKET}?endpoint_url={self.url}", environment)
-        client = S3Client(location, Patience())
+        client = S3Client(location, RetryPolicy())
         return self.in_threads(lambda name, slot: client.get_into(name, [slot]))
 
     def obstore(self) -> Method:

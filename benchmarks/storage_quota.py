@@ -32,11 +32,11 @@ from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage import index_file
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import BEAT_S, Keeper
+from dualpath.storage.keeper import BEAT_S, StorageMaintenance
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.sections import Sections
 
@@ -123,7 +123,7 @@ class Kept:
         self.tree = NotedObjects(root)
         journals = [Journal(self.tree, PLACE, f"engine-{n}") for n in range(ENGINES)]
         self.engines = [
-            Keeper(self.tree, journal, WriteGate(), None, self._now, self._now)
+            StorageMaintenance(self.tree, journal, WriteGate(), None, self._now, self._now)
             for journal in journals
         ]
         self.janitor = Janitor(self.tree, "janitor", limits, self._now, self._now)
@@ -134,7 +134,7 @@ class Kept:
     def step(self) -> None:
         """Let five seconds' worth of looking after happen."""
         for engine in self.engines:
-            engine.beat()
+            engine.tick()
         began_s = time.process_time()
         self.janitor.step()
         self.cpu_s += time.process_time() - began_s
@@ -150,7 +150,7 @@ class Kept:
         origin = BlockOrigin(keys[hit - 1] if hit else chain_root())
         count, _ = engine.admitted(keys[hit:], origin, BLOCK_BYTES)
         new = keys[hit : hit + count]
-        for name, key, own in zip(names[hit:], new, own_origins(new, origin), strict=False):
+        for name, key, own in zip(names[hit:], new, run_origins(new, origin), strict=False):
             if name not in stored:
                 self.tree.replace(
                     name, encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
@@ -199,7 +199,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
         real_bytes, index = kept.used_bytes(), kept.janitor.index
         assert index is not None
         passed_s = time.monotonic() - began_s
-    refused = sum(engine.done.refused_blocks for engine in kept.engines)
+    refused = sum(engine.stats.refused_blocks for engine in kept.engines)
     rows = (
         ("turns", f"{len(turns):,}"),
         ("blocks written, of the quota", f"{kept.written_blocks / quota:.1f} x"),

@@ -7,11 +7,11 @@ from dualpath.core.errors import StorageError
 from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import Keeper
+from dualpath.storage.keeper import StorageMaintenance
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectInfo
 from dualpath.storage.pins import PINS
@@ -121,13 +121,13 @@ class Engine:
         def now_s() -> float:
             return story.now_s
 
-        self.keeper = Keeper(story.tree, self.journal, WriteGate(), None, now_s, now_s)
+        self.maintenance = StorageMaintenance(story.tree, self.journal, WriteGate(), None, now_s, now_s)
 
     def write(self, keys: Sequence[BlockKey], first: int = 0, tenant: str = "") -> None:
         """Store the blocks of a chain from ``first`` on."""
         origin = BlockOrigin(keys[first - 1] if first else chain_root(), tenant)
         new = keys[first:]
-        origins = own_origins(new, origin)
+        origins = run_origins(new, origin)
         for key, own in zip(new, origins, strict=True):
             name = object_name(PLACE, key)
             MemoryObjects.create(
@@ -150,7 +150,7 @@ class Engine:
         """Take a turn, store what is admitted of the rest; return how many blocks that are."""
         hit = self._story.head(keys)
         origin = BlockOrigin(keys[hit - 1] if hit else chain_root(), tenant)
-        count, _ = self.keeper.admitted(keys[hit:], origin, BLOCK_BYTES)
+        count, _ = self.maintenance.admitted(keys[hit:], origin, BLOCK_BYTES)
         self.write(keys[: hit + count], hit, tenant)
         return count
 

@@ -28,8 +28,8 @@ from dualpath.core.cluster import Role, parse_nodes
 from dualpath.laboratory.chaos.ask import Outcome
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
 from dualpath.laboratory.chaos.load import Load, Turn
-from dualpath.laboratory.chaos.router_back import first_after
-from dualpath.laboratory.chaos.settings import EmulatedVictims, LoadSettings
+from dualpath.laboratory.chaos.router_back import first_token_after
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings, LoadSettings
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, all_processes
 from dualpath.ops.launch.scaled_router import SCHEDULER
@@ -112,11 +112,11 @@ def _process(name: str, words: Sequence[str], folder: Path) -> SpawnedProcess:
 
 async def _run(cluster: Cluster, args: argparse.Namespace) -> tuple[list[Outage], list[Turn]]:
     settings = LoadSettings(agents=args.agents, generate_tokens=200, leave_share=0.0)
-    victims = EmulatedEngines(EmulatedVictims())
+    engines = EmulatedEngines(EmulatedEnginesSettings())
     outages = []
     async with (
         aiohttp.ClientSession(cluster.cluster_url) as http,
-        Load(cluster.url, settings, victims, args.seed) as load,
+        Load(cluster.url, settings, engines, args.seed) as load,
     ):
         for number in range(args.kills):
             await asyncio.sleep(args.life_s)
@@ -170,7 +170,7 @@ def _print(outages: Sequence[Outage], turns: Sequence[Turn]) -> None:
     tokens_s = [
         first[1] - outage.at_s
         for outage in outages
-        if (first := first_after(turns, outage.at_s)) is not None
+        if (first := first_token_after(turns, outage.at_s)) is not None
     ]
     steps = (
         ("the next scheduler answers", [o.answers_s for o in outages]),

@@ -12,7 +12,7 @@ from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 from dualpath.core.blocks import BlockOrigin, chain_root
 from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
@@ -20,7 +20,7 @@ from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_objects import S3Objects
 from dualpath.storage.sections import Sections
 
@@ -42,10 +42,10 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectTree]
                 server = FaultyS3()
                 server.page_names = 3
                 servers.callback(server.close)
-                yield S3Objects(S3Client(server.location, Patience()))
+                yield S3Objects(S3Client(server.location, RetryPolicy()))
             case _:
                 location = servers.enter_context(rclone_s3(tmp_path))
-                yield S3Objects(S3Client(location, Patience()))
+                yield S3Objects(S3Client(location, RetryPolicy()))
 
 
 def names(tree: ObjectTree, prefix: str = "") -> list[str]:
@@ -112,7 +112,7 @@ def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: Objec
 
     def serve(number: int, journal: Journal | None) -> None:
         keys = chain(number, 4)
-        origins = own_origins(keys, BlockOrigin(chain_root(), "a" * 16))
+        origins = run_origins(keys, BlockOrigin(chain_root(), "a" * 16))
         for key, own in zip(keys, origins, strict=True):
             content = encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
             tree.replace(object_name(PLACE, key), content)

@@ -21,7 +21,7 @@ from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.directory import namespace_name
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import Keeper, KeptStorage
+from dualpath.storage.keeper import StorageMaintenance, MaintainedStorage
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
@@ -29,7 +29,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
@@ -91,9 +91,9 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "remembering":
-            return RememberingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
+            return LookupCachingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
         case "kept":
-            return KeptStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
+            return MaintainedStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
         case "node-dram":
             dram = NodeDram(root, NAMESPACE, 1 << 24)
             return NodeDramStorage(MemoryStorage(NAMESPACE), dram)
@@ -108,10 +108,10 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
     raise AssertionError(name)
 
 
-def keeper(tree: ObjectTree) -> Keeper:
+def keeper(tree: ObjectTree) -> StorageMaintenance:
     """Return one of an engine that is no candidate for the janitor and declines nothing."""
     journal = Journal(tree, namespace_name(NAMESPACE), "engine")
-    return Keeper(tree, journal, WriteGate(), None, time.time, time.monotonic)
+    return StorageMaintenance(tree, journal, WriteGate(), None, time.time, time.monotonic)
 
 
 NIXL = [
@@ -284,7 +284,7 @@ def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
     if isinstance(storage, NodeDramStorage):
         flip_payload(storage.dram.files, key)
         target = storage.inner
-    if isinstance(storage, ThrottledStorage | RememberingStorage | KeptStorage):
+    if isinstance(storage, ThrottledStorage | LookupCachingStorage | MaintainedStorage):
         target = storage.inner
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)

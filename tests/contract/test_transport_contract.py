@@ -19,7 +19,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -46,7 +46,7 @@ def open_in_process(agent: str, fabric: InProcessFabric) -> Transport:
 
 
 def open_process_memory(agent: str, fabric: InProcessFabric) -> Transport:
-    return ProcessMemoryTransport(agent, this_process(), is_gone)
+    return ProcessMemoryTransport(agent, this_process(), has_exited)
 
 
 def open_nixl(agent: str, fabric: InProcessFabric) -> Transport:

@@ -61,7 +61,7 @@ class Cluster:
         survey = holders[0].survey
         assert survey is not None
         self.story.now_s += CALM_S
-        survey.whole()
+        survey.run_to_end()
         holders[0].step()
         return holders[0]
 
@@ -90,7 +90,7 @@ def test_a_storage_comes_back_within_its_quota_whatever_ends(
             case _:
                 for janitor in cluster.candidates:
                     if janitor.survey is not None and janitor.lease.is_held():
-                        janitor.survey.whole()
+                        janitor.survey.run_to_end()
         if what != "janitor":
             assert before <= story.stored(), "only a janitor removes blocks"
         _has_no_holes(cluster)

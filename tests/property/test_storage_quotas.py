@@ -36,11 +36,11 @@ class Storage:
         self.counted: list[list[str]] = [[], []]
         self.janitor.step()
         for engine in self.engines:
-            engine.keeper.beat()
+            engine.maintenance.tick()
 
     def beat(self, number: int) -> None:
         """An engine hears how the storage is, and tells what it has written."""
-        self.engines[number].keeper.beat()
+        self.engines[number].maintenance.tick()
         self.counted[1 - number].clear()
         self.told[number] += self.untold[number]
         self.untold[number].clear()

@@ -21,7 +21,7 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import (
-    LEAST_CHARACTERS,
+    MIN_SECRET_CHARACTERS,
     SECRET_VARIABLE,
     ClusterSecret,
     check_control_url,
@@ -108,14 +108,14 @@ class Engine(FakeEngine):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.link.close, control.Goodbye(reason="test over"))
+        await asyncio.to_thread(self.link.close, control.Deregister(reason="test over"))
 
 
 async def test_engine_and_router_with_one_secret_hear_each_other():
     async with Router() as router, Engine("pe", router.server.address, SECRET) as engine:
         async with asyncio.timeout(GUARD_S):
             assert await router.joined.get() == "pe"
-            assert isinstance(await engine.arrived.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Registered)
 
 
 @pytest.mark.parametrize("secret", [OTHER, None], ids=["another secret", "no secret"])
@@ -146,7 +146,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         socket.connect(router.server.address)
         hello = FakeEngine("thief", Role.PREFILL, set())
         hello.generation = 1
-        await socket.send(envelopes.encode(envelopes.outside(hello.hello())))
+        await socket.send(envelopes.encode(envelopes.unnumbered(hello.hello())))
         async with asyncio.timeout(GUARD_S):
             assert await router.refused.reasons.get() is ControlRefusal.SECRET
         assert router.joined.empty()
@@ -173,7 +173,7 @@ async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
         await plain.server.stop()
         async with right, asyncio.timeout(GUARD_S):
             assert await right.joined.get() == "pe"
-            assert isinstance(await engine.arrived.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Registered)
 
 
 async def test_nothing_readable_crosses_the_wire():
@@ -256,11 +256,11 @@ def test_the_secret_comes_from_the_file_before_the_environment(tmp_path: Path, c
 
 
 def test_secrets_that_are_no_secrets_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=rf"has 5 characters, at least {LEAST_CHARACTERS}"):
+    with pytest.raises(ConfigError, match=rf"has 5 characters, at least {MIN_SECRET_CHARACTERS}"):
         load_secret("", {SECRET_VARIABLE: "short"})
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="has 0 characters"):
         load_secret(str(tmp_path / "empty"))
-    assert len(new_secret()) > LEAST_CHARACTERS
+    assert len(new_secret()) > MIN_SECRET_CHARACTERS

@@ -9,7 +9,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.ops.doctor.network import nics_of_gpus
-from dualpath.transport.nic_pairing import PciDevice, pair, paired_here
+from dualpath.transport.nic_pairing import PciDevice, pair, local_nic_pairing
 
 
 def test_each_gpu_has_the_port_behind_its_own_switch() -> None:
@@ -54,8 +54,8 @@ def test_a_machine_is_read_from_sysfs(tmp_path: Path) -> None:
         ("mlx5_2", f"{far}/0000:03:00.0", "1: DOWN"),
     ):
         add_port(tmp_path, name, add_device(tmp_path, way, "0x15b3", "0x020700"), state)
-    assert paired_here(tmp_path) == {"0000:01:00.0": "mlx5_1:1", "0000:81:00.0": "mlx5_0:1"}
-    assert paired_here(tmp_path / "nothing") == {}
+    assert local_nic_pairing(tmp_path) == {"0000:01:00.0": "mlx5_1:1", "0000:81:00.0": "mlx5_0:1"}
+    assert local_nic_pairing(tmp_path / "nothing") == {}
 
 
 def test_the_doctor_says_which_gpus_share_a_port() -> None:

@@ -12,7 +12,7 @@ from dualpath.policy.chain_index import ChainIndex
 from dualpath.policy.eviction import (
     NO_PINS,
     Pins,
-    is_over,
+    above_watermark,
     pinned_ends,
     victims,
 )
@@ -77,10 +77,10 @@ def test_watermarks_say_when_it_begins_and_ends() -> None:
     index, keys = ChainIndex(), chain(1, 100)
     add(index, keys[:90], 1.0)
     limits = quota(100, high=0.9, low=0.5)
-    assert not is_over(index, limits)
+    assert not above_watermark(index, limits)
     assert gone(index, limits, 10.0) == []
     add(index, keys, 1.0)
-    assert is_over(index, limits)
+    assert above_watermark(index, limits)
     assert gone(index, limits, 10.0) == [*reversed(keys[50:])]
 
 

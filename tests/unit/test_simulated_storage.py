@@ -9,12 +9,12 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import StorageError
-from dualpath.laboratory.chaos.simulation.adversary import KINDS
+from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
 from dualpath.laboratory.chaos.simulation.calls import DiskCalls, SimCalls, StorageFaults
 from dualpath.laboratory.chaos.simulation.disk import ROOT, Disk
 from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import play
-from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
+from dualpath.laboratory.chaos.simulation.play import run_seed
+from dualpath.laboratory.chaos.simulation.storage_watch import JanitorChecker
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.storage.posix import PosixStorage
@@ -149,7 +149,7 @@ def test_objects_on_the_disk_are_those_of_any_tree() -> None:
 
 def test_a_janitor_that_removes_what_it_knows_to_be_used_is_a_problem() -> None:
     world = World(0)
-    watch = StorageWatch(world, Disk(links=True), protect_s=1.0)
+    watch = JanitorChecker(world, Disk(links=True), protect_s=1.0)
     watch._parents[KEYS[1]] = KEYS[0]
     watch._used(KEYS[1], (world.now_s, world.now_s))
     watch.goes(KEYS[0], "janitor", news_s=world.now_s, pins_s=0.0)
@@ -161,12 +161,12 @@ def test_a_janitor_that_removes_what_it_knows_to_be_used_is_a_problem() -> None:
 def test_what_is_told_of_a_chain_after_it_was_pinned_is_pinned_as_well() -> None:
     """A janitor hears of it too, and rightly leaves all of it above the quota."""
     disk = Disk(links=True)
-    watch = StorageWatch(World(0), disk, protect_s=1.0)
+    watch = JanitorChecker(World(0), disk, protect_s=1.0)
     watch.pin(KEYS[1])
     assert watch.pinned == {KEYS[1]}
     watch._parents[KEYS[1]] = KEYS[0]
     assert watch.pinned == {KEYS[0], KEYS[1]}
-    assert watch.may_stay == set(), "nothing is stored"
+    assert watch.possibly_pinned == set(), "nothing is stored"
 
 
 @pytest.mark.parametrize(
@@ -180,6 +180,6 @@ def test_what_is_told_of_a_chain_after_it_was_pinned_is_pinned_as_well() -> None
     ],
 )
 def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
-    kinds = [kind for kind in KINDS if kind.name == fault]
+    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
-        assert any(play(seed, kinds=kinds).problems for seed in range(3, 90, 6))
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 90, 6))

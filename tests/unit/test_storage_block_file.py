@@ -112,8 +112,8 @@ def version_1(payload: bytes) -> bytes:
 def test_version_1_is_told_from_a_bad_header_also_where_it_is_short() -> None:
     old = version_1(PAYLOAD)
     assert block_file.defect(KEY, DIGEST, old, WHOLE) == "format version"
-    assert block_file.defect_of_length(FORM.arrival(WHOLE), KEY, old, WHOLE, 10) == "format version"
-    assert block_file.defect_of_length(FORM.arrival(WHOLE), KEY, header(), WHOLE, 10) == "short"
+    assert block_file.defect_of_length(FORM.verifier(WHOLE), KEY, old, WHOLE, 10) == "format version"
+    assert block_file.defect_of_length(FORM.verifier(WHOLE), KEY, header(), WHOLE, 10) == "short"
     assert block_file.defect(KEY, DIGEST, damaged(old, 20), WHOLE) == "bad header"
 
 

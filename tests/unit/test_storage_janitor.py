@@ -56,7 +56,7 @@ def test_whose_blocks_lie_there_is_said_of_those_who_have_a_quota(
     sizes = {"a" * 16: 2, "b" * 16: 4, "c" * 16: 6}
     assert said.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
     assert said.fullest_namespaces == {}, "they have no quota"
-    monkeypatch.setattr(janitor_module, "MOST_NAMED", 2)
+    monkeypatch.setattr(janitor_module, "MAX_NAMED_OWNERS", 2)
     janitor.step()
     said = read_status(story.tree)
     assert said is not None
@@ -190,10 +190,10 @@ def test_news_that_cannot_be_read_at_once_are_taken_in_later(
     second.journal.flush()
     get, broken = story.tree.get, segment_name(second.journal.writer, 1)
 
-    def refusing(name: str, most_bytes: int | None = None) -> bytes | None:
+    def refusing(name: str, max_bytes: int | None = None) -> bytes | None:
         if name == broken:
             raise StorageError("the device refuses; see it")
-        return get(name, most_bytes)
+        return get(name, max_bytes)
 
     monkeypatch.setattr(story.tree, "get", refusing)
     with pytest.raises(StorageError, match="the device refuses"):
@@ -207,9 +207,9 @@ def test_news_that_cannot_be_read_at_once_are_taken_in_later(
 def _noting(
     get: Callable[[str, int | None], bytes | None], listed: list[str]
 ) -> Callable[[str, int | None], bytes | None]:
-    def noting(name: str, most_bytes: int | None = None) -> bytes | None:
+    def noting(name: str, max_bytes: int | None = None) -> bytes | None:
         listed.append(name)
-        return get(name, most_bytes)
+        return get(name, max_bytes)
 
     return noting
 
@@ -249,8 +249,8 @@ def test_two_at_once_on_a_server_without_conditions_become_one(
 
     monkeypatch.setattr(story.tree, "create", create)
     first, second = story.janitor(), story.janitor()
-    first.lease._open(1, story.now_s)
-    second.lease._open(1, story.now_s)
+    first.lease._create_term(1, story.now_s)
+    second.lease._create_term(1, story.now_s)
     assert [first.step(), second.step()] == [False, True]
 
 
@@ -271,7 +271,7 @@ def test_what_nobody_told_is_found_within_a_day() -> None:
     assert janitor.survey is not None
     assert janitor.index.blocks == 4
     assert janitor.index.row(PLACE, chain(2, 4)[3]) is not None
-    assert janitor.survey.differences.gone_blocks == 4
+    assert janitor.survey.differences.missing_blocks == 4
 
 
 def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
@@ -290,8 +290,8 @@ def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.0)
     janitor.step()
     assert janitor._office is not None
-    janitor._office._make_plan()
-    assert len(janitor._office._plan) == 6
+    janitor._term._make_plan()
+    assert len(janitor._term._plan) == 6
     engine.serve(old)
     engine.journal.flush()
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.5)
@@ -325,7 +325,7 @@ def test_a_pinned_chain_outlives_its_last_block_and_the_janitor_who_knew_it() ->
     story.now_s += 10
     janitor.step()
     story.tree.remove([object_name(PLACE, last)])
-    engine.journal.gone(last, story.now_s)
+    engine.journal.removed(last, story.now_s)
     engine.journal.flush()
     story.now_s += 7200
     janitor.step()

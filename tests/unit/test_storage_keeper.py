@@ -20,7 +20,7 @@ from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import BURST_S, Refusal, WriteGate
 from dualpath.storage.contract import DeclinedError
 from dualpath.storage.journal import (
-    Gone,
+    Removed,
     Journal,
     Segment,
     Used,
@@ -29,8 +29,8 @@ from dualpath.storage.journal import (
     encode_segment,
     segments,
 )
-from dualpath.storage.keeper import Keeper, KeptStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.keeper import StorageMaintenance, MaintainedStorage
+from dualpath.storage.remembering import LookupCachingStorage
 from dualpath.storage.status import STATUS, Status, write_status
 
 KEYS = prompt_keys(160)
@@ -50,8 +50,8 @@ class Kept:
             return self.story.now_s
 
         journal = Journal(self.tree, "place", "engine-1")
-        self.keeper = Keeper(self.tree, journal, gate or WriteGate(), None, now_s, now_s)
-        self.storage = KeptStorage(self.inner, self.keeper)
+        self.maintenance = StorageMaintenance(self.tree, journal, gate or WriteGate(), None, now_s, now_s)
+        self.storage = MaintainedStorage(self.inner, self.maintenance)
         self.says(used_blocks=0, quota_blocks=0, seen=0)
 
     def write(self, first: int, end: int, parent: bytes | None = None) -> int:
@@ -60,9 +60,9 @@ class Kept:
         keys = KEYS[first:end]
         return self.storage.write(keys, [memoryview(full_block(key)) for key in keys], origin)
 
-    def told(self) -> list[Written | Used | Gone]:
-        self.keeper.beat()
-        found: list[Written | Used | Gone] = []
+    def told(self) -> list[Written | Used | Removed]:
+        self.maintenance.tick()
+        found: list[Written | Used | Removed] = []
         for _, _, name in segments(self.tree):
             segment = decode_segment(self.tree.get(name) or b"")
             assert segment is not None
@@ -78,7 +78,7 @@ class Kept:
             **{"used_bytes": used_blocks * self.block_bytes, "seen": {"engine-1": seen}},
         }
         write_status(self.tree, Status(**fields | {"limits": limits} | more))
-        self.keeper.beat()
+        self.maintenance.tick()
 
     def says_of_owners(self, tenants: dict[str, int], places: dict[str, int], seen: int) -> None:
         """Let the janitor say whose blocks those are; each quota is of 12."""
@@ -108,11 +108,11 @@ def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
     assert kept.told() == [
         Written(1000.0, KEYS[0], chain_root(), "a" * 16, kept.block_bytes),
         Written(1000.0, KEYS[1], KEYS[0], "a" * 16, kept.block_bytes),
-        Gone(1001.0, KEYS[0]),
-        Gone(1001.0, KEYS[1]),
+        Removed(1001.0, KEYS[0]),
+        Removed(1001.0, KEYS[1]),
         Used(1001.0, KEYS[1]),
     ]
-    kept.keeper.beat()
+    kept.maintenance.tick()
     assert len(kept.told()) == 5  # nothing new, no segment
 
 
@@ -131,14 +131,14 @@ def test_what_cannot_be_told_is_told_later() -> None:
     kept = Kept()
     kept.write(0, 2)
     kept.tree.steps_left, kept.tree.refuses = 0, True
-    assert not kept.keeper.journal.flush()
+    assert not kept.maintenance.journal.flush()
     kept.tree.steps_left = None
     kept.write(2, 3)
     assert [news.key for news in kept.told()] == KEYS[:3]
 
 
 def test_a_damaged_segment_is_none() -> None:
-    content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Gone(2.0, KEYS[1]))))
+    content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Removed(2.0, KEYS[1]))))
     assert decode_segment(content) is not None
     for position in range(len(content)):
         damaged = bytearray(content)
@@ -156,7 +156,7 @@ def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> No
         kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
     assert kept.inner.is_stored(KEYS[5])
     assert not kept.inner.is_stored(KEYS[6])
-    assert kept.keeper.done.refused_blocks == 4
+    assert kept.maintenance.stats.refused_blocks == 4
     kept.says(used_blocks=6, quota_blocks=12, seen=9)
     with pytest.raises(DeclinedError, match="quota"):
         kept.write(8, 9)  # there is room, but not for what lies behind a gap
@@ -173,7 +173,7 @@ def test_a_tenant_beyond_its_quota_writes_nothing_and_others_do() -> None:
         kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
     assert kept.inner.is_stored(KEYS[5])
     assert not kept.inner.is_stored(KEYS[6])
-    assert kept.keeper.done.refused_blocks == 4
+    assert kept.maintenance.stats.refused_blocks == 4
     others = prompt_keys(160, "another")
     kept.storage.write(others[:5], [memoryview(full_block(key)) for key in others[:5]], yours)
     kept.says_of_owners({"a" * 16: 6}, {"place": 11}, seen=9)
@@ -189,8 +189,8 @@ def test_a_janitor_that_names_nobody_has_nobody_declined() -> None:
     said = msgspec.json.decode(kept.tree.get(STATUS) or b"")
     del said["fullest_tenants"], said["fullest_namespaces"]
     kept.tree.replace(STATUS, msgspec.json.encode(said))
-    kept.keeper.beat()
-    assert kept.keeper.status is not None
+    kept.maintenance.tick()
+    assert kept.maintenance.status is not None
     assert kept.write(0, 9) == 9
 
 
@@ -201,22 +201,22 @@ def test_what_is_just_being_told_still_counts_against_the_quota() -> None:
     telling = kept.tree.replace
 
     def meanwhile(name: str, content: bytes) -> None:
-        admitted.append(kept.keeper.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
+        admitted.append(kept.maintenance.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
         telling(name, content)
 
     kept.write(0, 2)
     kept.tree.replace = meanwhile  # type: ignore[method-assign]
-    kept.keeper.beat()
+    kept.maintenance.tick()
     assert admitted == [1]
 
 
 def test_what_was_declined_is_not_believed_to_be_stored() -> None:
     kept = Kept()
     kept.says(used_blocks=10, quota_blocks=12, seen=0)
-    storage = RememberingStorage(kept.storage, lambda: 0)
+    storage = LookupCachingStorage(kept.storage, lambda: 0)
     with pytest.raises(DeclinedError):
         storage.write(KEYS[:5], [memoryview(full_block(key)) for key in KEYS[:5]], ORIGIN)
-    assert storage.known_head(KEYS) == 2
+    assert storage.cached_head(KEYS) == 2
 
 
 def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
@@ -227,7 +227,7 @@ def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
         kept.write(0, 5)  # the first three for the second time
     assert [kept.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
     assert kept.write(0, 5) == 2
-    assert (kept.keeper.done.skipped_blocks, kept.keeper.done.refused_blocks) == (5, 0)
+    assert (kept.maintenance.stats.skipped_blocks, kept.maintenance.stats.refused_blocks) == (5, 0)
 
 
 def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
@@ -243,7 +243,7 @@ def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None
     kept = Kept()
     kept.says(used_blocks=9, quota_blocks=12, seen=0)
     counters, over = Counters(), threading.Event()
-    storage = RememberingStorage(kept.storage, lambda: 0)
+    storage = LookupCachingStorage(kept.storage, lambda: 0)
     persister = Persister(storage, counters, TraceRecorder(None, "de-0"))
     step = step_of(PERSIST_PROMPT, storage.geometry, BlockRun(0, 5), slots=tuple(range(5)))
     sources = [memoryview(full_block(key)) for key in KEYS[:5]]
@@ -254,4 +254,4 @@ def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None
     assert totals[Counter.PERSISTED_BLOCKS.value] == 3
     assert totals[Counter.PERSIST_DROPPED_BLOCKS.value] == 0
     assert totals[Counter.STORAGE_WRITE_BYTES.value] == 3 * storage.geometry.full_block_bytes
-    assert kept.keeper.done == msgspec.structs.replace(kept.keeper.done, refused_blocks=2)
+    assert kept.maintenance.stats == msgspec.structs.replace(kept.maintenance.stats, refused_blocks=2)

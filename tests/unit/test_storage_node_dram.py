@@ -253,7 +253,7 @@ def test_a_directory_that_is_gone_costs_reads_from_storage_and_one_warning(
 def test_nothing_is_found_or_added_where_nothing_is_kept(tmp_path: Path) -> None:
     dram = NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES)
     dram.add(key_of(1), block_of(key_of(1)))
-    dram.keeps = False
+    dram.enabled = False
     assert found(dram, key_of(1)) is None
     dram.add(key_of(2), block_of(key_of(2)))
     assert lying(tmp_path) == {key_of(1).hex()}

@@ -13,7 +13,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.storage.block_file import PlainBlocks, encode_header
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.reading import Arrived, KernelReader, nobody
+from dualpath.storage.reading import OnProgress, KernelReader, ignore_progress
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import allocate_registered
 
@@ -93,14 +93,14 @@ def test_it_does_not_matter_which_pieces_come(
     memory = memoryview(bytearray(len(content)))
     head, tail = memory[: len(HEAD)], memory[len(HEAD) :]
     payload = Sections([head[:cut], head[cut:]], [tail] if with_tail else None)
-    arrival = PlainBlocks(DIGEST).arrival(payload)
+    verifier = PlainBlocks(DIGEST).verifier(payload)
     for file_bytes in told:
         there = max(file_bytes - HEADER_BYTES, 0)
         memory[:there] = content[:there]
-        arrival.arrived(file_bytes)
+        verifier.received(file_bytes)
     memory[:] = content
     is_bad = damage is not None and (with_tail or damage < len(HEAD))
-    assert arrival.defect(KEY, header) == ("checksum" if is_bad else None)
+    assert verifier.defect(KEY, header) == ("checksum" if is_bad else None)
 
 
 class RefusedHalfWay:
@@ -110,11 +110,11 @@ class RefusedHalfWay:
         self.reads = 0
 
     def fill_from_file(
-        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+        self, descriptor: int, buffers: Sequence[memoryview], on_progress: OnProgress = ignore_progress
     ) -> int:
         self.reads += 1
         if self.reads == 1:
-            arrived(HEADER_BYTES + 100)
+            on_progress(HEADER_BYTES + 100)
             raise OSError(errno.EINVAL, "Invalid argument")
         return os.preadv(descriptor, list(buffers), 0)
 

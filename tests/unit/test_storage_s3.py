@@ -18,7 +18,7 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_location import parse_location
 from dualpath.storage.s3_signature import Credentials, authorization
 
@@ -28,7 +28,7 @@ BLOCKS = 3
 KEYS = block_keys(range(BLOCKS), 1)
 DATA = [memoryview(bytes([i + 1]) * GEOMETRY.full_block_bytes) for i in range(BLOCKS)]
 #: Attempts follow each other at once; a silent server is given up soon, a slow one never here.
-QUICK = Patience(connect_s=5.0, stall_s=0.2, request_s=5.0, attempts=3, pause_s=0.001)
+QUICK = RetryPolicy(connect_s=5.0, stall_s=0.2, request_s=5.0, attempts=3, pause_s=0.001)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def server() -> Iterator[FaultyS3]:
     running.close()
 
 
-def stored(server: FaultyS3, patience: Patience = QUICK) -> S3Storage:
+def stored(server: FaultyS3, retry_policy: RetryPolicy = QUICK) -> S3Storage:
     """A storage that holds the blocks and reads them one after the other."""
-    storage = S3Storage(server.location, NAMESPACE, patience=patience)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=retry_policy)
     assert storage.write(KEYS, DATA) == BLOCKS
     server.requests.clear()
     return storage
@@ -171,7 +171,7 @@ def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_says_s
 
 @pytest.mark.parametrize("fault", [500, 409, "closed"])
 def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [fault]
     assert storage.write(KEYS, DATA) == BLOCKS
     assert read_run(storage, KEYS, destinations()).good_blocks == BLOCKS
@@ -179,7 +179,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
 
 
 def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]
     with pytest.raises(StorageError, match="507 Planned"):
@@ -189,7 +189,7 @@ def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: F
 
 
 def test_a_server_without_conditional_writes_is_asked_without_condition(server: FaultyS3) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [501]
     assert storage.write(KEYS, DATA) == BLOCKS
     storage.close()
@@ -219,16 +219,16 @@ def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: 
 
 def test_nobody_there_is_reported_at_once() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
-        S3Storage(location_at(f"http://127.0.0.1:{claim_port()}"), NAMESPACE, patience=QUICK)
+        S3Storage(location_at(f"http://127.0.0.1:{claim_port()}"), NAMESPACE, retry_policy=QUICK)
 
 
 def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_reported(server: FaultyS3) -> None:
     other = f"s3://other?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match="make the bucket"):
-        S3Storage(parse_location(other, {}), NAMESPACE, patience=QUICK)
+        S3Storage(parse_location(other, {}), NAMESPACE, retry_policy=QUICK)
     unsigned = f"s3://{BUCKET}?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match=r"AccessDenied.*credentials"):
-        S3Storage(parse_location(unsigned, {}), NAMESPACE, patience=QUICK)
+        S3Storage(parse_location(unsigned, {}), NAMESPACE, retry_policy=QUICK)
 
 
 def test_a_prefix_of_another_namespace_is_refused(server: FaultyS3) -> None:
@@ -236,10 +236,10 @@ def test_a_prefix_of_another_namespace_is_refused(server: FaultyS3) -> None:
     name = next(name for name in server.objects if name.endswith("namespace.json"))
     server.objects[name] = server.objects[name].replace(b'"m"', b'"n"')
     with pytest.raises(ConfigError, match="belongs to"):
-        S3Storage(server.location, NAMESPACE, patience=QUICK)
+        S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.objects[name] = b"{"
     with pytest.raises(ConfigError, match="not readable as a namespace"):
-        S3Storage(server.location, NAMESPACE, patience=QUICK)
+        S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     storage.close()
 
 

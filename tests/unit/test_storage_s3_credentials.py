@@ -10,7 +10,7 @@ from tests.s3_servers import FaultyS3
 
 from dualpath.core.errors import ConfigError
 from dualpath.storage.s3_client import S3Client, S3Error
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import S3Location, parse_location
 
@@ -70,7 +70,7 @@ def test_every_request_is_signed_with_the_keys_of_its_time(
     location = with_credentials(unsigned(server.url))
     assert location.credentials is not None
     assert [location.credentials().access_key_id for _ in range(2)] == ["key-1", "key-2"]
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert session.renewals == 3
     session.error = RuntimeError("the machine's service is silent")
@@ -142,7 +142,7 @@ def test_keys_of_a_process_are_renewed_before_they_expire(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
 ) -> None:
     location = process_location(monkeypatch, tmp_path, server.url, good_s=60)
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert client.get("one") == b"bytes"
     # So near to their end botocore asks again for every request.
@@ -160,7 +160,7 @@ def test_keys_of_a_process_serve_many_requests_while_they_are_good(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
 ) -> None:
     location = process_location(monkeypatch, tmp_path, server.url, good_s=7200)
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert client.get("one") == b"bytes"
     assert server.signers == ["key-1", "key-1"]
