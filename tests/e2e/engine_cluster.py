@@ -36,7 +36,7 @@ from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.posix import PosixStorage
-from dualpath.vllm.app import add_cluster_calls, make_app
+from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import (
     adapter_paths,
     bind_listen_socket,
@@ -98,7 +98,7 @@ class EngineCluster:
             config, self.service, block_tokens=front_end.block_tokens, log_stats=False
         )
         app = await make_app(llm, self.service, args)
-        add_cluster_calls(app, self.service)
+        add_cluster_routes(app, self.service)
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

@@ -18,7 +18,7 @@ from dualpath.policy.events import (
     TYPICAL_CONTEXT_TOKENS,
 )
 from dualpath.storage.memory import MemoryStorage
-from dualpath.vllm.costs_cache import MAX_AGE_S, CostsCache, Remembered
+from dualpath.vllm.costs_cache import MAX_AGE_S, CostsCache, CachedCosts
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -112,15 +112,15 @@ def test_a_file_that_is_no_profile_is_refused(text, words, tmp_path: Path):
 COSTS = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0, 2.0)
 OF = {"model": "m", "device": "a"}
 NOW_S = 1_700_000_000.0
-REMEMBERED = Remembered(OF, COSTS, NOW_S)
+REMEMBERED = CachedCosts(OF, COSTS, NOW_S)
 
 
 def test_costs_are_remembered_for_the_same_engine_alone(tmp_path: Path):
     folder = tmp_path / "new"
-    assert CostsCache(folder, OF).recall(NOW_S) is None
-    CostsCache(folder, OF).remember(COSTS, NOW_S)
-    assert CostsCache(folder, dict(reversed(OF.items()))).recall(NOW_S) == REMEMBERED
-    assert CostsCache(folder, OF | {"device": "b"}).recall(NOW_S) is None
+    assert CostsCache(folder, OF).load(NOW_S) is None
+    CostsCache(folder, OF).store(COSTS, NOW_S)
+    assert CostsCache(folder, dict(reversed(OF.items()))).load(NOW_S) == REMEMBERED
+    assert CostsCache(folder, OF | {"device": "b"}).load(NOW_S) is None
     assert [file.suffix for file in folder.iterdir()] == [".json"]
 
 
@@ -128,10 +128,10 @@ def test_costs_are_remembered_for_the_same_engine_alone(tmp_path: Path):
 def test_a_broken_file_is_as_none(content, tmp_path: Path, caplog):
     cache = CostsCache(tmp_path, OF)
     cache.file.write_bytes(content)
-    assert cache.recall(NOW_S) is None
+    assert cache.load(NOW_S) is None
     assert str(cache.file) in caplog.text
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S) == REMEMBERED
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S) == REMEMBERED
 
 
 def test_the_fastest_start_counts_as_a_busy_machine_only_makes_passes_slow(tmp_path: Path):
@@ -140,39 +140,39 @@ def test_the_fastest_start_counts_as_a_busy_machine_only_makes_passes_slow(tmp_p
         [(100.0, 100.0, 0.0), (900.0, 900.0, 1.0), (500.0, 900.0, 1.0)]
     ):
         costs = msgspec.structs.replace(COSTS, prefill_tokens_per_s=tokens_per_s)
-        best = cache.remember(costs, NOW_S + start)
-        assert best == cache.recall(NOW_S + start)
+        best = cache.store(costs, NOW_S + start)
+        assert best == cache.load(NOW_S + start)
         assert (best.costs.prefill_tokens_per_s, best.measured_s) == (kept, NOW_S + kept_s)
         assert best.starts == start + 1
 
 
 def test_costs_are_forgotten_after_a_week_and_if_their_time_cannot_be(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S + MAX_AGE_S) == REMEMBERED
-    assert cache.recall(NOW_S + MAX_AGE_S + 1) is None
-    assert cache.recall(NOW_S - 1) is None
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S + MAX_AGE_S) == REMEMBERED
+    assert cache.load(NOW_S + MAX_AGE_S + 1) is None
+    assert cache.load(NOW_S - 1) is None
     slower = msgspec.structs.replace(COSTS, prefill_tokens_per_s=1.0)
-    assert cache.remember(slower, NOW_S + MAX_AGE_S + 1).costs == slower
+    assert cache.store(slower, NOW_S + MAX_AGE_S + 1).costs == slower
 
 
 def test_costs_of_a_version_that_wrote_no_time_are_measured_anew(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
     cache.file.write_bytes(msgspec.json.encode({"of": OF, "costs": COSTS}))
-    assert cache.recall(NOW_S) is None
+    assert cache.load(NOW_S) is None
 
 
 def test_remembered_costs_that_cannot_be_are_not_used(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
-    cache.remember(msgspec.structs.replace(COSTS, prefill_tokens_per_s=0.0), NOW_S)
-    assert cache.recall(NOW_S) is None
+    cache.store(msgspec.structs.replace(COSTS, prefill_tokens_per_s=0.0), NOW_S)
+    assert cache.load(NOW_S) is None
 
 
 def test_a_cache_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog):
     (tmp_path / "file").write_text("")
     cache = CostsCache(tmp_path / "file" / "below", OF)
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S) is None
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S) is None
     assert "not remembered" in caplog.text
 
 

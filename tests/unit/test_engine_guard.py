@@ -15,7 +15,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
 from dualpath.vllm.engine_config import parse_front_end_arguments
-from dualpath.vllm.engine_guard import _UNDER_RUNNING_ENGINES, _WITHOUT_KV
+from dualpath.vllm.engine_guard import _CHANGES_ENGINE, _WITHOUT_KV
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 KEY = {"Authorization": "Bearer engines"}
@@ -113,7 +113,7 @@ async def test_a_decode_engine_answers_directly_too(path):
         assert (await client.post(path, json={"prompt": "hi"})).status_code == 200
 
 
-@pytest.mark.parametrize("path", sorted(_UNDER_RUNNING_ENGINES))
+@pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
     async with engine(role) as client:

@@ -225,4 +225,4 @@ def test_a_file_is_not_measured(find, tmp_path):
     ],
 )
 def test_only_engines_that_have_use_for_it_profile_themselves(changes, wanted):
-    assert profiling.profiles(msgspec.structs.replace(SETTINGS, **changes)) is wanted
+    assert profiling.needs_costs(msgspec.structs.replace(SETTINGS, **changes)) is wanted

@@ -122,7 +122,7 @@ async def test_a_failure_is_reported_after_the_outputs_before_it():
     lost = EngineLostError("engine lost")
     core, failures = core_of(ListedService(r=[TokenEvent((5,)), lost]))
     await core.add_request_async(request("r"))
-    while not core._news or core._tasks:
+    while not core._outputs or core._tasks:
         await asyncio.sleep(0)
     assert [o.new_token_ids for o in (await core.get_output_async()).outputs] == [[5]]
     assert failures == []

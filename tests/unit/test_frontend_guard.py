@@ -33,16 +33,16 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm.app import guarded_protocol, layer_names
+from dualpath.vllm.app import limited_protocol, middleware_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
 from dualpath.vllm.router_process import (
-    guard_clients,
+    set_api_keys,
     limit_samples,
     refuse_guessable_request_ids,
 )
-from dualpath.vllm.validation import blame_bodies_for_broken_validators
+from dualpath.vllm.validation import answer_400_for_validator_errors
 
 
 class Service:
@@ -83,8 +83,8 @@ async def guarded():
         return None
 
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
-    guard_clients(args, service.settings)
-    args.middleware = layer_names()
+    set_api_keys(args, service.settings)
+    args.middleware = middleware_names()
     init_exception_handler(app)
     init_entrypoints_middleware(args, app, ())
     with_state(app, service, "first", "second")
@@ -178,7 +178,7 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
 async def test_every_route_of_vllms_server_asks_for_a_key():
     """Also those that vLLM's own check leaves open, and whatever a plugin or a version adds."""
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
-    args.middleware = layer_names()
+    args.middleware = middleware_names()
     app = build_app(args, ("generate",))
     with_state(app, Service(), "first")
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
@@ -198,7 +198,7 @@ async def test_every_route_of_vllms_server_asks_for_a_key():
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
 async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field, caplog):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     whole = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
@@ -211,7 +211,7 @@ async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
 async def test_a_body_nested_too_deep_is_the_clients_mistake(path):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     headers = {"Content-Type": "application/json"}
@@ -231,7 +231,7 @@ async def test_a_defect_that_looks_alike_stays_one():
     async def broken() -> None:
         raise AttributeError("defect")
 
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     assert (await client.get("/")).status_code == 500
@@ -320,7 +320,7 @@ async def uvicorn_with(limits: ConnectionLimits):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guarded_by = guarded_protocol(Connections(limits, Service().metrics))
+    guarded_by = limited_protocol(Connections(limits, Service().metrics))
     config = uvicorn.Config(
         app,
         http=guarded_by,  # type: ignore[arg-type]  # any factory of protocols will do

@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from vllm.multimodal.media import MediaConnector
 
-from dualpath.vllm.engine_config import NO_DOMAIN, parse_front_end_arguments
+from dualpath.vllm.engine_config import NO_MEDIA_DOMAIN, parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 
@@ -21,7 +21,7 @@ def test_nothing_is_fetched_kept_or_taken_without_limit():
     assert args.enable_prefix_caching is False  # With neither, images have names of one request.
     connector = MediaConnector(allowed_media_domains=args.allowed_media_domains)
     for url in ("http://127.0.0.1/x.png", "https://example.org/x.png"):
-        with pytest.raises(ValueError, match=NO_DOMAIN):
+        with pytest.raises(ValueError, match=NO_MEDIA_DOMAIN):
             connector.fetch_image(url)
     with pytest.raises((RuntimeError, ValueError)):
         connector.fetch_image("file:///etc/hostname")

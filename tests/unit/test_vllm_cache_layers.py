@@ -25,7 +25,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.vllm.cache_checks import cache_problems
 from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.kv_regions import hbm_layout
-from dualpath.vllm.layerwise_worker import place_in_regions, seen_memory
+from dualpath.vllm.layerwise_worker import place_in_regions, unaliased_bytes
 from dualpath.vllm.worker_side import WorkerSide
 
 LAYERS = 4
@@ -73,7 +73,7 @@ def test_vllm_puts_both_into_one_group_and_we_into_one_layer(cache):
     assert [layer.names[0] for layer in layers] == [
         f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)
     ]
-    assert all(layer.begins_unseen for layer in layers)
+    assert all(layer.read_before_hook for layer in layers)
     geometry = geometry_of(layers, 64)
     assert geometry.full_block_bytes == LAYERS * (MAIN + INDEX)
     assert cache_problems(Role.PREFILL, loaded_config({}), cache) == []
@@ -106,7 +106,7 @@ def test_each_part_has_layer_buffers_of_its_own(cache, buffers):
     pages = {name: two_parts(LAYERS)[name].page_size_bytes for name in two_parts(LAYERS)}
     config = vllm_config()
     seen = kv_cache_utils.get_kv_cache_config_from_groups(
-        config, cache.kv_cache_groups, seen_memory(MEMORY, pages, buffers)
+        config, cache.kv_cache_groups, unaliased_bytes(MEMORY, pages, buffers)
     )
     placed = place_in_regions(seen.kv_cache_tensors, seen.num_blocks, buffers)
     assert MEMORY - buffers * (MAIN + INDEX) < placed[0].size <= MEMORY
@@ -142,7 +142,7 @@ def test_layers_are_counted_as_the_model_does_whatever_order_vllm_names_them_in(
     assert [layer.names for layer in layers] == [
         (f"model.layers.{n}.self_attn.attn",) for n in (0, 1, 2, 10)
     ]
-    assert not any(layer.begins_unseen for layer in layers)
+    assert not any(layer.read_before_hook for layer in layers)
 
 
 @pytest.mark.parametrize(("lookahead_tokens", "again_tokens"), [(0, 0), (1, 0), (3, 2)])
@@ -198,8 +198,8 @@ def computed_by(layers):
     worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
     worker._pass, worker._stopwatch = asked, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
-    worker._begins_unseen = any(layer.begins_unseen for layer in layers)
-    worker._wait_for_unseen(0)
+    worker._read_before_hook = any(layer.read_before_hook for layer in layers)
+    worker._wait_for_early_read(0)
     for layer in layers:
         asked.calls.append("read")
         worker.wait_loaded(layer.names[0])

@@ -8,7 +8,7 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-from dualpath.vllm.cpu_adapters import mend_cpu_adapters
+from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
 
 #: Adapters of 3 inputs and 4 outputs, and five tokens of which two have none.
 WEIGHTS = torch.ones(2, 1, 4, 3) * torch.tensor([1.0, 10.0])[:, None, None, None]
@@ -22,8 +22,8 @@ def mended(monkeypatch):
     for module in (lora_ops, punica_cpu):
         for name in ("bgmv_expand", "bgmv_expand_slice"):
             monkeypatch.setattr(module, name, getattr(module, name))
-    mend_cpu_adapters()
-    mend_cpu_adapters()
+    patch_cpu_lora_kernels()
+    patch_cpu_lora_kernels()
 
 
 @pytest.mark.parametrize("module", [lora_ops, punica_cpu])

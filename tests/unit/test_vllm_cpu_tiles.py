@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from dualpath.vllm.cpu_tiles import allow_tiles
+from dualpath.vllm.cpu_tiles import enable_amx_tiles
 
 
 @pytest.fixture
@@ -28,11 +28,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_tiles_are_asked_for_where_a_cpu_has_them(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allow_tiles(torch.device("cpu"))
+    enable_amx_tiles(torch.device("cpu"))
     assert asked == ["once"]
-    allow_tiles(torch.device("cuda"))
+    enable_amx_tiles(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    allow_tiles(torch.device("cpu"))
+    enable_amx_tiles(torch.device("cpu"))
     assert asked == ["once"]
 
 
@@ -41,5 +41,5 @@ def test_tiles_that_are_refused_are_said_with_what_helps(
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     with caplog.at_level(logging.WARNING):
-        allow_tiles(torch.device("cpu"))
+        enable_amx_tiles(torch.device("cpu"))
     assert "--dtype float32" in caplog.text

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Event
 import pytest
 from tests.guard import GUARD_S
 
-from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm, on_drain_signal
+from dualpath.vllm.drain_signal import drain_engine_core, drain_on_sigterm, on_drain_signal
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ async def test_the_server_is_interrupted_when_all_has_drained_or_at_a_second_sig
         begun.set()
         await over.wait()
 
-    drained_on_sigterm(drain)
+    drain_on_sigterm(drain)
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(GUARD_S):
@@ -69,7 +69,7 @@ async def test_the_engine_core_is_asked_to_drain_and_interrupts_its_server(
     core.start()
     try:
         assert await asyncio.to_thread(ready.wait, GUARD_S)
-        drained_on_sigterm(lambda: drain_engine_core(GUARD_S))
+        drain_on_sigterm(lambda: drain_engine_core(GUARD_S))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(GUARD_S):

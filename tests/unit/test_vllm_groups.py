@@ -20,7 +20,7 @@ from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
 from dualpath.vllm.cache_layers import CacheGroups, cache_groups
 from dualpath.vllm.connector import DualPathConnector
-from dualpath.vllm.late_blocks import LateBlocksMetadata
+from dualpath.vllm.late_blocks import HeldBlocksMetadata
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["none_hash"]
@@ -218,31 +218,31 @@ def test_free_hbm_counts_what_the_longest_requests_hold_in_all_groups():
     assert free == 134 * 64 * BLOCK_TOKENS // 67
 
 
-def test_vllm_goes_on_until_the_worker_has_heard_what_the_last_output_freed():
+def test_vllm_runs_another_step_until_the_worker_knows_what_the_last_output_freed():
     """A request that is aborted during its copy frees its HBM with the output of the last step."""
     side, *_ = taken_over(PROMPT + 1)
     pool = BlockPool(num_gpu_blocks=135, enable_caching=False, hash_block_size=BLOCK_TOKENS)
     side.bind_block_pool(pool)
-    assert not side.needs_a_step
+    assert not side.needs_step
     blocks = pool.get_new_blocks(67)
     used = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
-    assert not side.needs_a_step
+    assert not side.needs_step
     pool.free_blocks(blocks)
-    assert side.needs_a_step
+    assert side.needs_step
     assert goes_on(side)
     assert side.build(SchedulerOutput.make_empty()).free_hbm_tokens == 2 * used
-    assert not side.needs_a_step
+    assert not side.needs_step
     assert not goes_on(side)
 
 
-def test_vllm_goes_on_until_the_worker_has_let_go_what_may_come_late():
+def test_vllm_runs_another_step_until_the_worker_has_released_held_blocks():
     side, *_ = taken_over(PROMPT + 1)
     pool = BlockPool(num_gpu_blocks=9, enable_caching=False, hash_block_size=BLOCK_TOKENS)
     side.bind_block_pool(pool)
-    for late, is_held in (([1, 2], []), True), (([], [2]), True), (([], [1]), False):
-        side.note_late_blocks(LateBlocksMetadata(*late))
+    for changes, is_held in (([1, 2], []), True), (([], [2]), True), (([], [1]), False):
+        side.update_held_blocks(HeldBlocksMetadata(*changes))
         side.build(SchedulerOutput.make_empty())
-        assert side.needs_a_step == is_held
+        assert side.needs_step == is_held
 
 
 def goes_on(side):

@@ -38,7 +38,7 @@ from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
-from dualpath.vllm.draft_context import most_prompt_tokens
+from dualpath.vllm.draft_context import max_drafted_prompt_tokens
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
@@ -264,11 +264,11 @@ def drafting(method, tokens, context=None):
 
 def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
     """vLLM leaves the draft model out of such a pass, and nobody says so of its layers."""
-    assert most_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
-    assert most_prompt_tokens(drafting("ngram", 3)) is None
-    assert most_prompt_tokens(drafting("mtp", 3)) == 197
-    assert most_prompt_tokens(drafting("draft_model", 1, 64)) == 63
-    assert most_prompt_tokens(drafting("dflash", 2, 64)) == 61
+    assert max_drafted_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
+    assert max_drafted_prompt_tokens(drafting("ngram", 3)) is None
+    assert max_drafted_prompt_tokens(drafting("mtp", 3)) == 197
+    assert max_drafted_prompt_tokens(drafting("draft_model", 1, 64)) == 63
+    assert max_drafted_prompt_tokens(drafting("dflash", 2, 64)) == 61
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
     for most, rejected in ((len(tokens), []), (len(tokens) - 1, ["r"])):

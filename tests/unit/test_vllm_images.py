@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import (
 )
 
 from dualpath.core.errors import BadRequestError
-from dualpath.vllm.prompt_images import check_fit, features_on_wire, sent_images
+from dualpath.vllm.prompt_images import check_encoder_cache, features_on_wire, image_inputs
 
 
 def pixels(seed):
@@ -38,7 +38,7 @@ def feature(seed=1, offset=3, length=40, called="u", **changes):
 
 
 def test_an_image_is_named_by_its_values_whatever_a_client_calls_it():
-    one, same, other = sent_images(
+    one, same, other = image_inputs(
         [feature(1, called="a"), feature(1, 50, called="b"), feature(2, 99, called="a")]
     )
     assert one.name == same.name != other.name
@@ -48,12 +48,12 @@ def test_an_image_is_named_by_its_values_whatever_a_client_calls_it():
 
 
 def test_an_adapter_of_the_encoder_stands_before_the_name_as_engines_put_it():
-    (image,) = sent_images([feature(called="a", identifier="sql:a", mm_hash="a")])
+    (image,) = image_inputs([feature(called="a", identifier="sql:a", mm_hash="a")])
     assert image.item.identifier == f"sql:{image.name}"
 
 
 def test_vllm_reads_what_engines_get():
-    sent = sent_images([feature(1), feature(2, 50)])
+    sent = image_inputs([feature(1), feature(2, 50)])
     features = MultiModalFeatures.model_validate(features_on_wire(sent))
     assert features.mm_hashes == {"image": [image.name for image in sent]}
     assert [(p.offset, p.length) for p in features.mm_placeholders["image"]] == [(3, 40), (50, 40)]
@@ -73,15 +73,15 @@ def test_vllm_reads_what_engines_get():
 )
 def test_what_cannot_be_carried_is_refused(changes):
     with pytest.raises(BadRequestError):
-        sent_images([feature(**changes)])
+        image_inputs([feature(**changes)])
 
 
 def test_images_that_no_engine_could_hold_at_once_are_refused():
     """It goes on by whole blocks: it would wait for ever within the block that needs both."""
-    apart = sent_images([feature(1, 0, 64), feature(2, 64, 64)])
-    together = sent_images([feature(1, 0, 60), feature(2, 60, 64)])
-    check_fit((), 64, 0)
-    check_fit(apart, 64, 64)
-    check_fit(together, 64, 124)
+    apart = image_inputs([feature(1, 0, 64), feature(2, 64, 64)])
+    together = image_inputs([feature(1, 0, 60), feature(2, 60, 64)])
+    check_encoder_cache((), 64, 0)
+    check_encoder_cache(apart, 64, 64)
+    check_encoder_cache(together, 64, 124)
     with pytest.raises(BadRequestError, match=r"images of 124 tokens touch one block of 64"):
-        check_fit(together, 64, 123)
+        check_encoder_cache(together, 64, 123)

@@ -14,7 +14,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.rank import RankPlace
 from dualpath.engine.step_transfers import Replica
 from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.vllm.load_exchange import TensorExchange, exchanging
+from dualpath.vllm.load_exchange import TensorExchange, with_load_exchange
 
 BLOCKS = 6
 #: Of each engine block: as with an attention kernel that has smaller ones.
@@ -74,7 +74,7 @@ def test_each_rank_has_the_blocks_of_all_and_no_other_has_changed(
 def test_where_nothing_is_held_twice_there_is_nothing_to_share() -> None:
     ranks = ThreadRanks(2)
     place = RankPlace(ranks.ends[0])
-    assert exchanging(place, ThreadGroup(ranks, 0), [[kv_of(0, 0)]], BLOCKS) is place
+    assert with_load_exchange(place, ThreadGroup(ranks, 0), [[kv_of(0, 0)]], BLOCKS) is place
 
 
 def test_kv_outside_gpus_and_of_some_heads_is_refused() -> None:
@@ -82,10 +82,10 @@ def test_kv_outside_gpus_and_of_some_heads_is_refused() -> None:
     group = ThreadGroup(ranks, 0)
     latent, two_heads = (RankPlace(ranks.ends[0], Replica(0, count)) for count in (4, 2))
     with pytest.raises(ConfigError, match=r"memory of the cpu.*leave share_loads out"):
-        exchanging(latent, group, [[kv_of(0, 0)]], BLOCKS)
+        with_load_exchange(latent, group, [[kv_of(0, 0)]], BLOCKS)
     on_gpu: Any = OnGpu()
     with pytest.raises(ConfigError, match=r"4 ranks of which 2 hold the same KV"):
-        exchanging(two_heads, group, [[on_gpu]], BLOCKS)
+        with_load_exchange(two_heads, group, [[on_gpu]], BLOCKS)
 
 
 class OnGpu:

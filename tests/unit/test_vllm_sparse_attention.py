@@ -19,13 +19,13 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
-from dualpath.vllm.cache_layers import begins_unseen, cache_layers, hooked_layers
+from dualpath.vllm.cache_layers import read_before_hook, cache_layers, hooked_layers
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.sparse_attention import (
     READER,
-    announce_sparse_layers,
-    announces_whole_layer,
+    patch_sparse_layers,
+    calls_connector_first,
     calls_connector,
     reads_at_one_place,
 )
@@ -88,7 +88,7 @@ def connector(monkeypatch):
     made._connector_metadata = StepMetadata()
     made._worker = worker = object.__new__(WorkerSide)
     worker._layers = {name: index for index, name in enumerate(NAMES)}
-    worker._begins_unseen, worker._stopwatch, worker._pass = False, None, None
+    worker._read_before_hook, worker._stopwatch, worker._pass = False, None, None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     return made
 
@@ -120,7 +120,7 @@ def test_vllms_own_class_is_as_it_is_known_here():
     assert not calls_connector(toy_kind())
     assert reads_at_one_place(DeepseekV32Attention)
     assert calls_connector(MLAAttention)
-    assert not announces_whole_layer(MLAAttention)
+    assert not calls_connector_first(MLAAttention)
 
 
 def test_every_layer_has_its_stored_kv_when_it_reads_and_later_ones_still_load(connector):
@@ -133,8 +133,8 @@ def test_every_layer_has_its_stored_kv_when_it_reads_and_later_ones_still_load(c
             assert region[block][: GEOMETRY.bytes_of(layer)].tobytes() == expected
 
     layers = model(toy_kind())
-    announce_sparse_layers(loaded_config(layers))
-    announce_sparse_layers(loaded_config(layers))
+    patch_sparse_layers(loaded_config(layers))
+    patch_sparse_layers(loaded_config(layers))
     read, failures = one_pass(connector, layers, at)
     assert (read, failures) == (NAMES, {})
 
@@ -148,12 +148,12 @@ def test_such_a_layer_need_not_be_there_before_it_begins():
     config, cache = layers_of(toy_kind())
     with pytest.raises(ConfigError, match="calls no connector around"):
         cache_layers(cache, hooked_layers(config))
-    announce_sparse_layers(config)
+    patch_sparse_layers(config)
     layers = cache_layers(cache, hooked_layers(config))
     assert [layer.names[0] for layer in layers] == NAMES
-    assert not begins_unseen(config, layers)
+    assert not read_before_hook(config, layers)
     others, cache = layers_of(MLAAttention)
-    assert begins_unseen(others, cache_layers(cache, hooked_layers(others)))
+    assert read_before_hook(others, cache_layers(cache, hooked_layers(others)))
 
 
 def test_a_function_with_another_signature_is_left_alone_and_the_model_refused():
@@ -161,7 +161,7 @@ def test_a_function_with_another_signature_is_left_alone_and_the_model_refused()
     setattr(kind, READER, lambda self, positions, everything_else, output: None)
     config, _ = layers_of(kind)
     with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*goes past vLLM's connector"):
-        announce_sparse_layers(config)
+        patch_sparse_layers(config)
     assert "announced" not in vars(kind)
 
 
@@ -171,7 +171,7 @@ def test_amds_class_goes_another_way_and_is_refused_by_its_name():
 
     config, _ = layers_of(DeepseekV32MLAAttention)
     with pytest.raises(ConfigError, match=r"amd\.rocm\.DeepseekV32MLAAttention.* on NVIDIA GPUs"):
-        announce_sparse_layers(config)
+        patch_sparse_layers(config)
     assert "announced" not in vars(DeepseekV32MLAAttention)
 
 
@@ -188,7 +188,7 @@ def test_graphs_are_broken_around_what_waits(monkeypatch):
     monkeypatch.setattr(sparse_attention, "eager_break_during_capture", noted)
     kind = toy_kind()
     original = getattr(kind, READER)
-    announce_sparse_layers(loaded_config(model(kind)))
+    patch_sparse_layers(loaded_config(model(kind)))
     (outermost,) = broken
     assert getattr(kind, READER) is outermost
     assert inspect.unwrap(outermost) is original
