@@ -36,9 +36,9 @@ _NAMESPACE = StoreNamespace(
 )
 
 
-def hello(engine_id: str, greeting: int = 1) -> control.Hello:
-    """Return an honest greeting."""
-    return control.Hello(
+def hello(engine_id: str, registration: int = 1) -> control.Register:
+    """Return an honest registration."""
+    return control.Register(
         version=control.PROTOCOL_VERSION,
         address=addresses.EngineAddress(
             engine_id=engine_id,
@@ -60,18 +60,18 @@ def hello(engine_id: str, greeting: int = 1) -> control.Hello:
         hbm_tokens=1000,
         buffer_tokens=1000,
         limits={"max_model_len": 1000, "vocab_size": 1009},
-        greeting=greeting,
+        registration=registration,
         node_dram=control.NodeDramShare("a-1", 400),
     )
 
 
-def messages(greeting: control.Hello) -> list[control.EngineMessage]:
-    """Return one of each honest message that the engine of a greeting may send."""
+def messages(registration: control.Register) -> list[control.EngineMessage]:
+    """Return one of each honest message that the engine of a registration may send."""
     return [
-        greeting,
+        registration,
         control.Report(1, 0, 0, 0, 0, 100, 100, counters={"storage_read_bytes": 3.0}),
-        control.Kept((b"8 bytes.",), (b"of a key",), in_node=True),
-        control.Gone(writer=greeting.address.writer),
+        control.CacheUpdate((b"8 bytes.",), (b"of a key",), in_node=True),
+        control.ConfirmedDead(writer=registration.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),
         control.Synced(call_id=1),
         request_messages.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
@@ -80,13 +80,13 @@ def messages(greeting: control.Hello) -> list[control.EngineMessage]:
         request_messages.KvInHbm(request_id="a", h2d_s=0.0),
         request_messages.Released(request_id="a"),
         request_messages.Failed(request_id="a", reason="no"),
-        control.Goodbye(reason="bye"),
+        control.Deregister(reason="bye"),
     ]
 
 
-def frame(inputs: Inputs, greeting: control.Hello, session: str = "") -> bytes:
+def frame(inputs: Inputs, registration: control.Register, session: str = "") -> bytes:
     """Return noise, or an honest message of that engine with something wrong in it."""
-    message = inputs.one_of(messages(greeting))
+    message = inputs.one_of(messages(registration))
     number = inputs.one_of((0, 0, 1, 2, 3, 1 << 40))
     envelope = envelopes.Envelope(session, number, inputs.one_of((0, 0, 1, 1 << 40)), message)
     return inputs.msgpack(msgspec.msgpack.decode(envelopes.encode(envelope)))
@@ -115,7 +115,7 @@ class _NoCalls:
         raise EngineLostError(f"engine {engine.engine_id} is a name")
 
 
-class FedSocket:
+class InMemorySocket:
     """A ``ControlSocket`` that is fed by hand; what the router sends must be well-formed."""
 
     def __init__(self) -> None:
@@ -146,7 +146,7 @@ class FedSocket:
     def send(self, identity: bytes, frame: bytes) -> None:
         """Look at what is sent."""
         envelope = envelopes.decode_router_message(frame)
-        if isinstance(envelope.message, control.Welcome):
+        if isinstance(envelope.message, control.Registered):
             self.sessions[identity] = envelope.session
 
     async def close(self) -> None:
@@ -163,7 +163,7 @@ class ControlSubject:
         self._played = 0
 
     async def __aenter__(self) -> Self:
-        self._socket = FedSocket()
+        self._socket = InMemorySocket()
         self._service = RouterService(RouterSettings(), _NoCalls(), control_socket=self._socket)
         await self._service.start()
         await self._greet()
@@ -219,13 +219,15 @@ class ControlSubject:
     async def _greet(self) -> None:
         self._greeting += 1
         for name in ENGINES:
-            # A greeting of a process that has restarted, so that nonsense in its name is over.
-            greeting = hello(name, self._greeting)
-            address = msgspec.structs.replace(greeting.address, epoch=f"{name}-{self._greeting}")
-            anew = msgspec.structs.replace(greeting, address=address)
-            await self._socket.feed(name.encode(), [envelopes.encode(envelopes.outside(anew))])
+            # A registration of a process that has restarted, so that nonsense in its name is over.
+            registration = hello(name, self._greeting)
+            address = msgspec.structs.replace(
+                registration.address, epoch=f"{name}-{self._greeting}"
+            )
+            anew = msgspec.structs.replace(registration, address=address)
+            await self._socket.feed(name.encode(), [envelopes.encode(envelopes.unnumbered(anew))])
         await asyncio.sleep(0)
 
 
 def _is_new_engine(message: control.EngineMessage) -> bool:
-    return isinstance(message, control.Hello) and message.address.engine_id not in ENGINES
+    return isinstance(message, control.Register) and message.address.engine_id not in ENGINES

@@ -23,7 +23,7 @@ from dualpath.laboratory.workload.formats import read_trace
 TAKEN, REFUSED = "taken", "refused"
 
 
-class InFolder:
+class FolderSubject:
     """A subject with a folder in memory, if there is one, that is gone afterwards."""
 
     pid: int | None = None
@@ -111,7 +111,7 @@ _TRACE_NAMES = (
 )
 
 
-class TraceSubject(InFolder):
+class TraceSubject(FolderSubject):
     """``read_trace``, which must read sessions or raise ``TraceError``."""
 
     def input(self, inputs: Inputs) -> tuple[str, bytes, bool]:
@@ -175,7 +175,7 @@ _ENGINE: dict[str, Any] = {
 }
 
 
-class SettingsSubject(InFolder):
+class SettingsSubject(FolderSubject):
     """Files, variables and vLLM's extra configuration: settings, or ``ConfigError``.
 
     ``schema`` are the sections that a file may have.

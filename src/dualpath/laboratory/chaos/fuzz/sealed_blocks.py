@@ -5,7 +5,7 @@ import msgspec
 from dualpath.core.blocks import Protection
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
-from dualpath.storage.block_file import BlockForm
+from dualpath.storage.block_file import BlockCodec
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.sealed_blocks import SealedBlocks
 
@@ -19,7 +19,7 @@ class SealedBlockSubject(BlockSubject):
     keys = _KEYS
     fields_bytes = 236
 
-    def form(self, digest: str, inputs: Inputs) -> BlockForm:
+    def form(self, digest: str, inputs: Inputs) -> BlockCodec:
         """Return the same; what is drawn for the seal is part of the input."""
         keys = _OTHER_KEYS if inputs.chance(0.1) else _KEYS
         return SealedBlocks(digest, Protection.ENCRYPTED, keys, inputs.random.randbytes)

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import StorageError
-from dualpath.laboratory.chaos.fuzz.files import TAKEN, InFolder
+from dualpath.laboratory.chaos.fuzz.files import TAKEN, FolderSubject
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
-from dualpath.storage.block_file import STAYING, BlockForm, PlainBlocks
+from dualpath.storage.block_file import UNREADABLE_HERE, BlockCodec, PlainBlocks
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.sections import FileOrder
@@ -23,14 +23,14 @@ _NAMESPACE = StoreNamespace(
 _ORDER = FileOrder(_NAMESPACE.geometry)
 
 
-class BlockSubject(InFolder):
+class BlockSubject(FolderSubject):
     """Stored blocks: a read is good only where not a byte of the block differs."""
 
     namespace = _NAMESPACE
     keys: "KeyRing | None" = None
     fields_bytes = 176
 
-    def form(self, digest: str, inputs: Inputs) -> BlockForm:
+    def form(self, digest: str, inputs: Inputs) -> BlockCodec:
         """Return how an input is written."""
         return PlainBlocks(digest)
 
@@ -83,7 +83,7 @@ class BlockSubject(InFolder):
             assert bytes(self._into) == payload, "a wrong block was taken for good"
             path.unlink()
             return TAKEN
-        stays = outcome.reason in STAYING
+        stays = outcome.reason in UNREADABLE_HERE
         assert path.exists() == stays, "a bad block stays" if not stays else "a good one is gone"
         path.unlink(missing_ok=True)
         return str(outcome.reason)

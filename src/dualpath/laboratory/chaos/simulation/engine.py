@@ -1,4 +1,4 @@
-"""An emulated engine in a simulated cluster, with everything real but time."""
+"""An emulated engine in a simulated cluster: the real code on simulated time."""
 
 import functools
 import itertools
@@ -14,7 +14,7 @@ from dualpath.engine.slots import SlotPool
 from dualpath.engine.surroundings import Surroundings
 from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.control import EngineConnection
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
@@ -32,20 +32,20 @@ from dualpath.router.token_api.wire import GenerateRequest, decode_body
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
 
-#: Ranks without work have ended within it, or are killed.
+#: Idle ranks end within this time, or are killed.
 _RANKS_END_S = 10.0
 _LOOK_S = 0.05
 
 
 class SimEngine:
-    """An engine from the start of its process to its end; ``name`` says which start it is.
+    """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``, the others, if there are any, are ``followers``.
+    Its first rank runs in ``process``; the other ranks are ``followers``.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ClusterResources,
         settings: EmulatedSettings,
         start: int,
         host: str,
@@ -72,7 +72,7 @@ class SimEngine:
         self.followers = tuple(SimFollower(self, rank) for rank in others)
         self.threads.start("main", self._main)
 
-    # ------------------------------------------------------------------ the life of the process
+    # ------------------------------------------------------------------ start and end
 
     def _main(self) -> None:
         surroundings = Surroundings(
@@ -86,7 +86,7 @@ class SimEngine:
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
             this_process=lambda: self._known,
-            is_gone=functools.partial(self.shared.is_gone, self.host),
+            has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
         try:
@@ -105,15 +105,15 @@ class SimEngine:
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
     def _lead(self) -> ConnectedLeader | None:
-        """Return what leads to the other ranks; None if there are none."""
+        """Return the connection to the other ranks; None if there are none."""
         if not self.followers:
             return None
         return ConnectedLeader([follower.tie() for follower in self.followers], self.threads)
 
     def terminate(self) -> None:
-        """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves.
+        """End as after SIGTERM: drain, then end HTTP, then the engine, then the process.
 
-        One that has not come up ends at once.
+        An engine that has not started ends at once.
         """
         if self._ending:
             return
@@ -122,7 +122,7 @@ class SimEngine:
             return
         self._ending = True
         self.shared.world.note(self.name, "is asked to end")
-        self._on_a_thread("sigterm", self._end)
+        self._on_thread("sigterm", self._end)
 
     def _end(self) -> None:
         assert self._engine is not None
@@ -142,12 +142,12 @@ class SimEngine:
         self.shared.world.after(0.0, self.kill)
 
     def _exit(self) -> None:
-        """End at once: whoever calls this never goes on."""
+        """End the process at once; does not return."""
         self.kill()
         self.threads.sleep(0.0)
 
     def kill(self) -> None:
-        """End as after SIGKILL; ranks that follow end a while later."""
+        """End as after SIGKILL; the other ranks end a while later."""
         if not self.process.alive:
             return
         self.shared.world.note(self.name, "is dead")
@@ -166,27 +166,27 @@ class SimEngine:
         return self.process.alive and self._admission is not None and not self._leaving
 
     def serve(self, body: bytes, call: Call) -> None:
-        """Take up a request."""
-        self._on_a_thread("api", lambda: self._accept(body, call))
+        """Accept a request on a thread of its own."""
+        self._on_thread("api", lambda: self._accept(body, call))
 
     def aborted(self, abort: Callable[[], None]) -> None:
-        """A client has left."""
-        self._on_a_thread("abort", abort)
+        """The client has disconnected."""
+        self._on_thread("abort", abort)
 
-    def _on_a_thread(self, name: str, work: Callable[[], None]) -> None:
+    def _on_thread(self, name: str, work: Callable[[], None]) -> None:
         self.process.step(lambda: self.threads.start(name, work))
 
     def _accept(self, body: bytes, call: Call) -> None:
         assert self._admission is not None
         try:
-            asked = decode_body(body, GenerateRequest[Sampling])
-            transfer = self._admission.transfer(asked)
-            prefix = self._admission.prefix(asked, transfer)
+            request = decode_body(body, GenerateRequest[Sampling])
+            transfer = self._admission.transfer(request)
+            prefix = self._admission.prefix(request, transfer)
         except DualPathError as error:
-            self.shared.world.note(self.name, f"refuses {asked.request_id}: {error}")
+            self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
             call.deliver(error)
             return
-        call.begun(self._admission.submit(asked, transfer, prefix, call.deliver))
+        call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
 
     # ------------------------------------------------------------------ its surroundings
 
@@ -194,20 +194,20 @@ class SimEngine:
         shared = self.shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
-            self._look_at_transfers,
+            self._poll_transfers,
         )
         shared.agents[agent] = self
         return self.transport
 
-    def _look_at_transfers(self) -> None:
-        """What polls here needs not to do it all the time."""
+    def _poll_transfers(self) -> None:
+        """Poll transfers when one has ended, instead of all the time."""
         if self.plane is not None:
             self.plane.manager._rank.movers.pump.call(lambda: None)
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
         return EngineConnection(self.shared.control, self.threads)
 
-    # ------------------------------------------------------------------ whose memory is what
+    # ------------------------------------------------------------------ owners of memory
 
     def owner_of(self, region: str, piece: int) -> str | None:
         """Return who owns a piece of a region, None if nobody."""
@@ -247,10 +247,10 @@ class SimEngine:
         """Yield what its buffer keeps for requests to come."""
         if self.plane is not None and self.process.alive:
             buffer = self.plane.manager.buffer
-            for slot, key in buffer._pool.kept.items():
+            for slot, key in buffer._pool.cached.items():
                 yield key, bytes(buffer.view(slot))
 
-    def left_over(self) -> list[str]:
+    def held_when_idle(self) -> list[str]:
         """Return what it still holds though nobody is served."""
         if self.plane is None:
             return [f"{self.name} has not come up"]
@@ -266,7 +266,7 @@ class SimEngine:
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
             "open files": (self._files.open, 0),
             "half-written files": (len(self._files.half_written(self.name)), 0),
-            "retained blocks": (len(manager.buffer._pool.kept._retained), 0),
+            "retained blocks": (len(manager.buffer._pool.cached._retained), 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"
@@ -277,7 +277,7 @@ class SimEngine:
 
 def _slot_owner(pool: SlotPool, slot: int) -> str | None:
     """Return whose bytes may arrive in a slot: nobody's where its block is whole."""
-    if slot in pool.kept:
+    if slot in pool.cached:
         return None
     for held in (pool._leases, pool._quarantine):
         for request_id, slots in held.items():

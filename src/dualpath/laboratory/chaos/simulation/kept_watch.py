@@ -8,7 +8,7 @@ from dualpath.laboratory.chaos.simulation.world import World
 
 def watch_fetches(name: str, manager: TrafficManager, world: World) -> None:
     """Make it a problem to bring back a block that no order keeps when its read begins."""
-    reader, kept = manager._requests._reader, manager.buffer._pool.kept
+    reader, kept = manager._requests._reader, manager.buffer._pool.cached
     begin = reader._next_fetch
 
     def noted() -> Callable[[str], None] | None:
