@@ -63,7 +63,7 @@ def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(
     with started(executor, ENGINE, tmp_path, "end", "3") as (process,):
         assert process.wait(GUARD_S) == 3
         assert (process.exit_code, process.alive) == (3, False)
-        assert process.ending() == "pe-0 ended with exit code 3; the end of its log:\nits reason"
+        assert process.exit_report() == "pe-0 exited with code 3; the end of its log:\nits reason"
         assert process.find_line("before") is None
     assert log.read_text() == "of the process before\nits reason\n"
 

@@ -542,7 +542,7 @@ def test_memory_of_a_process_that_was_killed_is_out_of_reach(attached: tuple[Eng
     before = here.piece(0)
     peer.signal(signal.SIGKILL)
     assert moving.poll() is TransferState.FAILED
-    assert f"agent {peer.agent!r} is gone" in (moving.error() or "")
+    assert f"agent {peer.agent!r} is dead" in (moving.error() or "")
     assert here.piece(0) == before
     with pytest.raises(PeerLostError, match="not connected"):
         here.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
@@ -555,7 +555,7 @@ def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
     process = msgspec.msgpack.decode(peer.info.metadata, type=HostProcess)
     former = msgspec.structs.replace(process, start_ticks=process.start_ticks - 1)
     former_agent = AgentInfo("former", msgspec.msgpack.encode(former), peer.info.regions)
-    with pytest.raises(PeerLostError, match="'former' is gone"):
+    with pytest.raises(PeerLostError, match="'former' is dead"):
         here.transport.connect(former_agent)
 
 

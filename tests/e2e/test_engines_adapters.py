@@ -21,7 +21,7 @@ from tests.guard import GUARD_S
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.key_extras import KeyExtras
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.laboratory.models.adapter import make_tiny_adapter
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm.engine_arguments import lora_arguments
@@ -87,7 +87,7 @@ def play(cluster: EngineCluster, model: str) -> Turns:
     first = cluster.ask(PROMPT, GENERATE, model=model)
     context = [*PROMPT, *first.token_ids]
     # The last token was sampled, not computed: it has no KV.
-    keys = KeyMemory(BLOCK_TOKENS).keys(context[:-1], extras_of(cluster, model))
+    keys = KeyCache(BLOCK_TOKENS).keys(context[:-1], extras_of(cluster, model))
     cluster.wait_stored_keys(keys)
     return Turns(first, cluster.ask([*context, *APPENDED], GENERATE, model=model))
 
@@ -122,7 +122,7 @@ def test_an_adapter_finds_its_own_kv_and_nobody_elses(served: Served) -> None:
     assert served.cluster.ask(PROMPT, 1, "tenant", model="second").cached_tokens == 0
     plain_chain = block_keys(PROMPT, BLOCK_TOKENS, extra_keys=())
     assert not set(plain_chain) & set(
-        KeyMemory(BLOCK_TOKENS).keys(PROMPT, extras_of(served.cluster, "first"))
+        KeyCache(BLOCK_TOKENS).keys(PROMPT, extras_of(served.cluster, "first"))
     )
 
 

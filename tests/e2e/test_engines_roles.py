@@ -91,7 +91,7 @@ def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(
     assert "pe-1" in {note["decode_engine"] for note in after["assignments"]}
     assert after["counters"]["hit_tokens"] > 0
     assert after["counters"]["retries"] == 0
-    assert "pe-1 has ended as it was asked to and is started again at once" in caplog.messages
+    assert "pe-1 has exited as requested and is restarted" in caplog.messages
     print(f"switch: {report['past'][0]['took_s']:.1f} s; laps: {[len(a.laps) for a in agents]}")
 
 
@@ -111,5 +111,5 @@ def watched(cluster: LocalCluster, true: Callable[[], bool]) -> None:
     end_s = time.monotonic() + START_S
     while not true():
         assert time.monotonic() < end_s, "it takes longer than an engine's start may"
-        cluster.look_after()
+        cluster.supervise()
         time.sleep(0.05)

@@ -28,7 +28,7 @@ from dualpath.core.errors import DualPathError
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.restarts import Restarts
-from dualpath.ops.launch.role_wishes import RoleWishes
+from dualpath.ops.launch.role_wishes import RequestedRoles
 from dualpath.router.control.roles_client import call_roles
 
 
@@ -40,7 +40,7 @@ class Supervised(Cluster):
         self.shapes = {name: UnitShape(Role(name.partition("-")[0])) for name in ENGINES}
         self._restarts = Restarts(self._start_again)
         units = {name: name for name in ENGINES}
-        self._wishes = RoleWishes(self._ask, units, self.shapes, lambda role: 1, self._change)
+        self._wishes = RequestedRoles(self._ask, units, self.shapes, lambda role: 1, self._change)
 
     def start(self, name: str) -> LocalProcess:
         if name not in self.shapes:
@@ -59,7 +59,7 @@ class Supervised(Cluster):
 
     def _change(self, name: str, shape: UnitShape) -> None:
         self.shapes[name] = shape
-        self._restarts.ask(name, time.monotonic())
+        self._restarts.expect_exit(name, time.monotonic())
         self._processes.process(name).terminate()
 
     @contextlib.asynccontextmanager
@@ -69,8 +69,8 @@ class Supervised(Cluster):
         async def watch() -> None:
             while True:
                 engines = [self._processes.process(name) for name in ENGINES]
-                self._restarts.turn(engines, time.monotonic())
-                self._wishes.turn(time.monotonic())
+                self._restarts.poll(engines, time.monotonic())
+                self._wishes.poll(time.monotonic())
                 await asyncio.sleep(0.05)
 
         watching = asyncio.create_task(watch())
@@ -114,7 +114,7 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
             counted = await answer.text()
     assert set(agents.ends) == {"well"}, agents.ends
     assert 'outcome="joined",reason="asked",to_role="decode"} 1.0' in counted
-    restarted = "prefill-1 has ended as it was asked to and is started again at once"
+    restarted = "prefill-1 has exited as requested and is restarted"
     ended = [r.message for r in caplog.records if r.name.endswith(".restarts")]
     assert ended[0] == restarted
     assert len(ended) == 2  # and nothing ended by itself

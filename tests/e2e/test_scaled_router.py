@@ -200,7 +200,7 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
     time, log = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", made.process.output()
     assert re.search(rf"{time} INFO \S+: decode engine decode joined", log, re.MULTILINE)
     assert re.search(
-        rf"{time} WARNING \S+: front-end-\d ended with exit code -9", log, re.MULTILINE
+        rf"{time} WARNING \S+: front-end-\d exited with code -9", log, re.MULTILINE
     )
 
 

@@ -11,7 +11,7 @@ from dualpath.cli import doctor as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.ops.doctor import machine, network, software, storage
-from dualpath.ops.doctor.examination import Wanted, examine
+from dualpath.ops.doctor.examination import CheckSettings, examine
 from dualpath.ops.doctor.finding import Status, error, has_errors, ok, warning
 from dualpath.ops.doctor.network import RdmaPort
 from dualpath.ops.doctor.node import Node
@@ -266,13 +266,13 @@ def test_a_sound_node_has_nothing_to_fix(root):
     node = MadeUpNode(root, {"UCX_IB_SL": "2"})
     assert node.default_interface() == "ens1"
     assert node.rdma_ports() == [ACTIVE]
-    findings = list(examine(Wanted(), node))
+    findings = list(examine(CheckSettings(), node))
     assert {finding.status.value for finding in findings} == {"ok"}
     assert not has_errors(findings)
 
 
 def test_a_bare_node_learns_what_it_lacks(tmp_path):
-    findings = {f.check: f for f in examine(Wanted(buffer_bytes=1), MadeUpNode(tmp_path, {}))}
+    findings = {f.check: f for f in examine(CheckSettings(buffer_bytes=1), MadeUpNode(tmp_path, {}))}
     assert findings["RDMA devices"].status is Status.WARNING
     assert findings["Memory"].status is Status.ERROR
     assert has_errors(findings.values())
@@ -282,9 +282,9 @@ def test_storage_ports_and_router_are_looked_at_when_given(root):
     file = root / "file"
     file.touch()
     for location, check in ((str(file), "Storage"), ("s3://bucket/kv", "Storage")):
-        found = {f.check: f for f in examine(Wanted(storage=location), MadeUpNode(root, {}))}
+        found = {f.check: f for f in examine(CheckSettings(storage=location), MadeUpNode(root, {}))}
         assert location in found[check].found
-    wanted = Wanted(ports=(70000,), router="http://h:1")
+    wanted = CheckSettings(ports=(70000,), router="http://h:1")
     found = {f.check: f for f in examine(wanted, MadeUpNode(root, {}))}
     assert found["Port 70000"].status is Status.ERROR
     assert "tcp://host:port" in found["Control address"].found
@@ -292,13 +292,13 @@ def test_storage_ports_and_router_are_looked_at_when_given(root):
 
 def test_imports_that_take_seconds_can_be_skipped(root):
     node = MadeUpNode(root, {})
-    checks = {f.check for f in examine(Wanted(skip=("vllm", "nixl")), node)}
+    checks = {f.check for f in examine(CheckSettings(skip=("vllm", "nixl")), node)}
     assert not {"vLLM hooks", "NIXL"} & checks
 
 
 def test_sizes_are_checked():
     with pytest.raises(ConfigError, match=r"storage_bytes is 0; it must be at least 1"):
-        Wanted(storage_bytes=0)
+        CheckSettings(storage_bytes=0)
 
 
 # ------------------------------------------------------------------ the command
@@ -347,7 +347,7 @@ def test_a_process_that_dies_is_an_outcome_and_no_exception(tmp_path, monkeypatc
     Path(tmp_path / "dying.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     )
-    assert Node().run_module("dying").ending == "was ended by SIGSEGV"
+    assert Node().run_module("dying").description == "was killed by SIGSEGV"
 
 
 def test_a_node_that_cannot_share_memory_serves_engines_of_one_rank(root, monkeypatch):
@@ -359,7 +359,7 @@ def test_a_node_that_cannot_share_memory_serves_engines_of_one_rank(root, monkey
         raise PermissionError("Operation not permitted")
 
     monkeypatch.setattr("os.memfd_create", refused)
-    found = {f.check: f for f in examine(Wanted(), node)}["Shared memory"]
+    found = {f.check: f for f in examine(CheckSettings(), node)}["Shared memory"]
     assert found.status is Status.WARNING
     assert "Operation not permitted" in found.found
     assert "--tensor-parallel-size 1" in found.remedy

@@ -53,7 +53,7 @@ def test_who_waits_for_a_line_of_a_process_that_has_ended_sees_its_last_words(
     tmp_path: Path,
 ) -> None:
     process = shell(tmp_path, "echo no such device; exit 3")
-    with pytest.raises(EngineLostError, match=r"shell ended with exit code 3.*\n.*no such device"):
+    with pytest.raises(EngineLostError, match=r"shell exited with code 3.*\n.*no such device"):
         process.wait_for_line("up", GUARD_S)
     with pytest.raises(DeadlineError, match="has not written 'up' within 0 s"):
         shell(tmp_path, "read x").wait_for_line("up", 0)
@@ -62,7 +62,7 @@ def test_who_waits_for_a_line_of_a_process_that_has_ended_sees_its_last_words(
 def test_waiting_ends_when_another_process_does(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.add(shell(tmp_path, "echo out of memory; exit 1", "engine"))
     awaited = supervisor.add(shell(tmp_path, "exit 0", "client"))
-    with pytest.raises(EngineLostError, match=r"engine ended with exit code 1(.|\n)*out of memory"):
+    with pytest.raises(EngineLostError, match=r"engine exited with code 1(.|\n)*out of memory"):
         supervisor.wait_until_ready(lambda: "no answer", GUARD_S, awaited)
 
 

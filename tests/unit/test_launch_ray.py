@@ -16,7 +16,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch import unit_processes
-from dualpath.ops.launch.bundles import bundle, missing
+from dualpath.ops.launch.bundles import bundle, shortage
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.executor import Launch
 from dualpath.ops.launch.local_cluster import LocalCluster
@@ -47,12 +47,12 @@ def test_a_unit_has_one_bundle_with_all_that_its_ranks_take() -> None:
 
 def test_what_a_cluster_lacks_is_named() -> None:
     two = {"pe-0": {"CPU": 1.0, "GPU": 8.0}, "de-0": {"CPU": 1.0, "GPU": 8.0}}
-    assert missing(two, [{"CPU": 4, "GPU": 8}, {"CPU": 4, "GPU": 8}]) == ""
-    assert missing(two, [{"CPU": 1}]) == (
+    assert shortage(two, [{"CPU": 4, "GPU": 8}, {"CPU": 4, "GPU": 8}]) == ""
+    assert shortage(two, [{"CPU": 1}]) == (
         "2 CPU are needed and it has 1, 16 GPU are needed and it has 0"
     )
-    assert missing(two, [{"CPU": 4, "GPU": 8}, *[{"CPU": 4, "GPU": 4}] * 2]) == ""
-    assert missing(two, [{"CPU": 4, "GPU": 4}] * 4) == (
+    assert shortage(two, [{"CPU": 4, "GPU": 8}, *[{"CPU": 4, "GPU": 4}] * 2]) == ""
+    assert shortage(two, [{"CPU": 4, "GPU": 4}] * 4) == (
         "pe-0 needs 1 CPU, 8 GPU on one node, and no node has as much"
     )
 
@@ -152,7 +152,7 @@ def test_a_log_is_brought_in_pieces_and_the_end_with_the_last(
     node._processes["pe-0"].wait(GUARD_S)
     text, looks, exit_code = b"", 0, None
     while exit_code is None:
-        seen = node.look({"pe-0": len(text)})["pe-0"]
+        seen = node.poll({"pe-0": len(text)})["pe-0"]
         text, looks, exit_code = text + seen.log, looks + 1, seen.exit_code
     assert (text, looks, exit_code) == (b"its reason\n", 3, 3)
 

@@ -36,7 +36,7 @@ def test_a_killed_agent_fails_what_is_moving_and_what_comes(fabric: InProcessFab
     moving = pe.post(Direction.WRITE, "kv", [0], "de", "kv", [0])
     fabric.kill("de")
     assert moving.poll() is TransferState.FAILED
-    assert moving.error() == "agent 'de' is gone"
+    assert moving.error() == "agent 'de' is dead"
     assert not target.array.any()
     with pytest.raises(PeerLostError):
         pe.post(Direction.WRITE, "kv", [0], "de", "kv", [0])
