@@ -13,7 +13,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.surroundings import Surroundings
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
 from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
@@ -141,7 +141,7 @@ async def cluster(
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         settings = router or RouterSettings(mode=mode)
-        endpoint, service = await stack.enter_async_context(front_door(settings, "127.0.0.1", 0))
+        endpoint, service = await stack.enter_async_context(emulated_router(settings, "127.0.0.1", 0))
         made = Cluster(endpoint, service, http)
         for role, count, ranks in (
             (Role.PREFILL, prefill, prefill_tp),

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Welcome
+from dualpath.core.control import Registered
 from dualpath.core.message import Message
 from dualpath.core.modes import Mode
 from dualpath.core.parts import PartSlice
@@ -227,7 +227,7 @@ class RankedEngine(ToyEngine):
 
     def _end(self, rank: int) -> None:
         self.ended.append(rank)
-        self.group.lose()
+        self.group.fail()
 
     def slice_of(self, rank: int, content: bytes) -> bytes:
         """The bytes of a Layer Block that a rank holds."""
@@ -295,8 +295,8 @@ class RankedCluster(ToyCluster):
             open_transport=open_transport,
         )
         self.pe, self.de, self.decode = self.prefill, self.serving, [self.serving]
-        self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
-        self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+        self.pe.command(Registered(peers=(self.de.manager.address(self.de.epoch),)))
+        self.de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""

@@ -111,7 +111,7 @@ def main() -> None:
     streams.add_argument("--streams", type=int, default=1000)
     streams.add_argument(
         "--fronts", nargs="+", choices=many_streams.FRONTS, default=many_streams.FRONTS,
-        help="`dualpath router`, the light front door of `dualpath emulate router`",
+        help="`dualpath router`, the light router of `dualpath emulate router`",
     )  # fmt: skip
     streams.add_argument("--ramp-s", type=float, default=20.0, help="within which streams start")
 

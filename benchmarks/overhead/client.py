@@ -81,7 +81,7 @@ class Chat:
 
 
 class TokenIds:
-    """``/v1/completions`` of the light front door: token ids in and out."""
+    """``/v1/completions`` of the light router: token ids in and out."""
 
     path = "/v1/completions"
     role_events = 0

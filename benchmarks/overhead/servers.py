@@ -90,7 +90,7 @@ class Pace(msgspec.Struct, frozen=True, kw_only=True):
 class Shape(NamedTuple):
     """What a front end serves: contexts up to a length, chunks of tokens, words or token ids.
 
-    ``stream_interval`` is vLLM's; the light front door streams what it gets.
+    ``stream_interval`` is vLLM's; the light router streams what it gets.
     """
 
     max_model_len: int = MAX_MODEL_LEN
@@ -221,7 +221,7 @@ def paced_cluster(
 ) -> Iterator[Server]:
     """A router before emulated engines that take their time and hardly any CPU.
 
-    ``light``: the front door for token ids instead of `dualpath router`.
+    ``light``: the router for token ids instead of `dualpath router`.
     """
     folder.mkdir()
     costs = folder / "costs.toml"
@@ -250,7 +250,7 @@ def paced_cluster(
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
             _start(servers, role.value, ROUTER_ENTRY, words, folder)
         wait_ready(url, servers)
-        name, api = ("light front door", TokenIds()) if light else ("router", shape.api)
+        name, api = ("light router", TokenIds()) if light else ("router", shape.api)
         pids = tuple(local(process).pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
 

@@ -1,4 +1,4 @@
-"""A light front door, one prefill and one decode engine, emulated, that leave their traces.
+"""A light router, one prefill and one decode engine, emulated, that leave their traces.
 
 All are processes of this machine; transfers go over its own network, storage is a folder that
 nobody throttles, and nothing stays in DRAM from one prompt to the next.

@@ -19,7 +19,7 @@ from tests.unit.dashboard_cluster import large_cluster
 from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.laboratory.emulated.settings import block_geometry
 from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
@@ -101,7 +101,7 @@ async def run(folder: Path, seconds: float, devtools: str, storage: Path) -> Non
         "snic_bytes_per_s": 12e6,
     }
     async with open_tab(devtools) as tab:
-        made_up = FrontDoor(large_cluster(64, 8).service).app()
+        made_up = RouterServer(large_cluster(64, 8).service).app()
         async with serving_app(made_up, "127.0.0.1", 0) as port:
             url = f"http://127.0.0.1:{port}/dashboard"
             await pictures(tab, url, folder, "many")

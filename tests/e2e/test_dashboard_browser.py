@@ -20,7 +20,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Event
-from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.settings import RouterSettings
@@ -48,7 +48,7 @@ async def tab(devtools: str) -> AsyncIterator[Tab]:
 
 @contextlib.asynccontextmanager
 async def serving(reported: ReportedCluster) -> AsyncIterator[str]:
-    async with serving_app(FrontDoor(reported.service).app(), "127.0.0.1", 0) as port:
+    async with serving_app(RouterServer(reported.service).app(), "127.0.0.1", 0) as port:
         yield f"http://127.0.0.1:{port}/dashboard"
 
 

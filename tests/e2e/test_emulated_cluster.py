@@ -19,7 +19,7 @@ from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.laboratory.emulated.metrics import engine_counts
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import (
@@ -189,7 +189,7 @@ async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[li
     folder.mkdir()
     (folder / STORAGE_KEY).write_text(KEY)
     (folder / STORAGE_KEY).chmod(0o600)
-    async with front_door(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
+    async with emulated_router(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
         address = service.control_address
         async with engines(folder, address, mode, prefill, decode) as urls:
             await service.wait_ready(prefill, decode, GUARD_S)
@@ -227,7 +227,7 @@ async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -
     with Processes(tmp_path, Mode.DUALPATH) as started:
         router = started.start("router", "router", "tcp://127.0.0.1:0")
         endpoint, control = re.findall(
-            r"((?:http|tcp)://[\d.:]+)", await first_line(router, "dualpath front door")
+            r"((?:http|tcp)://[\d.:]+)", await first_line(router, "dualpath emulated router")
         )
         engine, *decoders = [
             started.start(name, name.partition("-")[0], control, *ENGINE, "--speedup", "1")

@@ -64,7 +64,7 @@ class Cluster:
         routers = [self._processes.process(name) for name in ROUTERS]
         for router in routers:
             await asyncio.to_thread(router.wait_for_line, STANDS_BY, GUARD_S)
-        return next(r.name for r in routers if r.find_line("front door"))
+        return next(r.name for r in routers if r.find_line("dualpath emulated router"))
 
 
 class Agents:

@@ -49,7 +49,7 @@ def former(chosen: EmulatedSettings) -> BatchFormer:
 
 
 def request(tokens: int, done: int = 0) -> PrefillRequest:
-    prefix = TokenPrefix([1] * tokens, 4, cache_salt=None, vocab_size=9, room_tokens=tokens)
+    prefix = TokenPrefix([1] * tokens, 4, cache_salt=None, vocab_size=9, capacity_tokens=tokens)
     prefill_transfer = PrefillTransfer("r", tokens, done // 4, b"", (), "d", "e", ())
     made = PrefillRequest(prefix, prefill_transfer, lambda answer: None)
     made.done_tokens = done

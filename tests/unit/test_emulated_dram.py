@@ -11,7 +11,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import KEPT_KEY_BYTES, Welcome
+from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, Registered
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
@@ -35,7 +35,7 @@ async def heard(made: Cluster) -> None:
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
         return all(
-            set(known[name].buffer._keys) == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
+            set(known[name].buffer._keys) == {key[:CACHE_UPDATE_KEY_BYTES] for _, key in pool.cached.items()}
             for name, pool in pools.items()
         )
 
@@ -242,7 +242,7 @@ async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -
         assert made.service.metrics.retries == 0
         for engine in made.engines.values():
             report = engine.plane.manager.report()
-            assert report.kept_buffer_tokens <= blocks * GEOMETRY.block_tokens
+            assert report.cached_buffer_tokens <= blocks * GEOMETRY.block_tokens
 
 
 async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() -> None:
@@ -251,7 +251,7 @@ async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() ->
         await made.stored()
         await made.idle()
         buffer = made.engines["decode-0"].plane.manager.buffer
-        for slot, _ in buffer._pool.kept.items():
+        for slot, _ in buffer._pool.cached.items():
             buffer.view(slot)[:8] = bytes(8)
         status, body = await made.post([*PROMPT, *first], 5)
         assert status != 200
@@ -267,7 +267,7 @@ async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path)
         manager = made.engines["decode-0"].plane.manager
         manager.end_session("the router is gone")
         keys.clear()
-        manager.handle(Welcome(peers=()))
+        manager.handle(Registered(peers=()))
         await heard(made)
 
 
@@ -275,10 +275,10 @@ async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: P
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         manager = made.engines["decode-0"].plane.manager
-        assert manager.report().kept_buffer_tokens > 0
+        assert manager.report().cached_buffer_tokens > 0
         manager.end_session("the router is gone")
-        manager.handle(Welcome(peers=(), keep_blocks=False))
-        assert manager.report().kept_buffer_tokens == 0
+        manager.handle(Registered(peers=(), enable_caching=False))
+        assert manager.report().cached_buffer_tokens == 0
         assert manager.buffer.free == manager.buffer.capacity
         assert manager.settings.role is Role.DECODE
 

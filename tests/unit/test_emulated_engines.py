@@ -19,7 +19,7 @@ from dualpath.engine.layer_stream import LayerStream
 from dualpath.laboratory.emulated.batch import Batch
 from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts
 from dualpath.laboratory.emulated.passes import RankPasses, RunningPass
-from dualpath.laboratory.emulated.prefill import GivenPass, PrefillEngine
+from dualpath.laboratory.emulated.prefill import PrefillEngine, StartedPass
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.process import emulated_engine
 from dualpath.laboratory.emulated.verification import CheckedAt
@@ -155,7 +155,7 @@ async def test_the_next_pass_begins_in_the_last_layers_of_the_one_before(
         computed(self, running, late, was_idle=was_idle)
         now.remove(running)
 
-    def begin_noted(self: PrefillEngine, batch: Batch, before: GivenPass | None) -> GivenPass:
+    def begin_noted(self: PrefillEngine, batch: Batch, before: StartedPass | None) -> StartedPass:
         begun_in_pass.append(bool(now))
         return begin(self, batch, before)
 

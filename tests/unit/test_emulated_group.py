@@ -46,7 +46,7 @@ def test_all_ranks_agree_and_are_notified_when_one_ends(tmp_path, monkeypatch):
     callbacks = [event.set for event in ended]
 
     def come_up(rank: int) -> None:
-        found[rank] = group.meet(settings[rank], callbacks[rank], GUARD_S)
+        found[rank] = group.join_group(settings[rank], callbacks[rank], GUARD_S)
 
     settings = ranks(tmp_path, 3)
     threads = [threading.Thread(target=come_up, args=(rank,)) for rank in range(3)]
@@ -65,8 +65,8 @@ def test_all_ranks_agree_and_are_notified_when_one_ends(tmp_path, monkeypatch):
 
 def test_a_rank_reports_that_the_others_did_not_start(tmp_path):
     for settings in ranks(tmp_path, 2):
-        with pytest.raises(DeadlineError, match=r"of 2 has not met the others.*start all of them"):
-            group.meet(settings, meet_s=0.2)
+        with pytest.raises(DeadlineError, match=r"of 2 could not connect to the others.*start all of them"):
+            group.join_group(settings, timeout_s=0.2)
 
 
 def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_path, monkeypatch):
@@ -85,7 +85,7 @@ def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_p
     found: list[GroupRank | None] = []
 
     def come_up(rank: int) -> None:
-        found.append(group.meet(settings[rank], lambda: None, GUARD_S))
+        found.append(group.join_group(settings[rank], lambda: None, GUARD_S))
 
     sleep = time.sleep
 
@@ -106,7 +106,7 @@ def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_p
 
 
 def test_a_plain_engine_has_no_group(tmp_path):
-    assert group.meet(alone_in(tmp_path)) is None
+    assert group.join_group(alone_in(tmp_path)) is None
 
 
 async def test_a_campaign_starts_and_ends_ranks_together(tmp_path):

@@ -26,7 +26,7 @@ OF_GENERATED = {Counter.STORAGE_WRITE_BYTES, Counter.D2H_BYTES}
 AT_PREFILL = {Place.PE_BUFFER, Place.PE_HBM}
 
 
-def meet(settings: EmulatedSettings) -> GroupRank:
+def join_group(settings: EmulatedSettings) -> GroupRank:
     """All ranks run in this process: none has to be waited for."""
     group, _, rank = settings.engine.engine_id.rpartition("-")
     return GroupRank(group, "start", int(rank), RANKS)
@@ -46,7 +46,7 @@ def steps_of(note: AssignmentNote) -> list[Step]:
 async def test_each_rank_of_a_group_moves_what_the_plan_says_of_its_prompts(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "meet", meet)
+    monkeypatch.setattr(process, "join_group", join_group)
     router = RouterSettings(mode=mode, dram_tier=False)
     whole_prompts: dict[str, Any] = {"batch_cap_tokens": 512, "compute_quota_s": 0.0}
     async with cluster(tmp_path, mode, RANKS, RANKS, router=router, **whole_prompts) as made:

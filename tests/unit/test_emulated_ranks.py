@@ -22,7 +22,7 @@ from dualpath.core.modes import Mode
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.surroundings import Surroundings
 from dualpath.laboratory.emulated.data_plane import DataPlane
-from dualpath.laboratory.emulated.rank_plane import FollowerPlane, Held, LetGo
+from dualpath.laboratory.emulated.rank_plane import BlocksHeld, BlocksReleased, FollowerPlane
 from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
@@ -173,11 +173,11 @@ async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
 async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         plane = made.engines["prefill-0"].plane
-        (block,) = plane.hbm.take(1) or ()
-        plane._hear(1, Held((block,)))
-        plane.hbm.give_back((block,))
+        (block,) = plane.hbm.allocate(1) or ()
+        plane._on_event(1, BlocksHeld((block,)))
+        plane.hbm.free((block,))
         assert plane.hbm.free_tokens == plane.manager.hbm_tokens - plane.geometry.block_tokens
-        plane._hear(1, LetGo((block,)))
+        plane._on_event(1, BlocksReleased((block,)))
         await made.idle()
 
 
@@ -206,7 +206,7 @@ async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> N
             made.surroundings, end_process=ended.set
         )
         leader = plane._ranks
-        leader._shared.lose("rank 1 (process 7) has ended, by SIGKILL")  # type: ignore[attr-defined]
+        leader._shared.fail("rank 1 (process 7) has ended, by SIGKILL")  # type: ignore[attr-defined]
         assert await asyncio.to_thread(ended.wait, GUARD_S)
         assert plane.manager.health() == "rank 1 (process 7) has ended, by SIGKILL"
         assert made.service.status()["engines"][0]["alive"] is False
@@ -217,7 +217,7 @@ def test_a_rank_that_cannot_come_up_takes_its_engine_with_it(tmp_path: Path) -> 
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric, ranks = InProcessFabric(), ThreadRanks(2)
     surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
-    ranks.ended("rank 1 has ended: no device")
+    ranks.rank_ended("rank 1 has ended: no device")
     with pytest.raises(EngineLostError, match="rank 1 has ended: no device"):
         DataPlane(settings, surroundings, ranks.leader)
 

@@ -12,7 +12,7 @@ from dualpath.core.modes import Mode
 from dualpath.policy.chain_index import ChainIndex
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES, BlockHeader, decode_header
-from dualpath.storage.inventory import Choice, chosen, remove
+from dualpath.storage.inventory import BlockFilter, remove, select_rows
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.survey import Survey
 
@@ -67,7 +67,7 @@ async def test_who_is_forgotten_is_so_with_all_answers_and_nobody_else_is(tmp_pa
             await ask(made, salt)
     tree, index = PosixObjects(storage), ChainIndex()
     Survey(tree, index, lambda: 0.0).whole()
-    remove(tree, index, chosen(index, Choice(tenant=tenant_tag("mine"))), "me", lambda share: None)
+    remove(tree, index, select_rows(index, BlockFilter(tenant=tenant_tag("mine"))), "me", lambda share: None)
     each = PROMPT_BLOCKS + ANSWER_BLOCKS
     assert by_tenant(storage) == {tenant_tag("yours"): each, "": each}
 

@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.modes import Mode
 from dualpath.router.service import RouterService
 from dualpath.vllm.generate_client import GenerateClient
@@ -38,7 +38,7 @@ async def events(
         cache_salt=salt,
         data_parallel_rank=None,
     )
-    job = make_job(request, KeyMemory(GEOMETRY.block_tokens), stateful_sampling=False)
+    job = make_job(request, KeyCache(GEOMETRY.block_tokens), stateful_sampling=False)
     return [event.token_ids async for event in service.submit(job)]
 
 

@@ -23,7 +23,7 @@ from dualpath.engine.health import Health
 from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK, TimedGroup
 from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
 
 TOKENS = 4 * GEOMETRY.block_tokens
@@ -134,7 +134,7 @@ def test_late_bytes_of_a_follower_keep_the_request_and_its_hbm(cluster: RankedCl
     cluster.pe.command(Release("r", "given up"))
     assert cluster.prefill.held.now == set(range(BLOCKS))
     assert cluster.pe.answers(Released) == []
-    assert cluster.pe.manager.doubts().unsettled == ("r",)
+    assert cluster.pe.manager.in_doubt().unsettled == ("r",)
     cluster.fabric.wake(DE_FOLLOWER)
     cluster.pe.answer(Released, "r")
     cluster.prefill.held.wait_for_none()
@@ -164,7 +164,7 @@ def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: Rank
 
     def at_layer(rank: int, layer: int) -> None:
         if (rank, layer) == (1, 2):
-            cluster.prefill.group.lose()
+            cluster.prefill.group.fail()
             raise SystemExit  # nothing of it goes on
 
     with pytest.raises((EngineLostError, SystemExit)):
@@ -233,11 +233,11 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
 
 def test_without_free_staging_slots_all_ranks_drop_the_same_blocks(cluster: RankedCluster) -> None:
     keys = prompt_keys(6 * GEOMETRY.block_tokens, "generated")
-    taken = [cluster.de.manager._staging.take() for _ in range(3)]
+    taken = [cluster.de.manager._staging.allocate() for _ in range(3)]
     cluster.generate(list(enumerate(keys[:2])))
     for slot in taken:
         assert slot is not None
-        cluster.de.manager._staging.give_back(slot)
+        cluster.de.manager._staging.free_slot(slot)
     cluster.generate(list(enumerate(keys[2:5])))
     while cluster.de.manager._staging.free < 4:
         assert cluster.de.manager.drain(GUARD_S)
@@ -268,7 +268,7 @@ def test_all_agents_and_processes_are_in_the_address(cluster: RankedCluster) -> 
     address = cluster.de.manager.address("e", this_process())
     assert [a.agent for a in address.agents] == ["de-0-epoch-1-0", DE_FOLLOWER]
     assert address.process.ranks == (this_process(),)
-    assert not is_gone(address.process)
+    assert not has_exited(address.process)
 
 
 def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedCluster) -> None:
@@ -299,7 +299,7 @@ def test_a_wait_for_another_rank_that_takes_too_long_breaks_the_engine() -> None
     while health.broken is None:
         group.look()
     assert "rank 1 of 2 has waited" in health.broken
-    ranks.lose()
+    ranks.fail()
     waits.join(GUARD_S)
 
 
@@ -311,8 +311,8 @@ def test_work_is_still_when_every_follower_says_so() -> None:
     first, second = leader.begin(), leader.begin()
     for follower in followers:
         assert [follower.begin(), follower.begin()] == [first, second]
-    leader.when_still(second, lambda: over.append("second"))
-    leader.when_still(first, lambda: over.append("first"))
+    leader.when_idle(second, lambda: over.append("second"))
+    leader.when_idle(first, lambda: over.append("first"))
     followers[0].ended(first)
     followers[0].ended(second)
     followers[1].ended(second)

@@ -73,7 +73,7 @@ async def posted(made: Cluster, url: str, body: bytes) -> int:
         return response.status
 
 
-def test_the_light_front_door_answers_every_body(tmp_path: Path) -> None:
+def test_the_light_router_answers_every_body(tmp_path: Path) -> None:
     async def story(made: Cluster, body: bytes) -> None:
         assert await posted(made, f"{made.endpoint}/v1/completions", body) < 500
 

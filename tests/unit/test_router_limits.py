@@ -39,7 +39,7 @@ from dualpath.router.settings import RouterSettings
 PROMPT = list(range(1, 20))
 
 
-# ---------------------------------------------------------------------- the light front door
+# ---------------------------------------------------------------------- the light router
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from dualpath.cli.scaled_router import FrontEndWords, run_scaled_router
+from dualpath.cli.scaled_router import FrontEndCommand, run_scaled_router
 from dualpath.cli.settings import (
     EMULATED,
     ENGINE,
@@ -91,15 +91,15 @@ def run(args: argparse.Namespace) -> int:
         if settings.front_ends:
             return run_scaled_router(settings, *http_address(args), _front_end_words(args))
 
-        from dualpath.laboratory.emulated.front_door_process import run_front_door
+        from dualpath.laboratory.emulated.front_door_process import run_emulated_router
 
-        run_served(run_front_door(settings, *http_address(args)))
+        run_served(run_emulated_router(settings, *http_address(args)))
     elif args.role == FRONTEND:
         settings, link = router_settings(args), link_settings(args)
 
-        from dualpath.laboratory.emulated.front_door_process import run_linked_front_door
+        from dualpath.laboratory.emulated.front_door_process import run_emulated_front_end
 
-        run_served(run_linked_front_door(settings, link, *http_address(args)))
+        run_served(run_emulated_front_end(settings, link, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _front_end_words(args: argparse.Namespace) -> FrontEndWords:
+def _front_end_words(args: argparse.Namespace) -> FrontEndCommand:
     host, _ = http_address(args)
 
     def words(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:

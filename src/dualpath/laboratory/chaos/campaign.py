@@ -26,7 +26,7 @@ from dualpath.laboratory.chaos.tally import loaded_blocks
 from dualpath.laboratory.chaos.watch import FailpointServer
 
 #: Texts that no log may contain: the verifier's message for wrong KV, and uncaught exceptions.
-_WRONG_KV = "this is a defect of the data path"
+_WRONG_KV = "this is a bug in the data path"
 _TRACEBACK = "Traceback (most recent call last)"
 _TICK_S = 5.0
 #: The last line of a traceback, after the prefix that vLLM's logging adds to every line.

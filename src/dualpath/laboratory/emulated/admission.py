@@ -1,4 +1,4 @@
-"""Requests at the door of an emulated engine: what they carry is checked, then they enter it."""
+"""Validates requests to an emulated engine and submits them to it."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from dualpath.router.token_api.wire import GenerateRequest
 
 
 class Admission:
-    """Requests of one engine; methods may be called from any thread."""
+    """Validates and submits requests of one engine; methods may be called from any thread."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
         self._plane = plane
@@ -30,18 +30,18 @@ class Admission:
         self._checks = TransferChecks(plane.settings.engine, plane.geometry)
 
     def transfer(self, asked: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
-        """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
+        """Return the request's transfer; raises ``BadRequestError`` for invalid requests."""
         transfer = self._checks.carried(asked.kv_transfer_params)
         if transfer is None:
             raise BadRequestError(
-                f"request {asked.request_id} carries no kv_transfer_params; send it through the "
-                "router"
+                f"request {asked.request_id} has no kv_transfer_params; send it through the router"
             )
         vocab_size = self._settings.vocab_size
         if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
             raise BadRequestError(
                 f"request {asked.request_id} has token ids from {min(asked.token_ids)} to "
-                f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
+                f"{max(asked.token_ids)}, but the vocabulary has 0 to {vocab_size - 1}; correct "
+                "them"
             )
         tokens, most = self._tokens(asked), self._settings.max_model_len
         if max_tokens(asked) < 1:
@@ -51,14 +51,15 @@ class Admission:
             )
         if tokens > min(most, self._plane.manager.hbm_tokens):
             raise BadRequestError(
-                f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
-                f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
+                f"request {asked.request_id} needs {tokens} tokens, but the longest context is "
+                f"{most} and the HBM holds {self._plane.manager.hbm_tokens}; shorten it or raise "
+                "the engine's HBM"
             )
         self._checks.check(transfer, len(asked.token_ids))
         return transfer
 
     def _tokens(self, asked: GenerateRequest[Sampling]) -> int:
-        """Tokens that need HBM here."""
+        """Return the number of tokens that need HBM at this engine."""
         if self._settings.engine.role is Role.PREFILL:
             return len(asked.token_ids)
         return len(asked.token_ids) + max_tokens(asked)
@@ -66,13 +67,13 @@ class Admission:
     def prefix(
         self, asked: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
     ) -> TokenPrefix:
-        """Return the prompt's keys and seeds, which takes a while for a long one."""
+        """Return the prompt's keys and seeds, which takes long for a long prompt."""
         return TokenPrefix(
             asked.token_ids[: transfer.prompt_tokens],
             self._settings.geometry.block_tokens,
             cache_salt=asked.cache_salt,
             vocab_size=self._settings.vocab_size,
-            room_tokens=self._tokens(asked),
+            capacity_tokens=self._tokens(asked),
         )
 
     def submit(
@@ -82,7 +83,7 @@ class Admission:
         prefix: TokenPrefix,
         deliver: Deliver,
     ) -> Callable[[], None]:
-        """Hand the request to the engine; return what aborts it, which may come too late."""
+        """Submit the request to the engine; return a function that aborts it, even if it ended."""
         if isinstance(transfer, PrefillTransfer):
             assert isinstance(self._engine, PrefillEngine)
             prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)

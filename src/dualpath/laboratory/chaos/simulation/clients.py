@@ -72,7 +72,7 @@ def _prefix(prompt: Sequence[int], count: int) -> TokenPrefix:
         BLOCK_TOKENS,
         cache_salt=None,
         vocab_size=VOCABULARY,
-        room_tokens=len(prompt) + count,
+        capacity_tokens=len(prompt) + count,
     )
 
 
@@ -132,7 +132,7 @@ class Clients:
 
     async def _send(self, name: str, prompt: tuple[int, ...], count: int) -> SimRequest:
         request = SimRequest(name, prompt, count, self._world.now_s)
-        self.request.append(request)
+        self.requests.append(request)
         endpoint = self._cluster.endpoint()
         if not endpoint.serves:
             self._end(request, "reset")

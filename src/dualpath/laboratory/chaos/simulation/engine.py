@@ -233,15 +233,15 @@ class SimEngine:
             self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
-        take, numbers = plane.hbm.take, itertools.count()
+        allocate, numbers = plane.hbm.allocate, itertools.count()
 
-        def noted_take(blocks: int) -> tuple[int, ...] | None:
-            taken = take(blocks)
+        def noted_allocate(blocks: int) -> tuple[int, ...] | None:
+            taken = allocate(blocks)
             lease = f"hbm lease {next(numbers)}"
             self._hbm_owners.update(dict.fromkeys(taken or (), lease))
             return taken
 
-        plane.hbm.take = noted_take  # type: ignore[method-assign]
+        plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
 
     def kept(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Yield what its buffer keeps for requests to come."""

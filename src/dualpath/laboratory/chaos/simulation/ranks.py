@@ -8,8 +8,8 @@ from dualpath.engine.surroundings import Surroundings
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.rank_pipes import RankPipe
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
-from dualpath.laboratory.emulated.follow import follow_with
-from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Tie
+from dualpath.laboratory.emulated.follow import run_follower
+from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, FollowerConnection
 from dualpath.laboratory.emulated.rank_plane import FollowerPlane
 from dualpath.transport.contract import Transport
 
@@ -36,9 +36,9 @@ class SimFollower:
         self._shared.world.note(self.name, "starts")
         self._threads.start("main", self._main)
 
-    def tie(self) -> Tie:
+    def tie(self) -> FollowerConnection:
         """Return the connection from the engine's first rank to this one."""
-        return Tie(self.rank, self._leaders, self._end_description, self.engine.threads)
+        return FollowerConnection(self.rank, self._leaders, self._end_description, self.engine.threads)
 
     def kill(self) -> None:
         """End as after SIGKILL."""
@@ -68,7 +68,7 @@ class SimFollower:
         end = ConnectedFollower(self.rank, size, self._own, self._threads)
         try:
             self._plane = FollowerPlane(engine.settings, end, surroundings)
-            follow_with(self._plane, end)
+            run_follower(self._plane, end)
         except DualPathError as error:
             self._shared.world.note(self.name, f"ends: {error}")
         self.kill()
