@@ -23,7 +23,7 @@ from dualpath.report.model import (
     Table,
     Text,
 )
-from dualpath.report.style import LOOKS, MODE_STYLES, OTHER_LOOKS, looks
+from dualpath.report.style import MODE_SERIES_STYLES, MODE_STYLES, OTHER_SERIES_STYLES, series_styles
 from dualpath.report.text import print_report
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
@@ -100,22 +100,22 @@ def test_a_page_escapes_cells_and_reads_prose_as_markdown():
 
 @pytest.mark.parametrize("mode", Mode)
 def test_a_mode_looks_the_same_in_whatever_company(mode: Mode):
-    (alone,) = looks([mode.value])
-    among = looks(["other", *(one.value for one in Mode)])
+    (alone,) = series_styles([mode.value])
+    among = series_styles(["other", *(one.value for one in Mode)])
     assert among[1 + list(Mode).index(mode)] == alone
-    assert looks(["other", mode.value])[0] != alone
+    assert series_styles(["other", mode.value])[0] != alone
 
 
 def test_a_mode_has_its_look_by_value_and_by_title():
     for mode, style in MODE_STYLES.items():
-        assert looks([mode.value, style.title]) == [style.look] * 2
+        assert series_styles([mode.value, style.title]) == [style.series_style] * 2
 
 
 def test_names_that_are_no_modes_take_looks_that_no_mode_has():
-    assert looks(["a", "basic", "b"]) == [OTHER_LOOKS[0], LOOKS[0], OTHER_LOOKS[1]]
-    assert not {look.colour for look in OTHER_LOOKS} & {look.colour for look in LOOKS}
-    many = [str(number) for number in range(len(OTHER_LOOKS) + 1)]
-    assert looks(many)[-1] == OTHER_LOOKS[0]
+    assert series_styles(["a", "basic", "b"]) == [OTHER_SERIES_STYLES[0], MODE_SERIES_STYLES[0], OTHER_SERIES_STYLES[1]]
+    assert not {look.colour for look in OTHER_SERIES_STYLES} & {look.colour for look in MODE_SERIES_STYLES}
+    many = [str(number) for number in range(len(OTHER_SERIES_STYLES) + 1)]
+    assert series_styles(many)[-1] == OTHER_SERIES_STYLES[0]
 
 
 def test_a_headline_stands_first_in_every_medium():

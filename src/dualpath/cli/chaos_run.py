@@ -5,9 +5,9 @@ import shlex
 import sys
 from pathlib import Path
 
-from dualpath.cli.output import say, say_if_undrawn
+from dualpath.cli.output import print_progress, warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.cli.termination import ended_by_sigterm
+from dualpath.cli.termination import sigterm_as_interrupt
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.chaos.points import EngineKind
 from dualpath.laboratory.chaos.settings import (
@@ -17,11 +17,11 @@ from dualpath.laboratory.chaos.settings import (
     VllmEnginesSettings,
 )
 
-_DESCRIPTION = """Start a cluster of emulated engines, let agents ask it without a pause, and kill,
-stop and restart its processes, cut its connections, break its storage and damage stored blocks,
-each at a step of a request. Every token is compared with the one that must come, every byte of KV
-where it arrives. Exit code 1 if a request was late, wrong or ended without a clear word, or if
-anything was left behind."""
+_DESCRIPTION = """Start a cluster of emulated engines, send requests of agents continuously, and
+kill, stop and restart its processes, reset its connections, make its storage fail and corrupt
+stored blocks, each fault at a step of a request. Every token is compared with the expected one,
+every byte of KV at its destination. Exit code 1 if a request was late, wrong or ended without a
+clear error, or if anything was left behind."""
 _EXIT_UNCLEAN = 1
 
 
@@ -29,13 +29,13 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     """Add `dualpath chaos run`."""
     parser = actions.add_parser(
         "run",
-        help="kill, stop and cut off real processes, break storage",
+        help="kill, stop and disconnect real processes, make storage fail",
         description=_DESCRIPTION,
     )
-    parser.add_argument("--name", default="chaos-run", help="of the report's files")
-    parser.add_argument("--out", metavar="DIR", help="write the report there")
+    parser.add_argument("--name", default="chaos-run", help="base name of the report's files")
+    parser.add_argument("--out", metavar="DIR", help="write the report to this folder")
     parser.add_argument(
-        "--logs", metavar="DIR", help="keep logs and storage there; a new folder (default: dropped)"
+        "--logs", metavar="DIR", help="new folder for logs and storage (default: a temporary one)"
     )
     add_settings(parser, ChaosSettings)
     add_settings(parser, LoadSettings, title="agents")
@@ -45,11 +45,11 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a campaign and print what it found; return 1 if that is not clean.
+    """Run a campaign and print its report; return 1 if there are findings.
 
     Raises:
-        ConfigError: settings that cannot be, a folder for logs that is there already.
-        EngineLostError, DeadlineError: the cluster did not come up.
+        ConfigError: invalid settings, or a folder for logs that exists already.
+        EngineLostError, DeadlineError: the cluster did not start.
     """
     import asyncio
     import tempfile
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.laboratory.experiments.report import as_report, write_experiment
     from dualpath.report.text import print_report
 
-    say_if_undrawn(args.out)
+    warn_if_no_plots(args.out)
     settings = flag_settings(args, ChaosSettings)
     load = flag_settings(args, LoadSettings)
     engines: EnginesUnderTest
@@ -70,14 +70,14 @@ def run(args: argparse.Namespace) -> int:
         engines = EmulatedEngines(flag_settings(args, EmulatedEnginesSettings))
     with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
         folder = _new_folder(args.logs) if args.logs else Path(dropped)
-        # An end by signal is an exception, after which nothing is left running.
-        with ended_by_sigterm():
-            result = asyncio.run(Campaign(settings, load, engines, folder, say).run())
+        # SIGTERM raises an exception, which stops all processes.
+        with sigterm_as_interrupt():
+            result = asyncio.run(Campaign(settings, load, engines, folder, print_progress).run())
     report = chaos_report(result, args.name, _command_line())
     print_report(as_report(report))
     if args.out:
         for path in write_experiment(report, Path(args.out)):
-            say(f"wrote {path}")
+            print_progress(f"wrote {path}")
     return 0 if result.is_clean else _EXIT_UNCLEAN
 
 
@@ -91,7 +91,7 @@ def _new_folder(path: str) -> Path:
 
 
 def _command_line() -> str:
-    """Return the command without what says where things are written."""
+    """Return the command line without the flags of output folders."""
     words = sys.argv[1:]
     for flag in ("--out", "--logs", "--storage"):
         if flag in words:

@@ -5,7 +5,7 @@ import os
 import sys
 import time
 
-from dualpath.cli.output import add_json_argument, say, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 
 _DESCRIPTION = """Run clusters of emulated engines in one process, on virtual time, under faults:
 processes are killed, stopped and restarted, connections reset and stalled; storage is slow, failing
@@ -92,7 +92,9 @@ def _campaign(args: argparse.Namespace) -> int:
                 break
         if time.monotonic() - reported_s > _REPORT_EVERY_S:
             reported_s = time.monotonic()
-            say(f"{totals.seeds} of {args.seeds} seeds, {len(totals.failing)} with problems")
+            print_progress(
+                f"{totals.seeds} of {args.seeds} seeds, {len(totals.failing)} with problems"
+            )
     if not wrote_json(args, totals):
         took_s = time.monotonic() - begun_s
         print(
