@@ -12,7 +12,7 @@ from tests.e2e.typed_pages import TypedPages, types
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.lab.cluster import lab_down
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.models.tiny import make_tiny_model
@@ -90,7 +90,7 @@ def pages(tmp_path: Path) -> Iterator[TypedPages]:
         pytest.skip(f"lab: {why}")
     yield TypedPages(tmp_path)
     lab_down(LAB)
-    assert find_leftovers(LAB).nothing
+    assert find_remains(LAB).is_empty
 
 
 def test_a_lab_is_made_looked_at_and_removed(

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 
 import msgspec
 
-from dualpath.laboratory.chaos.simulation.bugs import buged
+from dualpath.laboratory.chaos.simulation.plants import planted
 from dualpath.laboratory.chaos.simulation.play import Outcome, run_seed
 
 #: Seeds per task of a worker process.
@@ -57,5 +57,5 @@ def outcomes(first: int, count: int, jobs: int, bug: str = "") -> Iterator[Outco
 
 def _run_chunk(chunk: tuple[int, int, str]) -> list[Outcome]:
     first, count, bug = chunk
-    with buged(bug):
+    with planted(bug):
         return [run_seed(seed) for seed in range(first, first + count)]

@@ -10,7 +10,6 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.router_connection import RouterConnection
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.slots import SlotPool
 from dualpath.engine.surroundings import Surroundings
 from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
@@ -18,7 +17,6 @@ from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.control import EngineConnection
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
-from dualpath.laboratory.chaos.simulation.kept_watch import watch_fetches
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.emulated.admission import Admission
@@ -96,7 +94,6 @@ class SimEngine:
             self.kill()
             return
         self._watch_hbm(plane)
-        watch_fetches(self.name, plane.manager, self.shared.world)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -202,7 +199,7 @@ class SimEngine:
     def _poll_transfers(self) -> None:
         """Poll transfers when one has ended, instead of all the time."""
         if self.plane is not None:
-            self.plane.manager._rank.movers.pump.call(lambda: None)
+            self.plane.manager.wake_pump()
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
         return EngineConnection(self.shared.control, self.threads)
@@ -216,9 +213,9 @@ class SimEngine:
         manager = self.plane.manager
         memory = region.partition(".")[0]
         if memory == BUFFER_REGION:
-            return _slot_owner(manager._buffer._pool, piece)
+            return manager.buffer.owner(piece)
         if memory == STAGING_REGION:
-            return "staging" if manager._staging._pool._leased[piece] else None
+            return "staging" if manager.staging.is_leased(piece) else None
         free = piece in self.plane.hbm._free
         return None if free else self._hbm_owners.get(piece)
 
@@ -226,10 +223,9 @@ class SimEngine:
         """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
         if self.plane is None or not self.process.alive:
             return
-        buffer = self.plane.manager._buffer
-        offset = address_of(destination) - buffer._memory.address
-        slot = offset // buffer.geometry.full_block_bytes
-        if buffer._pool._pins[slot] < 1:
+        buffer = self.plane.manager.buffer
+        slot = buffer.slot_at(address_of(destination))
+        if not buffer.is_pinned(slot):
             self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
@@ -247,7 +243,7 @@ class SimEngine:
         """Yield what its buffer keeps for requests to come."""
         if self.plane is not None and self.process.alive:
             buffer = self.plane.manager.buffer
-            for slot, key in buffer._pool.cached.items():
+            for slot, key in buffer.cached_blocks():
                 yield key, bytes(buffer.view(slot))
 
     def held_when_idle(self) -> list[str]:
@@ -262,25 +258,14 @@ class SimEngine:
             "tokens to read": (report.read_queue_tokens, 0),
             "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
-            "free staging": (manager._staging.free, manager._staging.capacity),
+            "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
             "open files": (self._files.open, 0),
             "half-written files": (len(self._files.half_written(self.name)), 0),
-            "retained blocks": (len(manager.buffer._pool.cached._retained), 0),
+            "retained blocks": (manager.buffer.retained, 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"
             for what, (found, right) in counts.items()
             if found != right
         ]
-
-
-def _slot_owner(pool: SlotPool, slot: int) -> str | None:
-    """Return whose bytes may arrive in a slot: nobody's where its block is whole."""
-    if slot in pool.cached:
-        return None
-    for held in (pool._leases, pool._quarantine):
-        for request_id, slots in held.items():
-            if slot in slots:
-                return request_id
-    return None

@@ -109,7 +109,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
         mock.patch.object(door, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
         mock.patch.object(role_wishes, "INTERVAL_S", _ROLE_POLL_S),
-        mock.patch.object(follower, "_LOOK_S", _TICK_S),
+        mock.patch.object(follower, "_POLL_S", _TICK_S),
         mock.patch.multiple(storage_keeping, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
         mock.patch.object(lease, "BEAT_S", _KEEPER_S),
         mock.patch.object(janitor, "SAVE_S", _SAVE_S),

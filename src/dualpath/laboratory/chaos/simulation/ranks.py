@@ -38,7 +38,9 @@ class SimFollower:
 
     def tie(self) -> FollowerConnection:
         """Return the connection from the engine's first rank to this one."""
-        return FollowerConnection(self.rank, self._leaders, self._end_description, self.engine.threads)
+        return FollowerConnection(
+            self.rank, self._leaders, self._end_description, self.engine.threads
+        )
 
     def kill(self) -> None:
         """End as after SIGKILL."""
