@@ -22,7 +22,7 @@ from dualpath.laboratory.demo.run import DemoRun
 from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.midway import Midway, met_midway
+from dualpath.laboratory.workload.conversation.midway import MidSessionAgent, mid_session_agents
 from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
@@ -45,7 +45,7 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def first_prompts(agent: Midway) -> tuple[list[int], list[int]]:
+def first_prompts(agent: MidSessionAgent) -> tuple[list[int], list[int]]:
     """Return what is stored and what the first turn sends."""
     contents = Contents(Vocabulary(encode=encode))
     history, rest = (s.start(AgentSettings(), contents) for s in (agent.history, agent.rest))
@@ -71,7 +71,7 @@ def talk(name: str, *sizes: int, tail: bool = False) -> TextSession:
 
 @pytest.mark.parametrize("tail", [False, True])
 def test_an_agent_of_text_goes_on_from_the_newest_of_what_it_had(tail):
-    (agent,) = met_midway([talk("t", 100, 100, 5, 5, 100, tail=tail)], 1, 2, 60, encode)
+    (agent,) = mid_session_agents([talk("t", 100, 100, 5, 5, 100, tail=tail)], 1, 2, 60, encode)
 
     assert agent.rest.session_id == agent.history.session_id == "t@2"
     assert agent.rest.turns == 2
@@ -87,7 +87,7 @@ def test_an_agent_of_text_goes_on_from_the_newest_of_what_it_had(tail):
 
 def test_agents_of_token_counts_have_their_history_as_a_prefix():
     session = rounds("r", (500, 5), (300, 5), (7, 5), (9, 5), (400, 5))
-    (agent,) = met_midway([session], 1, 2, 256, encode)
+    (agent,) = mid_session_agents([session], 1, 2, 256, encode)
 
     assert agent.rest.session_id == "r@2"
     stored, sent = first_prompts(agent)
@@ -98,7 +98,7 @@ def test_agents_of_token_counts_have_their_history_as_a_prefix():
 
 def test_windows_that_append_least_are_taken_and_no_turn_twice():
     session = rounds("r", (500, 1), (90, 1), (1, 1), (2, 1), (3, 1), (80, 1))
-    names = [agent.rest.session_id for agent in met_midway([session], 2, 2, 64, encode)]
+    names = [agent.rest.session_id for agent in mid_session_agents([session], 2, 2, 64, encode)]
     assert names == ["r@2", "r@4"]
 
 
@@ -106,8 +106,8 @@ def test_an_agent_that_edits_its_history_is_not_met_there():
     plain = talk("t", 100, 100, 5)
     edited = (Message("system", "other"), *plain.text_turns[2].messages[1:])
     turns = (*plain.text_turns[:2], msgspec.structs.replace(plain.text_turns[2], messages=edited))
-    with pytest.raises(ConfigError, match=r"0 windows of 1 turns.*take fewer agents"):
-        met_midway([TextSession("t", turns[1:])], 1, 1, 60, encode)
+    with pytest.raises(ConfigError, match=r"0 windows of 1 turns.*use fewer agents"):
+        mid_session_agents([TextSession("t", turns[1:])], 1, 1, 60, encode)
 
 
 def test_sessions_that_cannot_be_met_in_the_middle_are_refused():
@@ -115,12 +115,12 @@ def test_sessions_that_cannot_be_met_in_the_middle_are_refused():
         session_id, turns = "b", 3
 
     blocks: list[Session] = [Blocks()]  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="session b cannot be met in the middle"):
-        met_midway(blocks, 1, 1, 64, encode)
+    with pytest.raises(ConfigError, match="session b cannot be started in the middle"):
+        mid_session_agents(blocks, 1, 1, 64, encode)
 
 
 def test_a_replay_knows_what_was_stored_before_it():
-    (agent,) = met_midway([rounds("r", (500, 5), (9, 5))], 1, 1, 256, encode)
+    (agent,) = mid_session_agents([rounds("r", (500, 5), (9, 5))], 1, 1, 256, encode)
     with served(FakeServer()) as endpoint:
         options = ReplayOptions(run_id="same")
         play([agent.history], endpoint, options)
@@ -148,7 +148,7 @@ def test_the_rate_makes_one_path_take_its_share_of_oracles_time():
     chosen = choose_rate(oracle, NAMESPACE, prefill=2)
     assert chosen.load_bytes == blocks * GEOMETRY.full_block_bytes
     assert chosen.load_bytes / (2 * chosen.bytes_per_s) == pytest.approx(LOAD_SHARE * 10.0)
-    assert "Oracle's run, which took 10.0 s" in chosen.line()
+    assert "Oracle's run took 10.0 s" in chosen.line()
 
 
 def test_without_oracle_the_rate_has_to_be_given():
@@ -230,7 +230,7 @@ SERVED = msgspec.structs.replace(NAMESPACE, geometry=BlockGeometry.uniform(2, BL
 
 def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(tmp_path):
     sessions = [rounds(name, (500, 5), (9, 5), (9, 5)) for name in "ab"]
-    agents = met_midway(sessions, 2, 2, 256, encode)
+    agents = mid_session_agents(sessions, 2, 2, 256, encode)
     events: list[str] = []
     demo = DemoSettings(agents=2, max_turns=2, history_tokens=256, max_context_tokens=4096)
 
@@ -283,7 +283,7 @@ def test_no_read_is_given_up_however_slow_storage_is(tmp_path):
 
 def test_histories_that_are_not_stored_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("dualpath.laboratory.demo.run._STORED_TIMEOUT_S", 0.0)
-    agents = met_midway([rounds("a", (500, 5), (9, 5))], 1, 1, 256, encode)
+    agents = mid_session_agents([rounds("a", (500, 5), (9, 5))], 1, 1, 256, encode)
     demo = DemoSettings(agents=1, max_turns=1, history_tokens=256, max_context_tokens=4096)
     events: list[str] = []
 

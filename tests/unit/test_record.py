@@ -178,7 +178,7 @@ async def test_an_endpoint_that_is_gone_is_said_so():
         http.post(f"{url}/v1/completions", json={"prompt": [1]}) as response,
     ):
         assert response.status == 502
-        assert "is the server up there?" in await response.text()
+        assert "check that the server is running" in await response.text()
 
 
 @pytest.mark.parametrize("format", writable("blocks"))
@@ -241,7 +241,7 @@ def test_a_format_of_texts_is_written_only_where_texts_may_be_kept(
 ):
     out = str(tmp_path / "t.jsonl")
     assert main(["record", "--endpoint", "http://x", "--out", out, "--format", "lmcache"]) == 2
-    assert "recorded with --text only" in capsys.readouterr().err
+    assert "give --text to record them" in capsys.readouterr().err
     assert main(["record", "--endpoint", "http://x", "--out", out, "--text"]) == 2
     assert "take agentperf or lmcache" in capsys.readouterr().err
 

@@ -142,7 +142,7 @@ def test_spans_of_agents_and_tools_are_no_requests_and_lengths_tell_what_goes_on
     assert lengths.session_id == "c"
     assert isinstance(lengths, TokenSession)
     # The third prompt is shorter than what was sent: it keeps what the server's cache held.
-    assert lengths.kept_tokens == (None, None, 64)
+    assert lengths.retained_tokens == (None, None, 64)
     assert rounds(lengths) == [(100, 20, 0.0), (30, 5, 2.5), (16, 1, 0.0)]
 
 
@@ -165,10 +165,10 @@ def with_span(change: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("good", "bad", "fault"),
     [
-        (MOONCAKE, MOONCAKE | {"input_length": 0}, "input_length is 0, must be at least 1"),
+        (MOONCAKE, MOONCAKE | {"input_length": 0}, "input_length is 0; it must be at least 1"),
         (MOONCAKE, MOONCAKE | {"input_length": -4}, "Expected `int` >= 0"),
-        (MOONCAKE, {"timestamp": 0, "output_length": 1}, "nor messages nor text_input"),
-        (MOONCAKE, MOONCAKE | {"text_input": "a"}, "contradict each other"),
+        (MOONCAKE, {"timestamp": 0, "output_length": 1}, "messages and text_input are missing"),
+        (MOONCAKE, MOONCAKE | {"text_input": "a"}, "exclude each other"),
         (
             MOONCAKE,
             {"timestamp": 0, "input_length": 9, "hash_ids": [1]},
@@ -176,13 +176,13 @@ def with_span(change: dict[str, Any]) -> dict[str, Any]:
         ),
         (MOONCAKE, MOONCAKE | {"hash_ids": ["x"]}, "Expected `int`, got `str`"),
         (BAILIAN, BAILIAN | {"input_length": 0}, "Expected `int` >= 1"),
-        (BAILIAN, BAILIAN, "chat_id 55 comes twice"),
+        (BAILIAN, BAILIAN, "chat_id 55 occurs twice"),
         (BAILIAN, BAILIAN | {"timestamp": -1}, "Expected `float` >= 0"),
         (LMCACHE, LMCACHE | {"input": ""}, "length >= 1"),
         (LMCACHE, LMCACHE | {"session_id": None}, "Expected `str`, got `null`"),
-        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "x"}}), "'x' is no integer"),
-        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "0"}}), "is 0, must be 1 to"),
-        (OTEL, with_span({"endTimeUnixNano": "5"}), "endTimeUnixNano is 5, must be"),
+        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "x"}}), "'x' is not an integer"),
+        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "0"}}), "is 0; it must be 1 to"),
+        (OTEL, with_span({"endTimeUnixNano": "5"}), "endTimeUnixNano is 5; it must be"),
         (OTEL, with_span({"gen_ai.input.messages": {"stringValue": "{"}}), "is not a list"),
     ],
 )
@@ -205,5 +205,5 @@ def test_lengths_that_fit_no_size_of_blocks_are_refused(tmp_path: Path):
     lines = [MOONCAKE, MOONCAKE | {"input_length": 4096, "hash_ids": [1, 2]}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    with pytest.raises(TraceError, match="no number of tokens per block fits"):
+    with pytest.raises(TraceError, match="no block size fits"):
         read_trace(path)

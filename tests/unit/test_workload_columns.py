@@ -142,7 +142,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 
 
 def test_workloads_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="there is no session"):
+    with pytest.raises(ConfigError, match="there are no sessions"):
         agents_from_sessions([])
     with pytest.raises(TraceError, match="no round fits max_context_tokens 4"):
         agents_from_sessions([rounds((5, 1))], WorkloadSettings(max_context_tokens=4))
@@ -150,9 +150,9 @@ def test_workloads_that_cannot_be_are_refused():
         TraceError, match=r"round 1 of agent 0 needs 12 tokens.* limit of 10;.*trunc"
     ):
         agents_from_sessions([rounds((5, 1), (5, 1))], WorkloadSettings(context_limit_tokens=10))
-    with pytest.raises(ConfigError, match="made of block ids, which cannot be stretched"):
+    with pytest.raises(ConfigError, match="consists of block ids, which cannot be scaled"):
         agents_from_sessions([blocks("w", (8, 1, (0, 1)))], WorkloadSettings(scale_append=2.0))
-    with pytest.raises(ConfigError, match="is text, which cannot be stretched"):
+    with pytest.raises(ConfigError, match="is text, which cannot be scaled"):
         agents_from_sessions([text("a", "x")], WorkloadSettings(scale_append=2.0))
     with pytest.raises(ConfigError, match="is a AdditionalAgent, which has no recorded rounds"):
         agents_from_sessions(make_agents([rounds((5, 1))], 2, 0))
@@ -212,10 +212,10 @@ def test_recorded_arrivals_count_from_the_first(tmp_path: Path):
     )
     assert recorded_times_s(file).tolist() == [0.0, 1.5]
     file.write_text("TIMESTAMP\n7.5\nsoon\n")
-    with pytest.raises(TraceError, match=r"a\.csv, line 3: TIMESTAMP 'soon' is no time"):
+    with pytest.raises(TraceError, match=r"a\.csv, line 3: TIMESTAMP 'soon' is not a time"):
         recorded_times_s(file)
     file.write_text("TIMESTAMP\n")
-    with pytest.raises(TraceError, match="holds no arrival"):
+    with pytest.raises(TraceError, match="has no arrivals"):
         recorded_times_s(file)
     with pytest.raises(TraceError, match="cannot be read"):
         recorded_times_s(tmp_path / "none.csv")

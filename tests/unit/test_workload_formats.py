@@ -69,7 +69,7 @@ def test_rounds_are_read_from_objects_and_from_bare_lists(tmp_path: Path):
     assert (named.session_id, bare.session_id) == ("a", "t-3")
     rounds = [(r.append_tokens, r.generated_tokens) for r in named.trajectory.rounds]
     assert rounds == [(5, 2), (3, 1)]
-    assert named.kept_tokens == ()
+    assert named.retained_tokens == ()
 
 
 def test_recorded_rounds_say_how_much_context_they_keep(tmp_path: Path):
@@ -83,7 +83,7 @@ def test_recorded_rounds_say_how_much_context_they_keep(tmp_path: Path):
     (session,) = read_trace(path)
 
     assert isinstance(session, TokenSession)
-    assert session.kept_tokens == (None, None, 8)
+    assert session.retained_tokens == (None, None, 8)
     assert [r.delay_s for r in session.trajectory.rounds] == [0.0, 1.5, 0.0]
 
 
@@ -174,9 +174,9 @@ def test_weka_one_file_per_session_with_expanded_ids(tmp_path: Path):
         ({"in": -3}, "Expected `int` >= 0"),
         ({"in": 0}, "must be at least 1"),
         ({"in": 3, "hash_ids": [1, 2, 3]}, "exceed its prompt"),
-        ({"hash_ids": [[5, 2]]}, "no run of block ids"),
-        ({"hash_ids": [-4]}, "no run of block ids"),
-        ({"hash_ids": [[0, 1099511627775]]}, "no run of block ids"),
+        ({"hash_ids": [[5, 2]]}, "not a run of block ids"),
+        ({"hash_ids": [-4]}, "not a run of block ids"),
+        ({"hash_ids": [[0, 1099511627775]]}, "not a run of block ids"),
         ({"think_time": -1}, "Expected `float` >= 0"),
     ],
 )
@@ -250,8 +250,8 @@ def test_ids_are_made_unique_and_the_limit_holds(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "cannot be read"),
-        ("empty.jsonl", b"", "holds no readable JSON"),
-        ("odd.jsonl", b'{"a": 1}\n', "format not recognised.*--trace-format"),
+        ("empty.jsonl", b"", "has no readable JSON"),
+        ("odd.jsonl", b'{"a": 1}\n', "format is not recognised.*--trace-format"),
         ("cut.jsonl.xz", lzma.compress(b"[[5, 1]]\n" * 1000)[:40], "cannot be read"),
         ("no.tar", b"not a tar", "cannot be read"),
     ],
@@ -265,9 +265,9 @@ def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes | None
 
 
 def test_an_empty_folder_and_an_unknown_format_say_why(tmp_path: Path):
-    with pytest.raises(TraceError, match=r"holds no \.jsonl or \.json file"):
+    with pytest.raises(TraceError, match=r"has no \.jsonl or \.json file"):
         read_trace(tmp_path)
-    with pytest.raises(TraceError, match="format 'csv' is unknown; known are auto, rounds"):
+    with pytest.raises(TraceError, match="format 'csv' is unknown; give one of auto, rounds"):
         read_trace(write_lines(tmp_path / "t.jsonl", [[5, 1]]), "csv")
 
 

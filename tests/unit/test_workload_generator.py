@@ -138,5 +138,5 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 def test_a_table_that_no_trajectories_have_is_refused():
     impossible = Dataset("odd", 65536, 157, 100, 50, 55958, 32721)
 
-    with pytest.raises(ConfigError, match="no trajectories have a mean of 150"):
+    with pytest.raises(ConfigError, match="no trajectories can have a mean of 150"):
         generate(impossible, 0)

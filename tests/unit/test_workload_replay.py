@@ -26,7 +26,7 @@ from dualpath.laboratory.workload.conversation.block_session import (
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import HintsGiven, Isolation, ToolDelays
+from dualpath.laboratory.workload.replay.result import Isolation, SentHints, ToolDelays
 
 
 def test_every_prompt_is_what_was_sent_and_generated_plus_the_append():
@@ -157,8 +157,8 @@ def test_recorded_tool_delays_are_waited_for_only_when_asked():
     assert with_delays.slept_s == [2.5, 2.5]
 
 
-@pytest.mark.parametrize("given", HintsGiven)
-def test_agents_speak_of_their_sessions_only_when_asked(given: HintsGiven):
+@pytest.mark.parametrize("given", SentHints)
+def test_agents_speak_of_their_sessions_only_when_asked(given: SentHints):
     server, sessions = FakeServer(), [agent("a/1", (8, 1), (4, 1), delay_s=2.5)]
 
     run(
@@ -170,16 +170,16 @@ def test_agents_speak_of_their_sessions_only_when_asked(given: HintsGiven):
         session_hints=given,
     )
 
-    named = given is not HintsGiven.NONE
+    named = given is not SentHints.NONE
     assert [body.get("session_id") for body in server.bodies] == ["a/1" if named else None] * 2
     pauses = [("POST", "a/1", {"next_turn_s": 2.5, "cache_salt": "r"})] * 2
     end = [("DELETE", "a/1", {"cache_salt": "r"})]
-    assert server.hints == (pauses if given is HintsGiven.PAUSES else []) + (end if named else [])
+    assert server.hints == (pauses if given is SentHints.PAUSES else []) + (end if named else [])
 
 
 def test_an_endpoint_that_knows_no_sessions_serves_them_as_well():
     server = FakeServer(status=False)
-    result = run(server, [agent("a", (8, 1), (4, 1))], session_hints=HintsGiven.NAMES)
+    result = run(server, [agent("a", (8, 1), (4, 1))], session_hints=SentHints.NAMES)
     assert result.summary.turns_failed == 0
     assert server.hints == []
 
@@ -249,7 +249,7 @@ TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1]}]}
     ("chunks", "done", "message"),
     [
         ([TOKEN, {"error": {"message": "engine died", "code": 500}}], True, "engine died"),
-        ([TOKEN], True, "1 of 3 tokens came back"),
+        ([TOKEN], True, "1 of 3 tokens were generated"),
         ([TOKEN], False, "ended after 1 tokens without"),
         ([{"choices": [{"index": 0, "text": "x"}]}], True, "return_token_ids"),
         ([TOKEN, {"choices": 3}], True, "unreadable chunk"),
@@ -289,7 +289,7 @@ def test_a_silent_server_meets_the_read_timeout():
 
 
 def test_nothing_listening_is_said_at_once():
-    with pytest.raises(EngineLostError, match="is the server up there"):
+    with pytest.raises(EngineLostError, match="check that the server is running"):
         asyncio.run(replay([agent("a", (8, 1))], "http://127.0.0.1:9", ReplayOptions()))
 
 
@@ -360,7 +360,7 @@ def test_a_server_that_dies_after_the_run_costs_only_its_counters(
 
     assert result.server is None
     assert result.summary.turns == 1
-    assert "no counters after the run" in caplog.text
+    assert "counters after the run are missing" in caplog.text
 
 
 def test_sub_agents_run_beside_their_parent_and_count_for_its_session():

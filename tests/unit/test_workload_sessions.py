@@ -166,7 +166,7 @@ def test_a_replaced_last_message_shortens_the_common_prefix_but_not_the_answer()
     assert "recorded" not in text(sent[1])
 
 
-def test_text_needs_a_tokenizer_and_cannot_be_stretched():
+def test_text_needs_a_tokenizer_and_cannot_be_scaled():
     session = TextSession("s", (TextTurn((USER,)),))
 
     with pytest.raises(ConfigError, match="--tokenizer"):
@@ -227,7 +227,7 @@ def test_sub_agents_share_their_parents_blocks_and_change_nothing_for_it():
     assert parent.token_ids(second)[:8] == alone[1][:8]
 
 
-def test_blocks_cannot_be_stretched():
+def test_blocks_cannot_be_scaled():
     with pytest.raises(ConfigError, match="scale_append is 2"):
         blocks((8, 1, ((1, 2),))).start(AgentSettings(scale_append=2.0), contents())
 

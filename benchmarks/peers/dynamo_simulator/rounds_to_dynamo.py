@@ -63,7 +63,7 @@ def trajectories(trace: Path) -> Iterable[tuple[str, Sequence[Round]]]:
     """Yield (session id, rounds); raise ``TraceError`` for sessions that are no pure appends."""
     for session in read_trace(trace):
         if not isinstance(session, TokenSession) or any(
-            tokens is not None for tokens in session.kept_tokens
+            tokens is not None for tokens in session.retained_tokens
         ):
             raise TraceError(
                 f"{trace}: session {session.session_id} is not made of pure appends, which is all "

@@ -41,7 +41,7 @@ def adapters_of(config: "VllmConfig", settings: EngineSettings) -> tuple[Adapter
     Raises ``ConfigError`` for an adapter with missing or unreadable files.
     """
     return tuple(
-        Adapter(name, path, _digest(config, name, path))
+        Adapter(name, path, _adapter_digest(config, name, path))
         for name, path in settings.lora_modules.items()
     )
 
@@ -75,7 +75,7 @@ def adapter_problems(config: "VllmConfig", settings: EngineSettings) -> list[str
     return problems
 
 
-def _digest(config: "VllmConfig", name: str, path: str) -> str:
+def _adapter_digest(config: "VllmConfig", name: str, path: str) -> str:
     try:
         folder = Path(get_adapter_absolute_path(path))
         files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES]

@@ -41,7 +41,7 @@ class HeldBlocks:
         with self._lock:
             self._held += hbm_blocks
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
         """Release these blocks at the end of this step."""
         with self._lock:
             self._released += hbm_blocks

@@ -7,8 +7,8 @@ from dualpath.core.settings import Setting, Settings
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen, Model
 
 #: Limits above which more decode steps, repetitions or tokens add time but no information.
-MOST_REPEATS = 1000
-MOST_TOKENS = 10_000_000
+MAX_REPEATS = 1000
+MAX_TOKENS = 10_000_000
 
 
 class ProfileSettings(Settings, frozen=True, kw_only=True):
@@ -28,21 +28,21 @@ class ProfileSettings(Settings, frozen=True, kw_only=True):
     max_model_len: MaxModelLen = None
     enforce_eager: Annotated[bool, Setting("run eagerly instead of letting vLLM compile")] = True
     cached_tokens: Annotated[
-        tuple[int, ...], Setting("tokens in cached blocks before a pass", ge=0, le=MOST_TOKENS)
+        tuple[int, ...], Setting("tokens in cached blocks before a pass", ge=0, le=MAX_TOKENS)
     ] = (0, 512, 1536)
     chunk_tokens: Annotated[
-        tuple[int, ...], Setting("tokens computed in a pass", ge=1, le=MOST_TOKENS)
+        tuple[int, ...], Setting("tokens computed in a pass", ge=1, le=MAX_TOKENS)
     ] = (64, 192, 512)
     decode_requests: Annotated[
-        tuple[int, ...], Setting("requests of a decode step", ge=1, le=MOST_TOKENS)
+        tuple[int, ...], Setting("requests of a decode step", ge=1, le=MAX_TOKENS)
     ] = (1, 4, 8)
     decode_context_tokens: Annotated[
-        tuple[int, ...], Setting("context of each request in tokens", ge=1, le=MOST_TOKENS)
+        tuple[int, ...], Setting("context of each request in tokens", ge=1, le=MAX_TOKENS)
     ] = (256, 1024)
     decode_steps: Annotated[
-        int, Setting("decode steps measured at a point", ge=1, le=MOST_REPEATS)
+        int, Setting("decode steps measured at a point", ge=1, le=MAX_REPEATS)
     ] = 8
-    repeat: Annotated[int, Setting("times a pass is measured", ge=1, le=MOST_REPEATS)] = 3
+    repeat: Annotated[int, Setting("times a pass is measured", ge=1, le=MAX_REPEATS)] = 3
     seed: Annotated[int, Setting("seed of the random tokens", ge=0)] = 0
     typical_round_tokens: Annotated[
         tuple[int, ...],

@@ -181,7 +181,7 @@ class WorkerSide:
             group.broadcast(NO_MORE_PASSES)
         if found is not None:
             self.costs = found.costs
-            self._joined().computes(found.rate, found.costs.computed_weight)
+            self._joined().set_compute_rate(found.rate, found.costs.computed_weight)
 
     def _pass_limits(self) -> PassLimits:
         return PassLimits(

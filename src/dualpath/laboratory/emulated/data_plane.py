@@ -57,7 +57,7 @@ class DataPlane(RankPlane):
         if settings.engine.role is Role.PREFILL:
             costs = settings.costs
             rate = Rate(costs.prefill_tokens_per_s * settings.speedup, RateOrigin.COSTS)
-            self.membership.computes(rate, costs.computed_weight)
+            self.membership.set_compute_rate(rate, costs.computed_weight)
         self.manager = self.mover = self.membership.manager
         self.group = self.manager.ranks
         self.verifier = self.open_verifier(self.manager.counters)
