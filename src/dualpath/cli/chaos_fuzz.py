@@ -72,7 +72,12 @@ def fuzz(args: argparse.Namespace) -> int:
 
     at_once = args.at_once if args.subject == "http" else 1
     campaign = Campaign(
-        args.subject, _subject(args), args.seed, args.count, at_once=at_once, say=print_progress
+        args.subject,
+        _subject(args),
+        args.seed,
+        args.count,
+        at_once=at_once,
+        progress=print_progress,
     )
     require_json_writable(args)
     result = asyncio.run(campaign.run())
