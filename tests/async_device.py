@@ -301,7 +301,7 @@ class WorldPump(TransferPump):
         """Run work later, in order."""
         self._calls.append(work)
 
-    def each_turn(self, work: Step) -> None:
+    def each_poll(self, work: Step) -> None:
         """No time passes here."""
 
     def watch(

@@ -16,7 +16,7 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import Report, RouterMessage, Welcome
+from dualpath.core.control import Registered, Report, RouterMessage
 from dualpath.core.message import Message
 from dualpath.core.modes import Mode
 from dualpath.core.request_messages import (
@@ -92,7 +92,7 @@ class HeldBlocks:
         with self.changed:
             self.now |= set(hbm_blocks)
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
         with self.changed:
             self.now -= set(hbm_blocks)
             self.changed.notify_all()
@@ -266,9 +266,9 @@ class ToyCluster:
             for number in range(decode_engines)
         ]
         self.de = self.decode[0]
-        self.pe.command(Welcome(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
+        self.pe.command(Registered(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
         for de in self.decode:
-            de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+            de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""

@@ -121,7 +121,9 @@ class Engine:
         def now_s() -> float:
             return story.now_s
 
-        self.maintenance = StorageMaintenance(story.tree, self.journal, WriteGate(), None, now_s, now_s)
+        self.maintenance = StorageMaintenance(
+            story.tree, self.journal, WriteGate(), None, now_s, now_s
+        )
 
     def write(self, keys: Sequence[BlockKey], first: int = 0, tenant: str = "") -> None:
         """Store the blocks of a chain from ``first`` on."""

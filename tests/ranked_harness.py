@@ -185,7 +185,7 @@ class RankedEngine(ToyEngine):
         while not self._closed.wait(0.002):
             self.manager.tick(time.monotonic_ns())
             for follower in self.followers:
-                follower.look()
+                follower.poll()
 
     def close(self) -> None:
         self._closed.set()

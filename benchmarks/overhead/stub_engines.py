@@ -81,7 +81,7 @@ class StubEngine:
                 task.cancel()
             self._connection.close()
 
-    def say(self, message: control.EngineMessage) -> None:
+    def send(self, message: control.EngineMessage) -> None:
         """Say it, and report the load soon unless it only answers a question."""
         if not isinstance(message, control.LookupDone | control.Synced):
             self._session.load_changed = True
@@ -123,25 +123,25 @@ class StubEngine:
                 self._assign_seq = 0
             case control.Lookup():
                 stored = int(len(message.keys) * self._hit_share)
-                self.say(control.LookupDone(message.call_id, stored))
+                self.send(control.LookupDone(message.call_id, stored))
             case control.Sync():
-                self.say(control.Synced(message.call_id))
+                self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._assign_seq = message.assign_seq
                 self._counted[message.request_id] = message.tokens
                 if message.reserve_blocks:
                     slots = tuple(range(message.reserve_blocks))
-                    self.say(request_messages.Reserved(message.request_id, slots, 0.0))
+                    self.send(request_messages.Reserved(message.request_id, slots, 0.0))
             case request_messages.Read():
                 run = message.run
-                self.say(
+                self.send(
                     request_messages.ReadDone(
                         message.request_id, run.blocks.count, None, 0, 0.0, 0.0, run.slots
                     )
                 )
             case request_messages.Release():
                 self._counted.pop(message.request_id, None)
-                self.say(request_messages.Released(message.request_id))
+                self.send(request_messages.Released(message.request_id))
 
     async def _receive(self) -> None:
         while True:

@@ -218,16 +218,25 @@ def test_a_view_lies_in_pieces_that_are_registered(engines: tuple[Engine, Engine
     region, there = prefill.region, decode.region
     for view, message in [
         (region.part("kv", 0, 1), "registered already"),
-        (msgspec.structs.replace(region.part("a", 0, 1), base_address=1), "no registered region"),
-        (msgspec.structs.replace(region, name="b", pieces=PIECES + 1), "no registered region"),
-        (msgspec.structs.replace(region, name="c", stride_bytes=9000), "no registered region"),
+        (
+            msgspec.structs.replace(region.part("a", 0, 1), base_address=1),
+            "not part of a registered region",
+        ),
+        (
+            msgspec.structs.replace(region, name="b", pieces=PIECES + 1),
+            "not part of a registered region",
+        ),
+        (
+            msgspec.structs.replace(region, name="c", stride_bytes=9000),
+            "not part of a registered region",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             prefill.transport.view(view)
     beyond = msgspec.structs.replace(there.part("d", 1, PIECE_BYTES - 1), piece_bytes=PIECE_BYTES)
-    with pytest.raises(ConfigError, match="no registered region"):
+    with pytest.raises(ConfigError, match="not part of a registered region"):
         prefill.transport.connect(decode.transport.info(), [beyond])
-    with pytest.raises(ConfigError, match="reaches out of the pieces of 5000 bytes"):
+    with pytest.raises(ConfigError, match="exceeds the pieces of 5000 bytes"):
         region.part("e", 1, PIECE_BYTES)
 
 
@@ -589,5 +598,5 @@ def test_an_address_that_a_process_does_not_have_fails_the_transfer_and_not_the_
 
 def test_memory_of_a_device_is_not_a_processes() -> None:
     transport = open_process_memory("pe", InProcessFabric())
-    with pytest.raises(ConfigError, match="lies in VRAM"):
+    with pytest.raises(ConfigError, match="is in VRAM"):
         transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)

@@ -121,7 +121,7 @@ def test_a_cluster_of_emulated_engines_serves_agents_and_moves_their_kv(
         assert replayed.returncode == 0, replayed.stderr
         assert router.alive
     assert re.search(r"hit rate +│ +[1-9][0-9.]*%", replayed.stdout)
-    assert "plots are left out, they need matplotlib" in replayed.stderr
+    assert "no plots, as matplotlib is not installed" in replayed.stderr
     assert "<table>" in (installed.folder / "page.html").read_text()
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockOrigin, Protection, tenant_tag
 from dualpath.core.errors import ConfigError
-from dualpath.storage.block_file import BlockForm, PlainBlocks, defect_of_file
+from dualpath.storage.block_file import BlockCodec, PlainBlocks, defect_of_file
 from dualpath.storage.block_header import HEADER_BYTES, decode_header, packed_header
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.sealed_blocks import SealedBlocks
@@ -27,12 +27,12 @@ def sealing(protection: Protection, keys: str = OLD) -> SealedBlocks:
     return SealedBlocks(DIGEST, protection, KeyRing(keys, "a test"))
 
 
-def stored(form: BlockForm, origin: BlockOrigin = ORIGIN) -> bytes:
+def stored(form: BlockCodec, origin: BlockOrigin = ORIGIN) -> bytes:
     payload = Sections([HEAD[:100], HEAD[100:]], [TAIL])
     return b"".join(form.encoded(KEY, payload, origin))
 
 
-def read(form: BlockForm, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
+def read(form: BlockCodec, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
     """Return what is wrong, and what lies in memory after the read."""
     head_end = HEADER_BYTES + len(HEAD)
     head, tail = bytearray(file[HEADER_BYTES:head_end]), bytearray(file[head_end:])

@@ -33,7 +33,7 @@ def written(path: Path, events: Sequence[Event]) -> Path:
     return path
 
 
-def test_the_time_between_two_passes_is_told_by_what_took_it(tmp_path: Path) -> None:
+def test_the_time_between_two_passes_is_attributed_to_its_causes(tmp_path: Path) -> None:
     follower = ("engine", "pass", 20, 15, {"compute_s": 0.010})
     (idle,) = idle_times(spans(written(tmp_path / "t", [*FIRST, follower])), buffers=1)
     assert idle.compute_s == 0.010
@@ -43,7 +43,7 @@ def test_the_time_between_two_passes_is_told_by_what_took_it(tmp_path: Path) -> 
     assert found == expected
 
 
-def test_what_is_done_while_a_pass_computes_is_not_counted(tmp_path: Path) -> None:
+def test_work_during_a_pass_is_not_counted(tmp_path: Path) -> None:
     beside: list[Event] = [("pass", "begin", 11, 2, {}), ("finish", "send of layer 1", 21, 3, {})]
     follower = ("engine", "pass", 17, 15, {"compute_s": 0.010})
     (idle,) = idle_times(spans(written(tmp_path / "t", [*FIRST, *beside, follower])), buffers=1)

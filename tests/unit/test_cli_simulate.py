@@ -59,7 +59,7 @@ def simulate(*more, trace="t.jsonl", core="reference"):
 def test_all_modes_are_compared_and_called_simulated(files, capsys):
     assert simulate() == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("Simulated: figures of a model, nothing was served.")
+    assert captured.out.startswith("Simulated results.")
     for text in (*Mode, "speed-up over Basic", "TTFT p99, ms", "hit tokens", "what binds"):
         assert text in captured.out
     assert "2 agents all at once, 5 rounds" in captured.out
@@ -214,4 +214,4 @@ def test_a_capacity_has_no_number_of_agents(files, capsys):
     plan = ["plan", "--total-nodes", "3", "--cluster", "c.toml", "--model", "costs.toml"]
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference"]
     assert main([*plan, "--objective", "capacity"]) == 2
-    assert "leave --agents out" in capsys.readouterr().err
+    assert "omit --agents" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_every_block_is_read_and_a_bad_one_is_named_and_removed(
     found = run(capsys, "verify", storage.root, "--rate", "0", code=1)
     assert f"{storage.place}/{chain(2)[1].hex()}: checksum" in found
     assert storage.head(2) == 4
-    assert "1 bad and removed" in run(
+    assert "1 corrupt and removed" in run(
         capsys, "verify", storage.root, "--rate", "0", "--remove", code=1
     )
     assert storage.head(2) == 3
@@ -140,14 +140,14 @@ def test_a_customer_is_forgotten_with_blocks_that_do_not_name_them(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("rm", "."), "nothing is chosen"),
-        (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks there"),
+        (("rm", "."), "no blocks are selected"),
+        (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks in this storage"),
         (("rm", ".", "--unused-for", "soon"), "a time such as 12h"),
         (("pin", ".", "--chain", "ab"), "--chain needs --namespace"),
         (("pin", ".", "--tenant", "../x"), "cannot be pinned"),
-        (("gc", "."), "there is no limit"),
+        (("gc", "."), "no limit is given"),
         (("verify", ".", "--rate", "fast"), "--rate is 'fast'"),
-        (("ls", "./nowhere"), "nothing lies at"),
+        (("ls", "./nowhere"), "there is no storage at"),
     ],
 )
 def test_what_cannot_be_meant_is_said(

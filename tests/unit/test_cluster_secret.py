@@ -208,7 +208,9 @@ async def test_nothing_readable_crosses_the_wire():
 async def test_an_open_control_address_needs_a_secret():
     server = ControlServer(Registry(), Router(), lambda: 0.0, 1000.0)
     for host in ("0.0.0.0", "10.0.0.1", "*", "router.example"):
-        with pytest.raises(ConfigError, match=r"no cluster secret.*use 127.0.0.1, or a secret"):
+        with pytest.raises(
+            ConfigError, match=r"no cluster secret.*use 127.0.0.1, or create a secret"
+        ):
             await server.start(host, 0)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*DUALPATH_CLUSTER_SECRET"):
         ZmqRouterConnection("tcp://10.0.0.1:5700")
@@ -256,7 +258,7 @@ def test_the_secret_comes_from_the_file_before_the_environment(tmp_path: Path, c
 
 
 def test_secrets_that_are_no_secrets_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=rf"has 5 characters, at least {MIN_SECRET_CHARACTERS}"):
+    with pytest.raises(ConfigError, match=rf"has 5 characters, must have at least {MIN_SECRET_CHARACTERS}"):
         load_secret("", {SECRET_VARIABLE: "short"})
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))

@@ -3,7 +3,7 @@
 from dualpath.core.recent import Recent
 
 
-def test_the_last_value_counts_and_what_is_forgotten_is_gone() -> None:
+def test_the_last_value_counts_and_removed_keys_are_gone() -> None:
     recent: Recent[str, int] = Recent(limit=10)
     recent.note("ab", 1)
     recent.age()
@@ -23,7 +23,7 @@ def test_it_keeps_the_limit_and_never_more_than_twice_that() -> None:
         assert sum(old in recent for old in range(100)) <= 6
 
 
-def test_two_generations_without_a_word_are_forgotten() -> None:
+def test_keys_unused_for_two_generations_are_dropped() -> None:
     recent: Recent[str, None] = Recent(limit=10)
     recent.note("a", None)
     recent.age()

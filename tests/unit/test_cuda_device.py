@@ -78,9 +78,9 @@ class LazyEvent:
 class Runtime:
     """The part of the CUDA runtime that pins; refuses above a size."""
 
-    def __init__(self, most_bytes=1 << 20):
+    def __init__(self, max_bytes=1 << 20):
         self.pinned = set()
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
 
     def cudaHostRegister(self, address, size_bytes, flags):
         if size_bytes > self._most_bytes:

@@ -74,7 +74,7 @@ def test_without_layer_buffers_the_worker_is_ours_where_it_has_passes_to_time(ex
     assert settings_of(args).layer_buffers == 0
 
 
-def test_what_was_typed_stays():
+def test_explicit_arguments_are_not_overridden():
     args = typed(enable_prefix_caching=True, block_size=16, scheduler_cls="mine")
     engine_arguments.complete(args)
     assert (args.enable_prefix_caching, args.block_size, args.scheduler_cls) == (True, 16, "mine")
@@ -111,7 +111,7 @@ def test_other_servers_are_left_alone():
         assert vars(args) == before
 
 
-def test_a_second_look_adds_nothing():
+def test_completing_arguments_twice_adds_nothing():
     args = typed()
     assert engine_arguments.complete(args)
     assert engine_arguments.complete(args) == []
@@ -129,13 +129,13 @@ def test_the_name_outlives_a_restart_and_the_url_leads_back():
 @pytest.mark.parametrize(
     ("host", "url"), [("10.1.2.3", "http://10.1.2.3:8001"), ("fd00::1", "http://[fd00::1]:8001")]
 )
-def test_a_host_that_was_typed_is_in_the_url(host, url):
+def test_an_explicit_host_is_in_the_url(host, url):
     args = typed(host=host)
     engine_arguments.complete(args)
     assert settings_of(args).api_url == url
 
 
-def test_what_is_given_elsewhere_is_not_made_up(monkeypatch, tmp_path):
+def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):
     config = tmp_path / "c.toml"
     config.write_text('[engine]\napi_url = "http://gateway:1"\n[cluster]\nprefill = 2\n')
     monkeypatch.setenv("DUALPATH_ENGINE_ENGINE_ID", "pe-7")
@@ -193,7 +193,7 @@ def test_every_hook_is_found_in_this_vllm():
     assert hooks.missing() == []
 
 
-def test_a_hook_that_is_gone_is_named(monkeypatch):
+def test_a_missing_hook_is_named(monkeypatch):
     from dualpath.vllm import hooks
 
     def gone():

@@ -19,9 +19,7 @@ def attempts(made: Cluster) -> set[int]:
 
 
 @pytest.mark.parametrize("role", list(Role))
-async def test_under_load_an_engine_drains_and_no_request_is_tried_again(
-    role: Role, tmp_path: Path
-) -> None:
+async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2, speedup=1.0) as made:
         engine = made.engines[f"{role.value}-0"]
         asked = [asyncio.create_task(made.ask([n, *PROMPT], 40)) for n in range(1, 9)]

@@ -53,7 +53,7 @@ def engine(role="prefill", keys=(), connector=CONNECTOR):
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_prefill_engine_answers_nobody_but_the_router(path):
+async def test_a_prefill_engine_answers_only_the_router(path):
     async with engine() as client:
         answer = await client.post(path, json={"prompt": "hi", "kv_transfer_params": PREFILL})
         assert answer.status_code == 421
@@ -95,14 +95,14 @@ async def test_a_body_that_came_in_pieces_reaches_vllm_whole():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\xff"', b"[" * 100_000])
-async def test_what_is_no_request_is_left_to_vllm(body):
+async def test_other_http_calls_are_left_to_vllm(body):
     async with engine() as client:
         answer = await client.post(GENERATE_PATH, content=body)
         assert answer.json() == {"bytes": len(body)}
 
 
 @pytest.mark.parametrize("path", sorted(_WITHOUT_KV))
-async def test_what_computes_nothing_may_be_posted_to_a_prefill_engine(path):
+async def test_calls_that_compute_nothing_may_be_posted_to_a_prefill_engine(path):
     async with engine() as client:
         assert (await client.post(path)).status_code == 200
 

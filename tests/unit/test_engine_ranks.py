@@ -64,7 +64,7 @@ def take_over(cluster: RankedCluster, transfer: PrefillTransfer) -> list["queue.
     return over
 
 
-def test_what_fails_at_a_follower_fails_the_request(cluster: RankedCluster) -> None:
+def test_a_failure_at_a_follower_fails_the_request(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
     of_leader, of_follower = prefill(cluster, transfer)
@@ -106,7 +106,7 @@ def sent_whole(cluster: RankedCluster, transfer: PrefillTransfer) -> bool:
     return all(cluster.de.slot_bytes(slot) == full_block(key) for key, slot in slots)
 
 
-def test_a_load_that_fails_at_a_rank_that_shares_fails_that_request_alone() -> None:
+def test_a_failed_shared_load_of_a_rank_fails_only_that_request() -> None:
     """The others would have got from it what it has not."""
     with contextlib.closing(RankedCluster(LATENT, Cut(1), share_loads=True)) as cluster:
         cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
@@ -117,7 +117,7 @@ def test_a_load_that_fails_at_a_rank_that_shares_fails_that_request_alone() -> N
         assert sent_whole(cluster, served)
 
 
-def test_a_rank_that_reaches_no_decode_engine_still_gives_others_their_part() -> None:
+def test_a_rank_without_a_decode_engine_still_shares_its_loads() -> None:
     """It moves nothing for the request, but is in every exchange: the others wait for it."""
     with contextlib.closing(RankedCluster(LATENT, LATENT, share_loads=True)) as cluster:
         cluster.fabric.kill(DE_FOLLOWER)  # the follower of the PE is who speaks with it
@@ -126,7 +126,7 @@ def test_a_rank_that_reaches_no_decode_engine_still_gives_others_their_part() ->
             assert str(cluster.pe.answer(PrefillDone, request_id).failure).startswith("rank 1: ")
 
 
-def test_late_bytes_of_a_follower_keep_the_request_and_its_hbm(cluster: RankedCluster) -> None:
+def test_late_bytes_of_a_follower_hold_the_request_and_its_hbm(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     cluster.fabric.stall(DE_FOLLOWER)  # the follower of the PE is who speaks with it
     of_leader, _ = prefill(cluster, transfer)
@@ -159,7 +159,7 @@ def test_a_request_released_before_the_pass_is_moved_by_no_rank(cluster: RankedC
     assert not any(t.posted for t in cluster.prefill.transports)
 
 
-def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: RankedCluster) -> None:
+def test_a_follower_that_dies_in_mid_pass_ends_the_engine(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
 
     def at_layer(rank: int, layer: int) -> None:
@@ -175,7 +175,7 @@ def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: Rank
     assert broken.startswith("rank 0 of 2 has lost the others")
 
 
-def test_a_follower_whose_model_goes_past_the_connector_takes_the_engine_with_it(
+def test_a_follower_whose_model_bypasses_the_connector_ends_the_engine(
     cluster: RankedCluster,
 ) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
@@ -198,7 +198,7 @@ def test_a_follower_whose_model_goes_past_the_connector_takes_the_engine_with_it
     assert set(cluster.prefill.ended) == {1}
 
 
-def test_slots_are_kept_until_the_last_rank_has_copied_them(cluster: RankedCluster) -> None:
+def test_slots_are_held_until_the_last_rank_has_copied_them(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     prefill(cluster, transfer)
     cluster.fabric.stall(DE_FOLLOWER)
@@ -251,16 +251,16 @@ def test_ranks_that_do_not_do_the_same_work_end(cluster: RankedCluster) -> None:
     with pytest.raises(EngineLostError, match="do not do the same"):
         prefill(cluster, transfer)
     while not cluster.prefill.ended:
-        cluster.prefill.followers[0].look()
+        cluster.prefill.followers[0].poll()
 
 
-def test_an_engine_is_unwell_when_a_follower_is(cluster: RankedCluster) -> None:
-    sign = cluster.serving.followers[0].rank.health.sign("nothing moves", limit_s=-1.0)
-    sign.waits()
-    cluster.serving.followers[0].look()
-    assert cluster.de.manager.health() == "ranks [1] of this engine are unwell; see their log"
-    sign.idle()
-    cluster.serving.followers[0].look()
+def test_an_engine_is_unhealthy_when_a_follower_is(cluster: RankedCluster) -> None:
+    watchdog = cluster.serving.followers[0].rank.health.watchdog("nothing moves", limit_s=-1.0)
+    watchdog.started()
+    cluster.serving.followers[0].poll()
+    assert cluster.de.manager.health() == "ranks [1] of this engine are unhealthy; see their log"
+    watchdog.idle()
+    cluster.serving.followers[0].poll()
     assert cluster.de.manager.health() is None
 
 
@@ -271,7 +271,7 @@ def test_all_agents_and_processes_are_in_the_address(cluster: RankedCluster) -> 
     assert not has_exited(address.process)
 
 
-def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedCluster) -> None:
+def test_followers_connect_to_the_leaders_decode_engines(cluster: RankedCluster) -> None:
     agent = AgentAddress("de-9-agent", b"in-process", ())
     cluster.prefill.manager._rank.peer_up(EngineAddress("de-9", "1", Role.DECODE, (agent,)))
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
@@ -280,7 +280,7 @@ def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedClu
     assert [peer.engine_id for peer in follower.peers.known()] == ["de-0", "de-9"]
     follower.movers.stalled.posted(DE_FOLLOWER)
     follower.movers.stalled.add(DE_FOLLOWER)
-    cluster.prefill.followers[0]._learn(follower.peers.known()[:1])
+    cluster.prefill.followers[0]._set_peers(follower.peers.known()[:1])
     assert [peer.engine_id for peer in follower.peers.known()] == ["de-0"]
     assert DE_FOLLOWER in follower.movers.stalled
 
@@ -297,13 +297,13 @@ def test_a_wait_for_another_rank_that_takes_too_long_breaks_the_engine() -> None
     waits = threading.Thread(target=wait)
     waits.start()
     while health.broken is None:
-        group.look()
+        group.poll()
     assert "rank 1 of 2 has waited" in health.broken
     ranks.fail()
     waits.join(GUARD_S)
 
 
-def test_work_is_still_when_every_follower_says_so() -> None:
+def test_work_is_idle_when_every_follower_reports_it_done() -> None:
     memory = bytearray(RankBoard.size_bytes(3, staging_slots=1))
     shared = np.frombuffer(memory, dtype=np.uint8)
     leader, *followers = (RankWork(RankBoard(shared, rank, 3)) for rank in range(3))
@@ -316,10 +316,10 @@ def test_work_is_still_when_every_follower_says_so() -> None:
     followers[0].ended(first)
     followers[0].ended(second)
     followers[1].ended(second)
-    leader.look()
+    leader.poll()
     assert over == []  # the first of one follower still moves
     followers[1].ended(first)
-    leader.look()
+    leader.poll()
     assert sorted(over) == ["first", "second"]
     assert not leader.board.others_staged(0, second)
     for follower in followers:
@@ -327,7 +327,7 @@ def test_work_is_still_when_every_follower_says_so() -> None:
     assert leader.board.others_staged(0, second)
 
 
-def test_memory_is_shared_for_as_long_as_somebody_has_it_and_found_only_at_first() -> None:
+def test_memory_is_shared_while_mapped_and_its_path_is_removed() -> None:
     with allocate_shared(8192) as (memory, path):
         other = map_shared(path, 8192)
         with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
@@ -341,6 +341,6 @@ def test_memory_is_shared_for_as_long_as_somebody_has_it_and_found_only_at_first
         pass
 
 
-def test_an_engine_of_one_rank_agrees_with_itself() -> None:
+def test_an_engine_of_one_rank_broadcasts_and_gathers_its_own_values() -> None:
     assert ONE_RANK.broadcast(3) == 3
     assert ONE_RANK.gather(3) == [3]

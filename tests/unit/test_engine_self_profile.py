@@ -67,7 +67,7 @@ def timed(monkeypatch):
     return SimpleNamespace(worker=worker, run=run)
 
 
-def test_passes_are_timed_behind_ever_more_tokens_and_forgotten(timed):
+def test_passes_are_timed_after_more_and_more_tokens_and_removed(timed):
     passes = timed.run(BLOCK_TOKENS, 100, 60, 10_000)
     assert [(p.cached, p.bsz) for p in passes] == [
         (cached, 48) for cached in (0, 48, 96, 192, 384, 768, 1536, 1552)
@@ -89,7 +89,7 @@ def test_an_engine_too_small_for_two_passes_times_none(timed, limits):
     assert timed.run(*limits) == []
 
 
-def test_a_pass_that_fails_ends_the_timing_and_is_forgotten(timed, monkeypatch, caplog):
+def test_a_failed_pass_ends_the_timing_and_is_removed(timed, monkeypatch, caplog):
     sample = timed.worker.sample_tokens
 
     def sample_short(grammar_output):
@@ -103,7 +103,7 @@ def test_a_pass_that_fails_ends_the_timing_and_is_forgotten(timed, monkeypatch, 
     assert "cannot compute 48 tokens behind 96 (no kernel)" in caplog.text
 
 
-def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeypatch):
+def test_a_worker_that_fails_prevents_its_engine_from_serving(timed, monkeypatch):
     monkeypatch.setattr(timed.worker, "execute_model", None)
     with pytest.raises(ConfigError, match=r"cannot go on after 48 tokens.*profile.* to off"):
         timed.run(BLOCK_TOKENS, 100, 60, 10_000)
@@ -117,9 +117,7 @@ def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeyp
         (5.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0, 2.0), 5.0),
     ],
 )
-def test_the_quota_follows_what_is_set_then_what_is_measured(
-    set_flops, costs, flops_per_s, monkeypatch
-):
+def test_the_quota_is_set_or_else_measured(set_flops, costs, flops_per_s, monkeypatch):
     settings = msgspec.structs.replace(SETTINGS, quota_flops_per_s=set_flops, compute_quota_s=0.3)
     monkeypatch.setattr(quota_scheduler, "settings_of", lambda config: settings)
     monkeypatch.setattr(
@@ -185,7 +183,7 @@ def test_passes_are_timed_three_times_for_one_model_device_and_settings(find):
     assert find(PASSES, vllm_config(max_model_len=8192))[1] == 1
 
 
-def test_a_start_on_a_busy_machine_goes_by_the_faster_one_before(find):
+def test_a_start_on_a_busy_machine_uses_the_faster_earlier_start(find):
     fast, _ = find(PASSES)
     slow = [TimedPass(p.cached, p.bsz, 9 * p.pass_s, 9 * p.attention_s) for p in PASSES]
     found, timings = find(slow, now_s=NOW_S + 5)
@@ -194,7 +192,7 @@ def test_a_start_on_a_busy_machine_goes_by_the_faster_one_before(find):
     assert find(slow, layer_buffers=1)[0].costs != fast.costs
 
 
-def test_what_is_rough_is_used_and_not_remembered(find):
+def test_rough_costs_are_used_and_not_cached(find):
     flat = [PASSES[0], TimedPass(512, 512, 0.2, 0.05)]
     for _ in range(2):
         found, timings = find(flat)

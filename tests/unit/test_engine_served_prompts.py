@@ -28,7 +28,7 @@ class FilledMeanwhile(ActiveRequests):
         return seen
 
 
-def test_a_prompt_is_stored_and_kept_though_its_slots_are_given_back_at_that_moment() -> None:
+def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment() -> None:
     slots = 4
     buffer, active = BlockBuffer(GEOMETRY, slots, lambda grant: None), FilledMeanwhile()
     active.buffer = buffer

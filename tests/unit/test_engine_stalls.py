@@ -20,8 +20,8 @@ from dualpath.engine.stalls import (
     SLOWEST_BYTES_PER_S,
     TRIAL_GAP_S,
     TRIAL_S,
-    Patience,
     StalledAgents,
+    WaitBudget,
 )
 from dualpath.transport.contract import TransferState
 from dualpath.transport.in_process import InProcessTransport
@@ -125,23 +125,23 @@ def test_an_agent_of_which_one_transfer_hangs_serves_the_next_pass(story: Story)
     assert story.cluster.pe.held.now == set(HBM_OF["b"])
 
 
-def test_a_stalled_agent_is_tried_once_in_a_while() -> None:
+def test_a_stalled_agent_is_tried_from_time_to_time() -> None:
     threads = PassedWaits()
     stalled = StalledAgents(threads)
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.posted("de")
     stalled.add("de")
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.tried("de")
-    assert stalled.is_shut("de")
+    assert stalled.is_avoided("de")
     stalled.add("de")  # the trial failed
-    assert stalled.is_shut("de")
+    assert stalled.is_avoided("de")
     threads.late_s += TRIAL_GAP_S
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.ended("de")
     assert "de" not in stalled
     stalled.tried("de")
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
 
 
 def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
@@ -161,7 +161,7 @@ def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
     assert pe.report().free_buffer_tokens == pe.manager.buffer_tokens
 
 
-def test_a_peer_that_joins_anew_is_not_suspect(story: Story) -> None:
+def test_a_peer_that_joins_again_is_not_stalled(story: Story) -> None:
     transfers = {name: story.load(name) for name in "bd"}
     story.fabric.stall("de-1-epoch-1")
     story.forward(transfers["b"])
@@ -170,7 +170,7 @@ def test_a_peer_that_joins_anew_is_not_suspect(story: Story) -> None:
     assert "earlier pass" not in story.forward(transfers["d"])["d"]
 
 
-def test_a_device_that_hangs_in_copies_within_the_engine_is_said_to_be_unwell(
+def test_a_device_that_hangs_in_copies_makes_the_engine_unhealthy(
     story: Story,
 ) -> None:
     pe = story.cluster.pe
@@ -209,8 +209,8 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert storage.is_stored(stuck)
 
 
-def test_a_slow_link_is_waited_for_as_long_as_it_moves() -> None:
-    patience = Patience(1.0, StalledAgents())
+def test_a_slow_link_is_waited_for_while_it_makes_progress() -> None:
+    patience = WaitBudget(1.0, StalledAgents())
     layer_bytes = int(5 * SLOWEST_BYTES_PER_S)
     patience.posted("de", layer_bytes)
     for _ in range(100):  # each layer takes four deadlines
@@ -219,9 +219,9 @@ def test_a_slow_link_is_waited_for_as_long_as_it_moves() -> None:
         patience.ended("de", layer_bytes)
 
 
-def test_a_link_that_trickles_is_given_up_after_a_deadline_in_all() -> None:
+def test_a_link_that_is_too_slow_is_abandoned_after_one_deadline() -> None:
     stalled = StalledAgents()
-    patience = Patience(1.0, stalled)
+    patience = WaitBudget(1.0, stalled)
     waits = 0
     while True:
         patience.posted("de", 1000)
@@ -236,7 +236,7 @@ def test_a_link_that_trickles_is_given_up_after_a_deadline_in_all() -> None:
     assert "de" not in stalled
 
 
-def test_nothing_under_way_is_nothing_that_stalls() -> None:
+def test_agents_without_transfers_do_not_stall() -> None:
     stalled = StalledAgents()
     stalled.add("de")
     assert "de" not in stalled

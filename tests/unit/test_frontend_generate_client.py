@@ -21,7 +21,7 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import RANK_HEADER
@@ -152,7 +152,7 @@ def job_of(cache_salt=None, trace_headers=None, **options):
         data_parallel_rank=None,
         trace_headers=trace_headers,
     )
-    return make_job(request, KeyMemory(64), stateful_sampling=False)
+    return make_job(request, KeyCache(64), stateful_sampling=False)
 
 
 async def collect(events):

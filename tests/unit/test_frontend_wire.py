@@ -17,7 +17,7 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.router.token_api.wire import ChoiceLogprobs, Logprob, PromptLogprob, SampledLogprob
 from dualpath.vllm.request_job import can_continue, is_stateless, make_job
 from dualpath.vllm.sampling import (
@@ -61,7 +61,7 @@ ROUTER_SIDE = {
     "skip_clone": True,
 }
 
-MEMORY = KeyMemory(64)
+MEMORY = KeyCache(64)
 
 
 def at_the_engine(fields):

@@ -89,7 +89,7 @@ def test_a_dry_run_prints_what_fits_cpus(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--block-tokens", "63"], "--block-tokens is 63; attention kernels take multiples of 16"),
+        (["--block-tokens", "63"], "--block-tokens is 63; attention kernels need a multiple of 16"),
         (["--prefill-tp", "2"], "--prefill-tp is 2, and model '{model}' has 9 attention heads"),
         (["--decode-tp", "4"], "--decode-tp is 4, and model '{model}' has 9 attention heads"),
         (
@@ -129,8 +129,8 @@ def test_a_model_that_is_not_there_is_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", model, "--storage", "kv", "--dry-run"]) == 2
-    assert f"model '{model}' is no folder with a config.json" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"is no folder with a config\.json"):
+    assert f"model '{model}' is not a folder with a config.json" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"is not a folder with a config\.json"):
         LocalCluster(settings(model=model, storage=str(tmp_path / "kv"))).start()
 
 

@@ -176,6 +176,8 @@ def test_an_address_without_a_cluster_is_refused_at_once(address: str, why: str)
 
     address = address.format(closed=claim_port())
     executor = RayExecutor(settings(), environment={"RAY_ADDRESS": address})
-    with pytest.raises(ConfigError, match=rf"no Ray cluster at '{address}' .*{why}.*ray start"):
+    with pytest.raises(
+        ConfigError, match=rf"not a node of a Ray cluster at '{address}' .*{why}.*ray start"
+    ):
         executor.reserve([])
     executor.close()

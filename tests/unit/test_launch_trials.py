@@ -74,8 +74,8 @@ def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up(
     assert story.started == [FOUR] * MAX_STARTS + [TWO]
     assert story.shapes == {"pe-1": TWO}
     (said,) = given_up(caplog)
-    assert "pe-1 has not served as prefill with 4 ranks after 3 starts" in said
-    assert "it is prefill with 2 ranks again" in said
+    assert "pe-1 did not serve as prefill with 4 ranks after 3 starts" in said
+    assert "it is started as prefill with 2 ranks again" in said
 
 
 def test_a_shape_that_has_served_is_kept_however_often_it_ends(

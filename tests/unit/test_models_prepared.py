@@ -89,7 +89,7 @@ def test_of_two_processes_the_slower_takes_the_model_of_the_faster(tmp_path):
 
 def test_a_directory_with_foreign_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="was not made by dualpath"):
+    with pytest.raises(ConfigError, match="was not created by dualpath"):
         prepare(tmp_path, STAMP, never_called)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -243,7 +243,7 @@ def test_a_format_of_texts_is_written_only_where_texts_may_be_kept(
     assert main(["record", "--endpoint", "http://x", "--out", out, "--format", "lmcache"]) == 2
     assert "give --text to record them" in capsys.readouterr().err
     assert main(["record", "--endpoint", "http://x", "--out", out, "--text"]) == 2
-    assert "take agentperf or lmcache" in capsys.readouterr().err
+    assert "or give agentperf or lmcache" in capsys.readouterr().err
 
 
 async def test_recording_is_not_held_up_by_a_client_that_leaves():

@@ -23,7 +23,12 @@ from dualpath.report.model import (
     Table,
     Text,
 )
-from dualpath.report.style import MODE_SERIES_STYLES, MODE_STYLES, OTHER_SERIES_STYLES, series_styles
+from dualpath.report.style import (
+    MODE_SERIES_STYLES,
+    MODE_STYLES,
+    OTHER_SERIES_STYLES,
+    series_styles,
+)
 from dualpath.report.text import print_report
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
@@ -112,8 +117,14 @@ def test_a_mode_has_its_look_by_value_and_by_title():
 
 
 def test_names_that_are_no_modes_take_looks_that_no_mode_has():
-    assert series_styles(["a", "basic", "b"]) == [OTHER_SERIES_STYLES[0], MODE_SERIES_STYLES[0], OTHER_SERIES_STYLES[1]]
-    assert not {look.colour for look in OTHER_SERIES_STYLES} & {look.colour for look in MODE_SERIES_STYLES}
+    assert series_styles(["a", "basic", "b"]) == [
+        OTHER_SERIES_STYLES[0],
+        MODE_SERIES_STYLES[0],
+        OTHER_SERIES_STYLES[1],
+    ]
+    assert not {look.colour for look in OTHER_SERIES_STYLES} & {
+        look.colour for look in MODE_SERIES_STYLES
+    }
     many = [str(number) for number in range(len(OTHER_SERIES_STYLES) + 1)]
     assert series_styles(many)[-1] == OTHER_SERIES_STYLES[0]
 
@@ -175,10 +186,10 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
     written = files.write_report(REPORT, b"{}", tmp_path, html=True)
     assert [path.suffix for path in written] == [".html", ".json", ".md"]
-    why = "rates: plots are left out, they need matplotlib: pip install 'matplotlib>=3.11'"
+    why = "rates: no plots, as matplotlib is not installed; pip install 'matplotlib>=3.11'"
     assert f"\n{why}\n" in (tmp_path / "whole.md").read_text()
     page = (tmp_path / "whole.html").read_text()
-    assert "rates: plots are left out" in page
+    assert "rates: no plots" in page
     assert "<svg" not in page
     assert "<em>More</em>" in page
 
@@ -187,7 +198,7 @@ def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
 def test_a_command_says_before_it_runs_that_plots_will_be_missing(capsys):
     assert main(["report", "run.json", "--html", "page.html"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("dualpath: page.html: plots are left out, they need matplotlib")
+    assert said[0].startswith("dualpath: page.html: no plots, as matplotlib is not installed")
     assert "run.json" in said[1]
 
 

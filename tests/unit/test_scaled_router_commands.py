@@ -84,5 +84,5 @@ def test_settings_of_the_environment_count_once_and_keys_go_by_it() -> None:
 
 @pytest.mark.parametrize("other", [{"standby_lock": "lock"}, {"standby_lease": "etcd://h:1/n"}])
 def test_front_ends_do_without_routers_that_stand_by(other: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match="is restarted automatically"):
+    with pytest.raises(ConfigError, match="is started again by itself"):
         RouterSettings(front_ends=1, **other)  # type: ignore[arg-type]

@@ -1,19 +1,13 @@
 """DRAM of simulated engines: blocks retained during tool calls, and blocks shared by engines."""
 
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from tests.engine_harness import GEOMETRY, prompt_keys
 
-from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.read_queue import ReadQueue
 from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
-from dualpath.laboratory.chaos.simulation.kept_watch import watch_fetches
 from dualpath.laboratory.chaos.simulation.plants import planted
 from dualpath.laboratory.chaos.simulation.play import run_seed
-from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.storage.node_dram import NodeDram
 
 #: Two of five clusters have agents with tool calls, one of these also DRAM shared by engines.
@@ -45,19 +39,6 @@ def test_agents_kv_is_prefetched_and_engines_share_blocks_that_one_has_read(
         assert not outcome.problems, "\n".join(outcome.story)
     assert seen["prefetched"] > 5
     assert seen["shared"] > 5
-
-
-def test_a_block_that_is_brought_back_for_nobody_is_a_problem() -> None:
-    world, buffer = World(0), BlockBuffer(GEOMETRY, 2, lambda grant: None)
-    wanted, left = prompt_keys(2 * GEOMETRY.block_tokens)
-    reader: Any = SimpleNamespace(_to_fetch={}, _next_fetch=lambda: None)
-    manager: Any = SimpleNamespace(_requests=SimpleNamespace(_reader=reader), buffer=buffer)
-    watch_fetches("de-0", manager, world)
-    buffer.retain([wanted], 0)
-    for key in (wanted, left):
-        reader._to_fetch = {key: b""}
-        reader._next_fetch()
-    assert world.problems == [f"de-0: block {left.hex()[:8]} is brought back for nobody"]
 
 
 @pytest.mark.parametrize(

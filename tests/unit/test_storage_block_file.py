@@ -112,7 +112,9 @@ def version_1(payload: bytes) -> bytes:
 def test_version_1_is_told_from_a_bad_header_also_where_it_is_short() -> None:
     old = version_1(PAYLOAD)
     assert block_file.defect(KEY, DIGEST, old, WHOLE) == "format version"
-    assert block_file.defect_of_length(FORM.verifier(WHOLE), KEY, old, WHOLE, 10) == "format version"
+    assert (
+        block_file.defect_of_length(FORM.verifier(WHOLE), KEY, old, WHOLE, 10) == "format version"
+    )
     assert block_file.defect_of_length(FORM.verifier(WHOLE), KEY, header(), WHOLE, 10) == "short"
     assert block_file.defect(KEY, DIGEST, damaged(old, 20), WHOLE) == "bad header"
 
@@ -129,7 +131,7 @@ def test_a_whole_file_is_checked_by_what_its_header_says(position: int) -> None:
 
 
 def test_keys_and_digests_have_fixed_sizes() -> None:
-    with pytest.raises(ValueError, match="32 and 16"):
+    with pytest.raises(ValueError, match="32 bytes and 16 characters"):
         block_file.encode_header(b"short", DIGEST, WHOLE)
 
 

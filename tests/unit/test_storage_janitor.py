@@ -39,7 +39,7 @@ def test_a_storage_is_kept_within_its_quota_by_what_engines_tell() -> None:
     status = read_status(story.tree)
     assert status is not None
     assert (status.blocks, status.used_bytes) == (10, 10 * BLOCK_BYTES)
-    assert status.seen[engine.journal.writer] == 5
+    assert status.applied_segments[engine.journal.writer] == 5
 
 
 def test_whose_blocks_lie_there_is_said_of_those_who_have_a_quota(
@@ -289,7 +289,7 @@ def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
     engine.journal.flush()
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.0)
     janitor.step()
-    assert janitor._office is not None
+    assert janitor._term is not None
     janitor._term._make_plan()
     assert len(janitor._term._plan) == 6
     engine.serve(old)

@@ -91,7 +91,10 @@ def test_an_engine_seals_what_it_stores(tmp_path: Path, file: Path) -> None:
 
 def test_sealing_without_a_key_is_refused_with_what_to_do(tmp_path: Path) -> None:
     engine = settings(storage=str(tmp_path / "kv"), storage_protection="authenticated")
-    with pytest.raises(ConfigError, match=r"no storage key; `openssl rand -hex 32`.*_key_file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no storage key; create a storage key with `openssl rand -hex 32`.*_key_file",
+    ):
         LIVE.open_storage(engine, namespace(engine))
 
 

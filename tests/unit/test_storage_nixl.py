@@ -150,5 +150,5 @@ def test_the_plugin_is_told_where_the_bucket_is(url: str, expected: dict[str, st
 
 
 def test_an_endpoint_with_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no folder in an endpoint.*s3://"):
+    with pytest.raises(ConfigError, match=r"no path in an endpoint.*s3://"):
         plugin_parameters(parse_location("s3://blocks?endpoint_url=http://h/folder", {}))

@@ -13,7 +13,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.storage.block_file import PlainBlocks, encode_header
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.reading import OnProgress, KernelReader, ignore_progress
+from dualpath.storage.reading import KernelReader, OnProgress, ignore_progress
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import allocate_registered
 
@@ -110,7 +110,10 @@ class RefusedHalfWay:
         self.reads = 0
 
     def fill_from_file(
-        self, descriptor: int, buffers: Sequence[memoryview], on_progress: OnProgress = ignore_progress
+        self,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        on_progress: OnProgress = ignore_progress,
     ) -> int:
         self.reads += 1
         if self.reads == 1:

@@ -67,8 +67,8 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
     ("fault", "said"),
     [
         (500, "500 Planned no"),
-        ("closed", "(try 3)"),
-        ("cut", "answer ended after"),
+        ("closed", "(attempt 3)"),
+        ("cut", "response ended after"),
         ("silent", "timed out"),
     ],
 )
@@ -224,7 +224,7 @@ def test_nobody_there_is_reported_at_once() -> None:
 
 def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_reported(server: FaultyS3) -> None:
     other = f"s3://other?endpoint_url={server.url}"
-    with pytest.raises(ConfigError, match="make the bucket"):
+    with pytest.raises(ConfigError, match="create the bucket"):
         S3Storage(parse_location(other, {}), NAMESPACE, retry_policy=QUICK)
     unsigned = f"s3://{BUCKET}?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match=r"AccessDenied.*credentials"):
@@ -290,7 +290,7 @@ def test_url_and_environment_say_where_the_bucket_is(
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
         ("s3://kv1?addressing_style=x", {}, "path, virtual"),
         ("s3://kv1?endpoint_url=h:90", {}, "http://HOST:PORT"),
-        ("s3://kv1?endpoint_url=http://h:x", {}, "no URL"),
+        ("s3://kv1?endpoint_url=http://h:x", {}, "not a URL"),
         ("s3://kv1?endpoint_url=http://a:b@h", {}, "holds credentials"),
         ("s3://kv1", {"AWS_ACCESS_KEY_ID": "a"}, "set both or none"),
     ],

@@ -34,7 +34,7 @@ def test_own_settings_win_over_the_defaults_and_the_rest_stays() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"UCX_IB_SL": "2"}, "leave UCX_ away: 'IB_SL'"),
+        ({"UCX_IB_SL": "2"}, "omit UCX_: 'IB_SL'"),
         ({"ib_sl": "2"}, "has the key 'ib_sl'"),
         ({"TLS": "tcp,self"}, "set UCX_TLS in the environment"),
         ({"IB_SL": "a=b"}, "sets IB_SL to 'a=b'"),
@@ -68,7 +68,7 @@ def test_it_is_said_that_the_environment_wins(
     assert not caplog.messages
     engine_config_text({"IB_SL": "2"})
     assert caplog.messages == [
-        "UCX_IB_SL=1 of the environment wins over IB_SL=2 of nixl_engine_config"
+        "UCX_IB_SL=1 of the environment overrides IB_SL=2 of nixl_engine_config"
     ]
 
 

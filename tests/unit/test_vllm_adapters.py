@@ -109,7 +109,7 @@ def test_adapters_that_could_change_under_stored_kv_are_refused(
     )
     assert "--lora-modules" in unnamed
     (nameless,) = adapter_problems(engine(), settings(**{"a\nb": "/sql"}))
-    assert "is no name" in nameless
+    assert "is not a valid name" in nameless
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     (updated,) = adapter_problems(engine(), two)
     assert "unset it" in updated

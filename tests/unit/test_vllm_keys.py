@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 
 from dualpath.core.adapters import Adapter
 from dualpath.core.key_extras import KeyExtras, PromptItem
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 
 BLOCK_TOKENS = 32
 TOKENS = list(range(3, 3 + 150))
@@ -60,7 +60,7 @@ def hashes(items=(), **fields):
 
 
 def keys(extras):
-    return KeyMemory(BLOCK_TOKENS).keys(TOKENS, extras)
+    return KeyCache(BLOCK_TOKENS).keys(TOKENS, extras)
 
 
 @pytest.mark.parametrize("salt", [None, "tenant"])

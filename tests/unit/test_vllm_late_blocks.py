@@ -23,7 +23,7 @@ def test_held_blocks_are_not_allocated_after_their_request_freed_them_until_rele
     assert not {block.block_id for block in others} & set(ids[:2])
     assert pool.get_num_free_blocks() == 0
     pool.free_blocks(others)
-    holder.let_go(ids[:2])
+    holder.unhold(ids[:2])
     released = holder.take()
     assert released is not None
     apply(released, pool)

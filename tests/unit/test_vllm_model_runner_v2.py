@@ -42,7 +42,7 @@ class Told:
         self.calls.append("take copied")
         return {"over", "failed"}, {"failed"}
 
-    def take_late_blocks(self):
+    def take_held_blocks(self):
         return None
 
 

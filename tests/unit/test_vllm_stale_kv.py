@@ -177,7 +177,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = object.__new__(WorkerSide)
     connector._worker = made
     made._layers = {name: index for index, name in enumerate(NAMES)}
-    made._begins_unseen, made._stopwatch, made._pass = False, None, None
+    made._read_before_hook, made._stopwatch, made._pass = False, None, None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)

@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dualpath.core.cluster import GroupRank
-from dualpath.core.control import Hello
+from dualpath.core.control import Register
 from dualpath.core.errors import EngineRefusedError
-from dualpath.core.sessions import RouterEnd
+from dualpath.core.sessions import RouterSideState
 from dualpath.router.refusals import ControlRefusal
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def waits_for(dp: GroupRank, engines: "Iterable[EngineState]") -> str | None:
     greeted = {
         e.info.dp.rank
         for e in started_with(dp, engines)
-        if e.info.dp and e.machine.state is RouterEnd.GREETED
+        if e.info.dp and e.machine.state is RouterSideState.REGISTERING
     }
     missing = [str(rank) for rank in range(dp.size) if rank not in greeted]
     if not missing:
@@ -45,7 +45,7 @@ def waits_for(dp: GroupRank, engines: "Iterable[EngineState]") -> str | None:
     )
 
 
-def check_rank(name: str, hello: Hello, engines: "Iterable[EngineState]") -> None:
+def check_rank(name: str, hello: Register, engines: "Iterable[EngineState]") -> None:
     """Raise ``EngineRefusedError`` if no group can have this rank."""
     if (dp := hello.dp) is None:
         return
