@@ -1,4 +1,4 @@
-"""What README says that its commands do; a command without an entry here fails the run."""
+"""Expected results of README's commands; a command without an entry here fails the run."""
 
 import re
 import shutil
@@ -7,17 +7,17 @@ from pathlib import Path
 
 from tests.docs_blocks import Block, blocks, commands
 
-#: Words of README that stand for a reader's own, and where this reader has them from.
+#: Placeholders in README for the reader's files, and the other modes that it compares.
 TRACE_NAMES = ("trace.jsonl", "t.jsonl")
 OTHER_MODES = ("basic", "oracle")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What a command that begins with ``command`` has to say and to leave behind.
+    """Expected output and files of a command that begins with ``command``.
 
-    ``says`` is a regular expression.  ``serves``: the command goes on until Ctrl-C.  ``needs`` is
-    what a quick run leaves out with it: an installation, or a cluster of real engines.
+    ``says`` is a regular expression of the output.  ``serves``: the command runs until Ctrl-C.
+    Quick runs leave out commands that ``needs`` an installation or a cluster of real engines.
     """
 
     command: str
@@ -40,7 +40,7 @@ STEPS = (
     Step("python -", r"cached_tokens", needs=CLUSTER),
     Step("dualpath replay", leaves="dualpath.json", needs=CLUSTER, limit_s=600.0),
     Step("dualpath report", leaves="compare.html", needs=CLUSTER),
-    # What README says that it printed; it also compiles, once.
+    # The numbers in README; the first run also compiles.
     Step("dualpath simulate --cluster paper-660b", r"(?s)3,139 s.*1,754 s.*1,655 s", limit_s=900.0),
     Step("dualpath simulate --cluster c.toml", r"JCT", limit_s=300.0),
 )
@@ -48,7 +48,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Typed:
-    """One command as it is typed, with what is expected of it."""
+    """One command to type, with its expected results."""
 
     block: Block
     text: str
@@ -56,11 +56,11 @@ class Typed:
 
     @property
     def place(self) -> str:
-        """Where it stands, as a reader wants it."""
+        """Its file and line."""
         return f"{self.block.page.name}:{self.block.line}"
 
     def made_small(self) -> "Typed":
-        """Return it with the options that make it small; README's figures are not those."""
+        """Return it with options for a small run, whose numbers differ from README's."""
         if not self.block.run_with:
             return self
         return replace(
@@ -70,13 +70,13 @@ class Typed:
 
 @dataclass
 class Reader:
-    """Knows what stands for what: the folder a command printed, the reader's own files."""
+    """The reader's files, and values for placeholders that earlier commands have printed."""
 
     clone: Path
     values: dict[str, str] = field(default_factory=dict)
 
     def own_files(self) -> None:
-        """Write the files that README takes for the reader's own, with what the pages show."""
+        """Write the reader's files that README assumes, with the contents that the pages show."""
         readme = (self.clone / "README.md").read_text(encoding="utf-8")
         line = re.search(r'`(\{"session_id".+?\]\]\})`', readme)
         assert line is not None, "README shows no line of a trace"
@@ -89,19 +89,19 @@ class Reader:
         shutil.copy(costs, self.clone / "costs.toml")
 
     def translated(self, text: str) -> str:
-        """Return a command with the reader's own values."""
+        """Return a command with placeholders replaced."""
         for word, value in self.values.items():
             text = re.sub(rf"\b{word}\b", value, text)
         return text
 
-    def heard(self, step: Step, output: str) -> None:
-        """Remember what a later command needs."""
+    def record(self, step: Step, output: str) -> None:
+        """Record values that later commands need."""
         if step.command.startswith("dualpath model"):
             self.values["FOLDER"] = output.split()[-1]
 
 
 def typed(readme: Path) -> list[Typed]:
-    """Return what README asks to type, in order; raises ``LookupError`` for what is not known."""
+    """Return README's commands in order; raises ``LookupError`` for one without an entry."""
     found = []
     for block in blocks(readme):
         if block.language == "python":

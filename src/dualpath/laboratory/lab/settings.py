@@ -16,7 +16,7 @@ from dualpath.plan.traffic_class import (
     parse_weights,
 )
 
-MOST_NODES = 64
+MAX_NODES = 64
 
 
 class Shaping(enum.StrEnum):
@@ -94,7 +94,7 @@ class LabSettings(NodesSettings, frozen=True, kw_only=True):
                 f"{{loopback_bytes_per_s}} is {self.loopback_bytes_per_s:g}, must be 0 or at least "
                 "1e6; correct it"
             )
-        parse_nodes(self.nodes, MOST_NODES)
+        parse_nodes(self.nodes, MAX_NODES)
         parse_weights(self.ratio)
         parse_ports(self.kv_ports)
 

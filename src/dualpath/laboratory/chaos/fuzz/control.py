@@ -36,7 +36,7 @@ _NAMESPACE = StoreNamespace(
 )
 
 
-def hello(engine_id: str, registration: int = 1) -> control.Register:
+def valid_registration(engine_id: str, registration: int = 1) -> control.Register:
     """Return a valid registration."""
     return control.Register(
         version=control.PROTOCOL_VERSION,
@@ -184,7 +184,7 @@ class ControlSubject:
         parts = inputs.one_of((0, 2, 3)) if inputs.chance(0.02) else 1
 
         def one() -> bytes:
-            return frame(inputs, hello(inputs.one_of(tuple(ENGINES))), session)
+            return frame(inputs, valid_registration(inputs.one_of(tuple(ENGINES))), session)
 
         return sender, [one() for _ in range(parts)]
 
@@ -220,7 +220,7 @@ class ControlSubject:
         self._registration += 1
         for name in ENGINES:
             # As a restarted process, which ends the effects of frames under its name.
-            registration = hello(name, self._registration)
+            registration = valid_registration(name, self._registration)
             address = msgspec.structs.replace(
                 registration.address, epoch=f"{name}-{self._registration}"
             )
