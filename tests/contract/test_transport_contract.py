@@ -1,4 +1,4 @@
-"""Every transport keeps ``dualpath.transport.contract``; one suite, all implementations."""
+"""Every transport fulfils ``dualpath.transport.contract``: one suite for all implementations."""
 
 import gc
 import itertools
@@ -98,7 +98,7 @@ class Engine:
 
 @pytest.fixture
 def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
-    """Two engines that know each other."""
+    """Two connected engines."""
     prefill, decode = Engine(open_transport("pe"), 1), Engine(open_transport("de"), 2)
     prefill.transport.connect(decode.transport.info())
     decode.transport.connect(prefill.transport.info())
@@ -106,7 +106,7 @@ def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
 
 
 def finish(transfer: Transfer) -> TransferState:
-    """Poll to the end; the transports promise that polling alone makes progress."""
+    """Poll to the end; polling alone must make progress."""
     deadline = os.times().elapsed + GUARD_S
     while (state := transfer.poll()) is TransferState.MOVING:
         assert os.times().elapsed < deadline, "transfer did not end"
@@ -360,7 +360,7 @@ OpenAgent = Callable[[str, InProcessFabric], Transport]
 
 
 def serve_peer(name: str, control: Connection, open_agent: OpenAgent) -> None:
-    """Own one region, hand out its address, answer what its pieces hold; runs in a child."""
+    """Own one region, send its address and the contents of its pieces; runs in a child."""
     engine = Engine(open_agent(name, InProcessFabric()), 7)
     control.send(engine.transport.info())
     while (index := control.recv()) is not None:

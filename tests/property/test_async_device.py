@@ -1,4 +1,4 @@
-"""Layerwise prefill on a device that computes behind the host's back (``tests/async_device.py``).
+"""Layerwise prefill on a device that computes asynchronously (``tests/async_device.py``).
 
 For any order in which kernels, copies, transfers and threads may run: a layer's KV has arrived when
 attention reads it, nothing overwrites it before attention is through, and what is sent is what was
@@ -49,7 +49,7 @@ from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
 HBM_BLOCKS, SLOTS = 8, 10
-#: Two looks of a wait.
+#: Two polls of a wait.
 DEADLINE_S = 0.5
 SIZE = GEOMETRY.bytes_of(0)
 #: As DeepSeek-V3.2 has them; a Layer Block has the same bytes as in GEOMETRY.
@@ -164,7 +164,7 @@ class Engine:
         for chunk, _ in work:
             computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
             resident = chunk.chunk.first if computed_before and not layers.overlap else 0
-            for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
+            for layer in range(GEOMETRY.layers):  # another pass, still under way
                 for block in chunk.hbm_blocks[resident:]:
                     self.kernel_writes(layer, block, GARBAGE)
         stream = self.stream([chunk for chunk, _ in work], layers)
@@ -512,7 +512,7 @@ def test_generated_blocks_are_copied_out_as_computed_before_the_next_step_overwr
 @given(st.integers(0, 2**32))
 def test_a_step_waits_for_its_own_copies_and_little_of_a_loaded_prompt(seed: int) -> None:
     engine = Engine(seed, GEOMETRY.layers, own_copier=False)
-    # As on a CPU, or where a GPU is idle: what waits for computation need not wait.
+    # As on a CPU or an idle GPU: all computation is over at once.
     engine.after, engine.device = EventWaiter(HostDevice(), "idle"), HostDevice()
     copier = engine.copier()
     layer_bytes = 3 * SIZE
@@ -521,7 +521,7 @@ def test_a_step_waits_for_its_own_copies_and_little_of_a_loaded_prompt(seed: int
     prompt = PromptLayout(GEOMETRY, 3 * GEOMETRY.block_tokens, de_slots=(0, 1, 2))
     for name in ("a", "b"):
         copier.into_hbm(name, decode_steps(prompt), [6, 1, 4], loading.append)
-    assert engine.transport.moving_bytes == 0  # the step goes on at once
+    assert engine.transport.moving_bytes == 0  # the step does not wait
     engine.world.drift(50)
     left: list[str | None] = []
     block_out = BlockOut(generated_steps(GEOMETRY, 0)[:-1], 5, left.append)
@@ -533,7 +533,7 @@ def test_a_step_waits_for_its_own_copies_and_little_of_a_loaded_prompt(seed: int
     assert left == [None]
 
 
-#: Layers 1, 2 and 4 look back over a window, and have block ids of their own.
+#: Layers 1, 2 and 4 have a sliding window and separate block ids.
 GROUP_OF_LAYER = (0, 1, 1, 0, 1)
 
 
@@ -542,7 +542,7 @@ GROUP_OF_LAYER = (0, 1, 1, 0, 1)
 def test_layers_with_windows_get_only_the_blocks_in_their_windows(
     own_copier: bool, behind: int, found: int, last_is_computed: bool, seed: int
 ) -> None:
-    """As at a hybrid decode engine: a group's last blocks, in ids that no other group has.
+    """As at a hybrid decode engine: the last blocks of a group, in ids of that group only.
 
     What it found in HBM has no ids, in no group.
     """

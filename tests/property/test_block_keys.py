@@ -11,7 +11,7 @@ from dualpath.core.key_extras import KeyExtras, PromptItem
 from dualpath.core.key_memory import RUN_TOKENS, KeyCache
 from dualpath.core.token_encoding import encoded_blocks
 
-#: Around every width of CBOR's integers, and beyond those that are encoded at once.
+#: Around every width of CBOR's integers, and beyond those that numpy encodes.
 EDGES = [n for edge in (24, 1 << 8, 1 << 16, 1 << 32) for n in (edge - 1, edge)]
 TOKENS = st.one_of(st.sampled_from([0, 1, *EDGES[:-1]]), st.integers(0, 200_000))
 ANY_IDS = st.one_of(TOKENS, st.sampled_from([-1, EDGES[-1], 1 << 64]))
@@ -74,7 +74,7 @@ def test_cached_keys_equal_computed_keys(turns, capacity_runs, block_tokens):
 
 @st.composite
 def images(draw):
-    """Images of a prompt, one after the other, of few contents so that prompts share some."""
+    """Consecutive images of a prompt, with few contents so that prompts share some."""
     found, at = [], 0
     places = st.tuples(st.integers(0, 700), st.integers(1, 300))
     for gap, length in draw(st.lists(places, max_size=5)):
@@ -95,7 +95,7 @@ def images(draw):
 def test_prompts_of_equal_tokens_share_keys_up_to_the_first_different_extra(
     prompts, length, block_tokens
 ):
-    """Images move, adapters and salts change; what one prompt left is never another's."""
+    """With other images, adapters or salts a prompt never gets another prompt's cached keys."""
     memory, tokens = KeyCache(block_tokens), list(range(length))
     for items, salt, every in prompts:
         extras = KeyExtras(every, salt, items)

@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Cut:
-    """How an engine of ``ranks`` shares KV ``heads``; ranks that have the same heads are replicas.
+    """An engine of ``ranks`` that divide KV ``heads``; ranks with the same heads are replicas.
 
     ``latent``: parts that every rank has whole.
     """
@@ -62,7 +62,7 @@ class Cut:
 
 
 class Rank:
-    """One mover: its HBM, and what it sees of its engine's buffers of whole blocks."""
+    """One rank: its HBM, and its views of its engine's buffers of Full Blocks."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ def divide(heads: int, ranks: int) -> bool:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[BlockGeometry, int, set[tuple[int, int]]]:
-    """Blocks of unequal layers, the KV heads of parts that have some, and those that have none."""
+    """Blocks of unequal layers, with KV heads of their parts, or without heads."""
     heads = draw(st.sampled_from([1, 2, 4, 6, 12]))
     layers, latent = [], set()
     for layer in range(draw(st.integers(1, 4))):

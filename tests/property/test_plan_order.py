@@ -1,4 +1,4 @@
-"""Engines execute the plan, all of it: no step begins before its KV lies where it begins."""
+"""Engines execute the whole plan: no step begins before its KV is at its source."""
 
 import json
 import tempfile
@@ -66,7 +66,7 @@ def traced(path: Path, geometry: BlockGeometry = GEOMETRY) -> list[Executed]:
 def run_traced(
     prompt: Prompt, folder: Path, mode: Mode, layer_buffers: int, geometry: BlockGeometry
 ) -> tuple[list[Executed], list[Present], Tally[str]]:
-    """Run a prompt; return what was executed, what KV came otherwise, and both engines' counters.
+    """Run a prompt; return the executed steps, other KV, and the counters of both engines.
 
     One generated block follows; its steps call it block 0, so they come last and alone.
     """

@@ -1,4 +1,4 @@
-"""Where the GPU of an emulated engine was idle between two passes, told from its trace."""
+"""The causes of idle time of an emulated GPU between two passes, from its trace."""
 
 import json
 from collections.abc import Sequence

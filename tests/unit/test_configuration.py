@@ -1,4 +1,4 @@
-"""Settings from flags, environment and file: who wins, what is refused, what is never printed."""
+"""Settings from flags, environment and file: precedence, refusals, and secrets."""
 
 import argparse
 import enum
@@ -206,7 +206,7 @@ def test_a_key_is_neither_printed_nor_quoted_in_a_refusal():
 
 
 def test_every_variable_named_in_the_code_is_known():
-    """A variable that the environment check does not know would be refused by every command."""
+    """A variable unknown to the environment check would be refused by every command."""
     named = set()
     for file in (ROOT / "src").rglob("*.py"):
         text = file.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""A memory that keeps what was noted last."""
+"""A bounded map of the most recent keys."""
 
 from dualpath.core.recent import Recent
 
@@ -10,7 +10,7 @@ def test_the_last_value_counts_and_removed_keys_are_gone() -> None:
     recent.note("b", 2)
     assert (recent.last("xa"), recent.last("abc"), recent.last("xy")) == (1, 2, None)
     assert (recent.head("abc"), recent.head("abc", 1), recent.head("xab")) == (2, 2, 0)
-    recent.forget("b")
+    recent.remove("b")
     assert "a" in recent
     assert "b" not in recent
 

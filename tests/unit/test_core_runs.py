@@ -1,4 +1,4 @@
-"""A run of hits is one value from the assignment to the transfer; one that cannot be is refused."""
+"""A run of hits is used from assignment to transfer; an inconsistent one is refused."""
 
 import msgspec
 import pytest
@@ -33,7 +33,7 @@ def test_a_run_has_the_number_of_its_windowless_blocks() -> None:
     assert [read.head(blocks).windowless for blocks in (1, 2, 3)] == [1, 2, 2]
     assert read.part(BlockRun(4, 3)) == HitRun(Role.DECODE, BlockRun(4, 3), (5, 9, 1), windowless=1)
     assert read.part(BlockRun(6, 1)).windowless == 0
-    # Before the run all of it is whole, behind it nothing is.
+    # With a block before the run all its blocks are whole, with one after it none is.
     assert [RUN.whole_behind(block).windowless for block in (0, 3, 7, 90)] == [0, 0, 4, 4]
     kept = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
     assert kept.whole_behind(2) == kept

@@ -1,4 +1,4 @@
-"""The plan says what Fig. 4 draws."""
+"""The plan has the steps of Fig. 4."""
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role

@@ -1,4 +1,4 @@
-"""A plain vLLM command line becomes a DualPath engine's; nothing that was typed is changed."""
+"""A vLLM command line is completed for a DualPath engine; explicit arguments are not changed."""
 
 import socket
 from argparse import Namespace
@@ -23,7 +23,7 @@ def no_variables(monkeypatch):
 
 
 def typed(extra=EXTRA, connector="DualPathConnector", **arguments):
-    """What vLLM's parser makes of a command line with only `arguments` typed."""
+    """Parse a command line of only `arguments` with vLLM's parser."""
     transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=dict(extra))
     unset = {
         "enable_scale_out": False,
@@ -170,7 +170,7 @@ def test_the_environment_of_an_engine_is_checked():
 
 
 def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
-    """What is taken for "not typed" is what vLLM's parser really leaves there."""
+    """The values that count as omitted are those of vLLM's parser."""
     pytest.importorskip("vllm")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

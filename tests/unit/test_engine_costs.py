@@ -1,4 +1,4 @@
-"""What an engine knows of its own speed: passes, the file of a profile, the cache, its storage."""
+"""Sources of an engine's speed: timed passes, a profile file, the cache, its storage."""
 
 import threading
 from pathlib import Path
@@ -187,7 +187,7 @@ NAMESPACE = StoreNamespace(
 
 
 class Probed(MemoryStorage):
-    """Counts what is read, and how many new blocks were written."""
+    """Counts reads and new blocks written."""
 
     def __init__(self):
         super().__init__(NAMESPACE)

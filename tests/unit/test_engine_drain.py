@@ -1,4 +1,4 @@
-"""An engine that drains: what it has ends, nothing new comes, then it goes; nobody notices."""
+"""An engine that drains finishes its requests, gets no new ones and leaves without failures."""
 
 import asyncio
 from pathlib import Path

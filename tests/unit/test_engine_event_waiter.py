@@ -12,7 +12,7 @@ from dualpath.engine.threads import OS_THREADS, TimeLimit
 
 
 class Gate:
-    """An event that a test lets pass, or fail."""
+    """An event that passes or fails when the test calls for it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()

@@ -1,4 +1,4 @@
-"""A forward pass as engines of every kind run it: what moves, what ends, what is reported."""
+"""Forward passes as all kinds of engines run them: transfers, failures, reports."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +25,7 @@ def cluster() -> Iterator[ToyCluster]:
 
 
 def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PromptPart:
-    """``number`` keeps the HBM of several requests apart."""
+    """``number`` separates the HBM of several requests."""
     return PromptPart(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
 
 
@@ -61,7 +61,7 @@ def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None
 def pass_with_silence(
     cluster: ToyCluster, *parts: PromptPart, unwaited: Sequence[int] = (), silent: Sequence[int]
 ) -> dict[str, str]:
-    """Run a pass of a model that says nothing of some layers, or not that it will read them."""
+    """Run a pass of a model that does not announce some layers, or does not wait for their KV."""
     forward = ForwardPass(cluster.pe.manager, lambda message: None, parts)
     for layer in range(GEOMETRY.layers):
         if layer not in (*unwaited, *silent):
@@ -90,7 +90,7 @@ def test_a_layer_that_did_not_wait_for_its_kv_fails_the_pass_and_is_not_sent(buf
 def test_an_engine_whose_model_bypasses_the_connector_is_broken(
     cluster: ToyCluster, how: str
 ) -> None:
-    """Its next passes would fail alike: it is to get no more, and to say why."""
+    """Its next passes would fail likewise: it must get no more and report the reason."""
     assert cluster.pe.report().unhealthy is None
     transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
     layers: dict[str, list[int]] = {"silent": [], how: [1]}
@@ -101,7 +101,7 @@ def test_an_engine_whose_model_bypasses_the_connector_is_broken(
 
 
 def test_a_layer_skipped_in_one_pass_fails_only_that_pass(cluster: ToyCluster) -> None:
-    """As vLLM leaves draft layers out where a prompt comes near the end of their context."""
+    """As vLLM skips draft layers when a prompt is near the end of their context."""
     whole, last = BlockRun(0, BLOCKS), GEOMETRY.layers - 1
     for number, silent in enumerate(([], [last], [])):
         transfer = cluster.load(f"r{number}", prompt_keys(TOKENS, str(number)), TOKENS, 0, 0)
@@ -115,7 +115,7 @@ def test_a_layer_skipped_in_one_pass_fails_only_that_pass(cluster: ToyCluster) -
 def test_a_model_that_does_not_announce_a_layer_fails_its_passes_without_hanging(
     silent: Sequence[int], buffers: int
 ) -> None:
-    """Loads and sends of other layers wait for the region of one that nobody says is computed."""
+    """Loads and sends of other layers wait for the region of a layer that is not announced."""
     cluster = ToyCluster(layer_buffers=buffers)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
@@ -239,7 +239,7 @@ def test_a_failure_in_the_pass_before_fails_the_next_pass_and_is_reported_once()
 
 
 def test_a_pass_with_unannounced_layers_ends_though_the_next_one_has_begun() -> None:
-    """The next pass waits for a layer of which nobody will say that it is computed."""
+    """The next pass waits for a layer that will not be announced."""
     cluster = ToyCluster(layer_buffers=2)
     try:
         one = cluster.load("one", prompt_keys(TOKENS), TOKENS, 0, 0)

@@ -1,4 +1,4 @@
-"""What an engine's own server answers, with vLLM's middleware around vLLM's paths."""
+"""Answers of an engine's own server, with vLLM's middleware around vLLM's paths."""
 
 import importlib
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ GENERATING = (
 
 
 def engine(role="prefill", keys=(), connector=CONNECTOR):
-    """A client of an engine whose every route says what it was sent."""
+    """A client of an engine whose routes return what they were sent."""
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])

@@ -1,4 +1,4 @@
-"""An engine that beats is not an engine that moves: what its data plane says of itself."""
+"""Health of a data plane, by the progress of its threads."""
 
 import itertools
 import queue
@@ -22,7 +22,7 @@ READERS = 2  # those of the harness
 
 
 class Moving:
-    """A transfer that ends when the test says so, or cannot be polled."""
+    """A transfer that ends when the test calls for it, or cannot be polled."""
 
     bytes = 1
 

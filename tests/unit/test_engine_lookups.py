@@ -1,4 +1,4 @@
-"""Look-ups: few questions, one deadline, and nobody waits behind another's wait."""
+"""Look-ups: few queries, one deadline, and no look-up waits behind another."""
 
 import queue
 import threading
@@ -60,7 +60,7 @@ class Asked(MemoryStorage):
 
 
 class Engine:
-    """The look-ups of an engine, with what they ask and tell."""
+    """The look-ups of an engine, with their queries and answers."""
 
     def __init__(self, inner: MemoryStorage | LengthOnlyStorage) -> None:
         self.clock = Clock()
@@ -74,7 +74,7 @@ class Engine:
         )
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Write as somebody else would: this engine does not learn of it."""
+        """Write as another engine would: this engine is not notified."""
         self.inner.write(keys, [memoryview(full_block(key)) for key in keys])
 
     def write(self, keys: Sequence[bytes]) -> None:
@@ -91,7 +91,7 @@ class Engine:
         return message
 
     def look_up(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return the hit blocks and what the storage was asked for them."""
+        """Return the hit blocks and the queries to the storage."""
         before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
         self.begin(keys)
         hit_blocks = self.answer().hit_blocks
@@ -271,7 +271,7 @@ def test_ending_a_write_twice_has_no_effect() -> None:
 
 
 class HeldCopies:
-    """Copies out of HBM that end when a test says so."""
+    """Copies out of HBM that end when a test calls for it."""
 
     def __init__(self) -> None:
         self.done: list[Callable[[str | None], None]] = []

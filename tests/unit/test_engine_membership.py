@@ -87,7 +87,7 @@ def membership(
 
 
 def test_an_engine_registers_once_its_server_accepts_connections(router: Router) -> None:
-    member = membership(router, "hello")
+    member = membership(router, "register")
     looked_twice = threading.Event()
     looks = iter(range(2))
 
@@ -102,19 +102,19 @@ def test_an_engine_registers_once_its_server_accepts_connections(router: Router)
         assert looked_twice.wait(GUARD_S)
         assert router.heard_nothing()
         server.listen()
-        hello = router.next()
+        register = router.next()
         member.leave()
-    assert isinstance(hello, Register)
-    assert (hello.api_url, hello.node, hello.group) == (url, "de-0", "decode")
-    assert (hello.hbm_tokens, hello.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
-    assert hello.address.epoch == member.epoch
-    assert hello.address.agents[0].agent == f"de-0-{member.epoch}"
-    limits = {name: hello.limits[name] for name in ("served_model_name", "max_model_len")}
+    assert isinstance(register, Register)
+    assert (register.api_url, register.node, register.group) == (url, "de-0", "decode")
+    assert (register.hbm_tokens, register.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
+    assert register.address.epoch == member.epoch
+    assert register.address.agents[0].agent == f"de-0-{member.epoch}"
+    limits = {name: register.limits[name] for name in ("served_model_name", "max_model_len")}
     assert limits == {"served_model_name": "toy", "max_model_len": 512}
 
 
 def test_an_engine_reports_until_it_deregisters(router: Router) -> None:
-    member = membership(router, "goodbye")
+    member = membership(router, "deregister")
     member.send(Released(request_id="too early"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}")

@@ -1,4 +1,4 @@
-"""What no step waits for is posted by the pump, a few bytes at a time."""
+"""Transfers that no step waits for are posted by the pump, a few bytes at a time."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ DEADLINE_S = 30.0
 
 
 class Clock(OsThreads):
-    """A time that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -25,7 +25,7 @@ class Clock(OsThreads):
 
 
 class Pump:
-    """The pump's thread: runs what it was given when the test lets it."""
+    """The pump's thread: runs its callbacks when the test calls for it."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []

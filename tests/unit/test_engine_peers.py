@@ -1,4 +1,4 @@
-"""Peers of an engine: who cannot be reached now harms nobody, and is tried again."""
+"""Peers of an engine: an unreachable one does not affect others and is retried."""
 
 import pytest
 from tests.engine_harness import GEOMETRY

@@ -1,4 +1,4 @@
-"""Ranks of one engine: what one of them fails, delays or does not survive counts for the engine."""
+"""Ranks of one engine: a failure, delay or death of one of them counts for the engine."""
 
 import contextlib
 import queue
@@ -30,7 +30,7 @@ TOKENS = 4 * GEOMETRY.block_tokens
 BLOCKS = 4
 KEYS = prompt_keys(TOKENS)
 PE_FOLLOWER, DE_FOLLOWER = "pe-0-epoch-1-1", "de-0-epoch-1-1"
-#: Two ranks that hold the same.
+#: Two replicas.
 LATENT = Cut(2, heads=1)
 #: Short, since a test waits for it.
 STALL_S = 0.3
@@ -55,7 +55,7 @@ def prefill(
 
 
 def take_over(cluster: RankedCluster, transfer: PrefillTransfer) -> list["queue.Queue[str | None]"]:
-    """Let every rank copy a prompt into its HBM; return where each says that it has."""
+    """Have every rank copy a prompt into its HBM; return the results by rank."""
     cluster.de.command(Persist("r", transfer.hit_blocks, tuple(KEYS[transfer.hit_blocks :])))
     waiting = DecodeTransfer("r", TOKENS, transfer.de_slots)
     over: list[queue.Queue[str | None]] = [queue.Queue() for _ in range(2)]
@@ -107,7 +107,7 @@ def sent_whole(cluster: RankedCluster, transfer: PrefillTransfer) -> bool:
 
 
 def test_a_failed_shared_load_of_a_rank_fails_only_that_request() -> None:
-    """The others would have got from it what it has not."""
+    """The others would have received its missing part."""
     with contextlib.closing(RankedCluster(LATENT, Cut(1), share_loads=True)) as cluster:
         cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
         transfers = in_one_pass(cluster)
@@ -120,7 +120,7 @@ def test_a_failed_shared_load_of_a_rank_fails_only_that_request() -> None:
 def test_a_rank_without_a_decode_engine_still_shares_its_loads() -> None:
     """It moves nothing for the request, but is in every exchange: the others wait for it."""
     with contextlib.closing(RankedCluster(LATENT, LATENT, share_loads=True)) as cluster:
-        cluster.fabric.kill(DE_FOLLOWER)  # the follower of the PE is who speaks with it
+        cluster.fabric.kill(DE_FOLLOWER)  # the PE's follower is connected to it
         transfers = in_one_pass(cluster)
         for request_id in transfers:
             assert str(cluster.pe.answer(PrefillDone, request_id).failure).startswith("rank 1: ")
@@ -128,7 +128,7 @@ def test_a_rank_without_a_decode_engine_still_shares_its_loads() -> None:
 
 def test_late_bytes_of_a_follower_hold_the_request_and_its_hbm(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
-    cluster.fabric.stall(DE_FOLLOWER)  # the follower of the PE is who speaks with it
+    cluster.fabric.stall(DE_FOLLOWER)  # the PE's follower is connected to it
     of_leader, _ = prefill(cluster, transfer)
     assert "stall" in of_leader["r"]
     cluster.pe.command(Release("r", "given up"))
@@ -165,7 +165,7 @@ def test_a_follower_that_dies_in_mid_pass_ends_the_engine(cluster: RankedCluster
     def at_layer(rank: int, layer: int) -> None:
         if (rank, layer) == (1, 2):
             cluster.prefill.group.fail()
-            raise SystemExit  # nothing of it goes on
+            raise SystemExit  # all of its work ends
 
     with pytest.raises((EngineLostError, SystemExit)):
         prefill(cluster, transfer, at_layer)

@@ -25,7 +25,7 @@ READERS = 2
 
 
 class Device:
-    """A storage whose reads of chosen blocks begin and end when the test says so."""
+    """A storage whose reads of chosen blocks end when the test calls for it."""
 
     def __init__(self) -> None:
         self.storage = memory_storage()
@@ -129,9 +129,9 @@ def test_a_short_run_is_answered_when_the_device_writes_into_none_of_its_slots(
     reads.add("a", KEYS)
     assert reads.began(2) == set(KEYS[:2])
     reads.device.finish(KEYS[0])
-    reads.add("b", KEYS[2:3])  # takes the free reader, so that one has looked at "a" again
+    reads.add("b", KEYS[2:3])  # takes the free reader, which has checked "a" again by then
     assert reads.answer().request_id == "b"
-    assert reads.answers.empty()  # a request that went on now would write where the device does
+    assert reads.answers.empty()  # the request must not go on while the device writes
     reads.device.finish(KEYS[1])
     assert (reads.answer().good_blocks, reads.device.began.qsize()) == (0, 1)
 
@@ -156,7 +156,7 @@ def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str)
 
 def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
-    reads.add("a", KEYS)  # keeps both readers busy
+    reads.add("a", KEYS)  # occupies both readers
     nothing = run_reads(GEOMETRY, HitRun(Role.DECODE, BlockRun(0, 0)))
     reads.queue.add(ReadTask("b", nothing, [], 0, GUARD_S))
     assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
@@ -166,7 +166,7 @@ def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
 
 
 def fetched(reads: Reads, keys: list[BlockKey]) -> list[bytes]:
-    """End the queue, which waits for what is under way; return the kept blocks at their head."""
+    """Close the queue, which waits for reads under way; return the cached prefix."""
     reads.queue.close(TimeLimit(OS_THREADS, GUARD_S))
     missing = {*reads.buffer.missing(keys)}
     reads.buffer.request("looks", len(keys), keys)

@@ -1,4 +1,4 @@
-"""Orders to keep blocks for agents: they end, add up to no more than the buffer, and overlap."""
+"""Retention of blocks for agents: it expires, is limited by the buffer, and may overlap."""
 
 from collections.abc import Sequence
 
@@ -37,7 +37,7 @@ class Engine:
         self.retention.apply(Retain(keys, retain_s, expected_s=expected_s), now_s * S)
 
     def left(self) -> tuple[BlockKey, ...]:
-        """Return what is left when a request takes two slots."""
+        """Return the blocks that are left after a request takes two slots."""
         self.buffer.request("r", 2)
         missing = self.buffer.missing(KEYS)
         return tuple(key for key in KEYS if key not in missing)
@@ -130,4 +130,4 @@ def test_retained_blocks_are_fetched_on_request() -> None:
     engine.retention.apply(Retain(KEYS[:6], 30.0, fetch=True), 0)
     assert engine.fetched == [[*KEYS[:4]]]  # no more than the buffer holds
     engine.retention.apply(Retain(KEYS[2:6], 30.0, fetch=True), 0)
-    assert engine.fetched[1:] == [[*KEYS[2:4]]]  # nor what no order has room for
+    assert engine.fetched[1:] == [[*KEYS[2:4]]]  # nor blocks beyond the limit of retention

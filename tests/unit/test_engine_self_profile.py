@@ -28,7 +28,7 @@ SETTINGS = EngineSettings(
 
 
 class Worker:
-    """Steps through what a worker is given, on a clock that the test moves."""
+    """Steps through a worker's batches, on a clock that the test advances."""
 
     def __init__(self, clock, side):
         self.clock, self.side = clock, side

@@ -1,4 +1,4 @@
-"""What a decode engine does with a prompt in its buffer, while other threads are done with it."""
+"""A prompt in a decode engine's buffer while other threads finish with it."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +16,7 @@ from dualpath.engine.threads import OS_THREADS
 
 
 class FilledMeanwhile(ActiveRequests):
-    """The thread that fills HBM ends just as it is said that the prompt is being stored."""
+    """The copy to HBM ends just when the prompt is marked as being persisted."""
 
     buffer: BlockBuffer
 

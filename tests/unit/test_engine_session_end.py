@@ -1,4 +1,4 @@
-"""What is left at an engine when its session with the router is over: nothing, or what is named."""
+"""State left at an engine after the end of its session: only in-doubt requests."""
 
 from collections.abc import Iterator
 
@@ -73,7 +73,7 @@ def test_an_ended_request_does_not_count_as_decoding(cluster: ToyCluster) -> Non
     transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
     assert cluster.fill(transfer, HBM) is None
     manager.decode_ended("r")
-    assert cluster.de.report().unfinished_requests == 1  # until the router lets it go
+    assert cluster.de.report().unfinished_requests == 1  # until the router releases it
     manager.end_session(OVER)
     assert not manager.decodes_without_session
     assert whole(cluster) == [True, True]
@@ -119,7 +119,7 @@ def test_a_pass_under_way_goes_on_and_its_end_is_reported_in_the_next_session(
             assert not manager.is_active("r")
 
     cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
-    cluster.pe.answer(Released, "r")  # said while no session was open: nobody heard it
+    cluster.pe.answer(Released, "r")  # it was sent while no session was open, and lost
     assert manager.in_doubt().unsettled == ()
     cluster.pe.command(Registered(peers=()))
     cluster.pe.answer(Released, "r")

@@ -1,6 +1,6 @@
-"""Slots are granted FIFO, reused only when nobody can touch them, and never leak.
+"""Slots are granted FIFO, reused only when no lease or pin is left, and never leak.
 
-A whole block stays in its slot, for whoever asks for it next, until the slot is needed.
+A cached block stays in its slot for later requests until the slot is needed.
 """
 
 import pytest
@@ -78,7 +78,7 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
 
 def served(pool: SlotPool, request_id: str, *keys: bytes, more: int = 0) -> tuple[int, ...]:
-    """Let a request come, have its blocks whole, and go; return its slots."""
+    """Serve a request whose blocks are cached; return its slots."""
     (grant,) = pool.request(request_id, len(keys) + more, keys)
     pool.cache_blocks(request_id, grant.slots[: len(keys)], keys, ROOT)
     pool.release(request_id)
@@ -90,7 +90,7 @@ def _chain(agent: int, blocks: int) -> tuple[bytes, ...]:
 
 
 def _turn(pool: SlotPool, agent: int, blocks: int) -> int:
-    """Serve an agent's turn over the same chain again; return how much of it was kept."""
+    """Serve an agent's turn over the same chain again; return its cached blocks."""
     chain = _chain(agent, blocks)
     (grant,) = pool.request("turn", blocks, chain)
     pool.cache_blocks("turn", grant.slots, chain, ROOT)
@@ -284,7 +284,7 @@ SLOTS = 6
 
 
 class SlotPoolMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: no slot has two writers, none is lost, none lies.
+    """In any order of operations: no slot has two writers, none is lost, contents are correct.
 
     ``memory`` is what was last written to a slot: a request writes the blocks of its chain that it
     did not find, and only where the pool lets it.
@@ -376,7 +376,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(request=requests, number=st.integers(0, SLOTS - 1))
     def replace_one(self, request: str, number: int) -> None:
-        """A read is given up, and ends late."""
+        """A read is abandoned and ends late."""
         slots = self.pool.slots_of(request)[number : number + 1]
         if slots and self.pool.may_write(request, slots[0]):
             self.pool.pin(slots)
@@ -397,7 +397,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(request=requests, back=st.booleans())
     def quarantine(self, request: str, back: bool) -> None:
-        """Its writer may still write to what the request could write to."""
+        """Its writer may still write to the slots that the request could write to."""
         mine = [s for s in self.pool.slots_of(request) if self.pool.may_write(request, s)]
         self.pool.quarantine(request)
         self.memory.update(dict.fromkeys(mine, b"in doubt"))

@@ -31,7 +31,7 @@ BLOCKS = 8
 HITS = 2
 CHUNK = BlockRun(2 * HITS, BLOCKS - 2 * HITS)
 DEADLINE_S = 0.5
-#: The last look at it may come late.
+#: The last poll may be late.
 ONE_DEADLINE_S = DEADLINE_S + 0.25
 HBM_OF = {"a": list(range(BLOCKS)), "b": list(range(BLOCKS, 2 * BLOCKS))}
 HBM_OF["c"], HBM_OF["d"] = [[block + 2 * BLOCKS for block in HBM_OF[name]] for name in "ab"]
@@ -103,7 +103,7 @@ def test_the_next_pass_does_not_wait_for_it_again_until_it_moves(story: Story) -
     assert sum(story.waits.passed_s) <= TRIAL_S + 0.25
     failures = story.forward(transfers["c"], transfers["d"])
     assert set(failures) == {"d"}
-    assert "earlier pass" in failures["d"]  # nothing was posted that could be waited for
+    assert "earlier pass" in failures["d"]  # nothing was posted
     story.assert_complete(transfers["c"])
     story.fabric.wake("de-1-epoch-1")
     story.cluster.pe.held.wait_for_none()
@@ -178,7 +178,7 @@ def test_a_device_that_hangs_in_copies_makes_the_engine_unhealthy(
     first, second = story.load("a"), story.load("c")
     story.fabric.stall("pe-0-epoch-1")
     assert set(story.forward(first)) == {"a"}
-    assert pe.manager.health() is None  # one copy that hangs may be a bad one
+    assert pe.manager.health() is None  # one copy that hangs may be an exception
     assert set(story.forward(second)) == {"c"}
     assert pe.manager.health() == "copies within this engine stall"
     story.fabric.wake("pe-0-epoch-1")
@@ -196,9 +196,9 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert len(story.waits.passed_s) == 3  # not for the third one
     assert sum(story.waits.passed_s) <= DEADLINE_S + TRIAL_S  # the first step had one deadline
     assert de.report().counters[dropped] == 1
-    de.hbm[:, 3] = 0xEE  # the engine goes on and writes another request's KV there
+    de.hbm[:, 3] = 0xEE  # the engine writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
-    while de.manager._staging.free < 4:  # what was late gives its slot back
+    while de.manager._staging.free < 4:  # the late copy frees its slot
         assert de.manager.drain(GUARD_S)
     assert de.report().counters[dropped] == 4
     assert not any(storage.is_stored(key) for key in (stuck, beside, tried))
@@ -229,7 +229,7 @@ def test_a_link_that_is_too_slow_is_abandoned_after_one_deadline() -> None:
         if patience.waited({"de"}, 0.25):
             break
         patience.ended("de", 1000)
-    assert waits == 5  # what 4,000 bytes pay back is less than one look
+    assert waits == 5  # 4,000 bytes refill less than one poll
     stalled.add("de")
     assert "de" in stalled
     patience.ended("de", 1000)

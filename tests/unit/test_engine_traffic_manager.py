@@ -205,7 +205,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     before = cluster.de.answer(Reserved, "r").slots
     run = four_hits(before)
     cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=1.0))
-    for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
+    for _ in keys[2:4]:  # both readers are in these blocks and have finished those before
         assert entered.acquire(timeout=GUARD_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
     done = cluster.de.answer(ReadDone, "r")

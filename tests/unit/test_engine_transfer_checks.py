@@ -1,4 +1,4 @@
-"""What a request carries is checked before anything is indexed with it."""
+"""The transfer of a request is checked before it is used as an index."""
 
 from typing import Any
 
@@ -118,7 +118,7 @@ def test_nothing_is_computed_on_window_layers_that_were_not_read(
         named = f"block {whole_from} is in a buffer without .* from block {whole_from} on"
         with pytest.raises(BadRequestError, match=named):
             windowed.check(transfer, TOKENS)
-    # Where there are no windows, nobody can have left them out.
+    # Without windows no layers can be missing.
     odd = msgspec.structs.replace(PREFILL, hits=tuple(r.whole_behind(1) for r in PREFILL.hits))
     with pytest.raises(BadRequestError, match="from block 0 on"):
         checks(Role.PREFILL).check(odd, TOKENS)

@@ -1,4 +1,4 @@
-"""Writes to storage make room for reads that requests wait for."""
+"""Writes to storage yield to reads that requests wait for."""
 
 import queue
 import threading
@@ -24,7 +24,7 @@ from dualpath.plan.steps import run_reads, step_of
 
 
 class _Told(threading.Condition):
-    """Calls when somebody waits; what that returns, if anything, is how the wait ends."""
+    """Calls a function at each wait; its result, if any, is that of the wait."""
 
     def __init__(self, waits: Callable[[], bool | None]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Told(threading.Condition):
 
 
 class WhileWaiting(OsThreads):
-    """Threads whose waits let the next thing of a list happen; with none left time is up."""
+    """Threads whose waits execute the next action of a list, and time out without one."""
 
     def __init__(self) -> None:
         self.happens: list[Callable[[], None]] = []
@@ -94,7 +94,7 @@ def test_writes_are_not_delayed_without_reads(threads: WhileWaiting) -> None:
     threads.happens = [lambda: share.reading(False), lambda: share.read(1)]
     share.wait_to_write(100)
     share.reading(True)
-    share.wait_to_write(100)  # what was written before is not made up for
+    share.wait_to_write(100)  # earlier writes are not compensated
     assert len(threads.happens) == 2
     share.wait_to_write(100)
     assert len(threads.happens) == 1

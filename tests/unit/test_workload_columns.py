@@ -144,7 +144,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
 def test_workloads_that_cannot_be_are_refused():
     with pytest.raises(ConfigError, match="there are no sessions"):
         agents_from_sessions([])
-    with pytest.raises(TraceError, match="no round fits max_context_tokens 4"):
+    with pytest.raises(TraceError, match="no round fits into max_context_tokens 4"):
         agents_from_sessions([rounds((5, 1))], WorkloadSettings(max_context_tokens=4))
     with pytest.raises(
         TraceError, match=r"round 1 of agent 0 needs 12 tokens.* limit of 10;.*trunc"

@@ -13,7 +13,7 @@ from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.names import Name
 
 #: Maximum ranks of one engine.
-MOST_RANKS = 256
+MAX_RANKS = 256
 
 
 class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_id: Name
     epoch: Name
     role: Role
-    agents: Annotated[tuple[AgentAddress, ...], Meta(min_length=1, max_length=MOST_RANKS)]
+    agents: Annotated[tuple[AgentAddress, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     process: HostProcess = HostProcess()
 
     def agents_for(self, rank: int, ranks: int) -> tuple[AgentAddress, ...]:

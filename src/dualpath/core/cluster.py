@@ -11,7 +11,7 @@ from dualpath.core.names import Name
 from dualpath.core.settings import Setting, Settings
 
 #: More nodes are taken for a typing error.
-MOST_NODES = 100_000
+MAX_NODES = 100_000
 
 
 class Role(enum.StrEnum):
@@ -94,7 +94,7 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_replicas: float = 1
 
 
-def parse_nodes(text: str, most: int = MOST_NODES) -> tuple[int, int]:
+def parse_nodes(text: str, most: int = MAX_NODES) -> tuple[int, int]:
     """Return prefill and decode nodes of ``"2P4D"``, each at least 1.
 
     Raises ``ConfigError`` for anything else, and for more than ``most`` nodes together.

@@ -49,7 +49,7 @@ def encode(envelope: Envelope[M]) -> bytes:
     return _ENCODER.encode(envelope)
 
 
-def encode_together(envelopes: Iterable[Envelope[M]], max_bytes: int) -> list[bytes]:
+def encode_batches(envelopes: Iterable[Envelope[M]], max_bytes: int) -> list[bytes]:
     """Return frames of several messages each, in order, of at most ``most_bytes``.
 
     A larger message is a frame of its own.

@@ -6,8 +6,8 @@ from typing import Annotated
 import msgspec
 
 #: Upper bound of ``Rates.computed_weight``: more tokens than any context has.
-MOST_COMPUTED_WEIGHT = 1e9
-ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MOST_COMPUTED_WEIGHT)]
+MAX_COMPUTED_WEIGHT = 1e9
+ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MAX_COMPUTED_WEIGHT)]
 
 
 class RateOrigin(enum.StrEnum):

@@ -51,7 +51,7 @@ class Recent(Generic[K, V]):
         if len(self._young) >= self._limit:
             self.age()
 
-    def forget(self, key: K) -> None:
+    def remove(self, key: K) -> None:
         """Remove a key."""
         self._young.pop(key, None)
         self._old.pop(key, None)

@@ -51,7 +51,7 @@ class Stage:
         with self._lock:
             return {share.agent for share in self._left}
 
-    def came(self, share: Share) -> bool:
+    def arrived(self, share: Share) -> bool:
         """Count a transfer; return whether it was the last.  Abandoned ones are ignored."""
         with self._lock:
             if share not in self._left:
@@ -94,14 +94,14 @@ class LayerWork:
     def copy_queued(self, share: Share, events: Iterable[DeviceEvent]) -> None:
         """One transfer is queued on the device and ends when ``events`` have passed."""
         self.events.extend(events)
-        if self.queued.came(share):
+        if self.queued.arrived(share):
             self.queued.reached.set()
 
     def ended(self, share: Share, *, by_device: bool = False) -> None:
         """One transfer is over, or was not posted."""
-        if not by_device and self.queued.came(share):
+        if not by_device and self.queued.arrived(share):
             self.queued.reached.set()
-        if self.over.came(share):
+        if self.over.arrived(share):
             self._finish()
 
     def give_up(self, chunk: int) -> None:

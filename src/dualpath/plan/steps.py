@@ -96,17 +96,17 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> Place:
-        """Where its blocks lie."""
+        """The place its blocks are moved from."""
         return self.movement.source
 
     @property
     def destination(self) -> Place:
-        """Where they go."""
+        """The place its blocks are moved to."""
         return self.movement.destination
 
     @property
     def traffic_class(self) -> TrafficClass:
-        """Who waits for whom (§5.1)."""
+        """Its priority class (§5.1)."""
         return self.movement.traffic_class
 
     @property

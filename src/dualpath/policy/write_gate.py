@@ -64,7 +64,7 @@ class WriteGate:
             count, refusal = _less(count, refusal, fitting, Refusal.RATE)
             self._left_bytes -= count * block_bytes
         for key in keys[:count]:
-            self._refused.forget(key)
+            self._refused.remove(key)
         if refusal is not None:
             self._refused.note(keys[count:], refusal)
         return count, refusal

@@ -76,7 +76,7 @@ class LookupCachingStorage(WrappingStorage):
             self.remember([key])
             return
         with self._lock:
-            self._known.forget(key)
+            self._known.remove(key)
 
     def _age(self) -> None:
         """Remove expired entries."""

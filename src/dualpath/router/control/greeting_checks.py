@@ -8,7 +8,7 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.control import PROTOCOL_VERSION, Register
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.rates import MOST_COMPUTED_WEIGHT
+from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.router.control.groups import check_rank
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.refusals import ControlRefusal
@@ -76,11 +76,11 @@ def _check_settings(name: str, hello: Register) -> None:
                 "and finite; start it with another {profile}",
             )
     weight = hello.rates.computed_weight
-    if weight is not None and not 1 <= weight <= MOST_COMPUTED_WEIGHT:
+    if weight is not None and not 1 <= weight <= MAX_COMPUTED_WEIGHT:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
             f"{name} has a computed_weight of {weight}; it must be between 1 and "
-            f"{MOST_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
+            f"{MAX_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
         )
     for limit, value in hello.limits.items():
         if isinstance(value, int) and value < 1:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_NAMED = 16
 #: Who greets is looked for rank by rank: a stranger's number must not take the router's time.
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 
 
 def started_with(dp: GroupRank, engines: "Iterable[EngineState]") -> "list[EngineState]":
@@ -49,11 +49,11 @@ def check_rank(name: str, hello: Register, engines: "Iterable[EngineState]") -> 
     """Raise ``EngineRefusedError`` if no group can have this rank."""
     if (dp := hello.dp) is None:
         return
-    if not 0 <= dp.rank < dp.size <= MOST_RANKS or (dp.at_server or 0) < 0:
+    if not 0 <= dp.rank < dp.size <= MAX_RANKS or (dp.at_server or 0) < 0:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
             f"{name} is rank {dp.rank} of {dp.size} of the data-parallel group {dp.group!r}, "
-            f"number {dp.at_server} of its server; ranks count from 0 on, at most {MOST_RANKS}; "
+            f"number {dp.at_server} of its server; ranks count from 0 on, at most {MAX_RANKS}; "
             "correct its settings",
         )
     role = hello.address.role
