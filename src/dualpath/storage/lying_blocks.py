@@ -45,7 +45,7 @@ class SharedDramIndex:
     def report(self, *, begin: bool) -> None:
         """Start to record changes, beginning with all blocks present; or stop."""
         with self._lock:
-            self._news.tell(self._seen, begin=begin)
+            self._news.report(self._seen, begin=begin)
 
     def changes(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
         """Return up to ``limit`` keys of blocks added, and of removed ones, since the last call."""
