@@ -208,7 +208,7 @@ async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         url = f"{made.engines['prefill-0'].api_url}/inference/v1/generate"
         for sent, reason in (
             (body, "send it through the router"),
-            (long, "needs 600 tokens, the context holds 512"),
+            (long, "needs 600 tokens, but the longest context is 512"),
             ({**long, "token_ids": [1]}, "1 tokens for a prompt of 600"),
             ({"request_id": "x"}, "missing required field"),
         ):

@@ -14,7 +14,7 @@ def hbm() -> EmulatedHbm:
 
 def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:
     made, freed = hbm(), list[int]()
-    made.freed = lambda: freed.append(made.free_tokens)
+    made.on_freed = lambda: freed.append(made.free_tokens)
     blocks = made.allocate(3)
     assert blocks is not None
     made.hold(blocks[:2])
@@ -28,7 +28,7 @@ def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:
 
 def test_blocks_let_go_before_they_are_given_back_stay_their_requests() -> None:
     made, freed = hbm(), list[int]()
-    made.freed = lambda: freed.append(made.free_tokens)
+    made.on_freed = lambda: freed.append(made.free_tokens)
     blocks = made.allocate(BLOCKS)
     assert blocks is not None
     made.hold(blocks)

@@ -90,7 +90,7 @@ def test_the_guard_stands_outside_of_middleware_that_was_typed():
 def test_a_server_that_the_guard_does_not_stand_in_is_refused(other, monkeypatch):
     harmless = {"grpc": False, "grpc_port": None, "headless": False}
     assert engine_arguments.complete(typed(**harmless))
-    with pytest.raises(ConfigError, match="where its guard stands"):
+    with pytest.raises(ConfigError, match="which runs the guard middleware"):
         engine_arguments.complete(typed(**harmless | other))
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND=1"):
@@ -151,7 +151,7 @@ def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):
     ("extra", "port", "message"),
     [
         ({"rolle": "prefill"}, 8001, "rolle"),
-        ({"router": "nowhere"}, 8001, "no way to the router 'nowhere'"),
+        ({"router": "nowhere"}, 8001, "the router 'nowhere' cannot be reached"),
         ({"config": "none.toml"}, 8001, "none.toml"),
         ({}, 0, "give --port"),
     ],

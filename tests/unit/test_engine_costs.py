@@ -91,9 +91,9 @@ def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "is no file"),
-        ("prefill_tokens_per_s = 1.0", "is no file"),
-        ("[", "is no file"),
+        (None, "is not a file"),
+        ("prefill_tokens_per_s = 1.0", "is not a file"),
+        ("[", "is not a file"),
         ("prefill_tokens_per_s = 1.0\n[prefill]\npair_s = 0.0", "above 0"),
         ("prefill_tokens_per_s = nan\n[prefill]\npair_s = 1.0", "above 0"),
     ],
@@ -173,7 +173,7 @@ def test_an_unwritable_cache_is_tolerated(tmp_path: Path, caplog):
     cache = CostsCache(tmp_path / "file" / "below", OF)
     cache.store(COSTS, NOW_S)
     assert cache.load(NOW_S) is None
-    assert "not remembered" in caplog.text
+    assert "cannot be written" in caplog.text
 
 
 # ------------------------------------------------------------------ reading storage
@@ -248,6 +248,6 @@ def test_a_storage_that_hangs_does_not_delay_an_engine(monkeypatch, caplog):
 
     try:
         assert read_speed.measure(Hanging(), 4, OS_THREADS) is None
-        assert "does not answer" in caplog.text
+        assert "does not respond" in caplog.text
     finally:
         answer.set()

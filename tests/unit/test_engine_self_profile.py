@@ -100,12 +100,12 @@ def test_a_failed_pass_ends_the_timing_and_is_removed(timed, monkeypatch, caplog
     monkeypatch.setattr(timed.worker, "sample_tokens", sample_short)
     assert [p.cached for p in timed.run(BLOCK_TOKENS, 100, 60, 10_000)] == [0, 48]
     assert len(timed.worker.steps) == len(timed.worker.ended)
-    assert "cannot compute 48 tokens behind 96 (no kernel)" in caplog.text
+    assert "cannot compute 48 tokens after 96 cached ones (no kernel)" in caplog.text
 
 
 def test_a_worker_that_fails_prevents_its_engine_from_serving(timed, monkeypatch):
     monkeypatch.setattr(timed.worker, "execute_model", None)
-    with pytest.raises(ConfigError, match=r"cannot go on after 48 tokens.*profile.* to off"):
+    with pytest.raises(ConfigError, match=r"cannot continue after a timed pass of 48 tokens.*profile.* to off"):
         timed.run(BLOCK_TOKENS, 100, 60, 10_000)
 
 
@@ -208,7 +208,7 @@ def test_a_file_is_not_measured(find, tmp_path):
     file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
     found, timings = find(PASSES, profile=str(file))
     assert (found.costs.prefill_tokens_per_s, found.origin, timings) == (9.0, RateOrigin.FILE, 0)
-    with pytest.raises(ConfigError, match="no file of `dualpath profile`"):
+    with pytest.raises(ConfigError, match="not a file of `dualpath profile`"):
         find(PASSES, profile=str(tmp_path / "none"))
 
 

@@ -173,7 +173,7 @@ async def test_shutdown_fails_what_is_running():
 
 async def test_operations_on_one_engine_are_refused():
     core, _ = core_of(ListedService())
-    with pytest.raises(NotImplementedError, match="collective_rpc concerns one engine"):
+    with pytest.raises(NotImplementedError, match="collective_rpc applies to one engine"):
         await core.collective_rpc_async("method")
     with pytest.raises(AttributeError):
         _ = core.no_such_thing

@@ -241,7 +241,7 @@ async def test_a_retried_job_asks_for_what_is_left(engine, calls):
 
 async def test_sampling_state_that_was_lost_with_an_engine_is_not_made_up(engine, calls):
     job = job_of(structured_outputs=StructuredOutputsParams(regex="a+")).continued((42,))
-    with pytest.raises(DualPathError, match="cannot go on elsewhere"):
+    with pytest.raises(DualPathError, match="cannot continue on another engine"):
         await calls.prefill(engine.info, job, PREFILL_TRANSFER)
     assert engine.bodies == []
 

@@ -300,7 +300,7 @@ def test_vllm_refuses_more_samples_than_the_settings_allow(monkeypatch):
 def test_clients_cannot_name_requests_alike(monkeypatch):
     refuse_guessable_request_ids()
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    with pytest.raises(ConfigError, match="another client's; unset it"):
+    with pytest.raises(ConfigError, match="another client's request; unset it"):
         refuse_guessable_request_ids()
 
 

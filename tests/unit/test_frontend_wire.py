@@ -202,7 +202,7 @@ def test_named_logprobs_leave_room_for_the_sampled_token():
 
 def test_more_named_logprobs_than_the_wire_carries_are_refused():
     sent = SamplingParams(max_tokens=4, logprob_token_ids=list(range(20)))
-    with pytest.raises(BadRequestError, match="20 tokens, at most 19"):
+    with pytest.raises(BadRequestError, match="20 tokens, but engines return at most 19"):
         decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20)
     unlimited = decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=-1)
     assert unlimited["logprobs"] == 21

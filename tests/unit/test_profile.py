@@ -147,7 +147,7 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
     [
         (
             ["--cached-tokens", "100,200"],
-            "--cached-tokens 100 is not a multiple of the block",
+            "--cached-tokens 100 is not a multiple of 64 tokens",
         ),
         (["--chunk-tokens", "64"], "it needs at least two different values"),
         (["--decode-requests", "0,4"], "--decode-requests is 0,4; it must be between 1"),

@@ -68,7 +68,7 @@ def test_windows_alone_are_refused_at_a_prefill_engine():
 
 
 def test_a_state_is_no_kv_of_tokens():
-    reason = r"layers that keep a state \(MambaSpec\).*no connector around these layers"
+    reason = r"layers with a state \(MambaSpec\).*does not call the connector around these layers"
     hybrid = cache_of(NAMES[:1], full_attention(32), NAMES[1:], state(32))
     for found in (problems(hybrid), state_problems([full_attention(32), state(32)])):
         with pytest.raises(AssertionError, match=reason):
@@ -78,7 +78,7 @@ def test_a_state_is_no_kv_of_tokens():
 
 def test_kv_that_depends_on_what_follows_is_refused():
     (problem,) = problems(cache_of(NAMES, full_attention(32, non_causal=True)))
-    assert "attend to what follows" in problem
+    assert "depends on later tokens" in problem
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_kv_that_depends_on_what_follows_is_refused():
 def test_heads_lie_one_after_the_other_or_the_engine_is_refused(layout, heads, served):
     found = problems(cache_of(NAMES, full_attention(32, heads), layout=layout))
     assert (found == []) is served
-    assert all(f"layout {layout}" in problem and "asks for LBHNC" in problem for problem in found)
+    assert all(f"layout {layout}" in problem and "needs LBHNC" in problem for problem in found)
 
 
 def test_the_connector_asks_for_the_layout_that_it_needs():

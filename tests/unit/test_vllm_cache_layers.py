@@ -167,10 +167,10 @@ def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again
 
 def test_a_cache_that_nobody_would_hear_of_is_refused():
     names = ["model.layers.0.attn", "model.layers.1.sparse"]
-    with pytest.raises(ConfigError, match=r"no connector around model\.layers\.1\.sparse"):
+    with pytest.raises(ConfigError, match=r"not call the connector around model\.layers\.1\.sparse"):
         cache_layers(cache_of(names, full_attention(32)), without_windows(names[:1]))
     both = ["model.layers.0.attn", "model.layers.0.indexer"]
-    with pytest.raises(ConfigError, match="in several groups of blocks"):
+    with pytest.raises(ConfigError, match="in several KV cache groups"):
         cache_layers(
             cache_of(both[:1], full_attention(32), both[1:], sliding_window(32, 64)),
             without_windows(both[:1]),

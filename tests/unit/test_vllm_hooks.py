@@ -277,7 +277,7 @@ def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
         side.matched_tokens(vllm_request(tokens, transfer=transfer), 0)
         step = side.build(SchedulerOutput.make_empty())
         assert list(step.rejected) == rejected
-        assert all("do not fit the draft model's context" in why for why in step.rejected.values())
+        assert all("the draft model's context allows at most" in why for why in step.rejected.values())
 
 
 class Blocks:
@@ -365,10 +365,10 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
     [
         # What the engine of a dense model's second rank sees: vLLM has reset the size.
         ({"data_parallel_index": 1}, "rank 1 of independent replicas of a dense model"),
-        ({"enable_elastic_ep": True}, "size changes; leave --enable-elastic-ep out"),
-        ({"decode_context_parallel_size": 2}, r"context parallel sizes \(1, 2\)"),
-        ({"prefill_context_parallel_size": 2}, r"context parallel sizes \(2, 1\)"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2, which spreads"),
+        ({"enable_elastic_ep": True}, "variable size; leave --enable-elastic-ep out"),
+        ({"decode_context_parallel_size": 2}, r"context parallel sizes are \(1, 2\)"),
+        ({"prefill_context_parallel_size": 2}, r"context parallel sizes are \(2, 1\)"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallel size is 2: layers would be spread"),
     ],
 )
 def test_ranks_that_could_not_be_engines_are_refused(change, message):
@@ -395,9 +395,9 @@ def test_ranks_never_have_one_name():
 @pytest.mark.parametrize(
     ("part", "field", "message"),
     [
-        ("model_config", "is_diffusion", "changes with what follows"),
+        ("model_config", "is_diffusion", "depends on later tokens"),
         ("model_config", "is_encoder_decoder", "encoder's input"),
-        (None, "weight_transfer_config", "weights change under stored KV"),
+        (None, "weight_transfer_config", "weights would change while KV"),
     ],
 )
 def test_kv_that_is_no_function_of_the_tokens_before_is_refused(part, field, message):
@@ -423,6 +423,6 @@ def test_a_prefill_engine_whose_passes_hold_no_block_is_refused(name):
     check_engine_config(engine_config({name: BLOCK_TOKENS}), SETTINGS, ONE_GROUP)
     few = engine_config({name: BLOCK_TOKENS - 1})
     flag = name.replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"{flag} is 15, .* give --{flag} at least 16"):
+    with pytest.raises(ConfigError, match=rf"{flag} is 15, .* set --{flag} to at least 16"):
         check_engine_config(few, SETTINGS, ONE_GROUP)
     check_engine_config(few, msgspec.structs.replace(SETTINGS, role=Role.DECODE), ONE_GROUP)

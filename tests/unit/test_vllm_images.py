@@ -83,5 +83,5 @@ def test_images_that_no_engine_could_hold_at_once_are_refused():
     check_encoder_cache((), 64, 0)
     check_encoder_cache(apart, 64, 64)
     check_encoder_cache(together, 64, 124)
-    with pytest.raises(BadRequestError, match=r"images of 124 tokens touch one block of 64"):
+    with pytest.raises(BadRequestError, match=r"one block of 64 tokens needs images of 124 tokens"):
         check_encoder_cache(together, 64, 123)

@@ -81,7 +81,7 @@ def test_kv_outside_gpus_and_of_some_heads_is_refused() -> None:
     ranks = ThreadRanks(4)
     group = ThreadGroup(ranks, 0)
     latent, two_heads = (RankPlace(ranks.ends[0], Replica(0, count)) for count in (4, 2))
-    with pytest.raises(ConfigError, match=r"memory of the cpu.*leave share_loads out"):
+    with pytest.raises(ConfigError, match=r"cpu memory.*leave share_loads out"):
         with_load_exchange(latent, group, [[kv_of(0, 0)]], BLOCKS)
     on_gpu: Any = OnGpu()
     with pytest.raises(ConfigError, match=r"4 ranks of which 2 hold the same KV"):

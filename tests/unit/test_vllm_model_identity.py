@@ -318,7 +318,7 @@ def test_weights_that_cannot_be_told_from_others_are_refused(
     config: VllmConfig, tmp_path: Path
 ) -> None:
     for unknown in (at(config, "org/absent"), at(config, "org/absent", revision="main")):
-        with pytest.raises(ConfigError, match="could be taken for that of other weights"):
+        with pytest.raises(ConfigError, match="could be confused with that of other weights"):
             model_fingerprint(unknown)
     with pytest.raises(ConfigError, match="neither files of a folder"):
         model_fingerprint(at(config, folder(tmp_path, config__json=b"{}")))

@@ -146,7 +146,7 @@ def test_a_layer_that_calls_nobody_fails_the_pass(connector):
 
 def test_such_a_layer_need_not_be_there_before_it_begins():
     config, cache = layers_of(toy_kind())
-    with pytest.raises(ConfigError, match="calls no connector around"):
+    with pytest.raises(ConfigError, match="does not call the connector around"):
         cache_layers(cache, hooked_layers(config))
     patch_sparse_layers(config)
     layers = cache_layers(cache, hooked_layers(config))
@@ -160,7 +160,7 @@ def test_a_function_with_another_signature_is_left_alone_and_the_model_refused()
     kind = toy_kind()
     setattr(kind, READER, lambda self, positions, everything_else, output: None)
     config, _ = layers_of(kind)
-    with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*goes past vLLM's connector"):
+    with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*does not call the connector"):
         patch_sparse_layers(config)
     assert "announced" not in vars(kind)
 
