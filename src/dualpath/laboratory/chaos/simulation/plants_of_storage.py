@@ -30,7 +30,7 @@ def _written_in_place(
     path = str(self.block_path(key))
     try:
         self._calls.makedirs(os.path.dirname(path), exist_ok=True)
-        create_file(path, self._form.encoded(key, self._order.of(source), origin), self._calls)
+        create_file(path, self._codec.encoded(key, self._order.of(source), origin), self._calls)
     except OSError as error:
         raise refused("write", path, source.nbytes, error, self._calls) from error
     return True

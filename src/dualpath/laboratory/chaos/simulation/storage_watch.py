@@ -39,10 +39,10 @@ class JanitorChecker:
     def on_journal_segment(self, path: str) -> None:
         """A segment of the journal has been written."""
         segment = decode_segment(bytes(self._disk.files[path].content))
-        for news in segment.news if segment is not None else ():
+        for news in segment.events if segment is not None else ():
             if isinstance(news, Written) and news.parent:
                 self._parents[news.key] = news.parent
-        for news in segment.news if segment is not None else ():
+        for news in segment.events if segment is not None else ():
             if not isinstance(news, Removed):
                 self._used(news.key, (self._world.now_s, news.time_s))
 
