@@ -168,7 +168,7 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
             self._scheduling.update_held_blocks(changes)
 
     def has_pending_push_work(self) -> bool:
-        """See ``SchedulerSide.needs_step``; asked when vLLM has no request to schedule."""
+        """See ``SchedulerSide.needs_step``; called when vLLM has no request to schedule."""
         return self._scheduling.needs_step
 
     def set_xfer_handshake_metadata(

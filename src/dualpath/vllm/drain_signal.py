@@ -63,10 +63,10 @@ async def drain_engine_core(timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
 
-def on_drain_signal(ask: Callable[[], None]) -> None:
-    """Call ``ask`` at each drain signal; does nothing outside the main thread."""
+def on_drain_signal(request_drain: Callable[[], None]) -> None:
+    """Call ``request_drain`` at each drain signal; does nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(DRAIN_SIGNAL, lambda number, frame: ask())
+        signal.signal(DRAIN_SIGNAL, lambda number, frame: request_drain())
 
 
 def forward_drain_signal() -> None:

@@ -34,7 +34,7 @@ from dualpath.vllm.engine_settings import engine_settings, engine_values
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
-#: Misdirected Request: the client should have asked the router.
+#: Misdirected Request: the client should send the request to the router.
 MISDIRECTED = 421
 
 #: Methods that start no computation.

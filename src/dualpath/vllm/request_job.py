@@ -149,12 +149,12 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
     params = request.sampling_params
     if params is None:
         raise BadRequestError("pooling requests are not supported; use an engine's own server")
-    asked = {
+    options = {
         "prompt embeddings": request.prompt_embeds is not None,
         "streaming inputs": request.resumable,
         "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
     }
-    refused = [name for name, present in asked.items() if present]
+    refused = [name for name, present in options.items() if present]
     if refused:
         raise BadRequestError(
             f"{' and '.join(refused)}: not supported with separate prefill and decode engines; "

@@ -70,7 +70,7 @@ def decode_sampling(
     fields["min_tokens"] = max(params.min_tokens - generated, 0)
     if (interval := max(params.stream_interval or 1, stream_interval)) > 1:
         fields["stream_interval"] = interval
-    _ask_logprobs(fields, max_logprobs)
+    _request_logprobs(fields, max_logprobs)
     return fields
 
 
@@ -89,7 +89,7 @@ def prefill_sampling(
     fields = _fields(params)
     fields["max_tokens"] = 1
     fields["min_tokens"] = 0
-    _ask_logprobs(fields, max_logprobs)
+    _request_logprobs(fields, max_logprobs)
     return fields
 
 
@@ -116,24 +116,24 @@ def _fields(params: SamplingParams) -> dict[str, Any]:
     return sent
 
 
-def _ask_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
+def _request_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
     """Request one candidate more than the client did; ``max_logprobs`` -1 means no limit.
 
     The engine truncates its list, which begins with the sampled token, to the requested number: a
     sampled token outside the top n would displace the n-th candidate.
     """
     if fields.get("logprob_token_ids"):
-        _ask_named_logprobs(fields, max_logprobs)
+        _request_named_logprobs(fields, max_logprobs)
         return
-    asked = fields.get("logprobs")
-    if asked is not None and asked > 0 and (asked < max_logprobs or max_logprobs == -1):
-        fields["logprobs"] = asked + 1
+    requested = fields.get("logprobs")
+    if requested is not None and requested > 0 and (requested < max_logprobs or max_logprobs == -1):
+        fields["logprobs"] = requested + 1
 
 
-def _ask_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
+def _request_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
     """Request the logprobs of named tokens, and as many candidates, without which none are sent.
 
-    The first token is named twice to make room for the sampled token, as in ``_ask_logprobs``.
+    The first token is named twice to make room for the sampled token, as in ``_request_logprobs``.
     """
     named = fields["logprob_token_ids"]
     if max_logprobs != -1 and len(named) >= max_logprobs:
@@ -150,14 +150,14 @@ def sampled_logprobs(wire: ChoiceLogprobs | None, params: SamplingParams) -> Log
 
     These are ``logprobs`` candidates (-1: all), or the tokens of ``logprob_token_ids``.
     """
-    asked = params.num_logprobs
-    if asked is None or wire is None or not wire.content:
+    requested = params.num_logprobs
+    if requested is None or wire is None or not wire.content:
         return None
     if params.logprob_token_ids:
         rows = [_named_row(position, params.logprob_token_ids) for position in wire.content]
     else:
         rows = [
-            _row(position, {other.rank: other for other in position.top_logprobs}, asked)
+            _row(position, {other.rank: other for other in position.top_logprobs}, requested)
             for position in wire.content
         ]
     width = min(len(row) for row in rows)
@@ -169,10 +169,10 @@ def sampled_logprobs(wire: ChoiceLogprobs | None, params: SamplingParams) -> Log
 
 
 def prompt_logprobs(
-    wire: Sequence[dict[str, PromptLogprob] | None] | None, asked: int | None
+    wire: Sequence[dict[str, PromptLogprob] | None] | None, requested: int | None
 ) -> LogprobsTensors | None:
     """Return vLLM's tensors for all prompt positions after the first, which has no logprobs."""
-    if asked is None or wire is None or len(wire) < 2:
+    if requested is None or wire is None or len(wire) < 2:
         return None
     rows, ranks = [], []
     for position in wire[1:]:
@@ -180,7 +180,7 @@ def prompt_logprobs(
             Logprob(int(token), entry.logprob, entry.rank)
             for token, entry in (position or {}).items()
         ]
-        rows.append(_row(entries[0], {entry.rank: entry for entry in entries}, asked))
+        rows.append(_row(entries[0], {entry.rank: entry for entry in entries}, requested))
         ranks.append(entries[0].rank or 0)
     width = min(len(row) for row in rows)
     return LogprobsTensors(
@@ -192,11 +192,11 @@ def prompt_logprobs(
     )
 
 
-def _row(own: Logprob, by_rank: dict[int | None, Logprob], asked: int) -> list[Logprob]:
+def _row(own: Logprob, by_rank: dict[int | None, Logprob], requested: int) -> list[Logprob]:
     """Return a row in the order of vLLM's sampler: the token itself, then candidates by rank."""
     by_rank.setdefault(own.rank, own)
     row = [own]
-    limit = len(by_rank) if asked == -1 else asked
+    limit = len(by_rank) if requested == -1 else requested
     for rank in range(1, limit + 1):
         if rank not in by_rank:
             break

@@ -70,7 +70,7 @@ class Cluster(Protocol):
 class DemoRun:
     """A run; as a context manager it ends all processes and removes all stored blocks at exit.
 
-    ``encode`` is the tokenizer of ``model``.  ``say`` is called with lines for the user.
+    ``encode`` is the tokenizer of ``model``.  ``show`` is called with lines for the user.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class DemoRun:
         trace: str,
         out: Path,
         encode: Callable[[str], Sequence[int]],
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         make_cluster: Callable[[LocalClusterSettings], Cluster] = LocalCluster,
     ) -> None:
         self._demo = demo
@@ -89,7 +89,7 @@ class DemoRun:
         self._agents = agents
         self._trace = trace
         self._out = out
-        self._say = say
+        self._show = show
         self._encode = encode
         self._make_cluster = make_cluster
         self._clusters: dict[str, Cluster] = {}
@@ -135,7 +135,7 @@ class DemoRun:
     def _start(self, names: Sequence[str]) -> None:
         stage = _stage_of(names)
         self._time.begin(stage)
-        self._say(f"starting {stage}; about {self._time.left_s():.0f} s left in total")
+        self._show(f"starting {stage}; about {self._time.left_s():.0f} s left in total")
         for name in names:
             self._clusters[name] = self._make_cluster(self._settings(name))
             self._clusters[name].launch()
@@ -186,7 +186,7 @@ class DemoRun:
     def _choose(self, oracle: ReplayResult) -> None:
         ((_, namespace),) = _namespaces(self._storage(HISTORIES))
         self.chosen = choose_rate(oracle, namespace, self._demo.prefill)
-        self._say(self.chosen.line())
+        self._show(self.chosen.line())
         for mode in self._demo.in_order[1:]:
             self._time.expect(mode.value, _times_oracle(mode) * oracle.summary.jct_s)
 

@@ -19,13 +19,13 @@ def emulated_commands(
     Addresses, mode, storage and buffers are those of the cluster, and so is the model if the
     options name none.
     """
-    asked = router or RouterSettings()
+    router_settings = router or RouterSettings()
 
     def router_command(
         settings: LocalClusterSettings, port: int, control_port: int, *more: object
     ) -> list[str]:
         own = msgspec.structs.replace(
-            asked,
+            router_settings,
             control_host=settings.control_host,
             control_port=control_port,
             mode=settings.mode,

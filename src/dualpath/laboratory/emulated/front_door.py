@@ -119,8 +119,8 @@ class RouterServer:
             if (refusal := self._service.turned_away()) is not None:
                 raise refusal
             body = await read_body(request, self._bodies)
-            asked = decode_body(body, CompletionRequest)
-            job = await self._job(asked, request.headers)
+            completion = decode_body(body, CompletionRequest)
+            job = await self._job(completion, request.headers)
         except BodyRefusedError as error:
             return body_refused(error)
         except DualPathError as error:
@@ -129,9 +129,9 @@ class RouterServer:
         try:
             # An error before the first token becomes an HTTP status, not an event of a stream.
             first = await anext(events)
-            if asked.stream:
-                return await self._stream(request, asked, first, events)
-            return json_answer(_whole(asked, [first, *[event async for event in events]]))
+            if completion.stream:
+                return await self._stream(request, completion, first, events)
+            return json_answer(_whole(completion, [first, *[event async for event in events]]))
         except DualPathError as error:
             return error_answer(error)
         finally:
@@ -142,7 +142,7 @@ class RouterServer:
     async def _stream(
         self,
         request: web.Request,
-        asked: CompletionRequest,
+        completion: CompletionRequest,
         first: TokenEvent,
         rest: AsyncIterator[TokenEvent],
     ) -> web.StreamResponse:
@@ -157,12 +157,12 @@ class RouterServer:
         except DualPathError as error:
             await response.write(server_event({"error": api_error(error)}))
         else:
-            usage = _usage(asked, generated, first.cached_tokens)
+            usage = _usage(completion, generated, first.cached_tokens)
             await response.write(server_event({"choices": [], "usage": usage}))
         await response.write(STREAM_END)
         return response
 
-    async def _job(self, asked: CompletionRequest, headers: Mapping[str, str]) -> Job:
+    async def _job(self, completion: CompletionRequest, headers: Mapping[str, str]) -> Job:
         """Return the router's job.
 
         Raises ``BadRequestError`` for invalid requests, ``DeadlineError`` if no engine has
@@ -175,28 +175,32 @@ class RouterServer:
         if self._memory is None:
             self._memory = KeyCache(registry.namespace.geometry.block_tokens)
         memory = self._memory
-        if asked.n != 1:
-            raise BadRequestError(f"n is {asked.n}, but this endpoint supports only 1; set n to 1")
-        check_prompt(len(asked.prompt), self._service.settings, registry)
-        check_token_ids(asked.prompt, registry)
-        check_salt(asked.cache_salt)
+        if completion.n != 1:
+            raise BadRequestError(
+                f"n is {completion.n}, but this endpoint supports only 1; set n to 1"
+            )
+        check_prompt(len(completion.prompt), self._service.settings, registry)
+        check_token_ids(completion.prompt, registry)
+        check_salt(completion.cache_salt)
 
-        extras = KeyExtras(cache_salt=asked.cache_salt)
-        keys = tuple(memory.keys(asked.prompt, extras))
+        extras = KeyExtras(cache_salt=completion.cache_salt)
+        keys = tuple(memory.keys(completion.prompt, extras))
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
             return memory.continued(keys, token_ids, extras)
 
         return Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(asked.prompt),
-            max_new_tokens=asked.max_tokens,
+            prompt_token_ids=tuple(completion.prompt),
+            max_new_tokens=completion.max_tokens,
             keys=keys,
             keys_for=keys_for,
-            payload=asked.cache_salt,
+            payload=completion.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
-            tenant=tenant_tag(asked.cache_salt),
-            hints=session_hints(asked.vllm_xargs, asked.session_id or headers.get(SESSION_HEADER)),
+            tenant=tenant_tag(completion.cache_salt),
+            hints=session_hints(
+                completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
+            ),
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -283,15 +287,15 @@ def _chunk(event: TokenEvent) -> dict[str, Any]:
     return {"object": "text_completion", "choices": [choice]}
 
 
-def _whole(asked: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
+def _whole(completion: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
     token_ids = [token for event in events for token in event.token_ids]
     body = _chunk(TokenEvent(tuple(token_ids), events[-1].finish_reason))
-    body["usage"] = _usage(asked, len(token_ids), events[0].cached_tokens)
+    body["usage"] = _usage(completion, len(token_ids), events[0].cached_tokens)
     return body
 
 
-def _usage(asked: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
-    prompt = len(asked.prompt)
+def _usage(completion: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
+    prompt = len(completion.prompt)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

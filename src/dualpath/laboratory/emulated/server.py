@@ -107,19 +107,21 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            asked = decode_body(await read_body(request, self._bodies), GenerateRequest[Sampling])
-            transfer = self._admission.transfer(asked)
-            prefix = await asyncio.to_thread(self._admission.prefix, asked, transfer)
+            generate = decode_body(
+                await read_body(request, self._bodies), GenerateRequest[Sampling]
+            )
+            transfer = self._admission.transfer(generate)
+            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         except BodyRefusedError as error:
             return body_refused(error)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        abort = self._admission.submit(asked, transfer, prefix, self._bridge.into(answers))
+        abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
         try:
-            if asked.stream:
-                return await self._stream(request, asked, answers)
-            return await self._whole(asked.request_id, answers)
+            if generate.stream:
+                return await self._stream(request, generate, answers)
+            return await self._whole(generate.request_id, answers)
         finally:
             abort()
 
@@ -137,7 +139,7 @@ class EngineServer:
     async def _stream(
         self,
         request: web.Request,
-        asked: GenerateRequest[Sampling],
+        generate: GenerateRequest[Sampling],
         answers: "asyncio.Queue[Answer]",
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -151,11 +153,11 @@ class EngineServer:
             if not ended and len(held) < least_tokens:
                 continue
             ready = Answer(held, answer.finish_reason, answer.error)
-            await response.write(server_event(_event(asked.request_id, ready)))
+            await response.write(server_event(_event(generate.request_id, ready)))
             if ended:
                 await response.write(STREAM_END)
                 return response
-            held, least_tokens = (), asked.sampling_params.stream_interval
+            held, least_tokens = (), generate.sampling_params.stream_interval
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

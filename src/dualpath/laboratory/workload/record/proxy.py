@@ -109,12 +109,16 @@ class RecordingProxy:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        asked = self._asked(request, body)
+        completion = self._completion_body(request, body)
         start_s = self._clock()
         headers = {name: value for name, value in request.headers.items() if _forwarded(name)} | {
             "Accept-Encoding": "identity"
         }
-        data = body if asked is None else msgspec.json.encode(asked | {"return_token_ids": True})
+        data = (
+            body
+            if completion is None
+            else msgspec.json.encode(completion | {"return_token_ids": True})
+        )
         async with AsyncExitStack() as stack:
             sending = self._http.request(
                 request.method, self._endpoint + request.path_qs, data=data, headers=headers
@@ -123,38 +127,38 @@ class RecordingProxy:
                 response = await stack.enter_async_context(sending)
             except (aiohttp.ClientError, OSError) as error:
                 return _unreachable(self._endpoint, error)
-            if asked is None or response.status != 200:
+            if completion is None or response.status != 200:
                 self.not_recorded += request.path in RECORDED_PATHS
                 return (await _passed(request, response))[0]
             answer = _Answer()
-            strip = not asked.get("return_token_ids")
+            strip = not completion.get("return_token_ids")
             if "text/event-stream" in response.headers.get("Content-Type", ""):
                 made, whole = await _streamed(request, response, answer, strip)
             else:
                 made, whole = await _at_once(request, response, answer, strip)
-        self._note(request, asked, answer, start_s, whole)
+        self._note(request, completion, answer, start_s, whole)
         return made
 
-    def _asked(self, request: web.Request, body: bytes) -> dict[str, Any] | None:
+    def _completion_body(self, request: web.Request, body: bytes) -> dict[str, Any] | None:
         """Return the body of a completion request, None for other requests."""
         if request.method != "POST" or request.path not in RECORDED_PATHS:
             return None
         try:
-            asked = msgspec.json.decode(body)
+            completion = msgspec.json.decode(body)
         except msgspec.DecodeError:
             return None
-        return asked if isinstance(asked, dict) else None
+        return completion if isinstance(completion, dict) else None
 
     def _note(
         self,
         request: web.Request,
-        asked: dict[str, Any],
+        completion: dict[str, Any],
         answer: _Answer,
         start_s: float,
         whole: bool,
     ) -> None:
-        prompt = answer.prompt or _listed_tokens(asked.get("prompt"))
-        messages = _messages(asked) if self._texts else ()
+        prompt = answer.prompt or _listed_tokens(completion.get("prompt"))
+        messages = _messages(completion) if self._texts else ()
         if not (whole and len(answer.answers) == 1 and prompt and answer.generated) or (
             messages is None
         ):
@@ -163,9 +167,9 @@ class RecordingProxy:
         self.recorded += 1
         self._on_exchange(
             Exchange(
-                tenant=str(asked.get("cache_salt") or ""),
+                tenant=str(completion.get("cache_salt") or ""),
                 session_id=str(
-                    asked.get("session_id") or request.headers.get(_SESSION_HEADER) or ""
+                    completion.get("session_id") or request.headers.get(_SESSION_HEADER) or ""
                 ),
                 prompt_token_ids=prompt,
                 generated_token_ids=answer.generated,
@@ -268,16 +272,16 @@ def _listed_tokens(prompt: object) -> list[int]:
     return []
 
 
-def _messages(asked: dict[str, Any]) -> tuple[Message, ...] | None:
+def _messages(completion: dict[str, Any]) -> tuple[Message, ...] | None:
     """Return the prompt as messages; None if it is not text."""
-    if "messages" not in asked:
-        prompt = asked.get("prompt")
+    if "messages" not in completion:
+        prompt = completion.get("prompt")
         return (Message("user", prompt),) if isinstance(prompt, str) else None
     try:
-        raw = msgspec.convert(asked["messages"], list[RawMessage])
+        raw = msgspec.convert(completion["messages"], list[RawMessage])
     except msgspec.ValidationError:
         return None
-    tools = asked.get("tools")
+    tools = completion.get("tools")
     return tuple(flatten(one, tools if place == 0 else None) for place, one in enumerate(raw))
 
 
