@@ -49,7 +49,7 @@ PROMPT = list(range(1, 20))
         ({"prompt": [1] * 3000}, 413, ("more than 4096 bytes", "--max-body-bytes")),
         ({"prompt": [1, 32000]}, 400, ("token id 32000", "0 to 31999")),
         ({"prompt": [-1]}, 400, ("token id -1", "vocabulary")),
-        ({"n": 2}, 400, ("n is 2", "1 answer")),
+        ({"n": 2}, 400, ("n is 2", "set n to 1")),
         ({"cache_salt": ""}, 400, ("cache_salt has 0 characters", "1 to 128")),
         ({"max_tokens": 10**9}, 400, ("context holds",)),
     ],
