@@ -55,7 +55,7 @@ def started(
         yield processes
 
 
-def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(
+def test_output_is_copied_to_the_log_and_the_exit_is_reported(
     executor: Executor, tmp_path: Path
 ) -> None:
     log = tmp_path / "pe-0.log"
@@ -68,7 +68,7 @@ def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(
     assert log.read_text() == "of the process before\nits reason\n"
 
 
-def test_a_process_that_is_killed_takes_along_what_it_started_and_begins_anew(
+def test_killing_a_process_kills_its_children_and_it_can_be_restarted(
     executor: Executor, tmp_path: Path
 ) -> None:
     with started(executor, ENGINE, tmp_path, "parent", GIVEN="secret") as (process,):
@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_takes_along_what_it_started_and_begins_anew(
         assert again.alive
 
 
-def test_processes_of_a_unit_share_a_place_and_end_one_by_one_as_they_are_asked(
+def test_processes_of_a_unit_share_a_place_and_exit_one_by_one_on_request(
     executor: Executor, tmp_path: Path
 ) -> None:
     places: list[Place] = []

@@ -58,7 +58,7 @@ def test_an_empty_tree_has_nothing(tree: ObjectTree) -> None:
     tree.remove(["janitor/status"])
 
 
-def test_an_object_is_created_once_and_replaced_at_will(tree: ObjectTree) -> None:
+def test_an_object_is_created_once_and_can_be_replaced(tree: ObjectTree) -> None:
     assert tree.create("janitor/lease/00000001", b"first")
     assert not tree.create("janitor/lease/00000001", b"second")
     assert tree.get("janitor/lease/00000001") == b"first"
@@ -86,7 +86,7 @@ def test_objects_and_folders_are_listed_below_a_folder(tree: ObjectTree) -> None
     assert all(info.written_s > 0 for info in tree.objects(""))
 
 
-def test_what_is_removed_is_gone(tree: ObjectTree) -> None:
+def test_removed_objects_no_longer_exist(tree: ObjectTree) -> None:
     for name in ("a/1", "a/2", "b/1"):
         tree.replace(name, b"x")
     assert tree.remove(["a/1", "b/1", "b/2"]) in (2, 3)
@@ -95,7 +95,7 @@ def test_what_is_removed_is_gone(tree: ObjectTree) -> None:
 
 
 @pytest.mark.parametrize("tree", ["memory", "posix", "s3"], indirect=True)
-def test_of_many_who_create_one_succeeds(tree: ObjectTree) -> None:
+def test_of_concurrent_creates_one_succeeds(tree: ObjectTree) -> None:
     """Unless the server knows no conditional writes, as rclone's does not."""
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda n: tree.create("janitor/lease/1", b"%d" % n), range(4)))
@@ -103,7 +103,7 @@ def test_of_many_who_create_one_succeeds(tree: ObjectTree) -> None:
     assert tree.get("janitor/lease/1") == b"%d" % made.index(True)
 
 
-def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: ObjectTree) -> None:
+def test_a_janitor_keeps_any_tree_within_its_quota_and_releases_its_lease(tree: ObjectTree) -> None:
     """Blocks nobody told of, blocks of an engine, two candidates, one after the other."""
     now_s = [4e9]  # later than any object's own time
 

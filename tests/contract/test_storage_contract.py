@@ -21,7 +21,7 @@ from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.directory import namespace_name
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import StorageMaintenance, MaintainedStorage
+from dualpath.storage.keeper import MaintainedStorage, StorageMaintenance
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
@@ -161,7 +161,7 @@ def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview
     return [memory.view(offset_bytes + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(blocks)]
 
 
-def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]) -> None:
+def test_a_new_storage_is_empty(storage: BlockStorage, keys: list[BlockKey]) -> None:
     assert not any(map(storage.is_stored, keys))
     assert storage.parallel_lookups >= 1
     outcome = read_run(storage, keys, destinations())
@@ -183,7 +183,7 @@ def test_a_block_is_read_without_its_window_layers(
         assert destination[place] == right[place], layer
 
 
-def test_a_block_is_read_whole_after_it_was_read_without_its_window_layers(
+def test_a_block_is_read_completely_after_a_read_without_window_layers(
     byte_storage: BlockStorage, keys: list[BlockKey]
 ) -> None:
     data, targets = contents(), destinations()
@@ -220,7 +220,7 @@ def test_a_second_write_of_a_key_changes_nothing(
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 64])
-def test_what_is_read_is_what_was_written(
+def test_reads_return_the_written_bytes(
     byte_storage: BlockStorage, keys: list[BlockKey], offset_bytes: int
 ) -> None:
     data, into = contents(), destinations(offset_bytes=offset_bytes)
@@ -376,7 +376,7 @@ def test_a_damaged_file_ends_the_hit_and_can_be_written_again(
 
 @pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES, 100])
 @pytest.mark.parametrize("name", ["posix-direct", "posix-cached", "s3"])
-def test_a_block_of_another_format_version_is_missed_and_stays(
+def test_a_block_of_another_format_version_is_a_miss_and_is_not_removed(
     name: str, payload_bytes: int, tmp_path: Path, keys: list[BlockKey]
 ) -> None:
     old = as_version_1(keys[0], bytes(payload_bytes))

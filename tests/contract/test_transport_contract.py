@@ -113,7 +113,7 @@ def finish(transfer: Transfer) -> TransferState:
     return state
 
 
-def test_write_moves_the_chosen_pieces_and_nothing_else(engines: tuple[Engine, Engine]) -> None:
+def test_a_write_copies_only_the_selected_pieces(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     before = [decode.piece(i) for i in range(PIECES)]
     gaps = [decode.gap(i) for i in range(PIECES)]
@@ -135,7 +135,7 @@ def test_write_moves_the_chosen_pieces_and_nothing_else(engines: tuple[Engine, E
     transfer.release()
 
 
-def test_read_fetches_from_a_peer_that_does_nothing(engines: tuple[Engine, Engine]) -> None:
+def test_a_read_needs_no_action_of_the_peer(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     indices = np.arange(PIECES, dtype=np.int64)
 
@@ -207,13 +207,13 @@ def test_a_view_is_a_part_of_every_piece(engines: tuple[Engine, Engine]) -> None
     assert decode.piece(9) == before[:7] + prefill.piece(7)[100:130] + before[37:]
 
 
-def test_nobody_hears_of_views(engines: tuple[Engine, Engine]) -> None:
+def test_views_are_not_sent_to_peers(engines: tuple[Engine, Engine]) -> None:
     prefill, _ = engines
     prefill.transport.view(prefill.region.part("here", 0, 1))
     assert prefill.transport.info().regions == (prefill.region,)
 
 
-def test_a_view_lies_in_pieces_that_are_registered(engines: tuple[Engine, Engine]) -> None:
+def test_a_view_must_be_part_of_a_registered_region(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     region, there = prefill.region, decode.region
     for view, message in [
@@ -266,7 +266,7 @@ def test_connecting_twice_is_connecting_once(engines: tuple[Engine, Engine]) -> 
         ("small", [0], "kv", [0], "must be equal"),
     ],
 )
-def test_a_wrong_address_is_refused_before_bytes_move(
+def test_an_invalid_address_is_refused_before_bytes_are_copied(
     engines: tuple[Engine, Engine],
     local: str,
     local_pieces: list[int],
@@ -467,7 +467,7 @@ def test_a_killed_peer_fails_its_transfers_and_its_successor_is_reached(engine: 
 
 
 @pytest.mark.nixl
-def test_a_peer_that_is_gone_already_cannot_be_connected_over_tcp(
+def test_a_dead_peer_cannot_be_connected_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -481,7 +481,7 @@ def test_a_peer_that_is_gone_already_cannot_be_connected_over_tcp(
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("engine", ["tcp"], indirect=True)
-def test_a_read_from_a_hanging_peer_stays_moving_until_nothing_can_arrive(engine: Engine) -> None:
+def test_a_read_from_a_hanging_peer_is_moving_until_no_bytes_can_arrive(engine: Engine) -> None:
     peer = Peer()
     engine.transport.connect(peer.info)
     peer.signal(signal.SIGSTOP)
@@ -545,7 +545,7 @@ def test_memory_of_a_process_is_written_and_read_while_it_hangs(
     assert peer.piece(3) == theirs
 
 
-def test_memory_of_a_process_that_was_killed_is_out_of_reach(attached: tuple[Engine, Peer]) -> None:
+def test_memory_of_a_killed_process_cannot_be_reached(attached: tuple[Engine, Peer]) -> None:
     here, peer = attached
     moving = here.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
     before = here.piece(0)
@@ -557,7 +557,7 @@ def test_memory_of_a_process_that_was_killed_is_out_of_reach(attached: tuple[Eng
         here.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
 
 
-def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
+def test_a_process_with_a_reused_process_number_is_not_accessed(
     attached: tuple[Engine, Peer],
 ) -> None:
     here, peer = attached
@@ -575,7 +575,7 @@ def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
         (b"\xff NIXL's own", "has another transport"),
     ],
 )
-def test_agents_that_no_kernel_call_reaches_are_refused(metadata: bytes, said: str) -> None:
+def test_agents_unreachable_by_kernel_calls_are_refused(metadata: bytes, said: str) -> None:
     here = Engine(open_process_memory("pe", InProcessFabric()), 1)
     with pytest.raises(PeerLostError, match=said):
         here.transport.connect(AgentInfo("de", metadata, ()))
@@ -596,7 +596,7 @@ def test_an_address_that_a_process_does_not_have_fails_the_transfer_and_not_the_
     assert "Bad address" in (lost.error() or "")
 
 
-def test_memory_of_a_device_is_not_a_processes() -> None:
+def test_device_memory_is_refused() -> None:
     transport = open_process_memory("pe", InProcessFabric())
     with pytest.raises(ConfigError, match="is in VRAM"):
         transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)

@@ -45,7 +45,7 @@ def read(form: BlockCodec, file: bytes, *, whole: bool = True) -> tuple[str | No
 
 
 @given(KINDS)
-def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
+def test_blocks_are_readable_with_the_key(protection: Protection) -> None:
     form = sealing(protection)
     assert read(form, stored(form)) == (None, HEAD + TAIL)
     reason, memory = read(form, stored(form), whole=False)
@@ -54,7 +54,7 @@ def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
 
 
 @given(KINDS, st.booleans())
-def test_a_block_is_opened_as_its_header_says_whoever_asks(
+def test_a_block_is_opened_by_the_tenant_in_its_header(
     protection: Protection, names_tenant: bool
 ) -> None:
     """Older engines sealed blocks of generated tokens as those without a tenant."""
@@ -66,7 +66,7 @@ def test_a_block_is_opened_as_its_header_says_whoever_asks(
     assert header.origin == origin
 
 
-def test_encrypted_blocks_show_nothing_of_their_payload() -> None:
+def test_encrypted_blocks_do_not_contain_their_payload() -> None:
     file = stored(sealing(Protection.ENCRYPTED))
     windows = {(HEAD + TAIL)[i : i + 16] for i in range(len(HEAD + TAIL) - 15)}
     payload = file[HEADER_BYTES:]
@@ -88,7 +88,9 @@ def test_every_flipped_bit_is_found(protection: Protection, place: int, bit: int
     KINDS,
     st.sampled_from(["parent", "tenant", "salt", "head_checksum", "tail_checksum", "kind"]),
 )
-def test_a_header_made_to_look_intact_is_not_believed(protection: Protection, field: str) -> None:
+def test_a_forged_header_with_a_valid_checksum_is_rejected(
+    protection: Protection, field: str
+) -> None:
     form = sealing(protection)
     file = stored(form)
     header = decode_header(file)
@@ -155,7 +157,7 @@ def test_no_two_writes_share_a_key() -> None:
     assert len({key.block_key(*one) for one in asked}) == len(asked)
 
 
-def test_writing_leaves_the_payload_as_it_is() -> None:
+def test_writing_does_not_change_the_payload() -> None:
     payload = Sections([memoryview(bytearray(HEAD))], [memoryview(bytearray(TAIL))])
     sealing(Protection.ENCRYPTED).encoded(KEY, Sections(*payload))
     assert payload == Sections([HEAD], [TAIL])
@@ -170,6 +172,6 @@ def test_writing_leaves_the_payload_as_it_is() -> None:
         (f"{OLD}\n{OLD}", "has 2 storage keys, 1 of them different"),
     ],
 )
-def test_keys_that_are_none_are_refused(text: str, complaint: str) -> None:
+def test_invalid_keys_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         KeyRing(text, "a test")

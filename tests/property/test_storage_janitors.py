@@ -68,7 +68,7 @@ class Cluster:
 
 @settings(max_examples=120, deadline=None)
 @given(_EVENTS, st.booleans())
-def test_a_storage_comes_back_within_its_quota_whatever_ends(
+def test_a_storage_returns_within_its_quota_after_any_crash(
     events: list[tuple[str, int, int]], refuses: bool
 ) -> None:
     cluster = Cluster()
@@ -133,7 +133,7 @@ def test_with_a_janitor_at_work_only_what_is_in_flight_exceeds_the_high_watermar
 
 
 @pytest.mark.parametrize("steps_left", range(30))
-def test_a_janitor_that_ends_at_any_change_leaves_a_storage_another_goes_on_with(
+def test_another_janitor_continues_after_a_crash_at_any_change(
     steps_left: int,
 ) -> None:
     cluster = Cluster()

@@ -73,7 +73,7 @@ class Storage:
     ids=["tenants", "namespaces", "all"],
 )
 @given(steps=_STEPS)
-def test_nobody_writes_beyond_a_quota_that_it_knows_to_be_used_up(more, steps) -> None:
+def test_no_engine_writes_beyond_a_quota_it_knows_to_be_exhausted(more, steps) -> None:
     storage = Storage(msgspec.structs.replace(LIMITS, **more))
     for step in steps:
         match step:

@@ -52,7 +52,7 @@ def test_the_papers_default_is_free_of_bottlenecks(capsys):
     assert "splits of 6 nodes: 1P5D to 4P2D" in text
 
 
-def test_an_equation_and_its_solution_for_p_over_d_say_the_same():
+def test_an_equation_and_its_solution_for_p_over_d_agree():
     loads = {bound.link: bound for bound in link_bounds(shape(1, 9))}
     p_over_d = 1 / 9
     for bound in ratio_bounds(shape(1, 9)):
@@ -61,7 +61,7 @@ def test_an_equation_and_its_solution_for_p_over_d_say_the_same():
     assert loads[Link.PE_CNIC_WRITE].margin == pytest.approx(1 - 10 / 8)
 
 
-def test_too_few_prefill_nodes_bind_and_the_usable_share_is_shown(capsys):
+def test_too_few_prefill_nodes_are_the_bottleneck_and_the_usable_share_is_printed(capsys):
     text = printed(capsys, "bounds", "--nodes", "1P9D")
     assert "Bottleneck: PE CNIC write (Eq. 2)" in text
     assert "limits the storage NICs to 80 % of their bandwidth" in text
@@ -117,7 +117,7 @@ def test_kv_that_every_gpu_of_an_engine_loads_is_counted_for_each(capsys):
     assert own["link_bounds"] == printed_json(capsys, "bounds")["link_bounds"]
 
 
-def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
+def test_an_snic_too_fast_for_every_ratio_is_reported_with_replicas(capsys):
     text = printed(capsys, "bounds", "--model", "kimi-k2", "--prefill-tp", "8")
     assert "requires an SNIC of at most g/9 · B = 44.4 GB/s" in text
 
@@ -147,13 +147,13 @@ def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
         (("table1", "--model", "gpt-5"), "'gpt-5' is not among"),
     ],
 )
-def test_wrong_input_is_one_line_with_value_limit_and_remedy(capsys, arguments, message):
+def test_invalid_input_is_one_line_with_value_limit_and_remedy(capsys, arguments, message):
     error = refusal(capsys, *arguments)
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_table_1_stands_beside_the_papers_figures(capsys):
+def test_table_1_is_printed_with_the_papers_figures(capsys):
     text = printed(capsys, "table1")
     assert "with 245,760 FLOP per pair" in text
     result = printed_json(capsys, "table1", "--model", "smollm2-135m")

@@ -111,7 +111,7 @@ class Engine(FakeEngine):
         await asyncio.to_thread(self.link.close, control.Deregister(reason="test over"))
 
 
-async def test_engine_and_router_with_one_secret_hear_each_other():
+async def test_engine_and_router_with_the_same_secret_connect():
     async with Router() as router, Engine("pe", router.server.address, SECRET) as engine:
         async with asyncio.timeout(GUARD_S):
             assert await router.joined.get() == "pe"
@@ -119,7 +119,7 @@ async def test_engine_and_router_with_one_secret_hear_each_other():
 
 
 @pytest.mark.parametrize("secret", [OTHER, None], ids=["another secret", "no secret"])
-async def test_a_router_hears_nobody_without_its_secret(secret, caplog):
+async def test_a_router_rejects_engines_without_its_secret(secret, caplog):
     async with Router() as router:
         server = router.server
         async with (
@@ -153,7 +153,7 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         context.destroy(linger=0)
 
 
-async def test_an_engine_believes_no_router_without_its_secret():
+async def test_an_engine_rejects_a_router_without_its_secret():
     router = Router()
     router.secret = None
     async with router, Engine("pe", router.server.address, SECRET) as engine:
@@ -162,7 +162,7 @@ async def test_an_engine_believes_no_router_without_its_secret():
         assert engine.arrived.empty()
 
 
-async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
+async def test_an_engine_joins_a_router_that_restarts_with_the_right_secret():
     plain = Router()
     plain.secret = None
     async with plain, Engine("pe", plain.server.address, SECRET) as engine:
@@ -176,7 +176,7 @@ async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
             assert isinstance(await engine.arrived.get(), control.Registered)
 
 
-async def test_nothing_readable_crosses_the_wire():
+async def test_messages_are_encrypted_on_the_wire():
     """A proxy between the two sees neither the engine's name nor its address."""
     seen = bytearray()
 
@@ -205,7 +205,7 @@ async def test_nothing_readable_crosses_the_wire():
     assert b"engine-with-a-name" not in seen
 
 
-async def test_an_open_control_address_needs_a_secret():
+async def test_a_reachable_control_address_needs_a_secret():
     server = ControlServer(Registry(), Router(), lambda: 0.0, 1000.0)
     for host in ("0.0.0.0", "10.0.0.1", "*", "router.example"):
         with pytest.raises(
@@ -234,7 +234,7 @@ async def test_an_open_control_address_needs_a_secret():
         ("localhost.example", False),
     ],
 )
-def test_loopback_is_an_address_of_this_machine_alone(host, here):
+def test_only_addresses_of_this_machine_are_loopback(host, here):
     assert is_loopback(host) is here
 
 
@@ -257,8 +257,10 @@ def test_the_secret_comes_from_the_file_before_the_environment(tmp_path: Path, c
     assert "chmod 600" in caplog.text
 
 
-def test_secrets_that_are_no_secrets_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=rf"has 5 characters, must have at least {MIN_SECRET_CHARACTERS}"):
+def test_invalid_secrets_are_refused(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=rf"has 5 characters, must have at least {MIN_SECRET_CHARACTERS}"
+    ):
         load_secret("", {SECRET_VARIABLE: "short"})
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))

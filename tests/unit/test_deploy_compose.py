@@ -87,12 +87,12 @@ def test_containers_may_drain_before_they_are_killed(file):
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_put_beside_the_vllm_file_is_for_its_engines(name):
+def test_files_used_with_the_vllm_file_change_its_engines(name):
     added = set(yaml.safe_load((FOLDER / name).read_text())["services"])
     assert added == set(services(FOLDER / "vllm.yaml")) - {"router"}
 
 
-def test_the_variables_of_engines_on_cpus_are_those_that_serve_gives_them():
+def test_engines_on_cpus_have_the_variables_of_serve():
     for service in yaml.safe_load((FOLDER / "cpu.yaml").read_text())["services"].values():
         assert service["environment"].items() <= ENGINE_ENVIRONMENT.items()
 

@@ -15,12 +15,12 @@ def copied() -> list[str]:
     return [word for words in from_here for word in words if not word.startswith("--")]
 
 
-def test_the_package_can_be_built_of_what_is_copied() -> None:
+def test_the_package_can_be_built_from_the_copied_files() -> None:
     assert set(copied()) >= NEEDED
     assert all((ROOT / name).exists() for name in copied())
 
 
-def test_what_is_copied_is_not_ignored() -> None:
+def test_copied_files_are_not_ignored() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     let_through = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines

@@ -69,7 +69,7 @@ def test_missing_hooks_are_named():
     assert software.vllm_hooks(HOOKS).status is Status.OK
 
 
-def test_a_vllm_that_cannot_be_imported_is_reported_with_its_last_words():
+def test_a_vllm_that_cannot_be_imported_is_reported_with_its_last_line():
     found = software.vllm_hooks(ProcessOutcome(1, "", "Traceback\nImportError: libcuda.so.1\n"))
     assert found.status is Status.ERROR
     assert "libcuda.so.1" in found.found
@@ -93,7 +93,7 @@ def test_a_sound_nixl():
     assert [finding.status for finding in software.nixl(NIXL)] == ["ok"] * 4
 
 
-def test_a_nixl_that_crashes_only_at_its_end_is_another_finding():
+def test_a_nixl_that_crashes_only_at_exit_is_a_separate_finding():
     crashed = printed(NixlReport("1.5.1", ("UCX",), ""), exit_code=-signal.SIGSEGV)
     *before, end = software.nixl(crashed)
     assert [finding.status for finding in before] == ["ok"] * 3
@@ -102,7 +102,7 @@ def test_a_nixl_that_crashes_only_at_its_end_is_another_finding():
     assert "libnl-route-3" in end.remedy
 
 
-def test_a_nixl_that_is_not_there_or_opens_no_ucx():
+def test_a_nixl_that_is_missing_or_opens_no_ucx():
     (found,) = software.nixl(ProcessOutcome(1, "", "NIXL cannot be imported (no module)\n"))
     assert (found.status, found.found) == ("error", "NIXL cannot be imported (no module)")
     broken = software.nixl(printed(NixlReport("1.6.0", ("POSIX",), "no device")))
@@ -161,7 +161,7 @@ def test_rdma_needs_one_active_port(ports, status):
     assert network.rdma(ports).status == status
 
 
-def test_variables_that_win_over_our_ucx_settings_are_named():
+def test_variables_that_override_our_ucx_settings_are_reported():
     found = network.ucx_environment({"UCX_MAX_RMA_RAILS": "2", "UCX_TLS": "tcp"})
     assert found.status is Status.WARNING
     assert found.found == "UCX_MAX_RMA_RAILS=2 (ours: 1)"
@@ -271,14 +271,16 @@ def test_a_sound_node_has_nothing_to_fix(root):
     assert not has_errors(findings)
 
 
-def test_a_bare_node_learns_what_it_lacks(tmp_path):
-    findings = {f.check: f for f in examine(CheckSettings(buffer_bytes=1), MadeUpNode(tmp_path, {}))}
+def test_a_bare_node_is_reported_with_what_it_lacks(tmp_path):
+    findings = {
+        f.check: f for f in examine(CheckSettings(buffer_bytes=1), MadeUpNode(tmp_path, {}))
+    }
     assert findings["RDMA devices"].status is Status.WARNING
     assert findings["Memory"].status is Status.ERROR
     assert has_errors(findings.values())
 
 
-def test_storage_ports_and_router_are_looked_at_when_given(root):
+def test_storage_ports_and_router_are_checked_when_given(root):
     file = root / "file"
     file.touch()
     for location, check in ((str(file), "Storage"), ("s3://bucket/kv", "Storage")):
@@ -304,7 +306,7 @@ def test_sizes_are_checked():
 # ------------------------------------------------------------------ the command
 
 
-def test_the_table_puts_the_remedy_below_what_was_found():
+def test_the_table_has_the_remedy_below_the_finding():
     lines = command.table([ok("One", "fine"), warning("Second", "slow", "fast", "hurry")])
     assert lines == [
         "ok       One     fine",
@@ -336,13 +338,13 @@ def test_an_error_is_worse_than_a_warning():
 
 
 @pytest.mark.nixl
-def test_the_probe_of_nixl_ends_in_peace():
+def test_the_probe_of_nixl_exits_cleanly():
     pytest.importorskip("nixl_cu12")
     outcome = Node().run_module("dualpath.transport.nixl_probe")
     assert [finding.status.value for finding in software.nixl(outcome)] == ["ok"] * 4
 
 
-def test_a_process_that_dies_is_an_outcome_and_no_exception(tmp_path, monkeypatch):
+def test_a_process_that_dies_is_an_outcome_not_an_exception(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     Path(tmp_path / "dying.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"

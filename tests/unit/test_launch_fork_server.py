@@ -38,7 +38,9 @@ def tell() -> None:
     signal.pause()
 
 
-def test_a_server_that_lacks_a_module_gives_way_when_nothing_it_forked_runs(tmp_path: Path) -> None:
+def test_a_server_without_a_module_is_replaced_when_it_has_no_running_processes(
+    tmp_path: Path,
+) -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
     argv = [sys.executable, "-c", _STORY, str(tmp_path)]

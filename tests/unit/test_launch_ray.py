@@ -31,7 +31,7 @@ def settings(**changes: Any) -> LocalClusterSettings:
     return LocalClusterSettings(**({"model": "m", "storage": "kv", "executor": "ray"} | changes))
 
 
-def test_a_unit_has_one_bundle_with_all_that_its_ranks_take() -> None:
+def test_a_unit_has_one_bundle_for_all_its_ranks() -> None:
     chosen = settings(nodes="1P2D", prefill_tp=4, decode_dp=2, standby=True)
     units = [*router_units(chosen), *engine_units(chosen)]
     bundles = {unit.name: bundle(unit, 3, with_devices=True) for unit in units}
@@ -45,7 +45,7 @@ def test_a_unit_has_one_bundle_with_all_that_its_ranks_take() -> None:
     assert bundle(units[2], 1, with_devices=False) == {"CPU": 1}
 
 
-def test_what_a_cluster_lacks_is_named() -> None:
+def test_missing_resources_of_a_cluster_are_named() -> None:
     two = {"pe-0": {"CPU": 1.0, "GPU": 8.0}, "de-0": {"CPU": 1.0, "GPU": 8.0}}
     assert shortage(two, [{"CPU": 4, "GPU": 8}, {"CPU": 4, "GPU": 8}]) == ""
     assert shortage(two, [{"CPU": 1}]) == (
@@ -57,7 +57,7 @@ def test_what_a_cluster_lacks_is_named() -> None:
     )
 
 
-def test_devices_are_for_ray_to_give() -> None:
+def test_devices_are_assigned_by_ray() -> None:
     with pytest.raises(ConfigError, match="devices is 0,1 and executor is ray"):
         settings(devices=("0", "1"))
 
@@ -76,7 +76,7 @@ class Place:
         return self.claimed
 
 
-def test_ranks_share_out_the_devices_of_their_place_and_meet_there() -> None:
+def test_ranks_divide_the_devices_of_their_place_and_use_its_address() -> None:
     chosen = settings(executor="local", decode_dp=2, decode_tp=2)
     cluster = LocalCluster(chosen, executor=LocalExecutor(chosen))
     unit = list(engine_units(chosen))[1]
@@ -144,7 +144,7 @@ def test_a_node_starts_each_process_once_with_its_own_variables(
     assert process.output().count("up ") == 1
 
 
-def test_a_log_is_brought_in_pieces_and_the_end_with_the_last(
+def test_a_log_is_fetched_in_pieces_and_the_exit_code_with_the_last(
     node: UnitProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_processes, "_LOG_BYTES", 4)
@@ -170,7 +170,7 @@ def test_a_node_without_the_folder_of_the_command_is_refused(node: UnitProcesses
         ("head", "an address is HOST:PORT"),
     ],
 )
-def test_an_address_without_a_cluster_is_refused_at_once(address: str, why: str) -> None:
+def test_an_address_without_a_cluster_is_refused_immediately(address: str, why: str) -> None:
     pytest.importorskip("ray")
     from dualpath.ops.launch.ray_executor import RayExecutor
 

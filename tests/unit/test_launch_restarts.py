@@ -62,7 +62,7 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [f"{record.levelname}: {record.message}" for record in caplog.records]
 
 
-def test_what_ended_after_a_long_life_is_started_at_once_and_it_is_logged(
+def test_a_process_that_ran_for_long_is_restarted_immediately_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
@@ -70,7 +70,7 @@ def test_what_ended_after_a_long_life_is_started_at_once_and_it_is_logged(
     assert told(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is restarted now"]
 
 
-def test_what_ends_soon_after_every_start_is_tried_less_and_less_often(
+def test_a_process_that_exits_soon_is_restarted_with_backoff(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
@@ -82,7 +82,7 @@ def test_what_ends_soon_after_every_start_is_tried_less_and_less_often(
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 
-def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended(
+def test_ranks_of_a_group_stop_together_and_restart_after_the_last_exit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1"), Process("de-0")]
@@ -102,7 +102,7 @@ def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended(
     assert len(ranks[0].got) == 1
 
 
-def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
+def test_a_rank_that_does_not_exit_with_the_others_is_killed() -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1")]
     started: list[str] = []
     restarts = Restarts(started.append, {rank.name: "pe-0" for rank in ranks})
@@ -115,7 +115,7 @@ def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
     assert started[-1] == "pe-0"
 
 
-def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault(
+def test_an_expected_exit_is_restarted_immediately_and_is_not_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
@@ -125,7 +125,7 @@ def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault(
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 
-def test_what_was_asked_to_end_and_does_not_is_killed() -> None:
+def test_an_expected_exit_that_does_not_happen_is_forced() -> None:
     story = Story()
     story.restarts.expect_exit("pe-0", 0.0)
     story.restarts.poll([story.process], DRAIN_GUARD_S - 1)

@@ -65,7 +65,7 @@ def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.endswith(".trials")]
 
 
-def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up(
+def test_a_shape_that_never_starts_is_reverted_after_a_few_starts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story(FOUR)
@@ -78,7 +78,7 @@ def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up(
     assert "it is started as prefill with 2 ranks again" in said
 
 
-def test_a_shape_that_has_served_is_kept_however_often_it_ends(
+def test_a_shape_that_has_served_is_kept_after_any_number_of_exits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
@@ -91,7 +91,7 @@ def test_a_shape_that_has_served_is_kept_however_often_it_ends(
     assert not given_up(caplog)
 
 
-def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
+def test_a_second_change_during_a_trial_reverts_to_the_shape_that_served() -> None:
     one = UnitShape(Role.DECODE)
     story = Story(FOUR, one)
     story.asks(FOUR)
@@ -101,7 +101,7 @@ def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
     assert story.started[-MAX_STARTS - 1 :] == [one] * MAX_STARTS + [TWO]
 
 
-def test_what_never_changed_is_started_for_as_long_as_it_takes(
+def test_an_unchanged_unit_is_restarted_without_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story(TWO)

@@ -50,13 +50,13 @@ def printed(report: Report, width: int = 80) -> str:
     return file.getvalue()
 
 
-def test_columns_of_numbers_stand_to_the_right_unless_the_table_says_otherwise():
+def test_columns_of_numbers_are_right_aligned_unless_the_table_sets_align():
     assert TABLE.right == (False, True)
     assert msgspec.structs.replace(TABLE, align="rl").right == (True, False)
     assert Table("", ("a",), ()).right == (False,)
 
 
-def test_runs_side_by_side_leave_out_what_no_run_knows():
+def test_quantities_that_no_run_has_are_omitted():
     rows = SideBySide(("x", "y"), (1, 2))
     rows.add("one", "odd", lambda run: str(run) if run % 2 else None)
     rows.add("one", "nothing", lambda run: None)
@@ -67,7 +67,7 @@ def test_runs_side_by_side_leave_out_what_no_run_knows():
     assert table.rules == (1,)
 
 
-def test_a_terminal_shows_tables_and_notes_and_says_warnings_last():
+def test_a_terminal_shows_tables_notes_and_finally_warnings():
     lines = [line.rstrip() for line in printed(REPORT).splitlines()]
     assert lines == [
         "Seed 1.",
@@ -104,19 +104,19 @@ def test_a_page_escapes_cells_and_reads_prose_as_markdown():
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_mode_looks_the_same_in_whatever_company(mode: Mode):
+def test_a_mode_has_the_same_style_in_every_plot(mode: Mode):
     (alone,) = series_styles([mode.value])
     among = series_styles(["other", *(one.value for one in Mode)])
     assert among[1 + list(Mode).index(mode)] == alone
     assert series_styles(["other", mode.value])[0] != alone
 
 
-def test_a_mode_has_its_look_by_value_and_by_title():
+def test_a_mode_has_its_style_by_value_and_by_title():
     for mode, style in MODE_STYLES.items():
         assert series_styles([mode.value, style.title]) == [style.series_style] * 2
 
 
-def test_names_that_are_no_modes_take_looks_that_no_mode_has():
+def test_other_names_have_styles_that_no_mode_has():
     assert series_styles(["a", "basic", "b"]) == [
         OTHER_SERIES_STYLES[0],
         MODE_SERIES_STYLES[0],
@@ -129,14 +129,14 @@ def test_names_that_are_no_modes_take_looks_that_no_mode_has():
     assert series_styles(many)[-1] == OTHER_SERIES_STYLES[0]
 
 
-def test_a_headline_stands_first_in_every_medium():
+def test_a_headline_is_first_in_every_medium():
     report = msgspec.structs.replace(REPORT, headline=("Twice as fast.", "The ceiling is 3."))
     assert printed(report).startswith("Twice as fast.\nThe ceiling is 3.\n\nSeed 1.")
     assert "# A & B\n\n**Twice as fast.** The ceiling is 3.\n" in markdown.page(report)
     assert '<p class="first headline">Twice as fast.</p>' in html.page(report)
 
 
-def test_pictures_of_one_report_have_names_of_their_own():
+def test_pictures_of_one_report_have_distinct_names():
     report = Report(name="r", title="R", blocks=(PLOTS, TABLE, PLOTS))
     assert [name for name, _ in report.pictures()] == ["r", "r-2"]
     assert [part for part in markdown.page(report).split() if "png" in part] == [
@@ -150,7 +150,7 @@ def words(panel: Panel) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
 
 
-def test_bars_whose_names_are_no_numbers_have_all_of_them_however_many():
+def test_all_names_of_bars_are_shown_unless_they_are_numbers():
     def below(names):
         bars = Series("basic", names, tuple(2.5 for _ in names))
         return [word for word in words(Panel("", "grouped", "", "s", (bars,))) if word in names]
@@ -171,7 +171,7 @@ def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
 
 
 @pytest.mark.parametrize("name", ["data-plane", "isolation", "jct-1p1d", "online", "peers-1p2d"])
-def test_measured_reports_read_again_give_the_pages_that_are_stored(name: str):
+def test_stored_reports_reproduce_the_stored_pages(name: str):
     stored = msgspec.json.decode((LAB / f"{name}.json").read_bytes(), type=ExperimentReport)
     assert markdown.page(as_report(stored)) == (LAB / f"{name}.md").read_text(encoding="utf-8")
 
@@ -195,7 +195,7 @@ def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_a_command_says_before_it_runs_that_plots_will_be_missing(capsys):
+def test_a_command_warns_before_it_runs_that_plots_will_be_missing(capsys):
     assert main(["report", "run.json", "--html", "page.html"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("dualpath: page.html: no plots, as matplotlib is not installed")
@@ -203,6 +203,6 @@ def test_a_command_says_before_it_runs_that_plots_will_be_missing(capsys):
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_the_page_whose_pictures_are_the_point_is_refused(capsys):
+def test_a_page_that_needs_pictures_is_refused(capsys):
     assert main(["eval", "fig7", "--docs", "page.md"]) == 2
     assert "--docs needs matplotlib; pip install 'matplotlib>=3.11'" in capsys.readouterr().err

@@ -100,7 +100,7 @@ class Kept:
         )
 
 
-def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
+def test_writes_uses_and_missing_blocks_are_journaled_with_their_chain() -> None:
     kept = Kept()
     assert kept.write(0, 2) == 2
     kept.storage.used(KEYS[1])
@@ -123,7 +123,7 @@ def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
     assert len(kept.journaled()) == 5  # nothing new, no segment
 
 
-def test_where_nobody_listens_no_news_pile_up() -> None:
+def test_events_are_dropped_without_a_janitor() -> None:
     kept = Kept()
     kept.story.now_s += 4000
     kept.write(0, 2)
@@ -134,7 +134,7 @@ def test_where_nobody_listens_no_news_pile_up() -> None:
     assert [news.key for news in kept.journaled()] == KEYS[2:3]
 
 
-def test_what_cannot_be_told_is_told_later() -> None:
+def test_events_that_cannot_be_written_are_written_later() -> None:
     kept = Kept()
     kept.write(0, 2)
     kept.tree.steps_left, kept.tree.refuses = 0, True
@@ -144,7 +144,7 @@ def test_what_cannot_be_told_is_told_later() -> None:
     assert [news.key for news in kept.journaled()] == KEYS[:3]
 
 
-def test_a_damaged_segment_is_none() -> None:
+def test_a_damaged_segment_is_rejected() -> None:
     content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Removed(2.0, KEYS[1]))))
     assert decode_segment(content) is not None
     for position in range(len(content)):
@@ -155,7 +155,7 @@ def test_a_damaged_segment_is_none() -> None:
     assert decode_segment(encode_segment(Segment("p", (Used(1.0, b"short"),)))) is None
 
 
-def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> None:
+def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> None:
     kept = Kept()
     kept.write(0, 4)
     kept.publish_status(used_blocks=6, quota_blocks=12, applied=0)
@@ -171,7 +171,7 @@ def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> No
     assert kept.write(8, 9) == 1
 
 
-def test_a_tenant_beyond_its_quota_writes_nothing_and_others_do() -> None:
+def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
     kept = Kept()
     yours = BlockOrigin(chain_root(), "b" * 16)
     kept.write(0, 4)
@@ -189,7 +189,7 @@ def test_a_tenant_beyond_its_quota_writes_nothing_and_others_do() -> None:
     assert [kept.inner.is_stored(key) for key in KEYS[6:8]] == [True, False]
 
 
-def test_a_janitor_that_names_nobody_has_nobody_declined() -> None:
+def test_nothing_is_declined_by_a_status_without_owners() -> None:
     """One of before the quotas of tenants bound writers: its status has two fields less."""
     kept = Kept()
     kept.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
@@ -201,7 +201,7 @@ def test_a_janitor_that_names_nobody_has_nobody_declined() -> None:
     assert kept.write(0, 9) == 9
 
 
-def test_what_is_just_being_told_still_counts_against_the_quota() -> None:
+def test_events_being_written_count_against_the_quota() -> None:
     kept = Kept()
     kept.publish_status(used_blocks=0, quota_blocks=3, applied=0)
     admitted: list[int] = []
@@ -217,7 +217,7 @@ def test_what_is_just_being_told_still_counts_against_the_quota() -> None:
     assert admitted == [1]
 
 
-def test_what_was_declined_is_not_believed_to_be_stored() -> None:
+def test_declined_blocks_are_not_cached_as_stored() -> None:
     kept = Kept()
     kept.publish_status(used_blocks=10, quota_blocks=12, applied=0)
     storage = LookupCachingStorage(kept.storage, lambda: 0)

@@ -25,7 +25,7 @@ def listening(root: Path, blocks: int = 8) -> NodeDram:
     return dram
 
 
-def test_what_an_engine_adds_or_finds_is_news_once(tmp_path: Path) -> None:
+def test_a_block_added_or_found_is_reported_once(tmp_path: Path) -> None:
     one, other = listening(tmp_path), listening(tmp_path)
     one.add(KEYS[0], block_of(KEYS[0]))
     one.add(KEYS[0], block_of(KEYS[0]))
@@ -37,7 +37,7 @@ def test_what_an_engine_adds_or_finds_is_news_once(tmp_path: Path) -> None:
     assert other.index.changes(8) == ([], [])
 
 
-def test_who_makes_room_says_what_is_gone_also_of_what_others_have_added(tmp_path: Path) -> None:
+def test_evictions_are_reported_also_of_blocks_of_other_engines(tmp_path: Path) -> None:
     one, other = listening(tmp_path, blocks=2), listening(tmp_path, blocks=2)
     for number, key in enumerate(KEYS[:2]):
         one.add(key, block_of(key))
@@ -47,7 +47,7 @@ def test_who_makes_room_says_what_is_gone_also_of_what_others_have_added(tmp_pat
     assert other.index.changes(8) == (KEYS[2:3], KEYS[:1])
 
 
-def test_who_does_not_find_a_block_says_that_it_is_gone(tmp_path: Path) -> None:
+def test_a_missing_block_is_reported_as_removed(tmp_path: Path) -> None:
     dram = listening(tmp_path)
     dram.add(KEYS[0], block_of(KEYS[0]))
     dram.index.changes(8)
@@ -56,7 +56,7 @@ def test_who_does_not_find_a_block_says_that_it_is_gone(tmp_path: Path) -> None:
     assert dram.index.changes(8) == ([], KEYS[:1])
 
 
-def test_a_bad_block_is_gone(tmp_path: Path) -> None:
+def test_a_corrupt_block_is_reported_as_removed(tmp_path: Path) -> None:
     dram = listening(tmp_path)
     dram.add(KEYS[0], block_of(KEYS[0]))
     path = Path(dram.files.block_path(KEYS[0]))
@@ -65,7 +65,7 @@ def test_a_bad_block_is_gone(tmp_path: Path) -> None:
     assert dram.index.changes(8) == ([], KEYS[:1])
 
 
-def test_an_engine_that_starts_tells_what_others_have_left_of_its_model(tmp_path: Path) -> None:
+def test_an_engine_reports_existing_blocks_of_its_model_at_its_start(tmp_path: Path) -> None:
     other_model = msgspec.structs.replace(NAMESPACE, model="another")
     former = NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES)
     former.add(KEYS[0], block_of(KEYS[0]))
@@ -74,7 +74,7 @@ def test_an_engine_that_starts_tells_what_others_have_left_of_its_model(tmp_path
     assert listening(tmp_path).index.changes(8) == (KEYS[:1], [])
 
 
-def test_engines_of_one_directory_have_one_mark_whatever_they_call_it(tmp_path: Path) -> None:
+def test_a_directory_has_one_id_under_all_paths(tmp_path: Path) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     one = NodeDram(here, NAMESPACE, 8 * FILE_BYTES)
     (tmp_path / "alias").symlink_to(here)
@@ -82,7 +82,7 @@ def test_engines_of_one_directory_have_one_mark_whatever_they_call_it(tmp_path: 
     assert NodeDram(there, NAMESPACE, 8 * FILE_BYTES).directory_id != one.directory_id
 
 
-def test_no_more_are_remembered_than_can_lie_there() -> None:
+def test_the_index_is_bounded_by_the_capacity() -> None:
     index = SharedDramIndex(2)
     for key in KEYS[:3]:
         index.add(key)
@@ -92,7 +92,7 @@ def test_no_more_are_remembered_than_can_lie_there() -> None:
     assert index.changes(8) == ([KEYS[1], KEYS[3]], [])
 
 
-def test_news_are_kept_for_whoever_listens_only_and_told_in_parts() -> None:
+def test_changes_are_recorded_only_while_reporting_and_returned_in_parts() -> None:
     index = SharedDramIndex(8, KEYS[:2])
     index.remove(KEYS[3])
     assert index.changes(8) == ([], [])

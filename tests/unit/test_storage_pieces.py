@@ -58,7 +58,7 @@ class Device:
         return done
 
 
-def test_one_of_few_reads_takes_its_block_at_once_and_one_of_many_equal_pieces() -> None:
+def test_few_reads_use_one_call_and_many_use_equal_pieces() -> None:
     device = Device(9 * PIECE, at_a_time=4)
     assert device.read(1, [PIECE, 0, 5 * PIECE, 3 * PIECE]) == device.content
     # The first began before there were many.
@@ -83,7 +83,7 @@ def test_pieces_are_equal_and_the_end_of_a_short_file_is_its_end() -> None:
     with_tail=st.booleans(),
     damage=st.none() | st.integers(0, len(HEAD) + len(TAIL) - 1),
 )
-def test_it_does_not_matter_which_pieces_come(
+def test_verification_does_not_depend_on_the_pieces(
     told: list[int], cut: int, with_tail: bool, damage: int | None
 ) -> None:
     header = encode_header(KEY, DIGEST, Sections([HEAD], [TAIL]))
@@ -125,7 +125,7 @@ class RefusedHalfWay:
         pass
 
 
-def test_what_had_come_before_direct_io_was_refused_counts_for_nothing(tmp_path: Path) -> None:
+def test_bytes_read_before_direct_io_was_refused_are_ignored(tmp_path: Path) -> None:
     reader = RefusedHalfWay()
     storage = PosixStorage(tmp_path, NAMESPACE, reader=reader)
     if not storage.uses_direct_io:

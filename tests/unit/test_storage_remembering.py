@@ -31,7 +31,7 @@ class Story:
         return self.storage.cached_head(KEYS)
 
 
-def test_what_was_written_read_or_seen_is_known() -> None:
+def test_written_read_and_found_blocks_are_cached() -> None:
     story = Story()
     story.write(KEYS[:1])
     assert story.known == 1
@@ -44,7 +44,7 @@ def test_what_was_written_read_or_seen_is_known() -> None:
     assert story.storage.cached_head(KEYS, 2) == 3
 
 
-def test_a_read_that_finds_a_block_missing_or_bad_makes_it_forget() -> None:
+def test_a_read_of_a_missing_or_corrupt_block_removes_the_entry() -> None:
     story = Story()
     story.write(KEYS[:4])
     story.inner.drop(KEYS[3])
@@ -59,7 +59,7 @@ def test_a_read_that_finds_a_block_missing_or_bad_makes_it_forget() -> None:
     assert story.known == 0
 
 
-def test_nothing_is_believed_for_longer_than_twice_the_trust() -> None:
+def test_entries_expire_after_twice_the_trust_time() -> None:
     story = Story()
     story.write(KEYS[:2])
     story.now_ns += TRUST_NS - 1
@@ -72,7 +72,7 @@ def test_nothing_is_believed_for_longer_than_twice_the_trust() -> None:
     assert story.known == 0
 
 
-def test_the_memory_is_bounded() -> None:
+def test_the_cache_is_bounded() -> None:
     story = Story(max_keys=2)
     for key in KEYS:
         story.write([key])

@@ -88,7 +88,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     storage.close()
 
 
-def test_an_answer_that_drips_ends_at_the_deadline(server: FaultyS3) -> None:
+def test_a_slow_response_ends_at_the_deadline(server: FaultyS3) -> None:
     storage = stored(server, msgspec.structs.replace(QUICK, stall_s=5.0, request_s=0.3))
     server.faults["GET"] = ["dripping", "dripping", "dripping"]
     outcome = read_run(storage, KEYS, destinations())
@@ -154,7 +154,7 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_says_so(
+def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
@@ -188,14 +188,14 @@ def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: F
     storage.close()
 
 
-def test_a_server_without_conditional_writes_is_asked_without_condition(server: FaultyS3) -> None:
+def test_a_server_without_conditional_writes_gets_unconditional_ones(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [501]
     assert storage.write(KEYS, DATA) == BLOCKS
     storage.close()
 
 
-def test_a_block_that_another_engine_wrote_meanwhile_is_not_new(server: FaultyS3) -> None:
+def test_a_block_written_meanwhile_by_another_engine_is_not_new(server: FaultyS3) -> None:
     client = S3Client(server.location, QUICK)
     assert client.put("a", [b"first"])
     assert not client.put("a", [b"second"])
@@ -206,7 +206,9 @@ def test_a_block_that_another_engine_wrote_meanwhile_is_not_new(server: FaultyS3
 # --- opening -------------------------------------------------------------------------------------
 
 
-def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: FaultyS3) -> None:
+def test_an_object_longer_than_requested_does_not_affect_the_next_response(
+    server: FaultyS3,
+) -> None:
     client = S3Client(server.location, QUICK)
     client.put("long", [b"x" * 100_000])
     client.put("next", [b"next"])
@@ -217,12 +219,12 @@ def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: 
     client.close()
 
 
-def test_nobody_there_is_reported_at_once() -> None:
+def test_an_unreachable_server_is_reported_immediately() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
         S3Storage(location_at(f"http://127.0.0.1:{claim_port()}"), NAMESPACE, retry_policy=QUICK)
 
 
-def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_reported(server: FaultyS3) -> None:
+def test_a_missing_bucket_and_wrong_credentials_are_reported(server: FaultyS3) -> None:
     other = f"s3://other?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match="create the bucket"):
         S3Storage(parse_location(other, {}), NAMESPACE, retry_policy=QUICK)
@@ -275,7 +277,7 @@ def test_the_setting_opens_it(server: FaultyS3, monkeypatch: pytest.MonkeyPatch)
         ("s3://kv1?endpoint_url=http://[::1]:9", {}, "http", "[::1]:9", "/kv1/"),
     ],
 )
-def test_url_and_environment_say_where_the_bucket_is(
+def test_url_and_environment_define_the_location(
     url: str, environment: dict[str, str], scheme: str, host: str, base: str
 ) -> None:
     found = parse_location(url, environment)
@@ -295,7 +297,9 @@ def test_url_and_environment_say_where_the_bucket_is(
         ("s3://kv1", {"AWS_ACCESS_KEY_ID": "a"}, "set both or none"),
     ],
 )
-def test_what_is_wrong_is_named(url: str, environment: dict[str, str], said: str) -> None:
+def test_invalid_locations_are_refused_by_name(
+    url: str, environment: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_location(url, environment)
 

@@ -62,7 +62,7 @@ def test_keys_of_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.credentials().access_key_id == "mine"
 
 
-def test_every_request_is_signed_with_the_keys_of_its_time(
+def test_every_request_is_signed_with_current_keys(
     monkeypatch: pytest.MonkeyPatch, server: FaultyS3
 ) -> None:
     session = FakeSession()

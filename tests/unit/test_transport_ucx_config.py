@@ -25,7 +25,7 @@ ENGINE = {
 }
 
 
-def test_own_settings_win_over_the_defaults_and_the_rest_stays() -> None:
+def test_settings_override_defaults_and_other_defaults_remain() -> None:
     text = engine_config_text({"TCP_USER_TIMEOUT": "9s", "IB_SL": "2"})
     settings = dict(pair.split("=") for pair in text.split(","))
     assert settings == {**DEFAULT_ENGINE_CONFIG, "TCP_USER_TIMEOUT": "9s", "IB_SL": "2"}
@@ -41,7 +41,7 @@ def test_own_settings_win_over_the_defaults_and_the_rest_stays() -> None:
         ({"IB_SL": ""}, "sets IB_SL to ''"),
     ],
 )
-def test_what_nixl_cannot_carry_is_refused_when_the_engine_is_configured(
+def test_settings_that_nixl_cannot_pass_are_refused_at_configuration(
     config: dict[str, str], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -60,7 +60,7 @@ def test_settings_reach_the_engine_as_texts() -> None:
         parse_engine_config(["IB_SL"])
 
 
-def test_it_is_said_that_the_environment_wins(
+def test_a_warning_is_logged_if_the_environment_overrides(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("UCX_IB_SL", "1")
@@ -89,7 +89,7 @@ def connections() -> set[tuple[int, int]]:
 
 
 @pytest.mark.nixl
-def test_transfers_keep_to_the_ports_of_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transfers_use_only_the_ports_of_both_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("nixl_cu12")
     from dualpath.transport.nixl import NixlTransport
 
