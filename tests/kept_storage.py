@@ -1,4 +1,4 @@
-"""A storage with a janitor, engines and a clock, all in one thread, that may end at any step."""
+"""A storage with a janitor, engines and a clock, in one thread; a process may die at any step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -24,7 +24,7 @@ BLOCK_BYTES = 4096 + len(PAYLOAD)
 
 
 class EndedError(Exception):
-    """The process ends here."""
+    """The simulated process dies."""
 
 
 class FailingTree(MemoryObjects):
@@ -92,18 +92,18 @@ class Story:
         return Engine(self, self._process())
 
     def stored(self) -> set[BlockKey]:
-        """Return the keys of all blocks that lie there."""
+        """Return the keys of all stored blocks."""
         names = [info.name for info in self.tree.objects(f"{PLACE}/")]
         return {bytes.fromhex(name[-67:-3]) for name in names}
 
     def head(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many blocks at the head of a chain are there."""
+        """Return how many leading blocks of a chain are stored."""
         stored = self.stored()
         return next((n for n, key in enumerate(keys) if key not in stored), len(keys))
 
     @property
     def used_bytes(self) -> int:
-        """What lies there, as it is."""
+        """An index of the blocks actually stored."""
         return len(self.stored()) * BLOCK_BYTES
 
     def _process(self) -> str:
@@ -112,7 +112,7 @@ class Story:
 
 
 class Engine:
-    """Writes and asks for prefixes, and tells so when it is flushed."""
+    """Writes and uses prefixes, and journals that when it is flushed."""
 
     def __init__(self, story: Story, name: str) -> None:
         self._story = story
@@ -140,7 +140,7 @@ class Engine:
         self.journal.written(new, origins, BLOCK_BYTES, self._story.now_s)
 
     def serve(self, keys: Sequence[BlockKey]) -> int:
-        """Take a turn: ask, compute what is missing, store it; return the blocks that hit."""
+        """Run a turn: look up, compute missing blocks, store them; return the hit blocks."""
         hit = self._story.head(keys)
         if hit:
             self.journal.used(keys[hit - 1], self._story.now_s)
@@ -149,7 +149,7 @@ class Engine:
         return hit
 
     def serve_within_quotas(self, keys: Sequence[BlockKey], tenant: str) -> int:
-        """Take a turn, store what is admitted of the rest; return how many blocks that are."""
+        """Run a turn, store the admitted blocks; return how many."""
         hit = self._story.head(keys)
         origin = BlockOrigin(keys[hit - 1] if hit else chain_root(), tenant)
         count, _ = self.maintenance.admitted(keys[hit:], origin, BLOCK_BYTES)
@@ -158,5 +158,5 @@ class Engine:
 
 
 def chain(number: int, blocks: int) -> list[BlockKey]:
-    """Return keys of a chain of its own."""
+    """Return the keys of a separate chain."""
     return block_keys([number] * blocks, 1)

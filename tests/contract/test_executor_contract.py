@@ -1,4 +1,4 @@
-"""What a supervisor may expect of an executor, wherever that runs the processes."""
+"""Contract of executors, wherever they run the processes."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 def started(
     executor: Executor, unit: Unit, logs: Path, *words: str, **variables: str
 ) -> Iterator[Sequence[ManagedProcess]]:
-    """Run the same words in all processes of a unit."""
+    """Run the same command in all processes of a unit."""
     launch = Launch(ENTRY, list(words), variables)
     processes = executor.start(unit, lambda place: [launch] * len(unit.processes), logs)
     with Supervisor() as supervisor:

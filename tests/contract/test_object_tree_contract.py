@@ -1,4 +1,4 @@
-"""Every object tree keeps ``dualpath.storage.objects``; one suite, all of them."""
+"""Contract of ``dualpath.storage.objects``, for all object trees."""
 
 import contextlib
 from collections.abc import Iterator
@@ -76,7 +76,7 @@ def test_objects_and_folders_are_listed_below_a_folder(tree: ObjectTree) -> None
     assert names(tree) == sorted(written)
     assert names(tree, "model_1/") == sorted(written[:7])
     assert names(tree, "model_1/003/") == [written[3]]
-    # Half-written files have a folder of their own.
+    # Half-written files are in a separate folder.
     assert [name for name in tree.folders("") if name != "janitor"] == ["model_1", "model_10"]
     assert tree.folders("model_1/") == [f"{n:03x}" for n in range(7)]
     assert tree.folders("model_10/") == []
@@ -96,7 +96,7 @@ def test_removed_objects_no_longer_exist(tree: ObjectTree) -> None:
 
 @pytest.mark.parametrize("tree", ["memory", "posix", "s3"], indirect=True)
 def test_of_concurrent_creates_one_succeeds(tree: ObjectTree) -> None:
-    """Unless the server knows no conditional writes, as rclone's does not."""
+    """Unless the server does not support conditional writes, as rclone's does not."""
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda n: tree.create("janitor/lease/1", b"%d" % n), range(4)))
     assert sum(made) == 1
@@ -104,7 +104,7 @@ def test_of_concurrent_creates_one_succeeds(tree: ObjectTree) -> None:
 
 
 def test_a_janitor_keeps_any_tree_within_its_quota_and_releases_its_lease(tree: ObjectTree) -> None:
-    """Blocks nobody told of, blocks of an engine, two candidates, one after the other."""
+    """With blocks that were not journaled, blocks of an engine, and two candidates in sequence."""
     now_s = [4e9]  # later than any object's own time
 
     def clock() -> float:

@@ -1,4 +1,4 @@
-"""Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
+"""Contract of ``dualpath.storage.contract``, for all storage backends."""
 
 import contextlib
 import struct
@@ -109,7 +109,7 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
 
 
 def keeper(tree: ObjectTree) -> StorageMaintenance:
-    """Return one of an engine that is no candidate for the janitor and declines nothing."""
+    """Return the maintenance of an engine that is not a janitor candidate and declines nothing."""
     journal = Journal(tree, namespace_name(NAMESPACE), "engine")
     return StorageMaintenance(tree, journal, WriteGate(), None, time.time, time.monotonic)
 
@@ -140,7 +140,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockSto
 
 @pytest.fixture(params=BYTE_BACKENDS)
 def byte_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
-    """A backend that holds bytes."""
+    """A backend that stores payload."""
     with open_backend(request.param, tmp_path) as backend:
         yield backend
 
@@ -156,7 +156,7 @@ def contents(seed: int = 1, blocks: int = BLOCKS) -> list[memoryview]:
 
 
 def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview]:
-    """Views into aligned memory, as a DRAM buffer's slots are; ``offset_bytes`` misaligns them."""
+    """Views into aligned memory, like slots of a DRAM buffer; ``offset_bytes`` misaligns them."""
     memory = allocate_registered(blocks * BLOCK_BYTES + offset_bytes)
     return [memory.view(offset_bytes + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(blocks)]
 
@@ -326,7 +326,7 @@ def replace_by_another_block(storage: BlockStorage, key: BlockKey) -> None:
 
 
 def read_past_damage(storage: BlockStorage, keys: list[BlockKey], damage: Damage) -> str | None:
-    """Damage block 2; whatever is found there, blocks 0 and 1 are good and 2 can be rewritten."""
+    """Damage block 2; blocks 0 and 1 must stay good, and block 2 can be written again."""
     data = contents()
     storage.write(keys, data)
     damage(storage, keys[2])
@@ -394,7 +394,7 @@ def test_a_block_of_another_format_version_is_a_miss_and_is_not_removed(
 
 
 def as_version_1(key: BlockKey, payload: bytes) -> bytes:
-    """A block as releases with format version 1 wrote it."""
+    """A block of format version 1."""
     fields = struct.pack(
         "<8sIIQ32s16s16s",
         *(b"DUALPATH", 1, 4096, len(payload), key, NAMESPACE.digest().encode()),

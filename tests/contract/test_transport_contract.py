@@ -1,4 +1,4 @@
-"""Every transport fulfils ``dualpath.transport.contract``: one suite for all implementations."""
+"""Contract of ``dualpath.transport.contract``, for all transports."""
 
 import gc
 import itertools
@@ -360,7 +360,7 @@ OpenAgent = Callable[[str, InProcessFabric], Transport]
 
 
 def serve_peer(name: str, control: Connection, open_agent: OpenAgent) -> None:
-    """Own one region, send its address and the contents of its pieces; runs in a child."""
+    """Register one region, send its address and the contents of its pieces; runs in a child."""
     engine = Engine(open_agent(name, InProcessFabric()), 7)
     control.send(engine.transport.info())
     while (index := control.recv()) is not None:
@@ -405,7 +405,7 @@ class Peer:
 
 @pytest.fixture
 def shared_memory_files() -> Iterator[None]:
-    """Fail the test if it leaves a file in shared memory."""
+    """Fail the test if it leaves files in shared memory."""
     folder = Path("/dev/shm")
     before = set(folder.iterdir()) if folder.exists() else set()
     yield
@@ -519,7 +519,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_fails_it(engine: Engine) -> N
 
 @pytest.fixture
 def attached() -> Iterator[tuple[Engine, Peer]]:
-    """An engine that reaches another process's memory through the kernel."""
+    """An engine that accesses another process's memory through the kernel."""
     here, peer = Engine(open_process_memory("pe", InProcessFabric()), 1), Peer(open_process_memory)
     here.transport.connect(peer.info)
     yield here, peer

@@ -1,4 +1,4 @@
-"""What a block's seal vouches for: every bit of it, its place, and who wrote it."""
+"""Sealed blocks authenticate every bit of the block, its key and namespace, and the writer."""
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ DIGEST = "0123456789abcdef"
 HEAD, TAIL = bytes(range(256)) * 4, bytes(range(255, -1, -1))
 ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
 OLD, NEW = "0" * 64, "1" * 64
-#: Header fields end here; zeros follow, for which nobody vouches and which nobody reads.
+#: End of the header fields; the zeros after it are not authenticated and not read.
 FIELDS_BYTES = 236
 KINDS = st.sampled_from(list(Protection))
 
@@ -33,7 +33,7 @@ def stored(form: BlockCodec, origin: BlockOrigin = ORIGIN) -> bytes:
 
 
 def read(form: BlockCodec, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
-    """Return what is wrong, and what lies in memory after the read."""
+    """Return the defect, and the memory after the read."""
     head_end = HEADER_BYTES + len(HEAD)
     head, tail = bytearray(file[HEADER_BYTES:head_end]), bytearray(file[head_end:])
     reason = form.defect(
@@ -57,7 +57,7 @@ def test_blocks_are_readable_with_the_key(protection: Protection) -> None:
 def test_a_block_is_opened_by_the_tenant_in_its_header(
     protection: Protection, names_tenant: bool
 ) -> None:
-    """Older engines sealed blocks of generated tokens as those without a tenant."""
+    """Older engines sealed blocks of generated tokens without a tenant."""
     origin = BlockOrigin(ORIGIN.parent, ORIGIN.tenant if names_tenant else "")
     file = stored(sealing(protection), origin)
     assert read(sealing(protection), file) == (None, HEAD + TAIL)

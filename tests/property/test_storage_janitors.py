@@ -1,4 +1,4 @@
-"""Whatever ends, fails or doubles: only what was evicted is gone, and the quota holds again."""
+"""After crashes, failures and duplicates only evicted blocks are missing, and quotas hold again."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ _EVENTS = st.lists(
 
 
 class Cluster:
-    """Two engines and two candidates; any of them may end at any change of the storage."""
+    """Two engines and two candidates; each may die at any change of the storage."""
 
     def __init__(self) -> None:
         self.story = Story(LIMITS)
@@ -38,7 +38,7 @@ class Cluster:
         self.told_all = True
 
     def step(self, number: int, steps_left: int, *, refuses: bool) -> None:
-        """A candidate's step, which ends after so many changes; 40 is never reached in most."""
+        """Run a candidate's step that dies after this many changes; 40 is rarely reached."""
         tree = self.story.tree
         tree.steps_left, tree.refuses = steps_left, refuses
         try:
@@ -51,7 +51,7 @@ class Cluster:
             tree.steps_left = None
 
     def settle(self) -> Janitor:
-        """Everybody tells what is new, and one is janitor for long enough."""
+        """All engines write their journals, and one candidate is janitor for long enough."""
         for engine in self.engines:
             engine.journal.flush()
         for _ in range(6):

@@ -1,4 +1,4 @@
-"""`dualpath storage` counts, checks, pins and removes what lies in a real directory."""
+"""`dualpath storage` lists, verifies, pins and removes blocks in a real directory."""
 
 import json
 import os
@@ -126,7 +126,7 @@ def test_selected_blocks_are_removed_after_confirmation(
 def test_removing_a_tenant_includes_blocks_that_inherit_it(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older engines did not say whose the blocks of generated tokens are; nobody kept an index."""
+    """Older engines did not record the tenant of generated blocks; there is no saved index."""
     answer = block_keys([1, 1, 1, 1, *range(20)], 1)
     content = memoryview(bytes(GEOMETRY.full_block_bytes))
     storage.tiny.write(answer[4:], [content] * 20, BlockOrigin(answer[3]))

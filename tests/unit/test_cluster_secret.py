@@ -1,4 +1,4 @@
-"""Who hears whom on the control connection, with and without the cluster's secret."""
+"""Authentication of the control connection, with and without the cluster's secret."""
 
 import asyncio
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ class WatchedRefusals(ControlRefusals):
 
 
 class Router:
-    """A control server that remembers who joined."""
+    """A control server that records registered engines."""
 
     def __init__(self) -> None:
         self.joined: asyncio.Queue[str] = asyncio.Queue()
@@ -137,7 +137,7 @@ async def test_a_router_rejects_engines_without_its_secret(secret, caplog):
 
 
 async def test_knowing_the_routers_public_key_is_not_enough():
-    """The keys of the router's end are one half of the secret; the engines' key is asked for."""
+    """The router also checks the engines' key."""
     async with Router() as router:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)

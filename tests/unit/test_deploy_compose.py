@@ -1,4 +1,4 @@
-"""The Compose files start what commands of this version take, and keep secrets to themselves."""
+"""The Compose files match the commands and settings of this version, and contain no secrets."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from dualpath.router.settings import RouterSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
 FILES = sorted(FOLDER.glob("*.yaml"))
-#: Put beside another file.
+#: Used together with another file.
 ADDED = ("cpu.yaml", "gpu.yaml")
 CLUSTERS = [file for file in FILES if file.name not in ADDED]
 #: `${NAME:-default}` and `${NAME:?what to give}`.

@@ -1,9 +1,9 @@
-"""The image is built of a few files: enough for the package, and none of them ignored."""
+"""The image is built from a few files: all that the package needs, and none ignored."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: What makes the wheel: settings, the description and what it is made of, the licence, the code.
+#: Inputs of the wheel: build settings, description, licence and code.
 NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src"}
 
 

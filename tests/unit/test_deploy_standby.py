@@ -1,4 +1,4 @@
-"""The chart's second router: what it is told, what it may do, and what lets it stand by."""
+"""The chart's standby router: arguments, permissions and probes."""
 
 import subprocess
 import sys

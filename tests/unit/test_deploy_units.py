@@ -1,4 +1,4 @@
-"""systemd's units and the Slurm script start what commands of this version take."""
+"""The systemd units and the Slurm script match the commands of this version."""
 
 import re
 import shlex

@@ -1,4 +1,4 @@
-"""`dualpath doctor`: what each check says of a node, on nodes made up for it."""
+"""`dualpath doctor`: the finding of each check, on fake nodes."""
 
 import json
 import signal
@@ -223,7 +223,7 @@ def test_a_measurement_writes_and_reads_and_leaves_nothing(tmp_path):
 
 
 class MadeUpNode(Node):
-    """A sound GPU node; its files lie below a folder."""
+    """A GPU node without findings; its sysfs and procfs are in a folder."""
 
     def vllm_distributions(self):
         return {"vllm": "0.32.0"}

@@ -1,4 +1,4 @@
-"""Each engine of a machine gets devices of its own, and what cannot start is refused at once."""
+"""Each engine of a machine gets its own devices, and settings that cannot start are refused."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""The server that processes are forked from: what it has imported, and when another takes over."""
+"""The fork server: its imported modules, and when it is replaced."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: A program of its own: the server of the tests' process has imported what is dear.
+#: A separate program, as the fork server of the tests' process has imported vLLM already.
 _STORY = """
 import sys
 from pathlib import Path
@@ -31,7 +31,7 @@ told(forked("last", "colorsys"))
 
 
 def tell() -> None:
-    """Say what the server had imported, and stay until a signal comes."""
+    """Print the modules that the server has imported, and wait for a signal."""
     frozen = ["frozen"] if gc.get_freeze_count() else []
     found = [name for name in ("colorsys", "wave") if name in sys.modules]
     print("imported:", *frozen, *found, flush=True)

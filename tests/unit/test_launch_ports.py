@@ -11,7 +11,7 @@ from dualpath.ops.launch.ports import LOOPBACK, claim_port
 
 
 def connections_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lowest: int) -> None:
-    """As on a machine whose kernel gives connections the ports from ``lowest`` on."""
+    """Emulate a machine whose ephemeral ports start at ``lowest``."""
     stated = tmp_path / "ip_local_port_range"
     stated.write_text(f"{lowest}\t60999\n")
     monkeypatch.setattr(ports, "_RANGE_OF_CONNECTIONS", stated)

@@ -1,4 +1,4 @@
-"""The supervisor of processes: what it waits for, how it says that one ended, how all end."""
+"""The supervisor of processes: waiting, exit reports, and orderly stops."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
 
 STAY = "sleep 1000 & while :; do wait; done"
-#: Writes a word when it can be used, and one for every signal that asks it to drain or to end.
+#: Prints a word when it is ready, and one for every signal to drain or stop.
 POLITE = f"trap 'echo drained' HUP; trap 'echo asked; exit 0' TERM; echo up; {STAY}"
 
 
@@ -104,7 +104,7 @@ def test_processes_that_others_depend_on_are_stopped_last(tmp_path: Path) -> Non
 
 
 class Recorded(SpawnedProcess):
-    """Remembers what it was sent."""
+    """Records the signals sent to it."""
 
     sent: tuple[int, ...] = ()
 

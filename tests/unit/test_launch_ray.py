@@ -1,4 +1,4 @@
-"""What goes to a Ray cluster: bundles, processes of a node, what is refused; no Ray is started."""
+"""Bundles, processes of a node and refusals of the Ray executor; Ray is not started."""
 
 import json
 import os
@@ -117,7 +117,7 @@ def test_a_dry_run_prints_bundles_and_leaves_addresses_to_nodes(
 
 @pytest.fixture
 def node() -> Iterator[UnitProcesses]:
-    """What an actor is of, without an actor."""
+    """The object of an actor, without Ray."""
     made = UnitProcesses("pe-0")
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""When a process that has ended is started again."""
+"""When a process that has exited is restarted."""
 
 import signal
 
@@ -15,7 +15,7 @@ from dualpath.ops.launch.restarts import (
 
 
 class Process:
-    """A process of a story."""
+    """A fake process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -47,7 +47,7 @@ class Story:
         self.process.alive = True
 
     def dies_after(self, lived_s: float) -> float:
-        """Return how long its next start takes."""
+        """Return the pause before its next start."""
         self.restarts.poll([self.process], self.now_s)
         self.now_s += lived_s
         self.process.alive = False

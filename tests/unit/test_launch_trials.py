@@ -1,4 +1,4 @@
-"""A unit that was asked into a shape which it cannot start in gets its former one back."""
+"""A unit that cannot start in a requested shape returns to its former one."""
 
 import pytest
 
@@ -10,7 +10,7 @@ TWO, FOUR = UnitShape(Role.PREFILL, 2), UnitShape(Role.PREFILL, 4)
 
 
 class Engine:
-    """A process of a story, whose signals nobody sends."""
+    """A fake process without signals."""
 
     name = "pe-1"
     alive = True

@@ -1,4 +1,4 @@
-"""Which RDMA port carries the KV of which GPU."""
+"""Pairing of GPUs with RDMA ports."""
 
 from pathlib import Path
 from typing import Any

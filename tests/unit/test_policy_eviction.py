@@ -1,4 +1,4 @@
-"""Which blocks leave a storage, and in which order."""
+"""Which blocks are evicted from a storage, and in which order."""
 
 import itertools
 
@@ -306,7 +306,7 @@ def _keys(index: ChainIndex) -> list[BlockKey]:
 
 
 def _in_use(steps: list[tuple[str, int, int, int]], since_s: float) -> set[BlockKey]:
-    """Return what no one may take: chains written or used since then, as far as they are known."""
+    """Return the protected rows: chains written or used since then, as far as known."""
     used: set[BlockKey] = set()
     linked: dict[BlockKey, BlockKey] = {}
     for what, number, length, time_s in steps:

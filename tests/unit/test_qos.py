@@ -1,4 +1,4 @@
-"""`dualpath qos`: the lanes of A.1 as each fabric is given them."""
+"""`dualpath qos`: the lanes of A.1 as settings of each network."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Reports: one model, and what each medium makes of it."""
+"""Reports: one model, rendered for each medium."""
 
 import re
 import sys
@@ -146,7 +146,7 @@ def test_pictures_of_one_report_have_distinct_names():
 
 
 def words(panel: Panel) -> list[str]:
-    """Return what is written in a drawing."""
+    """Return the texts of a drawing."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
 
 

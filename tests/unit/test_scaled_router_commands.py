@@ -1,4 +1,4 @@
-"""What a scheduler and front ends of one machine are started with."""
+"""The command lines of a scheduler and front ends of one machine."""
 
 import argparse
 

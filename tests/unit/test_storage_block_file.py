@@ -1,4 +1,4 @@
-"""The on-disk format finds whatever is wrong with a block."""
+"""The on-disk format detects every defect of a block."""
 
 import struct
 
@@ -100,7 +100,7 @@ def test_another_format_version_is_distinguished_from_a_bad_header() -> None:
 
 
 def version_1(payload: bytes) -> bytes:
-    """The first 4096 bytes of a block as releases before this one wrote it."""
+    """The first 4096 bytes of a block of format version 1."""
     fields = struct.pack(
         "<8sIIQ32s16s16s",
         *(b"DUALPATH", 1, 4096, len(payload), KEY, DIGEST.encode()),

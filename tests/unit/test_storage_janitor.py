@@ -1,4 +1,4 @@
-"""One janitor keeps a storage within its limits, and another does when it is gone."""
+"""The janitor keeps a storage within its limits; another candidate replaces a dead one."""
 
 from collections.abc import Callable
 
@@ -79,7 +79,7 @@ def test_the_survey_finds_existing_blocks_with_chains_and_tenants() -> None:
 
 
 def test_blocks_without_a_tenant_count_with_their_parents() -> None:
-    """A survey goes by hashes: it finds most blocks before the one that they come behind."""
+    """A survey lists keys in hash order: it finds most blocks before their parents."""
     story = Story(StorageLimits(tenant_quota_bytes=8 * BLOCK_BYTES, high=1.0, low=1.0, protect_s=0))
     engine, prompt, generated = story.engine(), chain(1, 2), chain(1, 12)
     engine.write(prompt, tenant=TENANT)

@@ -1,4 +1,4 @@
-"""What an engine tells of its storage, and what it declines to write."""
+"""An engine's journal of its storage, and the writes that it declines."""
 
 import threading
 from typing import Any
@@ -190,7 +190,7 @@ def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
 
 
 def test_nothing_is_declined_by_a_status_without_owners() -> None:
-    """One of before the quotas of tenants bound writers: its status has two fields less."""
+    """A status written before quotas of tenants applied to writers lacks two fields."""
     kept = Kept()
     kept.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
     said = msgspec.json.decode(kept.tree.get(STATUS) or b"")

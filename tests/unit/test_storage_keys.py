@@ -1,4 +1,4 @@
-"""From a key file to sealed blocks, and what is refused on the way."""
+"""Storage keys: from a key file to sealed blocks, and refusals."""
 
 import logging
 import sys

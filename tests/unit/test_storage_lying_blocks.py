@@ -1,4 +1,4 @@
-"""What the router hears of the DRAM that the engines of a node share."""
+"""The index of a node's shared DRAM that engines report to the router."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Storage that NIXL's plugins read: the blocks are those of files and buckets, refusals say why."""
+"""Storage read through NIXL's plugins: the same blocks as without, and clear refusals."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""DRAM that the engines of a node share: bounded, whole after any crash, never needed."""
+"""DRAM shared by the engines of a node: bounded, consistent after crashes, optional."""
 
 import logging
 import os
@@ -198,7 +198,7 @@ def test_a_corrupt_block_is_not_served_and_is_cached_again(tmp_path: Path) -> No
 
 
 def before_and_after_a_new_key(root: Path) -> list[NodeDram]:
-    """Return what engines have on one directory, of which each can open its own blocks only."""
+    """Return two engines' views of one directory; each can open only its own blocks."""
     sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
     return [
         NodeDram(root, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))

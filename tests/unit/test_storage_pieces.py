@@ -1,4 +1,4 @@
-"""A block read in pieces is verified as they come, and found good or bad as a whole one is."""
+"""A block read in pieces is verified while it is read, with the same result as a complete one."""
 
 import errno
 import os
@@ -27,7 +27,7 @@ NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)
 
 
 class Device:
-    """A file of which each byte says in which page it lies; reads run inside each other.
+    """A file whose bytes are their page numbers; reads can be nested.
 
     ``preadv`` first starts the read of another file, until ``at_a_time`` are under way.
     """
@@ -61,7 +61,7 @@ class Device:
 def test_few_reads_use_one_call_and_many_use_equal_pieces() -> None:
     device = Device(9 * PIECE, at_a_time=4)
     assert device.read(1, [PIECE, 0, 5 * PIECE, 3 * PIECE]) == device.content
-    # The first began before there were many.
+    # The first read started before there were many.
     assert device.asked[1] == [9 * PIECE]
     assert device.asked[4] == [PIECE] * 9
     assert device.told[4] == [PIECE * count for count in range(1, 10)]
@@ -104,7 +104,7 @@ def test_verification_does_not_depend_on_the_pieces(
 
 
 class RefusedHalfWay:
-    """A reader whose first read is refused, as direct I/O may be, when a part has come."""
+    """A reader whose first read fails half way, as direct I/O may."""
 
     def __init__(self) -> None:
         self.reads = 0

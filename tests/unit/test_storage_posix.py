@@ -1,4 +1,4 @@
-"""What only a file system does: crashes, full disks, foreign directories, stale files."""
+"""Behaviour specific to file systems: crashes, full disks, foreign directories, stale files."""
 
 import os
 import resource
@@ -302,7 +302,7 @@ def test_a_temporary_file_that_could_not_be_removed_is_removed_later(
 def test_an_unknown_state_of_a_block_leaves_no_temporary_file(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another engine has written it meanwhile, and the disk fails as this one looks."""
+    """Another engine wrote the block meanwhile, and the disk fails when this one checks."""
     real_stat, failing = os.stat, [False]
 
     def taken(*_: object) -> None:

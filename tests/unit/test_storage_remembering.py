@@ -1,4 +1,4 @@
-"""What an engine remembers of stored blocks, and what makes it forget."""
+"""The cache of successful look-ups, and the invalidation of its entries."""
 
 from collections.abc import Sequence
 
@@ -12,7 +12,7 @@ TRUST_NS = 60_000_000_000
 
 
 class Story:
-    """A storage, the memory in front of it, and a clock."""
+    """A storage, the look-up cache in front of it, and a clock."""
 
     def __init__(self, **limits: int) -> None:
         self.now_ns = 0

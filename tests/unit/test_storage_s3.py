@@ -1,4 +1,4 @@
-"""S3 that fails: reads end the run and never hang, look-ups say so, writes are refused."""
+"""S3 failures: reads end the run and never hang, look-ups raise, writes are refused."""
 
 import threading
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 BLOCKS = 3
 KEYS = block_keys(range(BLOCKS), 1)
 DATA = [memoryview(bytes([i + 1]) * GEOMETRY.full_block_bytes) for i in range(BLOCKS)]
-#: Attempts follow each other at once; a silent server is given up soon, a slow one never here.
+#: Retries without pause; a silent server times out soon, a slow one does not.
 QUICK = RetryPolicy(connect_s=5.0, stall_s=0.2, request_s=5.0, attempts=3, pause_s=0.001)
 
 

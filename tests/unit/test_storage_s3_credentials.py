@@ -1,4 +1,4 @@
-"""Who asks for objects: the environment's keys, else botocore's, else nobody."""
+"""S3 credentials: the environment's keys, else botocore's, else none."""
 
 import sys
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ class FakeSession(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, session: FakeSession | None) -> None:
-    """Let botocore be this one, or not be installed."""
+    """Replace botocore, or make it appear not installed."""
     monkeypatch.setitem(sys.modules, "botocore", ModuleType("botocore"))
     monkeypatch.setitem(sys.modules, "botocore.session", session)
 
@@ -108,7 +108,7 @@ def test_botocore_itself_reads_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_pa
         with_credentials(unsigned())
 
 
-#: What gives keys to botocore: a new pair each time it is run, good for as long as it is told.
+#: A credential process of botocore: returns a new pair of keys per run, with a given validity.
 KEY_PROCESS = """
 import datetime, json, pathlib, sys
 count = pathlib.Path(sys.argv[1])
@@ -145,7 +145,7 @@ def test_keys_of_a_process_are_renewed_before_they_expire(
     client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert client.get("one") == b"bytes"
-    # So near to their end botocore asks again for every request.
+    # Near their expiry botocore renews the keys for every request.
     assert len({*server.signers}) == 2
     (tmp_path / "broken").touch()
     with pytest.raises(S3Error, match=r"S3 keys could not be renewed.*the vault is sealed"):

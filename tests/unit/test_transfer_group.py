@@ -1,4 +1,4 @@
-"""Transfers that count as one end with the last of them, and fail no earlier."""
+"""A transfer group ends with the last of its transfers, and does not fail earlier."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from dualpath.transport.transfer_group import post_together
 
 
 class Piece:
-    """A transfer whose state is set by hand."""
+    """A transfer with a settable state."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes = size_bytes

@@ -1,4 +1,4 @@
-"""The in-process transport makes ordering mistakes and faults happen on demand."""
+"""The in-process transport exposes ordering mistakes and injects faults."""
 
 import pytest
 

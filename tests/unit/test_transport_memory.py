@@ -55,7 +55,7 @@ def test_memory_that_was_touched_has_all_its_pages_and_is_still_zero() -> None:
 
 
 def _pages_there(address: int, pages: int) -> NDArray[np.bool_]:
-    """Say of each page whether the process has it: the highest of its 64 bits in /proc."""
+    """Return for each page whether it is present: the highest of its 64 bits in /proc."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(address // PAGE_BYTES * 8)
         entries = np.frombuffer(pagemap.read(pages * 8), np.uint64)

@@ -1,4 +1,4 @@
-"""UCX settings of an engine: what is refused, who wins, and that a port range is really used."""
+"""UCX settings of an engine: refusals, precedence, and the use of a port range."""
 
 import os
 from pathlib import Path
@@ -73,7 +73,7 @@ def test_a_warning_is_logged_if_the_environment_overrides(
 
 
 def connections() -> set[tuple[int, int]]:
-    """(local, remote) ports of this process's TCP connections."""
+    """Return (local, remote) ports of this process's TCP connections."""
     own = set()
     for descriptor in Path("/proc/self/fd").iterdir():
         try:
@@ -115,7 +115,7 @@ def test_transfers_use_only_the_ports_of_both_engines(monkeypatch: pytest.Monkey
     for engine in engines.values():
         engine.close()
     assert made
-    # Who connects has any port; who accepts, one of its range: enough for a filter on either end.
+    # The connecting side has any port, the accepting side one of its range, which filters match.
     assert all(
         any(port in ports for port in connection for ports in ranges.values())
         for connection in made
