@@ -12,7 +12,6 @@ from dualpath.transport.memory import allocate_registered
 from dualpath.transport.ucx_config import (
     DEFAULT_ENGINE_CONFIG,
     engine_config_text,
-    parse_engine_config,
 )
 
 ESTABLISHED = "01"
@@ -52,12 +51,6 @@ def test_settings_reach_the_engine_as_texts() -> None:
     settings = parse_settings({**ENGINE, "nixl_engine_config": {"IB_SL": "2"}})
     assert settings.nixl_engine_config == {"IB_SL": "2"}
     assert parse_settings(ENGINE).nixl_engine_config == {}
-    assert parse_engine_config(["IB_SL=2", "TCP_PORT_RANGE=5-6"]) == {
-        "IB_SL": "2",
-        "TCP_PORT_RANGE": "5-6",
-    }
-    with pytest.raises(ConfigError, match="'IB_SL' has no ="):
-        parse_engine_config(["IB_SL"])
 
 
 def test_a_warning_is_logged_if_the_environment_overrides(

@@ -8,7 +8,7 @@ the process overrides a setting silently, so a warning is logged.
 import logging
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from dualpath.core.errors import ConfigError
 
@@ -50,18 +50,6 @@ def check_engine_config(config: Mapping[str, str]) -> None:
                 f"equal signs or blanks, as NIXL splits there; set UCX_{key} in the environment "
                 "instead"
             )
-
-
-def parse_engine_config(pairs: Iterable[str]) -> dict[str, str]:
-    """Return the settings of ``KEY=VALUE`` texts; raises ``ConfigError`` for anything else."""
-    config = {}
-    for pair in pairs:
-        key, separator, value = pair.partition("=")
-        if not separator:
-            raise ConfigError(f"NIXL engine setting {pair!r} has no =; use the form KEY=VALUE")
-        config[key] = value
-    check_engine_config(config)
-    return config
 
 
 def engine_config_text(config: Mapping[str, str]) -> str:
