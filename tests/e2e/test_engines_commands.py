@@ -38,7 +38,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_a_taken_port_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         line = refused(capfd, str(tiny_model()), "--storage", str(tmp_path), "--port", port)

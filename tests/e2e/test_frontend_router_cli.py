@@ -43,7 +43,7 @@ def refused(capfd, *arguments):
     return line
 
 
-def test_a_taken_port_is_named(model, capfd, taken_port):
+def test_a_port_in_use_is_named(model, capfd, taken_port):
     line = refused(capfd, model, "--port", taken_port, "--control-port", "0")
     assert f"127.0.0.1:{taken_port}" in line
     assert "--port" in line

@@ -168,7 +168,7 @@ def with_copier(bindings, infos):
 
 
 @pytest.mark.parametrize(("batches", "major"), [(True, 12), (True, 13), (False, 13)])
-def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, batches, major):
+def test_a_copy_is_one_call_if_supported_and_ends_with_its_event(gpu, batches, major):
     bindings = driver_bindings(batches=batches, major=major)
     _, hbm, infos = two_regions()
     device = with_copier(bindings, infos)
@@ -203,7 +203,7 @@ def test_a_driver_that_refuses_is_an_error_that_names_the_setting(gpu):
         device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
 
 
-def test_a_machine_without_driver_or_bindings_is_told_what_to_set(monkeypatch):
+def test_errors_without_driver_or_bindings_name_the_setting(monkeypatch):
     def no_driver():
         raise RuntimeError("DynamicLibNotFoundError: libcuda")
 
@@ -304,19 +304,19 @@ def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
     assert layout_of(inside).stride_bytes == region.stride_bytes
 
 
-def test_the_null_block_counts_for_nothing():
+def test_the_null_block_does_not_count():
     """Else an idle engine reports less than it has: what needs all waits for ever."""
     cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
     assert hbm_layout([[cache]], 10, GEOMETRY).capacity_tokens == 9 * 64
 
 
-def test_kernel_blocks_smaller_than_the_engines_are_put_together():
+def test_kernel_blocks_smaller_than_the_engines_are_combined():
     cache = torch.zeros(40, 4, 16, 32, dtype=torch.float16)
     region = layout_of(cache)
     assert (region.pieces, region.stride_bytes) == (10, GEOMETRY.bytes_of(0))
 
 
-def test_layers_may_lie_between_the_blocks_of_a_layer():
+def test_layers_may_be_between_the_blocks_of_a_layer():
     cache = torch.zeros(10, 3, 4, 64, 32, dtype=torch.float16)[:, 1]
     region = layout_of(cache)
     assert region.stride_bytes == 3 * GEOMETRY.bytes_of(0)

@@ -70,7 +70,7 @@ def talk(name: str, *sizes: int, tail: bool = False) -> TextSession:
 
 
 @pytest.mark.parametrize("tail", [False, True])
-def test_an_agent_of_text_goes_on_from_the_newest_of_what_it_had(tail):
+def test_an_agent_of_text_continues_after_the_last_tokens_of_its_context(tail):
     (agent,) = mid_session_agents([talk("t", 100, 100, 5, 5, 100, tail=tail)], 1, 2, 60, encode)
 
     assert agent.rest.session_id == agent.history.session_id == "t@2"
@@ -96,13 +96,13 @@ def test_agents_of_token_counts_have_their_history_as_a_prefix():
     assert sent[:256] == stored
 
 
-def test_windows_that_append_least_are_taken_and_no_turn_twice():
+def test_windows_that_append_least_are_chosen_and_no_turn_twice():
     session = rounds("r", (500, 1), (90, 1), (1, 1), (2, 1), (3, 1), (80, 1))
     names = [agent.rest.session_id for agent in mid_session_agents([session], 2, 2, 64, encode)]
     assert names == ["r@2", "r@4"]
 
 
-def test_an_agent_that_edits_its_history_is_not_met_there():
+def test_windows_in_which_an_agent_edits_its_history_are_skipped():
     plain = talk("t", 100, 100, 5)
     edited = (Message("system", "other"), *plain.text_turns[2].messages[1:])
     turns = (*plain.text_turns[:2], msgspec.structs.replace(plain.text_turns[2], messages=edited))
@@ -110,7 +110,7 @@ def test_an_agent_that_edits_its_history_is_not_met_there():
         mid_session_agents([TextSession("t", turns[1:])], 1, 1, 60, encode)
 
 
-def test_sessions_that_cannot_be_met_in_the_middle_are_refused():
+def test_sessions_that_cannot_start_in_the_middle_are_refused():
     class Blocks:
         session_id, turns = "b", 3
 
@@ -119,7 +119,7 @@ def test_sessions_that_cannot_be_met_in_the_middle_are_refused():
         mid_session_agents(blocks, 1, 1, 64, encode)
 
 
-def test_a_replay_knows_what_was_stored_before_it():
+def test_a_replay_counts_stored_histories_as_ideal_hits():
     (agent,) = mid_session_agents([rounds("r", (500, 5), (9, 5))], 1, 1, 256, encode)
     with served(FakeServer()) as endpoint:
         options = ReplayOptions(run_id="same")
@@ -158,7 +158,7 @@ def test_without_oracle_the_rate_has_to_be_given():
     assert DemoSettings().in_order == (Mode.ORACLE, Mode.BASIC, DEFAULT_MODE)
 
 
-def test_time_left_follows_the_pace_of_what_is_over():
+def test_time_left_is_scaled_by_finished_stages():
     now_s = 0.0
     left = TimeLeft({"start": 10.0, "warm": 20.0, "run": 30.0}, lambda: now_s)
     left.begin("start")
@@ -255,7 +255,7 @@ def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(
         assert played.summary.hit_rate >= 0.9
 
 
-def test_histories_are_computed_on_every_core_that_a_mode_will_have(tmp_path):
+def test_histories_are_computed_on_every_core_that_a_mode_will_use(tmp_path):
     demo = DemoSettings(nodes="1P2D")
     histories = history_settings(demo, tmp_path, str(tmp_path), tmp_path / "out", "histories")
     assert histories.nodes == "3P1D"
@@ -269,7 +269,7 @@ def test_histories_are_computed_on_every_core_that_a_mode_will_have(tmp_path):
     assert (histories.mode, histories.snic_bytes_per_s) == (Mode.BASIC, 0.0)
 
 
-def test_no_read_is_given_up_however_slow_storage_is(tmp_path):
+def test_no_read_times_out_however_slow_storage_is(tmp_path):
     settings = cluster_settings(
         Mode.BASIC, DemoSettings(), tmp_path, str(tmp_path), tmp_path / "out", 1e6
     )

@@ -127,7 +127,7 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
     assert verifier.counts()[CheckedAt.DE_BUFFER] == (6, 1)
 
 
-def test_hbm_is_handed_out_whole_or_not_at_all() -> None:
+def test_hbm_is_allocated_completely_or_not_at_all() -> None:
     hbm = EmulatedHbm(KvFunction(GEOMETRY), 2, 5 * 2 * GEOMETRY.bytes_of(0))
     assert (hbm.blocks, hbm.layout().capacity_tokens) == (5, 20)
     layers = [[part.region.name for part in parts] for parts in hbm.layout().layers]

@@ -77,7 +77,7 @@ def test_a_quota_of_zero_is_none() -> None:
     assert [c.bsz for c in batch.chunks] == [400, 90]
 
 
-def test_a_request_without_room_in_hbm_lets_nobody_pass() -> None:
+def test_a_request_that_waits_for_hbm_blocks_later_ones() -> None:
     chosen = settings(Mode.BASIC, hbm_bytes=6 * GEOMETRY.full_block_bytes)
     batch_former, first, second = former(chosen), request(12), request(16)
     batch = batch_former.form([first, second, request(4)])

@@ -35,7 +35,8 @@ async def heard(made: Cluster) -> None:
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
         return all(
-            set(known[name].buffer._keys) == {key[:CACHE_UPDATE_KEY_BYTES] for _, key in pool.cached.items()}
+            set(known[name].buffer._keys)
+            == {key[:CACHE_UPDATE_KEY_BYTES] for _, key in pool.cached.items()}
             for name, pool in pools.items()
         )
 
@@ -83,7 +84,7 @@ async def test_where_a_de_reads_nothing_only_the_pe_serves_what_it_has_read(mode
 
 
 @pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT, Mode.LAYERWISE])
-async def test_what_was_read_without_its_windows_is_not_kept_for_whole(mode: Mode) -> None:
+async def test_blocks_read_without_window_layers_are_not_cached_as_whole(mode: Mode) -> None:
     """Its third layer sees six tokens.  A shorter hit has other last blocks, needed whole."""
     geometry = part_geometry("16*2,16@6,16", GEOMETRY.block_tokens)
     folder = f"memory://dram-windows-{mode}"
@@ -133,7 +134,7 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
 
 
 @pytest.mark.parametrize("emptied", [False, True])
-async def test_the_router_hears_of_what_a_node_shares_and_plans_with_it(
+async def test_the_router_plans_with_the_blocks_that_a_node_shares(
     emptied: bool, tmp_path: Path
 ) -> None:
     """Also where it has gone meanwhile: that costs a read."""
@@ -179,7 +180,7 @@ async def test_dram_that_is_shared_does_not_make_the_buffers_larger(tmp_path: Pa
         assert {e.plane.manager.buffer_tokens for e in made.engines.values()} == {128 * 4}
 
 
-async def test_a_router_that_wants_nothing_kept_has_all_hits_read_from_storage(
+async def test_a_router_with_caching_disabled_reads_all_hits_from_storage(
     tmp_path: Path,
 ) -> None:
     async with cluster(
@@ -194,7 +195,9 @@ async def test_a_router_that_wants_nothing_kept_has_all_hits_read_from_storage(
         assert list((tmp_path / "dram").rglob("*.kv")) == []
 
 
-async def test_engines_push_out_what_others_of_the_node_are_about_to_read(tmp_path: Path) -> None:
+async def test_engines_evict_blocks_that_others_of_the_node_are_about_to_read(
+    tmp_path: Path,
+) -> None:
     async with cluster(
         tmp_path / "kv",
         Mode.DUALPATH,
@@ -224,7 +227,7 @@ async def test_tenants_share_nothing() -> None:
         assert total(made, Counter.DRAM_HIT_BLOCKS) == hits
 
 
-async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -> None:
+async def test_agents_in_a_buffer_for_two_of_them_evict_each_other() -> None:
     blocks = 30
     async with cluster(
         "memory://dram-small",
@@ -245,7 +248,7 @@ async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -
             assert report.cached_buffer_tokens <= blocks * GEOMETRY.block_tokens
 
 
-async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() -> None:
+async def test_wrong_bytes_in_a_cached_slot_are_found() -> None:
     async with cluster("memory://dram-rot", Mode.DUALPATH) as made:
         first, _ = await made.ask(PROMPT, 9)
         await made.stored()
@@ -258,7 +261,7 @@ async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() ->
         assert "is wrong in" in body["error"]["message"]
 
 
-async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path) -> None:
+async def test_a_restarted_router_is_notified_of_all_cached_blocks(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         await heard(made)
@@ -271,7 +274,7 @@ async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path)
         await heard(made)
 
 
-async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: Path) -> None:
+async def test_a_router_with_caching_disabled_gets_an_empty_buffer(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         manager = made.engines["decode-0"].plane.manager
@@ -283,7 +286,7 @@ async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: P
         assert manager.settings.role is Role.DECODE
 
 
-async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn() -> None:
+async def test_blocks_evicted_in_a_pause_are_fetched_for_the_next_turn() -> None:
     async with cluster(
         "memory://dram-off-sessions", Mode.DUALPATH, router=RouterSettings(dram_tier=False)
     ) as made:

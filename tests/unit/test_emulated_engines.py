@@ -121,7 +121,7 @@ def spoil_decode_transfer(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
         (spoil_decode_transfer, CheckedAt.DE_HBM),
     ],
 )
-async def test_kv_that_goes_wrong_is_found_where_it_does_and_fails_the_request(
+async def test_corrupted_kv_is_found_at_its_place_and_fails_the_request(
     spoil: Callable[[Cluster, pytest.MonkeyPatch], None],
     place: CheckedAt,
     tmp_path: Path,
@@ -173,7 +173,7 @@ async def test_the_next_pass_begins_in_the_last_layers_of_the_one_before(
         assert any(begun_in_pass) == (mode is not Mode.BASIC)
 
 
-async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_frees_all_resources(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, speedup=0.01) as made:
         url = f"{made.endpoint}/v1/completions"
         body = {"prompt": PROMPT, "max_tokens": 300, "stream": True}
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> Non
         await made.idle()
 
 
-async def test_requests_wait_for_hbm_in_turn(tmp_path: Path) -> None:
+async def test_requests_wait_for_hbm_in_fifo_order(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, hbm_bytes=12 * GEOMETRY.full_block_bytes) as made:
         prompts = [[agent, *PROMPT] for agent in range(1, 7)]
         answers = await asyncio.gather(*(made.ask(prompt, 4) for prompt in prompts))
@@ -217,7 +217,7 @@ async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
                 assert reason in await response.text()
 
 
-async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         port = int(made.endpoint.rpartition(":")[2])
         settings = engine_settings(

@@ -65,11 +65,13 @@ def test_all_ranks_agree_and_are_notified_when_one_ends(tmp_path, monkeypatch):
 
 def test_a_rank_reports_that_the_others_did_not_start(tmp_path):
     for settings in ranks(tmp_path, 2):
-        with pytest.raises(DeadlineError, match=r"of 2 could not connect to the others.*start all of them"):
+        with pytest.raises(
+            DeadlineError, match=r"of 2 could not connect to the others.*start all of them"
+        ):
             group.join_group(settings, timeout_s=0.2)
 
 
-def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_path, monkeypatch):
+def test_ranks_connect_despite_a_port_in_use_and_a_self_connection(tmp_path, monkeypatch):
     """A port that was free when it was chosen may since be in use by a connection."""
     settings = ranks(tmp_path, 2)
     port = int(settings[0].dp_address.rpartition(":")[2])

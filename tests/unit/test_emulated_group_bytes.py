@@ -43,7 +43,7 @@ def steps_of(note: AssignmentNote) -> list[Step]:
 
 
 @pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
-async def test_each_rank_of_a_group_moves_what_the_plan_says_of_its_prompts(
+async def test_each_rank_of_a_group_moves_the_planned_bytes_of_its_prompts(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(process, "join_group", join_group)

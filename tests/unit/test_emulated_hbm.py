@@ -12,7 +12,7 @@ def hbm() -> EmulatedHbm:
     return EmulatedHbm(KvFunction(GEOMETRY), 2, BLOCKS * 2 * GEOMETRY.bytes_of(0))
 
 
-def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:
+def test_held_blocks_are_free_after_they_are_freed_and_released() -> None:
     made, freed = hbm(), list[int]()
     made.on_freed = lambda: freed.append(made.free_tokens)
     blocks = made.allocate(3)
@@ -26,7 +26,7 @@ def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:
     assert set(made.allocate(BLOCKS) or ()) == set(range(BLOCKS))
 
 
-def test_blocks_let_go_before_they_are_given_back_stay_their_requests() -> None:
+def test_blocks_released_before_they_are_freed_belong_to_their_request() -> None:
     made, freed = hbm(), list[int]()
     made.on_freed = lambda: freed.append(made.free_tokens)
     blocks = made.allocate(BLOCKS)
@@ -38,7 +38,7 @@ def test_blocks_let_go_before_they_are_given_back_stay_their_requests() -> None:
     assert made.free_tokens == BLOCKS * GEOMETRY.block_tokens
 
 
-def test_a_block_held_twice_is_let_go_twice() -> None:
+def test_a_block_held_twice_must_be_released_twice() -> None:
     made = hbm()
     blocks = made.allocate(BLOCKS)
     assert blocks is not None

@@ -34,7 +34,7 @@ def lying(storage: Path) -> int:
     return len(list(storage.rglob("*.kv")))
 
 
-async def test_a_cluster_answers_alike_while_its_storage_is_kept_small(tmp_path: Path) -> None:
+async def test_answers_do_not_change_while_the_janitor_limits_storage(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     async with cluster(
         storage,
@@ -57,7 +57,7 @@ async def test_a_cluster_answers_alike_while_its_storage_is_kept_small(tmp_path:
         assert lying(storage) <= QUOTA_BLOCKS
 
 
-async def test_what_is_removed_behind_a_promise_is_computed_and_counted(tmp_path: Path) -> None:
+async def test_blocks_removed_after_placement_are_recomputed_and_counted(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
     async with cluster(storage, Mode.DUALPATH, router=router, storage_quota=1 << 30) as made:

@@ -37,7 +37,7 @@ def at(made: Cluster, agent: str, way: Direction) -> int:
 
 @pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
 @pytest.mark.parametrize("ranks", SHAPES, ids=lambda r: f"PE{r.pe} DE{r.de} {r.heads} heads")
-async def test_each_rank_moves_its_share_of_what_the_plan_says(
+async def test_each_rank_moves_its_share_of_the_planned_bytes(
     ranks: Ranks, mode: Mode, tmp_path: Path
 ) -> None:
     """Reading in turn, the second and the third turn have hits at the PE and at the DE."""

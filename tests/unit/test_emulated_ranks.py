@@ -88,7 +88,7 @@ async def test_ranks_serve_in_every_mode(mode: Mode, tmp_path: Path) -> None:
         assert (made.counts(0) > 0) == mode.moves_bytes
 
 
-async def test_engines_cut_differently_share_a_storage(tmp_path: Path) -> None:
+async def test_engines_with_different_numbers_of_ranks_share_storage(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         tokens, _ = await made.ask(PROMPT, 9)
         await made.stored()
@@ -139,7 +139,7 @@ def spoil_copies(plane: FollowerPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     ("role", "spoil", "place"),
     [(Role.PREFILL, spoil_loads, "pe_hbm"), (Role.DECODE, spoil_copies, "de_hbm")],
 )
-async def test_wrong_kv_of_a_rank_that_follows_fails_the_request(
+async def test_wrong_kv_of_a_follower_rank_fails_the_request(
     role: Role,
     spoil: Callable[[FollowerPlane, pytest.MonkeyPatch], None],
     place: str,
@@ -159,7 +159,7 @@ async def test_wrong_kv_of_a_rank_that_follows_fails_the_request(
         await made.idle()
 
 
-async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
+async def test_a_failed_copy_of_a_follower_rank_fails_the_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followers: list[FollowerPlane]
 ) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, decode_tp=2, kv_heads=2) as made:
@@ -170,7 +170,7 @@ async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
         await made.idle()
 
 
-async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Path) -> None:
+async def test_hbm_that_another_rank_may_still_write_is_not_allocated(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         plane = made.engines["prefill-0"].plane
         (block,) = plane.hbm.allocate(1) or ()
@@ -181,7 +181,7 @@ async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Pa
         await made.idle()
 
 
-async def test_every_rank_is_the_process_that_its_surroundings_say(
+async def test_every_rank_uses_the_process_of_its_surroundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A simulation has processes of its own; the router is told of those."""
@@ -197,7 +197,7 @@ async def test_every_rank_is_the_process_that_its_surroundings_say(
         assert len(address.process.ranks) == 1
 
 
-async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> None:
+async def test_an_engine_that_loses_a_rank_reports_it_and_ends(tmp_path: Path) -> None:
     """While it waits for work, when no rank asks for another."""
     ended = threading.Event()
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
@@ -212,7 +212,7 @@ async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> N
         assert made.service.status()["engines"][0]["alive"] is False
 
 
-def test_a_rank_that_cannot_come_up_takes_its_engine_with_it(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_ends_its_engine(tmp_path: Path) -> None:
     settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric, ranks = InProcessFabric(), ThreadRanks(2)

@@ -60,14 +60,20 @@ async def test_blocks_of_prompts_and_answers_name_their_tenant(
     assert len(unknown) == len(SALTS), "but for each tenant's first all come behind another"
 
 
-async def test_who_is_forgotten_is_so_with_all_answers_and_nobody_else_is(tmp_path: Path) -> None:
+async def test_removing_a_tenant_removes_all_its_answers_and_no_others(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     async with cluster(storage, Mode.DUALPATH) as made:
         for salt in SALTS:
             await ask(made, salt)
     tree, index = PosixObjects(storage), ChainIndex()
     Survey(tree, index, lambda: 0.0).whole()
-    remove(tree, index, select_rows(index, BlockFilter(tenant=tenant_tag("mine"))), "me", lambda share: None)
+    remove(
+        tree,
+        index,
+        select_rows(index, BlockFilter(tenant=tenant_tag("mine"))),
+        "me",
+        lambda share: None,
+    )
     each = PROMPT_BLOCKS + ANSWER_BLOCKS
     assert by_tenant(storage) == {tenant_tag("yours"): each, "": each}
 

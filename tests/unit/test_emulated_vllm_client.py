@@ -42,7 +42,7 @@ async def events(
     return [event.token_ids async for event in service.submit(job)]
 
 
-async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> None:
+async def test_vllms_front_end_gets_the_same_answers_as_the_light_router(tmp_path: Path) -> None:
     calls = GenerateClient(max_logprobs=20)
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
@@ -62,7 +62,7 @@ async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> N
         await calls.aclose()
 
 
-async def test_wrong_kv_is_final_for_it_too(
+async def test_wrong_kv_is_a_permanent_failure_for_vllms_front_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = GenerateClient(max_logprobs=20)

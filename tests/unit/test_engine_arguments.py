@@ -45,7 +45,7 @@ def settings_of(args):
     return engine_settings(args.kv_transfer_config.kv_connector_extra_config, {})
 
 
-def test_a_prefill_engine_gets_what_it_needs():
+def test_a_prefill_engine_gets_its_arguments():
     args = typed()
     added = engine_arguments.complete(args)
     assert args.enable_scale_out is True
@@ -56,7 +56,7 @@ def test_a_prefill_engine_gets_what_it_needs():
     assert f"--worker-cls {WORKER_CLASS}" in added
 
 
-def test_a_decode_engine_keeps_vllms_classes():
+def test_a_decode_engine_uses_vllms_classes():
     args = typed(EXTRA | {"role": "decode"})
     engine_arguments.complete(args)
     assert (args.scheduler_cls, args.worker_cls) == (None, "auto")
@@ -66,7 +66,7 @@ def test_a_decode_engine_keeps_vllms_classes():
 @pytest.mark.parametrize(
     ("extra", "worker"), [({"mode": "basic"}, "auto"), ({"layer_buffers": 0}, WORKER_CLASS)]
 )
-def test_without_layer_buffers_the_worker_is_ours_where_it_has_passes_to_time(extra, worker):
+def test_without_layer_buffers_the_worker_is_ours_if_it_times_passes(extra, worker):
     args = typed(EXTRA | extra)
     engine_arguments.complete(args)
     assert args.worker_cls == worker
@@ -80,14 +80,14 @@ def test_explicit_arguments_are_not_overridden():
     assert (args.enable_prefix_caching, args.block_size, args.scheduler_cls) == (True, 16, "mine")
 
 
-def test_the_guard_stands_outside_of_middleware_that_was_typed():
+def test_the_guard_is_outside_of_typed_middleware():
     args = typed(middleware=["mine.Middleware"])
     engine_arguments.complete(args)
     assert args.middleware == ["mine.Middleware", GUARD_CLASS]
 
 
 @pytest.mark.parametrize("other", [{"grpc": True}, {"grpc_port": 50051}, {"headless": True}])
-def test_a_server_that_the_guard_does_not_stand_in_is_refused(other, monkeypatch):
+def test_a_server_without_the_guard_is_refused(other, monkeypatch):
     harmless = {"grpc": False, "grpc_port": None, "headless": False}
     assert engine_arguments.complete(typed(**harmless))
     with pytest.raises(ConfigError, match="which runs the guard middleware"):
@@ -117,7 +117,7 @@ def test_completing_arguments_twice_adds_nothing():
     assert engine_arguments.complete(args) == []
 
 
-def test_the_name_outlives_a_restart_and_the_url_leads_back():
+def test_the_name_is_stable_across_restarts_and_the_url_is_reachable():
     args = typed()
     engine_arguments.complete(args)
     settings = settings_of(args)
@@ -156,7 +156,7 @@ def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):
         ({}, 0, "give --port"),
     ],
 )
-def test_impossible_settings_are_refused_at_start(extra, port, message):
+def test_invalid_settings_are_refused_at_start(extra, port, message):
     with pytest.raises(ConfigError, match=message):
         engine_arguments.complete(typed(EXTRA | extra, port=port))
 

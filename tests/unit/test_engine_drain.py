@@ -41,7 +41,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
         assert attempts(made) == {1}
 
 
-async def test_an_engine_without_a_router_has_nothing_to_wait_for(tmp_path: Path) -> None:
+async def test_an_engine_without_a_router_drains_at_once(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         engine = made.engines["prefill-0"]
         made.service.server.declare_lost("prefill-0", "test", certain=False)

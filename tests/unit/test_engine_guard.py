@@ -53,7 +53,7 @@ def engine(role="prefill", keys=(), connector=CONNECTOR):
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_prefill_engine_answers_only_the_router(path):
+async def test_a_prefill_engine_serves_only_the_router(path):
     async with engine() as client:
         answer = await client.post(path, json={"prompt": "hi", "kv_transfer_params": PREFILL})
         assert answer.status_code == 421
@@ -72,7 +72,7 @@ async def test_a_prefill_engine_answers_only_the_router(path):
         ({"dualpath": 7}, "malformed"),
     ],
 )
-async def test_the_token_api_of_a_prefill_engine_wants_a_prefill_transfer(params, message):
+async def test_the_token_api_of_a_prefill_engine_requires_a_prefill_transfer(params, message):
     async with engine() as client:
         answer = await client.post(
             GENERATE_PATH, json={"token_ids": [1], "kv_transfer_params": params}
@@ -81,7 +81,7 @@ async def test_the_token_api_of_a_prefill_engine_wants_a_prefill_transfer(params
         assert message in answer.json()["error"]["message"]
 
 
-async def test_a_body_that_came_in_pieces_reaches_vllm_whole():
+async def test_a_body_in_several_chunks_reaches_vllm_complete():
     async with engine() as client:
         request = client.build_request("POST", GENERATE_PATH, json={"kv_transfer_params": PREFILL})
         body = request.content
@@ -115,7 +115,7 @@ async def test_a_decode_engine_answers_directly_too(path):
 
 @pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
+async def test_weights_and_kv_memory_of_a_running_engine_cannot_be_changed(role, path):
     async with engine(role) as client:
         answer = await client.post(path)
         assert answer.status_code == 403
@@ -124,7 +124,7 @@ async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("path", [*GENERATING, GENERATE_PATH, "/tokenize", "/version", "/docs"])
-async def test_every_path_asks_for_the_key(role, path):
+async def test_every_path_requires_the_key(role, path):
     async with engine(role, ["other", "engines"]) as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic engines"}):
             for answer in (
@@ -143,13 +143,13 @@ async def test_probes_and_metrics_need_no_key():
             assert (await client.get(path)).status_code == 401
 
 
-async def test_the_router_with_the_key_is_let_through():
+async def test_the_router_with_the_key_is_admitted():
     async with engine(keys=["engines"]) as client:
         body = {"token_ids": [1], "kv_transfer_params": PREFILL}
         assert (await client.post(GENERATE_PATH, json=body, headers=KEY)).status_code == 200
 
 
-async def test_another_server_is_only_asked_for_its_key():
+async def test_another_server_only_checks_its_key():
     async with engine(connector="NixlConnector") as client:
         assert (await client.post("/v1/completions", json={})).status_code == 200
         assert (await client.post("/sleep")).status_code == 200

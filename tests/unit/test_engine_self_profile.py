@@ -105,7 +105,9 @@ def test_a_failed_pass_ends_the_timing_and_is_removed(timed, monkeypatch, caplog
 
 def test_a_worker_that_fails_prevents_its_engine_from_serving(timed, monkeypatch):
     monkeypatch.setattr(timed.worker, "execute_model", None)
-    with pytest.raises(ConfigError, match=r"cannot continue after a timed pass of 48 tokens.*profile.* to off"):
+    with pytest.raises(
+        ConfigError, match=r"cannot continue after a timed pass of 48 tokens.*profile.* to off"
+    ):
         timed.run(BLOCK_TOKENS, 100, 60, 10_000)
 
 
@@ -222,5 +224,5 @@ def test_a_file_is_not_measured(find, tmp_path):
         ({"mode": Mode.ORACLE}, True),
     ],
 )
-def test_only_engines_that_have_use_for_it_profile_themselves(changes, wanted):
+def test_only_engines_that_need_costs_profile_themselves(changes, wanted):
     assert profiling.needs_costs(msgspec.structs.replace(SETTINGS, **changes)) is wanted

@@ -72,7 +72,7 @@ async def outputs_until_idle(core):
     return outputs
 
 
-async def test_tokens_come_out_with_their_finish_reason():
+async def test_tokens_are_output_with_their_finish_reason():
     events = [
         TokenEvent((5,), cached_tokens=64),
         TokenEvent((6, 7)),
@@ -86,7 +86,7 @@ async def test_tokens_come_out_with_their_finish_reason():
     assert failures == []
 
 
-async def test_the_first_output_says_what_was_cached():
+async def test_the_first_output_reports_cached_tokens():
     service = ListedService(r=[TokenEvent((5,), finish_reason="length", cached_tokens=64)])
     core, _ = core_of(service)
     await core.add_request_async(request("r"))
@@ -147,7 +147,7 @@ async def test_a_stream_without_a_finish_reason_is_a_failure():
     assert isinstance(failures[0][1], EngineLostError)
 
 
-async def test_an_abort_closes_the_stream_and_is_no_failure():
+async def test_an_abort_closes_the_stream_and_is_not_a_failure():
     service = ListedService(r=[TokenEvent((5,)), ...], other=[...])
     core, failures = core_of(service)
     await core.add_request_async(request("r"))

@@ -97,7 +97,7 @@ async def guarded():
         yield client, service
 
 
-async def test_clients_show_one_of_the_keys(guarded):
+async def test_clients_must_send_one_of_the_keys(guarded):
     client, _ = guarded
     assert (await client.post("/v1/completions", content=b"{}")).status_code == 200
     for wrong in ("", "Bearer third", "Bearer secon"):
@@ -108,7 +108,7 @@ async def test_clients_show_one_of_the_keys(guarded):
     assert (await client.get("/health", headers={"Authorization": ""})).status_code == 200
 
 
-async def test_a_body_beyond_the_limit_is_413_however_it_comes(guarded):
+async def test_a_body_beyond_the_limit_is_413_in_any_encoding(guarded):
     client, _ = guarded
 
     async def chunks():
@@ -123,7 +123,7 @@ async def test_a_body_beyond_the_limit_is_413_however_it_comes(guarded):
     assert answer.json() == {"bytes": 100}
 
 
-async def test_nobody_without_a_key_has_a_large_body_read(guarded):
+async def test_large_bodies_are_not_read_without_a_key(guarded):
     client, _ = guarded
     read = []
 
@@ -137,7 +137,7 @@ async def test_nobody_without_a_key_has_a_large_body_read(guarded):
     assert not read
 
 
-async def test_a_full_router_is_429_with_the_time_to_come_again(guarded):
+async def test_a_full_router_is_429_with_retry_after(guarded):
     client, service = guarded
     late = await client.post("/v1/completions", content=b'"full later"')
     service.full = "8192 requests are under way"
@@ -175,7 +175,7 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
     assert counted == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.OVERLOADED: 2}
 
 
-async def test_every_route_of_vllms_server_asks_for_a_key():
+async def test_every_route_of_vllms_server_requires_a_key():
     """Also those that vLLM's own check leaves open, and whatever a plugin or a version adds."""
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
     args.middleware = middleware_names()
@@ -196,7 +196,7 @@ async def test_every_route_of_vllms_server_asks_for_a_key():
 
 @pytest.mark.parametrize("field", ["structured_outputs", "response_format", "stream_options"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
-async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field, caplog):
+async def test_a_body_that_breaks_a_validator_is_a_client_error(path, field, caplog):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
     answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -209,7 +209,7 @@ async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
-async def test_a_body_nested_too_deep_is_the_clients_mistake(path):
+async def test_a_body_nested_too_deep_is_a_client_error(path):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
     answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
@@ -224,7 +224,7 @@ def _misses_the_server(answer: httpx.Response) -> bool:
     return answer.status_code == 500 and "State" in answer.text
 
 
-async def test_a_defect_that_looks_alike_stays_one():
+async def test_the_same_error_outside_of_body_parsing_is_a_server_error():
     app = FastAPI()
 
     @app.get("/")
@@ -297,7 +297,7 @@ def test_vllm_refuses_more_samples_than_the_settings_allow(monkeypatch):
     monkeypatch.delenv("VLLM_MAX_N_SEQUENCES")
 
 
-def test_clients_cannot_name_requests_alike(monkeypatch):
+def test_clients_cannot_choose_equal_request_ids(monkeypatch):
     refuse_guessable_request_ids()
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
     with pytest.raises(ConfigError, match="another client's request; unset it"):

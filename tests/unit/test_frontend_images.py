@@ -14,7 +14,7 @@ def parsed(*vllm_args):
     return parse_front_end_arguments(FrontEndSettings(model="m", vllm_args=vllm_args))
 
 
-def test_nothing_is_fetched_kept_or_taken_without_limit():
+def test_images_are_not_fetched_cached_or_accepted_without_limit():
     args = parsed()
     assert args.limit_mm_per_prompt == {"image": 16, "video": 0, "audio": 0}
     assert args.mm_processor_cache_gb == 0

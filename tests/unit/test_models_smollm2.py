@@ -99,7 +99,7 @@ def test_plain_chats_render_as_with_the_template_in_the_package(
     assert render(tokenizer.chat_template) == render(template_in_the_package)
 
 
-def test_an_agents_next_prompt_extends_the_one_before(tokenizer):
+def test_an_agents_next_prompt_extends_the_previous_one(tokenizer):
     call = {"type": "function", "function": {"name": "read", "arguments": {"path": "a.py"}}}
     first = [QUESTION]
     second = [

@@ -54,7 +54,7 @@ PROMPT = list(range(1, 20))
         ({"max_tokens": 10**9}, 400, ("context holds",)),
     ],
 )
-async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, status, words, tmp_path):
+async def test_requests_beyond_a_limit_are_refused_with_the_limit(changes, status, words, tmp_path):
     settings = RouterSettings(mode=Mode.DUALPATH, max_prompt_tokens=40, max_body_bytes=4096)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         body = {"prompt": PROMPT, "tokens": 2, **changes}
@@ -64,7 +64,7 @@ async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, statu
         assert (await made.post(PROMPT, 2))[0] == 200
 
 
-def test_a_prompt_that_leaves_its_drafts_no_room_is_refused() -> None:
+def test_a_prompt_too_long_for_the_draft_model_is_refused() -> None:
     class Engines:
         def limit(self, name: str) -> int | None:
             return {"max_model_len": 12, "max_prompt_tokens": 9}.get(name)

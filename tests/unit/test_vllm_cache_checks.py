@@ -67,7 +67,7 @@ def test_windows_alone_are_refused_at_a_prefill_engine():
     assert "of the kind SlidingWindowSpec" in problem
 
 
-def test_a_state_is_no_kv_of_tokens():
+def test_layers_with_a_state_are_refused():
     reason = r"layers with a state \(MambaSpec\).*does not call the connector around these layers"
     hybrid = cache_of(NAMES[:1], full_attention(32), NAMES[1:], state(32))
     for found in (problems(hybrid), state_problems([full_attention(32), state(32)])):
@@ -76,7 +76,7 @@ def test_a_state_is_no_kv_of_tokens():
     assert state_problems([full_attention(32)]) == []
 
 
-def test_kv_that_depends_on_what_follows_is_refused():
+def test_kv_that_depends_on_later_tokens_is_refused():
     (problem,) = problems(cache_of(NAMES, full_attention(32, non_causal=True)))
     assert "depends on later tokens" in problem
 
@@ -85,7 +85,7 @@ def test_kv_that_depends_on_what_follows_is_refused():
     ("layout", "heads", "served"),
     [("LBHNC", 2, True), ("LBNHC", 2, False), ("LBNHC", 1, True), ("BLHNC", 1, False)],
 )
-def test_heads_lie_one_after_the_other_or_the_engine_is_refused(layout, heads, served):
+def test_a_layout_without_contiguous_heads_is_refused(layout, heads, served):
     found = problems(cache_of(NAMES, full_attention(32, heads), layout=layout))
     assert (found == []) is served
     assert all(f"layout {layout}" in problem and "needs LBHNC" in problem for problem in found)

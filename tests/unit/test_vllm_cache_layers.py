@@ -146,7 +146,7 @@ def test_layers_are_counted_as_the_model_does_whatever_order_vllm_names_them_in(
 
 
 @pytest.mark.parametrize(("lookahead_tokens", "again_tokens"), [(0, 0), (1, 0), (3, 2)])
-def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again_tokens):
+def test_both_roles_use_the_windows_of_the_layers(lookahead_tokens, again_tokens):
     """A PE's cache says nothing of them, as all of its layers have one group; a DE's does."""
     names = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
     layers = {names[0]: attending(100), names[1]: attending(None), names[2]: attending(100)}
@@ -165,9 +165,11 @@ def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again
     assert hooked_layers(everywhere) == dict.fromkeys(names, 0)
 
 
-def test_a_cache_that_nobody_would_hear_of_is_refused():
+def test_a_cache_without_connector_calls_is_refused():
     names = ["model.layers.0.attn", "model.layers.1.sparse"]
-    with pytest.raises(ConfigError, match=r"not call the connector around model\.layers\.1\.sparse"):
+    with pytest.raises(
+        ConfigError, match=r"not call the connector around model\.layers\.1\.sparse"
+    ):
         cache_layers(cache_of(names, full_attention(32)), without_windows(names[:1]))
     both = ["model.layers.0.attn", "model.layers.0.indexer"]
     with pytest.raises(ConfigError, match="in several KV cache groups"):
@@ -214,13 +216,13 @@ def test_a_layer_whose_indexer_reads_first_is_loaded_before_it_begins(cache):
     assert all(calls[n - 1] == f"loaded {layer}" for layer, n in enumerate(reads))
 
 
-def test_other_layers_are_waited_for_as_late_as_they_can_be():
+def test_other_layers_are_awaited_as_late_as_possible():
     names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
     calls = computed_by(cache_layers(cache_of(names, full_attention(32)), without_windows(names)))
     assert calls == ["read", "loaded 0", "computed 0", "read", "loaded 1", "computed 1"]
 
 
-def test_the_scheduler_checks_transfers_against_the_blocks_that_the_worker_tells_it():
+def test_the_scheduler_checks_transfers_with_the_geometry_that_the_worker_reports():
     """vLLM tells its scheduler of one of the two caches, as if all layers had it."""
     from tests.unit.test_vllm_hooks import GROUPS, SETTINGS
 

@@ -45,7 +45,7 @@ def test_prompts_are_expanded_by_the_same_functions():
     assert (output - 1).tolist() == [[30.0] * 4] * 2 + [[0.0] * 4] * 3
 
 
-def test_vllms_own_functions_still_need_it():
+def test_vllms_own_functions_still_need_the_patch():
     """Where this fails, the kernels have learnt it and our wrapper can go."""
     output = torch.ones(5, 4)
     lora_ops.bgmv_expand.__wrapped__(INPUTS, WEIGHTS, output, INDICES, True)

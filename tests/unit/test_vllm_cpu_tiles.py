@@ -25,7 +25,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
-def test_tiles_are_asked_for_where_a_cpu_has_them(
+def test_tiles_are_requested_if_the_cpu_has_them(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     enable_amx_tiles(torch.device("cpu"))
@@ -36,7 +36,7 @@ def test_tiles_are_asked_for_where_a_cpu_has_them(
     assert asked == ["once"]
 
 
-def test_tiles_that_are_refused_are_said_with_what_helps(
+def test_refused_tiles_are_logged_with_the_remedy(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)

@@ -35,12 +35,12 @@ ONE_GROUP = CacheGroups(BLOCK_TOKENS, (None,), 1024)
 PROMPT = 5 * BLOCK_TOKENS + 3
 
 
-def test_groups_say_what_they_look_back_to():
+def test_groups_have_the_windows_of_their_layers():
     assert CacheGroups(BLOCK_TOKENS, (None, WINDOW), 64 * BLOCK_TOKENS) == GROUPS
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 1, WINDOW, 1000])
-def test_what_is_behind_a_window_is_what_vllm_frees(window):
+def test_blocks_outside_a_window_are_those_that_vllm_frees(window):
     groups = CacheGroups(BLOCK_TOKENS, (window,), 1024)
     manager = object.__new__(SlidingWindowManager)
     manager.sliding_window, manager.extra_retained_tokens = window, 0
@@ -50,7 +50,7 @@ def test_what_is_behind_a_window_is_what_vllm_frees(window):
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, WINDOW), (None, 1), (None, *[WINDOW] * 5)])
-def test_a_pool_holds_the_longest_requests_that_are_said_to_fit(windows):
+def test_a_pool_holds_as_many_of_the_longest_requests_as_reported(windows):
     groups = CacheGroups(BLOCK_TOKENS, windows, 64 * BLOCK_TOKENS)
     held = sum(64 if w is None else (1 if w == 1 else 3) for w in windows)
     assert groups.tokens_in(10 * held) == 10 * groups.longest_tokens
@@ -106,14 +106,14 @@ def test_a_prompt_is_copied_where_each_group_has_blocks():
     assert block_ids(work.hbm_blocks) == (1, 2, 3, 4, 7, 5, 8, 6, 9)
 
 
-def test_a_request_waits_for_its_copy_also_where_nothing_is_moved():
+def test_a_request_waits_for_its_copy_even_if_nothing_is_moved():
     """In mode Oracle nobody has slots, and vLLM waits for the word all the same."""
     _, _, promised, step = taken_over(PROMPT + 1, moves=False)
     (work,) = step.decodes
     assert (promised, work.hbm_blocks, work.waits) == (PROMPT, (), True)
 
 
-def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
+def test_the_last_token_is_not_reported_if_vllm_recomputes_it():
     """It would have freed what that token looks at and the next one does not."""
     _, _, promised, step = taken_over(PROMPT)
     assert promised == PROMPT - 1
@@ -134,7 +134,7 @@ def test_blocks_that_vllm_finds_in_hbm_are_not_written_to():
     assert step.decodes[0].hbm_blocks[:3] == (NO_BLOCK, NO_BLOCK, (3, NO_BLOCK))
 
 
-def test_a_prompt_that_vllm_finds_whole_gives_its_buffer_back_and_is_not_stored_again():
+def test_a_prompt_that_vllm_hits_completely_frees_its_buffer_and_is_not_stored_again():
     prompt, blocks = 5 * BLOCK_TOKENS, Allocated([1, 2, 3, 4, 5, 6])
     side, request, promised, step = taken_over(
         prompt + 1, ONE_GROUP, blocks, prompt=prompt, found=prompt
@@ -162,7 +162,7 @@ def generated(side, request, computed, new=1, added=None):
     return side.build(step).generated
 
 
-def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
+def test_a_full_block_is_persisted_with_the_ids_of_all_groups():
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
     assert generated(side, request, PROMPT) == []
@@ -182,14 +182,14 @@ def test_blocks_of_an_answer_are_the_tenants_that_the_router_names():
     assert block.tenant == "a" * 16
 
 
-def test_a_prompt_that_is_computed_for_want_of_a_transfer_is_its_tenants_as_well():
+def test_a_prompt_that_is_computed_without_a_transfer_belongs_to_its_tenant():
     side, request, promised, step = taken_over(PROMPT + 1, tenant="a" * 16, spare_slots=1)
     assert (promised, step.decodes) == (0, [])
     blocks = generated(side, request, 0, new=PROMPT + 1)
     assert {block.tenant for block in blocks} == {"a" * 16}
 
 
-def test_a_block_whose_key_comes_a_step_late_leaves_then():
+def test_a_block_whose_key_is_one_step_late_is_persisted_then():
     """With asynchronous scheduling a step begins before the token of the one before is known."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(BLOCK_TOKENS - 5)))
@@ -257,7 +257,7 @@ def goes_on(side):
     return scheduler.has_requests()
 
 
-def test_the_worker_hears_once_that_a_decode_is_over_by_the_name_of_its_transfer():
+def test_the_worker_is_notified_once_of_a_finished_decode_by_transfer_id():
     side, request, _, step = taken_over()
     assert step.ended == []
     side.finished(request)

@@ -63,7 +63,7 @@ def own_functions(cls):
 # ------------------------------------------------------------------ scheduler
 
 
-def test_the_quota_hook_is_asked_with_computed_and_new_tokens():
+def test_the_quota_hook_is_called_with_computed_and_new_tokens():
     assert parameters(Scheduler._reserve_prefill_lookahead) == [
         "self", "request", "num_computed_tokens", "num_new_tokens",
     ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_quota_hook_is_asked_with_computed_and_new_tokens():
     )
 
 
-def test_the_quota_hook_is_asked_for_running_and_for_waiting_requests():
+def test_the_quota_hook_is_called_for_running_and_for_waiting_requests():
     source = inspect.getsource(Scheduler.schedule)
     running, _, waiting = source.partition("self.waiting")
     assert running.count("self._reserve_prefill_lookahead(") == 1
@@ -230,7 +230,7 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_engine(role):
+def test_an_invalid_transfer_grants_no_hit_and_fails_at_a_prefill_engine(role):
     """The engine goes on: vLLM's scheduler would end with an exception that left this place."""
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
@@ -262,7 +262,7 @@ def drafting(method, tokens, context=None):
     )
 
 
-def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
+def test_a_prompt_too_long_for_the_draft_model_is_not_computed():
     """vLLM leaves the draft model out of such a pass, and nobody says so of its layers."""
     assert max_drafted_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
     assert max_drafted_prompt_tokens(drafting("ngram", 3)) is None
@@ -277,7 +277,9 @@ def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
         side.matched_tokens(vllm_request(tokens, transfer=transfer), 0)
         step = side.build(SchedulerOutput.make_empty())
         assert list(step.rejected) == rejected
-        assert all("the draft model's context allows at most" in why for why in step.rejected.values())
+        assert all(
+            "the draft model's context allows at most" in why for why in step.rejected.values()
+        )
 
 
 class Blocks:
@@ -287,7 +289,7 @@ class Blocks:
         return ([3],)
 
 
-def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
+def test_vllm_fails_requests_without_a_transfer_at_a_prefill_engine():
     """Its layers share regions, so that a computation would answer garbage with status 200."""
     side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
@@ -301,7 +303,7 @@ def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
     assert side.build(SchedulerOutput.make_empty()).refused == []
 
 
-def test_a_decode_engine_computes_what_it_is_asked_directly():
+def test_a_decode_engine_computes_direct_requests():
     side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=Role.DECODE), GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
     assert side.matched_tokens(request, 0) == (0, False)
@@ -371,7 +373,7 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
         ({"pipeline_parallel_size": 2}, "pipeline parallel size is 2: layers would be spread"),
     ],
 )
-def test_ranks_that_could_not_be_engines_are_refused(change, message):
+def test_unsupported_parallel_settings_are_refused(change, message):
     config = engine_config()
     for name, value in change.items():
         setattr(config.parallel_config, name, value)
@@ -379,7 +381,7 @@ def test_ranks_that_could_not_be_engines_are_refused(change, message):
         check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
-def test_ranks_never_have_one_name():
+def test_ranks_have_different_engine_ids():
     """Also where all were given the same settings."""
     names = set()
     for rank, size in ((0, 2), (1, 2)):
@@ -400,14 +402,14 @@ def test_ranks_never_have_one_name():
         (None, "weight_transfer_config", "weights would change while KV"),
     ],
 )
-def test_kv_that_is_no_function_of_the_tokens_before_is_refused(part, field, message):
+def test_kv_that_depends_on_more_than_earlier_tokens_is_refused(part, field, message):
     config = engine_config()
     setattr(getattr(config, part) if part else config, field, True)
     with pytest.raises(ConfigError, match=message):
         check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
-def test_vllm_must_fail_what_a_prefill_engine_refuses():
+def test_vllm_must_fail_requests_that_a_prefill_engine_refuses():
     config = engine_config()
     config.kv_transfer_config.kv_load_failure_policy = "recompute"
     with pytest.raises(ConfigError, match="kv_load_failure_policy is 'recompute'"):
@@ -418,7 +420,7 @@ def test_vllm_must_fail_what_a_prefill_engine_refuses():
 @pytest.mark.parametrize(
     "name", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
 )
-def test_a_prefill_engine_whose_passes_hold_no_block_is_refused(name):
+def test_a_token_budget_below_one_block_is_refused_at_a_prefill_engine(name):
     """Its scheduler would wait for ever for room for a block: a chunk ends with one."""
     check_engine_config(engine_config({name: BLOCK_TOKENS}), SETTINGS, ONE_GROUP)
     few = engine_config({name: BLOCK_TOKENS - 1})

@@ -47,12 +47,12 @@ def test_an_image_is_named_by_its_values_whatever_a_client_calls_it():
     assert one.item.identifier == one.name
 
 
-def test_an_adapter_of_the_encoder_stands_before_the_name_as_engines_put_it():
+def test_an_adapter_of_the_encoder_prefixes_the_name_as_in_engines():
     (image,) = image_inputs([feature(called="a", identifier="sql:a", mm_hash="a")])
     assert image.item.identifier == f"sql:{image.name}"
 
 
-def test_vllm_reads_what_engines_get():
+def test_vllm_reads_the_features_that_engines_receive():
     sent = image_inputs([feature(1), feature(2, 50)])
     features = MultiModalFeatures.model_validate(features_on_wire(sent))
     assert features.mm_hashes == {"image": [image.name for image in sent]}
@@ -71,12 +71,12 @@ def test_vllm_reads_what_engines_get():
         {"mm_position": PlaceholderRange(0, 3, is_embed=torch.tensor([False, True, True]))},
     ],
 )
-def test_what_cannot_be_carried_is_refused(changes):
+def test_unsupported_parts_are_refused(changes):
     with pytest.raises(BadRequestError):
         image_inputs([feature(**changes)])
 
 
-def test_images_that_no_engine_could_hold_at_once_are_refused():
+def test_images_beyond_the_encoder_cache_are_refused():
     """It goes on by whole blocks: it would wait for ever within the block that needs both."""
     apart = image_inputs([feature(1, 0, 64), feature(2, 64, 64)])
     together = image_inputs([feature(1, 0, 60), feature(2, 60, 64)])

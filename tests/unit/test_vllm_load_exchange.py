@@ -71,7 +71,7 @@ def test_each_rank_has_the_blocks_of_all_and_no_other_has_changed(
                     assert torch.equal(found[block], wanted), (rank, layer, part, block)
 
 
-def test_where_nothing_is_held_twice_there_is_nothing_to_share() -> None:
+def test_without_replicas_nothing_is_shared() -> None:
     ranks = ThreadRanks(2)
     place = RankPlace(ranks.ends[0])
     assert with_load_exchange(place, ThreadGroup(ranks, 0), [[kv_of(0, 0)]], BLOCKS) is place

@@ -99,7 +99,7 @@ def test_a_step_without_tokens_begins_and_ends_too(runner, told):
     assert output.kv_connector_output.finished_recving == {"over", "failed"}
 
 
-def test_a_dummy_step_is_not_ours(runner, told):
+def test_a_dummy_step_does_not_call_the_connector(runner, told):
     """Warm-up, and the steps of a data-parallel rank that has nothing to do."""
     runner.set_disabled(True)
     runner.pre_forward(a_step())

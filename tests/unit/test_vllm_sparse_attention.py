@@ -116,7 +116,7 @@ def one_pass(connector, layers, at=lambda cluster, layer, keys: None, buffers=2)
     return list(read), failures
 
 
-def test_vllms_own_class_is_as_it_is_known_here():
+def test_vllms_own_class_has_the_supported_form():
     assert not calls_connector(toy_kind())
     assert reads_at_one_place(DeepseekV32Attention)
     assert calls_connector(MLAAttention)
@@ -139,12 +139,12 @@ def test_every_layer_has_its_stored_kv_when_it_reads_and_later_ones_still_load(c
     assert (read, failures) == (NAMES, {})
 
 
-def test_a_layer_that_calls_nobody_fails_the_pass(connector):
+def test_a_layer_that_does_not_call_the_connector_fails_the_pass(connector):
     _, failures = one_pass(connector, model(toy_kind()))
     assert "layer 0 is computed without" in failures["r"]
 
 
-def test_such_a_layer_need_not_be_there_before_it_begins():
+def test_a_patched_layer_is_not_loaded_before_it_begins():
     config, cache = layers_of(toy_kind())
     with pytest.raises(ConfigError, match="does not call the connector around"):
         cache_layers(cache, hooked_layers(config))
@@ -165,7 +165,7 @@ def test_a_function_with_another_signature_is_left_alone_and_the_model_refused()
     assert "announced" not in vars(kind)
 
 
-def test_amds_class_goes_another_way_and_is_refused_by_its_name():
+def test_amds_class_is_refused_by_its_name():
     """It has the known function too, by inheritance, and never calls it."""
     from vllm.models.deepseek_v32.amd.rocm import DeepseekV32MLAAttention
 
@@ -175,7 +175,7 @@ def test_amds_class_goes_another_way_and_is_refused_by_its_name():
     assert "announced" not in vars(DeepseekV32MLAAttention)
 
 
-def test_graphs_are_broken_around_what_waits(monkeypatch):
+def test_graphs_are_broken_around_the_patched_function(monkeypatch):
     """Else a captured graph would have the waits of its capture only."""
     from dualpath.vllm import sparse_attention
 

@@ -208,7 +208,7 @@ def test_every_chunk_reads_nothing_but_what_was_loaded_or_computed(
 
 
 @pytest.mark.parametrize("unwaited", range(LAYERS))
-def test_one_wait_less_is_seen_in_what_the_layers_answer(
+def test_one_missing_wait_changes_the_output_of_the_layers(
     unwaited: int, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_hbm(monkeypatch.setattr)

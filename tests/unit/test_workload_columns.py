@@ -52,7 +52,7 @@ def test_the_last_generated_token_is_no_hit_and_hits_are_full_blocks():
     assert table.generated_tokens.tolist() == [28, 30, 1]
 
 
-def test_tool_delays_are_left_out_kept_or_scaled():
+def test_tool_delays_are_dropped_recorded_or_scaled():
     session = rounds((5, 1), (5, 1), delay_s=2.0)
 
     delays = [
@@ -84,7 +84,7 @@ def test_sub_agents_start_after_a_round_of_their_parent_and_hit_its_blocks():
     table.check()
 
 
-def test_truncation_takes_away_the_sub_agents_of_rounds_that_do_not_happen():
+def test_truncation_removes_sub_agents_of_removed_rounds():
     helpers = (
         SubAgent(0, blocks("w/a", (4, 1, (0, 0)))),
         SubAgent(1, blocks("w/b", (4, 1, (0, 0)))),
@@ -105,7 +105,7 @@ def text(name: str, *asked: str) -> TextSession:
     return TextSession(name, (turn, TextTurn((*turn.messages, Message("user", "more")), "")))
 
 
-def test_what_sessions_share_depends_on_the_order_they_are_taken_in():
+def test_shared_tokens_depend_on_the_order_of_sessions():
     sessions = [text("a", "x"), text("b", "y")]
 
     first_hits = {}
@@ -141,7 +141,7 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         WorkloadSettings(**settings)
 
 
-def test_workloads_that_cannot_be_are_refused():
+def test_invalid_workloads_are_refused():
     with pytest.raises(ConfigError, match="there are no sessions"):
         agents_from_sessions([])
     with pytest.raises(TraceError, match="no round fits into max_context_tokens 4"):
@@ -193,7 +193,7 @@ def test_arrivals_are_given_to_agents_and_not_to_sub_agents():
         with_arrivals(table, [1.0, float("nan")])
 
 
-def test_random_arrivals_are_those_of_a_replay_and_end_with_the_duration():
+def test_random_arrivals_equal_those_of_a_replay_and_end_with_the_duration():
     times = poisson_times_s(1000, 2.0, 5)
 
     assert times.tolist() == arrival_times_s(1000, 2.0, 5)

@@ -72,7 +72,7 @@ def test_rounds_are_read_from_objects_and_from_bare_lists(tmp_path: Path):
     assert named.retained_tokens == ()
 
 
-def test_recorded_rounds_say_how_much_context_they_keep(tmp_path: Path):
+def test_recorded_rounds_state_how_much_context_they_retain(tmp_path: Path):
     rounds = [
         {"t": 0, "prompt": 10, "append": 10, "context": 0, "gen": 4, "think_s": 0, "api_s": 1},
         {"t": 1, "prompt": 20, "append": 6, "context": 14, "gen": 2, "think_s": 1.5},
@@ -110,7 +110,7 @@ def test_a_broken_line_is_named_with_fault_and_remedy(tmp_path: Path, line: str,
         read_trace(path)
 
 
-def test_broken_lines_are_left_out_and_handed_over_when_asked(tmp_path: Path):
+def test_broken_lines_are_left_out_and_reported_on_request(tmp_path: Path):
     path = write_lines(tmp_path / "t.jsonl", "{", [[5, 1]], [[5, -1]], [[6, 1]])
     broken: list[TraceError] = []
 
@@ -180,7 +180,7 @@ def test_weka_one_file_per_session_with_expanded_ids(tmp_path: Path):
         ({"think_time": -1}, "Expected `float` >= 0"),
     ],
 )
-def test_absurd_weka_requests_are_refused(tmp_path: Path, change: dict[str, Any], fault: str):
+def test_invalid_weka_requests_are_refused(tmp_path: Path, change: dict[str, Any], fault: str):
     trace = json.loads(json.dumps(WEKA))
     trace["requests"][0] |= change
 
@@ -256,7 +256,9 @@ def test_ids_are_made_unique_and_the_limit_holds(tmp_path: Path):
         ("no.tar", b"not a tar", "cannot be read"),
     ],
 )
-def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes | None, message: str):
+def test_unusable_files_are_refused_with_the_reason(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+):
     if content is not None:
         (tmp_path / name).write_bytes(content)
 
@@ -264,7 +266,7 @@ def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes | None
         read_trace(tmp_path / name)
 
 
-def test_an_empty_folder_and_an_unknown_format_say_why(tmp_path: Path):
+def test_an_empty_folder_and_an_unknown_format_are_refused_with_the_reason(tmp_path: Path):
     with pytest.raises(TraceError, match=r"has no \.jsonl or \.json file"):
         read_trace(tmp_path)
     with pytest.raises(TraceError, match="format 'csv' is unknown; give one of auto, rounds"):

@@ -121,7 +121,9 @@ def test_modes_are_set_against_basic_and_oracle():
 
 def test_the_headline_is_speed_up_ceiling_and_share():
     first, ceiling, share = compare(RUNS).headline
-    assert first == "DualPath is 2.00 times as fast as Basic: 1 agent finished in 5.0 s, not 10.0 s."
+    assert (
+        first == "DualPath is 2.00 times as fast as Basic: 1 agent finished in 5.0 s, not 10.0 s."
+    )
     assert ceiling.startswith("The ceiling is 2.50 times")
     assert share.startswith("DualPath removes 83% of Basic's waiting for loads")
 
@@ -139,12 +141,12 @@ def test_the_headline_names_the_modes_that_are_missing():
     assert compare([basic, result("dualpath", 5.0, turn(0, error="x")), oracle]).headline == ()
 
 
-def test_without_waiting_for_loads_there_is_nothing_to_gain():
+def test_without_waiting_for_loads_no_speed_up_is_possible():
     runs = [result("basic", 4.0), result("dualpath", 4.0), result("oracle", 4.0)]
     assert compare(runs).headline[-1].endswith("so no speed-up was possible.")
 
 
-def test_where_a_turns_time_goes_stands_last_and_adds_up():
+def test_the_parts_of_a_turns_time_are_last_and_add_up():
     last = [block for block in compare(RUNS).blocks if isinstance(block, Plots)][-1].panels[-1]
     assert last.title == "Where the time of a turn goes"
     parts = [series.y[0] for series in last.series]
@@ -194,11 +196,11 @@ def test_the_throttle_of_a_run_that_reads_nothing_is_no_difference():
     )
 
 
-def test_equal_labels_are_set_apart():
+def test_equal_labels_are_numbered():
     assert figures([RUNS[0], RUNS[0]]).columns[1:] == ("basic", "basic #2")
 
 
-def test_a_failed_turn_enters_no_figure():
+def test_a_failed_turn_is_in_no_metric():
     run = result("basic", 5.0, turn(0), turn(1, error="x", ttft_s=None, prompt_tokens=9))
 
     assert run.failed
