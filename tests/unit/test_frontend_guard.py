@@ -38,9 +38,9 @@ from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
 from dualpath.vllm.router_process import (
-    set_api_keys,
     limit_samples,
     refuse_guessable_request_ids,
+    set_api_keys,
 )
 from dualpath.vllm.validation import answer_400_for_validator_errors
 

@@ -19,14 +19,14 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
-from dualpath.vllm.cache_layers import read_before_hook, cache_layers, hooked_layers
+from dualpath.vllm.cache_layers import cache_layers, hooked_layers, read_before_hook
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.sparse_attention import (
     READER,
-    patch_sparse_layers,
-    calls_connector_first,
     calls_connector,
+    calls_connector_first,
+    patch_sparse_layers,
     reads_at_one_place,
 )
 from dualpath.vllm.worker_side import WorkerSide
