@@ -383,4 +383,4 @@ def test_the_command_makes_shows_and_removes(tmp_path: Path) -> None:
         removed = dualpath("down", "--name", name)
     assert removed.returncode == 0
     assert "namespaces 4" in removed.stderr
-    assert "nothing was there" in dualpath("down", "--name", name).stderr
+    assert "nothing to remove" in dualpath("down", "--name", name).stderr

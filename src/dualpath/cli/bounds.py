@@ -148,7 +148,7 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         for bound in link_bounds(shape)
     )
     ratio = _ratio(shape)
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     ranges = [
         (
             bound.equation,
@@ -159,8 +159,8 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         )
         for bound in ratio_bounds(shape)
     ]
-    whole = f"{least:.3g} to {most:.3g}" if least <= most else "none"
-    inside = all(_holds(bound, ratio) for bound in ratio_bounds(shape)) and least <= most
+    whole = f"{low:.3g} to {high:.3g}" if low <= high else "none"
+    inside = all(_holds(bound, ratio) for bound in ratio_bounds(shape)) and low <= high
     verdict = "holds" if inside else "EXCEEDED"
     ranges.append(("Eq. 9", "all of them, and Eq. 1", "", whole, verdict))
     columns = ("", "at P/D", "link", "left (GB/s)", "right (GB/s)", "margin")
@@ -186,9 +186,9 @@ def _verdict(shape: "ClusterShape") -> list[str]:
             f"No bottleneck: all storage NICs can be saturated. Closest to its limit is {name}, "
             f"loaded to {100 * (1 - tightest.margin):.0f} %."
         ]
-    lines += [_hopeless(bound.link, shape) for bound in exceeded if bound.link in _FIXED]
-    least, most = prefill_to_decode_range(shape)
-    if least <= most:
+    lines += [_infeasible(bound.link, shape) for bound in exceeded if bound.link in _FIXED]
+    low, high = prefill_to_decode_range(shape)
+    if low <= high:
         lines += _as_ratio_moves(shape)
     elif not any(bound.link in _FIXED for bound in exceeded):
         lines.append("No P/D satisfies Eq. 9: lower the SNIC rate or add compute NIC bandwidth.")
@@ -199,7 +199,7 @@ def _verdict(shape: "ClusterShape") -> list[str]:
 _FIXED = ("pe-cnic-read", "pe-dram")
 
 
-def _hopeless(link: "Link", shape: "ClusterShape") -> str:
+def _infeasible(link: "Link", shape: "ClusterShape") -> str:
     once = 1 + shape.prefill_replicas
     if link.value == "pe-cnic-read":
         rate = shape.gpus_per_node / once * shape.cnic_bytes_per_s
@@ -213,21 +213,21 @@ def _hopeless(link: "Link", shape: "ClusterShape") -> str:
 def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
     from dualpath.plan.bounds import prefill_to_decode_range, ratio_bounds
 
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     bounds = ratio_bounds(shape)
     below = next(bound for bound in bounds if bound.least)
-    above = [b for b in bounds if not b.least and math.isclose(b.ratio, most, rel_tol=_TOLERANCE)]
+    above = [b for b in bounds if not b.least and math.isclose(b.ratio, high, rel_tol=_TOLERANCE)]
     names = " and ".join(f"{link_name(bound.link)} ({bound.equation})" for bound in above)
     verb = "becomes" if len(above) == 1 else "become"
     lines = [
-        f"As P/D grows, {names} {verb} the bottleneck at {most:.3g}; as it falls, "
-        f"{link_name(below.link)} ({below.equation}) does at {least:.3g}."
+        f"As P/D grows, {names} {verb} the bottleneck at {high:.3g}; as it falls, "
+        f"{link_name(below.link)} ({below.equation}) does at {low:.3g}."
     ]
     nodes = shape.prefill_nodes + shape.decode_nodes
     fits = [
         p
         for p in range(1, nodes)
-        if least * (1 - _TOLERANCE) <= p / (nodes - p) <= most * (1 + _TOLERANCE)
+        if low * (1 - _TOLERANCE) <= p / (nodes - p) <= high * (1 + _TOLERANCE)
     ]
     if fits:
         span = f"{fits[0]}P{nodes - fits[0]}D"
@@ -275,14 +275,14 @@ def _document(shape: "ClusterShape", loads: "dict[Link, float]") -> dict[str, An
 
     from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     return {
         "shape": shape,
         "link_bounds": [
             {**msgspec.to_builtins(bound), "margin": bound.margin} for bound in link_bounds(shape)
         ],
         "ratio_bounds": ratio_bounds(shape),
-        "bottleneck_free_range": [least, most] if least <= most else None,
+        "bottleneck_free_range": [low, high] if low <= high else None,
         "verdict": _verdict(shape),
         "plan_bytes_per_s": {link.value: load for link, load in loads.items()},
     }

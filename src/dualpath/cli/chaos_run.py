@@ -92,9 +92,9 @@ def _new_folder(path: str) -> Path:
 
 def _command_line() -> str:
     """Return the command line without the flags of output folders."""
-    words = sys.argv[1:]
+    arguments = sys.argv[1:]
     for flag in ("--out", "--logs", "--storage"):
-        if flag in words:
-            place = words.index(flag)
-            del words[place : place + 2]
-    return shlex.join(["dualpath", *words])
+        if flag in arguments:
+            place = arguments.index(flag)
+            del arguments[place : place + 2]
+    return shlex.join(["dualpath", *arguments])

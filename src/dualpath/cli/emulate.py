@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.role == ROUTER:
         settings = router_settings(args)
         if settings.front_ends:
-            return run_scaled_router(settings, *http_address(args), _front_end_words(args))
+            return run_scaled_router(settings, *http_address(args), _front_end_command(args))
 
         from dualpath.laboratory.emulated.front_door_process import run_emulated_router
 
@@ -109,14 +109,14 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _front_end_words(args: argparse.Namespace) -> FrontEndCommand:
+def _front_end_command(args: argparse.Namespace) -> FrontEndCommand:
     host, _ = http_address(args)
 
-    def words(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
+    def command(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
         address = ["--host", host, "--port", str(port)]
         return ["emulate", FRONTEND, *address, *arguments(own), *arguments(link)]
 
-    return words
+    return command
 
 
 def layers(args: argparse.Namespace) -> Configuration:

@@ -296,9 +296,9 @@ def command_line() -> str:
     """Return the command line, without --out and without absolute paths."""
     import shlex
 
-    words = sys.argv[1:]
-    if "--out" in words:
-        place = words.index("--out")
-        del words[place : place + 2]
-    named = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    named = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
     return shlex.join(["dualpath", *named])

@@ -152,19 +152,19 @@ def add_settings(
         if taken or not wanted or not field.setting.flag:
             continue
         default = defaults.get(field.name, field.default)
-        words: dict[str, Any] = {"metavar": _metavar(field)}
+        options: dict[str, Any] = {"metavar": _metavar(field)}
         if field.name in positional:
             names = [field.name]
-            words = {"nargs": "?", "metavar": field.name.upper()}
+            options = {"nargs": "?", "metavar": field.name.upper()}
         elif field.is_bool:
-            names, words = [field.flag, option(f"no_{field.name}")], {"nargs": 0}
+            names, options = [field.flag, option(f"no_{field.name}")], {"nargs": 0}
         else:
             names = [field.flag]
             if field.setting.rest:
-                words["nargs"] = argparse.REMAINDER
+                options["nargs"] = argparse.REMAINDER
         action = group.add_argument(
             *names, action=SettingAction, default=argparse.SUPPRESS, help=_help(field, default),
-            **words,
+            **options,
         )  # fmt: skip
         assert isinstance(action, SettingAction)
         action.declared, action.shown_default = field, default_text(field, default)

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, chain_root
-from dualpath.policy.chain_links import MOST_DOUBLINGS, NO_ROW, Children, inherited
+from dualpath.policy.chain_links import MAX_DOUBLINGS, NO_ROW, Children, inherited
 from dualpath.policy.quotas import StoredBytes
 
 KEY_BYTES = 32
@@ -290,7 +290,7 @@ def chain_uses(
     """
     latest, ancestors = times.copy(), parents.astype(np.int64)
     depths = (ancestors != NO_ROW).astype(np.int32)
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         rows = np.flatnonzero(ancestors != NO_ROW)
         if not rows.size:
             break

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 NO_ROW = -1
 #: No model computes chains longer than 2**this.
-MOST_DOUBLINGS = 32
+MAX_DOUBLINGS = 32
 
 
 class Children:
@@ -66,7 +66,7 @@ def inherited(tenants: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray
     if not np.any(found[parents[rows]]):
         return found  # no parent of a row without tenant has one: nothing to inherit
     ancestors = parents.copy()
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         if not rows.size:
             break
         above = ancestors[rows]

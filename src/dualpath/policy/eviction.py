@@ -2,7 +2,7 @@
 
 A hit ends at the first missing block.  So a block is evicted only after all its descendants: blocks
 are ordered by the last use of themselves or any descendant, and with equal uses the deeper block
-goes first.  An eviction that stops at any point of this order leaves no hole in a chain.
+evicted first.  An eviction that stops at any point of this order leaves no hole in a chain.
 """
 
 import math
@@ -40,7 +40,7 @@ def victims(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) 
     rows = np.flatnonzero(tables.stored & (uses < now_s - limits.protect_s))
     rows = rows[np.lexsort((-depths[rows], uses[rows]))]
     sizes = tables.sizes[rows]
-    goes = uses[rows] < now_s - limits.ttl_s if limits.ttl_s else np.zeros(len(rows), np.bool_)
+    evicted = uses[rows] < now_s - limits.ttl_s if limits.ttl_s else np.zeros(len(rows), np.bool_)
     owners: tuple[tuple[NDArray[np.integer], list[str]], ...] = (
         (tables.tenants, index.tenants),
         (tables.namespaces, index.namespaces),
@@ -49,8 +49,8 @@ def victims(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) 
     for quota, (numbers, names) in zip(limits.quotas(index.stored_bytes()), owners, strict=True):
         for owner, used_bytes in quota.above(limits.high).items():
             own = np.flatnonzero(numbers[rows] == names.index(owner))
-            _choose(goes, own, sizes, used_bytes - int(limits.low * quota.limit_bytes))
-    chosen: Rows = rows[goes]
+            _mark_evicted(evicted, own, sizes, used_bytes - int(limits.low * quota.limit_bytes))
+    chosen: Rows = rows[evicted]
     return chosen
 
 
@@ -77,9 +77,11 @@ def _with_pins(index: ChainIndex, pins: Pins) -> NDArray[np.float64]:
     return times
 
 
-def _choose(goes: NDArray[np.bool_], among: Rows, sizes: NDArray[np.int64], needed: int) -> None:
-    """Mark the first rows of ``among`` in ``goes`` until marked rows have ``needed`` bytes."""
-    needed -= int(sizes[among][goes[among]].sum())
-    more = among[~goes[among]]
+def _mark_evicted(
+    evicted: NDArray[np.bool_], among: Rows, sizes: NDArray[np.int64], needed: int
+) -> None:
+    """Mark the first rows of ``among`` in ``evicted`` until marked rows have ``needed`` bytes."""
+    needed -= int(sizes[among][evicted[among]].sum())
+    more = among[~evicted[among]]
     before = np.cumsum(sizes[more]) - sizes[more]
-    goes[more[before < needed]] = True
+    evicted[more[before < needed]] = True

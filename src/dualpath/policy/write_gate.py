@@ -9,7 +9,7 @@ from dualpath.core.recent import Recent
 #: Burst after a pause, in seconds of the rate.
 BURST_S = 10.0
 #: Limit (to twice this many) of the remembered keys: of refused blocks, and of blocks seen once.
-MOST_KEYS = 1 << 18
+MAX_KEYS = 1 << 18
 
 
 class Refusal(StrEnum):
@@ -30,8 +30,8 @@ class WriteGate:
     def __init__(self, bytes_per_s: float = 0.0, *, twice: bool = False) -> None:
         self._bytes_per_s = bytes_per_s
         self._twice = twice
-        self._seen: Recent[BlockKey, None] = Recent(MOST_KEYS)
-        self._refused: Recent[BlockKey, Refusal] = Recent(MOST_KEYS)
+        self._seen: Recent[BlockKey, None] = Recent(MAX_KEYS)
+        self._refused: Recent[BlockKey, Refusal] = Recent(MAX_KEYS)
         self._left_bytes = bytes_per_s * BURST_S
         self._filled_s: float | None = None
 

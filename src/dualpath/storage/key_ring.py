@@ -8,7 +8,7 @@ from dualpath.storage.protection import STORAGE_KEY_REMEDY
 
 #: 256 bits in hexadecimal digits.
 MIN_SECRET_CHARACTERS = 64
-_MOST_KEYS = 16
+_MAX_KEYS = 16
 
 
 class StorageKey:
@@ -43,10 +43,10 @@ class KeyRing:
                 f"a storage key in {origin} has {short} characters, must have at least "
                 f"{MIN_SECRET_CHARACTERS}; {STORAGE_KEY_REMEDY}"
             )
-        if len(texts) > _MOST_KEYS or len({*texts}) < len(texts):
+        if len(texts) > _MAX_KEYS or len({*texts}) < len(texts):
             raise ConfigError(
                 f"{origin} has {len(texts)} storage keys, {len({*texts})} of them different; give "
-                f"each key once, and at most {_MOST_KEYS}"
+                f"each key once, and at most {_MAX_KEYS}"
             )
         keys = [StorageKey(text) for text in texts]
         self.newest = keys[0]

@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 _FOLDERS = 1 << 12
 _FEW_FOLDERS = 16
 #: Smallest set: smaller ones would overflow too often while other sets have room.
-_LEAST_BLOCKS = 32
+_MIN_BLOCKS_PER_SET = 32
 
 
 class _File(NamedTuple):
@@ -250,7 +250,7 @@ def _name(key: BlockKey) -> str:
 
 def _set_count(blocks: int) -> int:
     """Return the number of sets, a power of two, so that each is an equal range of folders."""
-    return 1 << max(min(blocks // _LEAST_BLOCKS, _FOLDERS).bit_length() - 1, 0)
+    return 1 << max(min(blocks // _MIN_BLOCKS_PER_SET, _FOLDERS).bit_length() - 1, 0)
 
 
 def page_rounded(size_bytes: int) -> int:

@@ -10,7 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.storage.system_calls import KERNEL, SystemCalls
 
 #: Most buffers per call (IOV_MAX).
-_MOST_BUFFERS = 1024
+_MAX_BUFFERS = 1024
 #: Most bytes per system call while several threads read: a thread verifies the piece it has read
 #: while other threads use the device (``benchmarks/storage_read.py``).
 PIECE_BYTES = 1 << 20
@@ -113,7 +113,7 @@ class KernelReader:
         done = 0
         piece_bytes = self._equal_pieces(sum(buffer.nbytes for buffer in left))
         while left:
-            wanted = _first(left[:_MOST_BUFFERS], piece_bytes)
+            wanted = _first(left[:_MAX_BUFFERS], piece_bytes)
             more = self._calls.preadv(descriptor, wanted, done)
             if more == 0:
                 break

@@ -138,9 +138,9 @@ class ScaledRouter:
             old = local(self._supervisor.process(name))
             mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
         self._starts[name] += 1
-        words = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
+        command = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
         shared = {SHARED_METRICS: self._metrics.name} if is_front_end else {}
-        process = SpawnedProcess(name, words, None, {**self._environment, **shared})
+        process = SpawnedProcess(name, command, None, {**self._environment, **shared})
         self._supervisor.add(process, ends_last=not is_front_end)
 
 
