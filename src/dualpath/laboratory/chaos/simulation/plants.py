@@ -69,7 +69,9 @@ def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
 
 def _computed_at_once(self: LayerStream, layer: int) -> None:
     """``LayerStream.computed`` that does not wait until the layer in its region has been sent."""
-    self._send(layer, self._device.record())
+    self._computed.add(layer)
+    if self._settings.overlap:
+        self._send(layer, self._device.record())
     self._layer_start_ns = self._trace.now_ns()
 
 
@@ -173,7 +175,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "abandoned-read-continues": PlantedBug(
         "an abandoned read continues into the request's own slots",
-        replaced(ReadQueue, "_set_aside", lambda self, task: True),
+        replaced(ReadQueue, "_replace_slots", lambda self, task: True),
     ),
     "late-slots-free": PlantedBug(
         "a request leaves its forward pass while abandoned transfers still move",
@@ -185,11 +187,11 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "keys-ignored": PlantedBug(
         "a request is granted cached blocks without comparing their keys",
-        replaced(CachedBlocks, "head", lambda self, keys: list(self._blocks)[: len(keys)]),
+        replaced(CachedBlocks, "cached_slots", lambda self, keys: list(self._blocks)[: len(keys)]),
     ),
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
-        lambda: mock.patch.object(ReadQueue, "_keeps", _ALWAYS, create=True),
+        lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
     ),
     "windows-unread": PlantedBug(
         "a shortened hit is used without the window layers of its last blocks",
