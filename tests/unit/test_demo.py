@@ -1,4 +1,4 @@
-"""The demo: agents met in the middle, the storage rate, the time left."""
+"""The demo: agents that start in mid-session, the storage rate, the time left."""
 
 import argparse
 import asyncio
@@ -46,7 +46,7 @@ def encode(text: str) -> list[int]:
 
 
 def first_prompts(agent: MidSessionAgent) -> tuple[list[int], list[int]]:
-    """Return what is stored and what the first turn sends."""
+    """Return the stored tokens and the prompt of the first turn."""
     contents = Contents(Vocabulary(encode=encode))
     history, rest = (s.start(AgentSettings(), contents) for s in (agent.history, agent.rest))
     stored, sent = history.next_turn(), rest.next_turn()
@@ -60,7 +60,7 @@ def rounds(name: str, *pairs: tuple[int, int]) -> TokenSession:
 
 
 def talk(name: str, *sizes: int, tail: bool = False) -> TextSession:
-    """A turn appends an answer and a result of ``sizes`` characters; ``tail`` is never kept."""
+    """A turn appends an answer and a result of ``sizes`` characters; ``tail`` is dropped."""
     messages, turns = [Message("system", "s" * 50)], []
     for index, size in enumerate(sizes):
         messages += [Message("assistant", "a" * 10), Message("tool", chr(65 + index) * size)]
@@ -76,7 +76,7 @@ def test_an_agent_of_text_continues_after_the_last_tokens_of_its_context(tail):
     assert agent.rest.session_id == agent.history.session_id == "t@2"
     assert agent.rest.turns == 2
     stored, sent = first_prompts(agent)
-    # All but the reminder and the opening of the answer goes on.
+    # The next turn continues all but the reminder and the opening of the answer.
     shared = len(stored) - len("turn 1<|im_end|>\n<|im_start|>user\n" if tail else "") - 30
     assert sent[:shared] == stored[:shared]
     text = "".join(map(chr, stored))
@@ -185,7 +185,7 @@ def test_oracle_hits_what_a_real_storage_holds(tmp_path):
 
 
 class StoringServer(FakeServer):
-    """A server whose blocks lie in a storage, as those of engines do."""
+    """A server whose blocks are in a storage, like those of engines."""
 
     def __init__(self, storage: BlockStorage) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class StoringServer(FakeServer):
 
 
 class FakeCluster:
-    """A cluster whose engines are a server in a thread; ``events`` are its starts and ends."""
+    """A cluster whose engines are a server in a thread; ``events`` records starts and ends."""
 
     def __init__(self, settings: LocalClusterSettings, events: list[str]) -> None:
         self.settings = settings
@@ -265,7 +265,7 @@ def test_histories_are_computed_on_every_core_that_a_mode_will_use(tmp_path):
             Mode.DUALPATH, demo, tmp_path, str(tmp_path), tmp_path / "out", 1e6
         ).dtype
     )
-    # In turn, so that no engine has more than its part; and at no rate.
+    # Alternating, so that no engine gets more than its share; without a rate limit.
     assert (histories.mode, histories.snic_bytes_per_s) == (Mode.BASIC, 0.0)
 
 

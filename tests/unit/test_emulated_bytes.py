@@ -1,4 +1,4 @@
-"""KV as a function of (token prefix, layer), and who notices when it is not."""
+"""Checkable KV bytes per (token prefix, layer), and the checks that detect wrong ones."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""`dualpath emulate`: from arguments to settings, and what is refused in one line."""
+"""`dualpath emulate`: from arguments to settings, and arguments that are refused with one line."""
 
 import argparse
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The emulated GPU: what enters a forward pass, how long it lasts, and the clock that keeps it."""
+"""The emulated GPU: what enters a forward pass, and how long it lasts on the test's clock."""
 
 import msgspec
 import pytest

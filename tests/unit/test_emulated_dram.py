@@ -1,4 +1,4 @@
-"""Blocks stay in the engines' buffers: what follows is served from there, every byte right."""
+"""Blocks stay cached in engine buffers: later requests are served from there, with right bytes."""
 
 import asyncio
 import shutil
@@ -29,7 +29,7 @@ def total(made: Cluster, counter: Counter) -> float:
 
 
 async def heard(made: Cluster) -> None:
-    """Wait until the router knows all that is kept: what was said may still be under way."""
+    """Wait until the router knows all cached blocks: reports may still be in flight."""
     known = made.service.context.kept._engines
 
     def taken() -> bool:
@@ -85,14 +85,14 @@ async def test_where_a_de_reads_nothing_only_the_pe_serves_what_it_has_read(mode
 
 @pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT, Mode.LAYERWISE])
 async def test_blocks_read_without_window_layers_are_not_cached_as_whole(mode: Mode) -> None:
-    """Its third layer sees six tokens.  A shorter hit has other last blocks, needed whole."""
+    """Its third layer sees six tokens.  A shorter hit has other last blocks, needed in full."""
     geometry = part_geometry("16*2,16@6,16", GEOMETRY.block_tokens)
     folder = f"memory://dram-windows-{mode}"
     off = RouterSettings(dram_tier=False)
     async with cluster(folder, mode, router=off, geometry=geometry) as made:
         first, second, _ = await two_turns(made)
         assert total(made, Counter.STORAGE_READ_BYTES) < HIT_BLOCKS * geometry.full_block_bytes
-    # Other engines, which have nothing but what is stored.
+    # Other engines, with empty buffers; only stored blocks remain.
     async with cluster(folder, mode, geometry=geometry) as made:
         for tokens in ([*PROMPT, *first, 7, 8, *second, 9], [*PROMPT, *first, 7, 8], PROMPT):
             await made.ask(tokens, 3, cache_salt="one")
@@ -102,7 +102,7 @@ async def test_blocks_read_without_window_layers_are_not_cached_as_whole(mode: M
         assert made.service.metrics.recomputed_tokens == 0
 
 
-#: A node's engines share so many blocks' worth, with the header of their files.
+#: Bytes of DRAM that a node's engines share: so many blocks, with their file headers.
 SHARED_BYTES = 64 * (4096 + 4096)
 
 
@@ -117,7 +117,7 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
         assert total(made, Counter.STORAGE_READ_BYTES) == 0
         assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
         assert total(made, Counter.DRAM_HIT_BYTES) == HIT_BLOCKS * GEOMETRY.full_block_bytes
-        if not mode.dual_path:  # The PE has what the DE wrote; what the DE keeps is no use to it.
+        if not mode.dual_path:  # The PE has what the DE wrote; the DE's cache does not help it.
             shared_bytes = total(made, Counter.NODE_DRAM_READ_BYTES)
             assert shared_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
         assert made.counts(1) == 0
@@ -137,13 +137,13 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
 async def test_the_router_plans_with_the_blocks_that_a_node_shares(
     emptied: bool, tmp_path: Path
 ) -> None:
-    """Also where it has gone meanwhile: that costs a read."""
+    """Also if it was evicted meanwhile, which costs a read."""
     shared: dict[str, Any] = {"dram_dir": str(tmp_path / "dram"), "dram_bytes": SHARED_BYTES}
     async with cluster(tmp_path / "kv", Mode.SPLIT, **shared) as made:
         first, second, _ = await two_turns(made)
     prompt = [*PROMPT, *first, 7, 8]
     keys = block_keys(prompt, GEOMETRY.block_tokens, cache_salt="one")[:HIT_BLOCKS]
-    # Other engines, whose buffers are empty: they say what they find there.
+    # Other engines with empty buffers: they report the blocks they find in shared DRAM.
     async with cluster(tmp_path / "kv", Mode.SPLIT, decode=2, **shared) as made:
 
         def known() -> bool:

@@ -1,4 +1,4 @@
-"""Emulated engines under the real router: right answers, and a loud word on every wrong byte."""
+"""Emulated engines under the real router: right answers, and an error for every wrong byte."""
 
 import asyncio
 from collections.abc import Callable, Sequence

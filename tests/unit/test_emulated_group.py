@@ -1,4 +1,4 @@
-"""Emulated data-parallel ranks: they agree on a start, and all are notified when one ends."""
+"""Emulated data-parallel ranks: they agree on a start, and all learn when one ends."""
 
 import socket
 import threading

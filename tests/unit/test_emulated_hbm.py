@@ -1,4 +1,4 @@
-"""The emulated HBM gives no block to anybody that a late transfer may still write."""
+"""The emulated HBM does not allocate a block that a late transfer may still write."""
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.laboratory.emulated.hbm import EmulatedHbm

@@ -1,4 +1,4 @@
-"""What an emulated engine says of itself at /metrics."""
+"""Metrics of an emulated engine at /metrics."""
 
 import threading
 from types import SimpleNamespace

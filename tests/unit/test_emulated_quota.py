@@ -1,4 +1,4 @@
-"""Emulated engines serve from a storage that a janitor keeps small; every byte is compared."""
+"""Emulated engines serve from a storage whose janitor enforces a quota; every byte is compared."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PROMPTS = [[number, *range(1, 49)] for number in range(1, 5)]
 
 @pytest.fixture(autouse=True)
 def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let keepers look after the storage all the time."""
+    """Let the janitors run continuously."""
     monkeypatch.setattr(storage_keeping, "BEAT_S", 0.01)
 
 
@@ -95,7 +95,7 @@ async def test_a_full_quota_declines_new_blocks_and_serves(tmp_path: Path, quota
             return all(report is not None and report.storage is not None for report in reports)
 
         await made.arrivals.until(heard, GUARD_S)
-        for prompt in PROMPTS:  # all of it is protected
+        for prompt in PROMPTS:  # all blocks are protected
             await made.ask(prompt, 8)
             await made.stored()
         assert lying(storage) == QUOTA_BLOCKS

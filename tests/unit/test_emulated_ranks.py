@@ -1,4 +1,4 @@
-"""Emulated engines of several ranks: right answers, every slice compared, an end all share."""
+"""Emulated engines of several ranks: right answers, all slices compared, a common end."""
 
 import asyncio
 import dataclasses
@@ -32,7 +32,7 @@ AGENTS, LAYERS = 3, GEOMETRY.layers
 
 
 class Ranks(NamedTuple):
-    """Ranks of a PE, of a DE, and the KV heads of their model; latent KV is one."""
+    """Ranks of a PE and a DE, and the KV heads of their model (1 for latent KV)."""
 
     pe: int
     de: int
@@ -75,7 +75,7 @@ async def test_agents_get_the_answers_of_an_engine_of_one_rank(
             made.engines[name].plane.verifier.counts()[place][0]
             for name, place in (("prefill-0", CheckedAt.PE_HBM), ("decode-0", CheckedAt.DE_HBM))
         )
-        # Every rank has compared its slice of all prompts, and of all hits before they were used.
+        # Every rank has compared its slice of all prompts, and of all hits before their use.
         assert filled == ranks.de * AGENTS * sum(map(GEOMETRY.blocks_for, (38, 49))) * LAYERS
         assert loaded >= ranks.pe * AGENTS * 11 * LAYERS
 
@@ -99,7 +99,7 @@ async def test_engines_with_different_numbers_of_ranks_share_storage(tmp_path: P
 
 @pytest.fixture
 def followers(monkeypatch: pytest.MonkeyPatch) -> list[FollowerPlane]:
-    """The planes of all ranks that follow, as they come up."""
+    """The data planes of all follower ranks, in the order of their start."""
     found: list[FollowerPlane] = []
     init = FollowerPlane.__init__
 
@@ -184,7 +184,7 @@ async def test_hbm_that_another_rank_may_still_write_is_not_allocated(tmp_path: 
 async def test_every_rank_uses_the_process_of_its_surroundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A simulation has processes of its own; the router is told of those."""
+    """A simulation runs as its own processes; the router gets their ids."""
     numbers = itertools.count(100)
     monkeypatch.setattr(
         emulated_cluster,
@@ -198,7 +198,7 @@ async def test_every_rank_uses_the_process_of_its_surroundings(
 
 
 async def test_an_engine_that_loses_a_rank_reports_it_and_ends(tmp_path: Path) -> None:
-    """While it waits for work, when no rank asks for another."""
+    """Fails while the engine waits for work, when no rank sends to another."""
     ended = threading.Event()
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         plane = made.engines["prefill-0"].plane

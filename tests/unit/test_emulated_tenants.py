@@ -1,4 +1,4 @@
-"""What a tenant's requests leave in storage says whose it is: prompts, and answers as well."""
+"""Stored blocks name their tenant: blocks of prompts, and of answers as well."""
 
 from collections import Counter
 from pathlib import Path
@@ -37,7 +37,7 @@ def by_tenant(storage: Path) -> dict[str, int]:
 
 
 async def ask(made: Cluster, salt: str | None) -> tuple[list[int], int]:
-    """Take a turn of this tenant, and wait until all of it is stored."""
+    """Send a turn of this tenant, and wait until all its blocks are stored."""
     more: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
     answer, hits = await made.ask(PROMPT, ANSWER_TOKENS, **more)
     await made.stored()

@@ -52,7 +52,7 @@ async def test_vllms_front_end_gets_the_same_answers_as_the_light_router(tmp_pat
             assert await ask(made.service, "b", "salt") == light
             # With a seed the DE samples the first token as well.
             assert await ask(made.service, "c", None, seed=1) == light
-            # The PE's token, the DE's first one, four together, and what is left.
+            # The PE's token, the DE's first token, four together, and the rest.
             chunks = await events(made.service, "d", None, stream_interval=4)
             assert [token for chunk in chunks for token in chunk] == light
             assert len(chunks[0]) == 1

@@ -122,7 +122,7 @@ def test_the_name_is_stable_across_restarts_and_the_url_is_reachable():
     engine_arguments.complete(args)
     settings = settings_of(args)
     assert settings.engine_id == f"prefill-{socket.gethostname()}-8001"
-    # The way to a router on this machine is the loopback address.
+    # A router on this machine is reached over the loopback address.
     assert settings.api_url == "http://127.0.0.1:8001"
 
 
@@ -170,7 +170,7 @@ def test_the_environment_of_an_engine_is_checked():
 
 
 def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
-    """The values that count as omitted are those of vLLM's parser."""
+    """Values equal to the defaults of vLLM's parser count as omitted."""
     pytest.importorskip("vllm")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 

@@ -1,4 +1,4 @@
-"""A prefill engine times its own passes at start: with vLLM's types, on a clock of the test."""
+"""A prefill engine times its own passes at start: with vLLM's types, on the test's clock."""
 
 from types import SimpleNamespace
 

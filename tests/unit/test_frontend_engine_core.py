@@ -1,4 +1,4 @@
-"""The engine that is none: requests become tasks on a service, their tokens come out in order."""
+"""The engine core of the front end: requests become service tasks, tokens come in order."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from dualpath.vllm.engine_core import RoutedEngineCore
 
 
 class ListedService:
-    """Streams the listed items of a request, raising those that are errors, then waits."""
+    """Streams the listed items of a request, raising items that are errors, then waits."""
 
     def __init__(self, **items):
         self.items = items

@@ -44,7 +44,7 @@ DECODE_TRANSFER = DecodeTransfer(request_id="r#1", prompt_tokens=70, slots=(3, 4
 
 
 class ScriptedEngine:
-    """Answers each call with ``status`` and the next of ``chunks``, and notes what it was sent."""
+    """Answers each call with ``status`` and the next of ``chunks``; records what it received."""
 
     info: EngineInfo
 

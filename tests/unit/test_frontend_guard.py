@@ -1,4 +1,4 @@
-"""Keys and limits in front of vLLM's application, put there as `dualpath router` does."""
+"""API keys and limits around vLLM's application, added as `dualpath router` does."""
 
 import asyncio
 import contextlib
@@ -57,7 +57,7 @@ class Service:
 
 
 def with_state(app: FastAPI, service: Service, *keys: str) -> None:
-    """What `make_app` gives the layers to look at."""
+    """The arguments that `make_app` passes to the middleware."""
     app.state.dualpath_service, app.state.dualpath_registry = service, Registry()
     app.state.dualpath_api_keys = router_keys(keys, open_metrics=False)
 
@@ -176,7 +176,7 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
 
 
 async def test_every_route_of_vllms_server_requires_a_key():
-    """Also those that vLLM's own check leaves open, and whatever a plugin or a version adds."""
+    """Also paths that vLLM's own check leaves open, and routes of plugins or later versions."""
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
     args.middleware = middleware_names()
     app = build_app(args, ("generate",))
@@ -220,7 +220,7 @@ async def test_a_body_nested_too_deep_is_a_client_error(path):
 
 
 def _misses_the_server(answer: httpx.Response) -> bool:
-    """The body passed, and the application of this test has nothing behind its routes."""
+    """The body passed; the application of this test has no implementation behind its routes."""
     return answer.status_code == 500 and "State" in answer.text
 
 
@@ -342,7 +342,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
 async def test_connections_without_a_request_end_at_vllms_server():
-    """uvicorn alone keeps them for ever, and takes heads of any size."""
+    """uvicorn alone keeps idle connections open for ever, and accepts headers of any size."""
     async with uvicorn_with(ConnectionLimits(quiet_s=0.2)) as port:
         answer = await sent(port, HEAD + b"Connection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")

@@ -1,4 +1,4 @@
-"""Sampling parameters and logprobs survive the way to an engine and back."""
+"""Sampling parameters and logprobs are unchanged on the way to an engine and back."""
 
 import json
 
@@ -65,7 +65,7 @@ MEMORY = KeyCache(64)
 
 
 def at_the_engine(fields):
-    """What an engine makes of the JSON: its own parser and its own defaults."""
+    """The parameters an engine decodes from the JSON: its own parser and its own defaults."""
     body = json.loads(msgspec.json.encode({"token_ids": [1, 2], "sampling_params": fields}))
     request = GenerateRequest.model_validate(body)
     assert request.is_sampling_param_provided("max_tokens")
@@ -189,7 +189,7 @@ def test_named_logprobs_leave_room_for_the_sampled_token():
     sent = SamplingParams(max_tokens=4, logprob_token_ids=[9, 5])
     received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20))
     assert (received.logprob_token_ids, received.logprobs) == ([9, 5, 9], 3)
-    # What the engine sends: sampled first, then the named ones, their ranks being mere positions.
+    # The engine sends the sampled token first, then the named ones; their ranks are positions.
     wire = ChoiceLogprobs([position(8, 40, (9, -3.0, 1), (5, -1.0, 2))])
     lists = sampled_logprobs(wire, sent)
     assert lists is not None

@@ -1,4 +1,4 @@
-"""A model directory appears whole or not at all, and is made once."""
+"""A model directory appears complete or not at all, and is written once."""
 
 from pathlib import Path
 

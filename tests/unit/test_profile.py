@@ -34,7 +34,7 @@ STEPS = [(requests, context) for requests in (1, 4, 16) for context in (256.0, 2
 
 
 def measured(prefill: PrefillCosts, decode: DecodeCosts) -> Measurement:
-    """What an engine of exactly these costs would be timed at."""
+    """The times that an engine with exactly these costs would measure."""
     return Measurement(
         FACTS,
         tuple(PassTime(c, b, predict_pass_s(prefill, c, b)) for c, b in GRID),

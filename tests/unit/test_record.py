@@ -1,4 +1,4 @@
-"""Live traffic becomes a trace: a real proxy before a small endpoint, and the sessions it makes."""
+"""Live traffic becomes a trace: a real proxy in front of a small endpoint, and its sessions."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ SECRET = "attack at dawn"
 
 
 class Endpoint:
-    """An OpenAI endpoint as vLLM is one: a token per byte, and token ids for who asks for them."""
+    """An OpenAI endpoint like vLLM's: a token per byte, and token ids on request."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ async def listening(app: web.Application) -> AsyncIterator[str]:
 
 
 class Recorded:
-    """An endpoint with a proxy before it, and what the proxy recorded."""
+    """An endpoint behind a proxy, and what the proxy recorded."""
 
     def __init__(self, endpoint: Endpoint, proxy: RecordingProxy, url: str, recorder: Recorder):
         self.endpoint, self.proxy, self.url, self.recorder = endpoint, proxy, url, recorder
@@ -195,7 +195,7 @@ async def test_no_text_is_in_a_trace_and_it_reads_as_what_was_served(format: str
     assert isinstance(session, BlockSession)
     assert [turn.prompt_tokens for turn in session.block_turns] == [14, 28]
     (lengths,) = as_lengths([session])
-    # A prompt, its answer, and what came new; nothing was dropped between.
+    # A prompt, its answer, and the appended tokens; nothing was dropped between.
     assert [(r.append_tokens, r.generated_tokens) for r in lengths.trajectory.rounds] == [
         (14, 2),
         (12, 2),

@@ -1,4 +1,4 @@
-"""An engine's adapters are known by all that changes what they compute."""
+"""An adapter's digest covers everything that changes what the adapter computes."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm import engine_arguments
 from dualpath.vllm.adapter_identity import ADAPTER_FIELDS, adapter_problems, adapters_of
 
-#: Fields of ``LoRAConfig`` that are limits, memory or kernels, or (the last) refused.
+#: Fields of ``LoRAConfig`` that are limits, memory or kernels; the last one is refused.
 NEUTRAL = {
     "fully_sharded_loras", "max_cpu_loras", "max_lora_cls_labels", "max_lora_rank", "max_loras",
     "specialize_active_lora", "default_mm_loras",

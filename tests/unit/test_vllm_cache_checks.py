@@ -1,4 +1,4 @@
-"""Which KV caches of vLLM's may be moved block by block, and how the others are refused."""
+"""Which KV cache layouts of vLLM can be transferred by blocks; errors for all others."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def problems(cache, role=Role.PREFILL, *, prefix_caching=False, **layers):
 
 def test_attention_over_all_tokens_in_one_group_is_served():
     assert problems(cache_of(NAMES, full_attention(32))) == []
-    # What a model with windows has where the hybrid manager is off.
+    # Specs of a model with windows when the hybrid KV cache manager is off.
     assert problems(cache_of(NAMES, full_attention(32, sliding_window=64))) == []
 
 
@@ -49,7 +49,7 @@ def test_a_decode_engine_may_have_a_group_for_windows():
 
 
 def test_a_prefix_cache_must_know_that_old_blocks_lack_their_windows():
-    """Of a prompt's window layers a decode engine gets the last blocks, whatever has the others."""
+    """A decode engine receives only the last blocks of window layers, in any mix of layers."""
     layers = {NAMES[0]: attending(None), NAMES[1]: attending(64)}
     together = cache_of(NAMES, full_attention(32))
     assert problems(together, Role.DECODE, **layers) == []
@@ -62,7 +62,7 @@ def test_a_prefix_cache_must_know_that_old_blocks_lack_their_windows():
 
 
 def test_windows_alone_are_refused_at_a_prefill_engine():
-    """Their blocks change hands while a request goes on."""
+    """vLLM frees and reuses their blocks while a request runs."""
     (problem,) = problems(cache_of(NAMES, sliding_window(32, 64)))
     assert "of the kind SlidingWindowSpec" in problem
 

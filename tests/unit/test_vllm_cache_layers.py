@@ -34,7 +34,7 @@ MEMORY = 64 << 20
 
 
 def vllm_config(layout="LBHNC"):
-    """What vLLM's grouping reads of a configuration."""
+    """The configuration fields that vLLM's grouping of KV cache specs reads."""
     from vllm.config import CacheConfig, VllmConfig
 
     config = VllmConfig(cache_config=CacheConfig(block_size=64))
@@ -44,7 +44,7 @@ def vllm_config(layout="LBHNC"):
 
 @pytest.fixture(scope="module")
 def cache():
-    """What vLLM makes of the specs."""
+    """The KV cache groups that vLLM builds from the specs."""
     config = vllm_config()
     groups = kv_cache_utils.get_kv_cache_groups(config, two_parts(LAYERS))
     found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, MEMORY)
@@ -87,7 +87,7 @@ def test_layers_without_an_indexer_have_one_part():
 
 
 def views(tensors, blocks, pages):
-    """Each layer's tensor of bytes where it is placed, as vLLM's runners make them."""
+    """Each layer's byte tensor at its offset, as vLLM's model runners allocate it."""
     memory = torch.zeros(tensors[0].size, dtype=torch.uint8)
     return memory, {
         tensor.layers[0]: torch.as_strided(
@@ -102,7 +102,7 @@ def views(tensors, blocks, pages):
 
 @pytest.mark.parametrize("buffers", [1, 2, 3, LAYERS])
 def test_each_part_has_layer_buffers_of_its_own(cache, buffers):
-    """They fit into the memory there is, and no block of one part touches another part's."""
+    """Tensors fit into the available memory, and blocks of different parts do not overlap."""
     pages = {name: two_parts(LAYERS)[name].page_size_bytes for name in two_parts(LAYERS)}
     config = vllm_config()
     seen = kv_cache_utils.get_kv_cache_config_from_groups(
@@ -147,7 +147,7 @@ def test_layers_are_counted_as_the_model_does_whatever_order_vllm_names_them_in(
 
 @pytest.mark.parametrize(("lookahead_tokens", "again_tokens"), [(0, 0), (1, 0), (3, 2)])
 def test_both_roles_use_the_windows_of_the_layers(lookahead_tokens, again_tokens):
-    """A PE's cache says nothing of them, as all of its layers have one group; a DE's does."""
+    """A PE has one group for all layers and does not list draft layers; a DE does."""
     names = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
     layers = {names[0]: attending(100), names[1]: attending(None), names[2]: attending(100)}
     images = attending(100)
@@ -183,7 +183,7 @@ def test_a_cache_without_connector_calls_is_refused():
 
 
 class Pass:
-    """A forward pass that notes what is waited for."""
+    """A forward pass that records which layers are waited for."""
 
     def __init__(self):
         self.calls = []
@@ -196,7 +196,7 @@ class Pass:
 
 
 def computed_by(layers):
-    """What a worker's side asks for while a model computes; each layer reads before it calls."""
+    """The waits of a worker while a model computes whose layers read KV before the call."""
     worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
     worker._pass, worker._stopwatch = asked, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
@@ -223,7 +223,7 @@ def test_other_layers_are_awaited_as_late_as_possible():
 
 
 def test_the_scheduler_checks_transfers_with_the_geometry_that_the_worker_reports():
-    """vLLM tells its scheduler of one of the two caches, as if all layers had it."""
+    """vLLM reports one of the two caches to its scheduler, as if all layers used it."""
     from tests.unit.test_vllm_hooks import GROUPS, SETTINGS
 
     from dualpath.core.blocks import BlockGeometry

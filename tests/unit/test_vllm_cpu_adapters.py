@@ -1,4 +1,4 @@
-"""On a CPU, a token without an adapter gets the base model's output, whoever is in its batch."""
+"""On CPUs, tokens without an adapter get the base model's output in every batch."""
 
 import pytest
 
@@ -10,7 +10,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 
 from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
 
-#: Adapters of 3 inputs and 4 outputs, and five tokens of which two have none.
+#: Adapters with 3 inputs and 4 outputs, and five tokens, two of them without an adapter.
 WEIGHTS = torch.ones(2, 1, 4, 3) * torch.tensor([1.0, 10.0])[:, None, None, None]
 INDICES = torch.tensor([0, -1, 1, -1, 0])
 INPUTS = torch.ones(5, 3)
@@ -46,7 +46,7 @@ def test_prompts_are_expanded_by_the_same_functions():
 
 
 def test_vllms_own_functions_still_need_the_patch():
-    """Where this fails, the kernels have learnt it and our wrapper can go."""
+    """If this fails, vLLM's kernels handle such tokens and the patch can be removed."""
     output = torch.ones(5, 4)
     lora_ops.bgmv_expand.__wrapped__(INPUTS, WEIGHTS, output, INDICES, True)
     assert (output[1] - 1).tolist() == [30.0] * 4

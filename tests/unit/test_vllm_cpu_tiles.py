@@ -1,4 +1,4 @@
-"""An engine asks for AMX's tile registers before its first pass needs them."""
+"""An engine requests permission for AMX tile registers before its first forward pass."""
 
 import logging
 
@@ -13,7 +13,7 @@ from dualpath.vllm.cpu_tiles import enable_amx_tiles
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often the operating system was asked, on a CPU with AMX."""
+    """Number of permission requests to the operating system, on a CPU with AMX."""
     times: list[str] = []
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 

@@ -1,4 +1,4 @@
-"""Data-parallel ranks of vLLM as engines: names, the start they agree on, who gets a request."""
+"""Data-parallel ranks of vLLM as engines: names, the agreed start, the rank of a request."""
 
 import threading
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from dualpath.vllm import data_parallel
 
 
 class Ranks:
-    """vLLM's group of ranks, each on a thread: what rank 0 says is what all hear."""
+    """vLLM's group of ranks, each on a thread; all ranks receive what rank 0 broadcasts."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=GUARD_S)
@@ -32,7 +32,7 @@ class Ranks:
 
 
 def parallel(rank: int, **fields: Any) -> Any:
-    """The fields of a rank's ``ParallelConfig`` that are looked at."""
+    """The fields of a rank's ``ParallelConfig`` that the code reads."""
     values = {
         "data_parallel_size": 2,
         "data_parallel_rank": rank,

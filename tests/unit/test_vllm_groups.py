@@ -1,4 +1,4 @@
-"""A decode engine of a model with windows: block ids by group, and none for what is behind them."""
+"""A decode engine of a model with windows: block ids by group, null blocks before windows."""
 
 import msgspec
 import pytest
@@ -58,7 +58,7 @@ def test_a_pool_holds_as_many_of_the_longest_requests_as_reported(windows):
 
 
 class Allocated:
-    """What vLLM gave a request: the null block for what is behind the window."""
+    """The blocks vLLM allocated to a request; null blocks before the window."""
 
     def __init__(self, *groups):
         self.groups = groups
@@ -77,9 +77,9 @@ def taken_over(
     tenant="",
     spare_slots=0,
 ):
-    """A decode request in the step in which its KV is to be copied; its side, and that step.
+    """A decode request in the step that copies its KV: the scheduler side, and that step.
 
-    With ``spare_slots`` its transfer cannot be meant.
+    With ``spare_slots`` its transfer is invalid.
     """
     mode = Mode.DUALPATH if moves else Mode.ORACLE
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE, mode=mode)
@@ -107,14 +107,14 @@ def test_a_prompt_is_copied_where_each_group_has_blocks():
 
 
 def test_a_request_waits_for_its_copy_even_if_nothing_is_moved():
-    """In mode Oracle nobody has slots, and vLLM waits for the word all the same."""
+    """In mode Oracle there are no slots, and vLLM still waits for the report."""
     _, _, promised, step = taken_over(PROMPT + 1, moves=False)
     (work,) = step.decodes
     assert (promised, work.hbm_blocks, work.waits) == (PROMPT, (), True)
 
 
 def test_the_last_token_is_not_reported_if_vllm_recomputes_it():
-    """It would have freed what that token looks at and the next one does not."""
+    """It would free the block that this token attends to and the next one does not."""
     _, _, promised, step = taken_over(PROMPT)
     assert promised == PROMPT - 1
     assert len(step.decodes[0].hbm_blocks) == 6
@@ -124,7 +124,7 @@ def test_the_last_token_is_not_reported_if_vllm_recomputes_it():
 
 
 def test_blocks_that_vllm_finds_in_hbm_are_not_written_to():
-    """With prefix caching other requests may have them too, and be reading them."""
+    """With prefix caching other requests may share and read these blocks."""
     found = 2 * BLOCK_TOKENS
     blocks = Allocated([1, 2, 3, 4, 5, 6])
     _, _, promised, step = taken_over(PROMPT + 1, ONE_GROUP, blocks, found=found)
@@ -175,7 +175,7 @@ def test_a_full_block_is_persisted_with_the_ids_of_all_groups():
 
 
 def test_blocks_of_an_answer_are_the_tenants_that_the_router_names():
-    """The salt that engines get does not say it: an adapter's digest may be in it."""
+    """The salt sent to engines does not determine it: it may contain an adapter's digest."""
     side, request, _, _ = taken_over(PROMPT + 1, tenant="a" * 16)
     request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
     (block,) = generated(side, request, 6 * BLOCK_TOKENS - 1)
@@ -190,7 +190,7 @@ def test_a_prompt_that_is_computed_without_a_transfer_belongs_to_its_tenant():
 
 
 def test_a_block_whose_key_is_one_step_late_is_persisted_then():
-    """With asynchronous scheduling a step begins before the token of the one before is known."""
+    """With asynchronous scheduling a step begins before the previous step's token is known."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(BLOCK_TOKENS - 5)))
     assert request.num_tokens == 6 * BLOCK_TOKENS - 1
@@ -201,7 +201,7 @@ def test_a_block_whose_key_is_one_step_late_is_persisted_then():
 
 
 def test_a_block_that_has_left_a_window_is_not_stored():
-    """vLLM has given it to somebody else, though this list still has its id."""
+    """vLLM has allocated the block to another request, though this list still has its id."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(6 * BLOCK_TOKENS)))
     more = ([10, 11, 12, 13, 14], [15, 16, 17, 18, 19])
@@ -246,7 +246,7 @@ def test_vllm_runs_another_step_until_the_worker_has_released_held_blocks():
 
 
 def goes_on(side):
-    """Ask vLLM's own scheduler whether it makes a step, when it has no request."""
+    """Return whether vLLM's own scheduler runs a step when it has no request."""
     connector = object.__new__(DualPathConnector)
     connector._scheduler = side
     scheduler = object.__new__(Scheduler)

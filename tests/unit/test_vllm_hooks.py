@@ -1,6 +1,6 @@
-"""What the engine plugin uses of vLLM 0.32's inside; an upgrade that changes any of it fails here.
+"""vLLM 0.32 internals that the engine plugin uses; an upgrade that changes one fails here.
 
-The front end's share is pinned by ``test_frontend_vllm_interface.py``.
+Those that the front end uses are tested by ``test_frontend_vllm_interface.py``.
 """
 
 import inspect
@@ -164,7 +164,7 @@ def test_engine_cores_are_started_by_the_context_the_launcher_replaces():
 
 @pytest.fixture(scope="module", autouse=True)
 def none_hash():
-    """vLLM's chain root as an engine has it: no PYTHONHASHSEED."""
+    """vLLM's root block hash as in an engine: without PYTHONHASHSEED."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONHASHSEED", raising=False)
         kv_cache_utils.init_none_hash(sha256_cbor)
@@ -231,7 +231,7 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
 
 @pytest.mark.parametrize("role", list(Role))
 def test_an_invalid_transfer_grants_no_hit_and_fails_at_a_prefill_engine(role):
-    """The engine goes on: vLLM's scheduler would end with an exception that left this place."""
+    """The engine continues: an exception raised here would end vLLM's scheduler."""
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
     whole = prefill_transfer(5, keys[4])  # the last token has to be computed
@@ -263,7 +263,7 @@ def drafting(method, tokens, context=None):
 
 
 def test_a_prompt_too_long_for_the_draft_model_is_not_computed():
-    """vLLM leaves the draft model out of such a pass, and nobody says so of its layers."""
+    """vLLM skips the draft model in such a pass, and nothing is reported for its layers."""
     assert max_drafted_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
     assert max_drafted_prompt_tokens(drafting("ngram", 3)) is None
     assert max_drafted_prompt_tokens(drafting("mtp", 3)) == 197
@@ -283,17 +283,17 @@ def test_a_prompt_too_long_for_the_draft_model_is_not_computed():
 
 
 class Blocks:
-    """What vLLM allocated."""
+    """The KV caches that vLLM allocated."""
 
     def get_block_ids(self):
         return ([3],)
 
 
 def test_vllm_fails_requests_without_a_transfer_at_a_prefill_engine():
-    """Its layers share regions, so that a computation would answer garbage with status 200."""
+    """Its layers share regions, so a computation would return garbage with status 200."""
     side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
-    request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM would not heed the promise
+    request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM ignores external tokens
     promised, asynchronously = side.matched_tokens(request, 0)
     assert asynchronously
     assert not request.skip_reading_prefix_cache
@@ -312,7 +312,7 @@ def test_a_decode_engine_computes_direct_requests():
 
 
 def _json(value):
-    """Return what a value is after its way over HTTP."""
+    """Return a value encoded for HTTP and decoded again."""
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
@@ -382,7 +382,7 @@ def test_unsupported_parallel_settings_are_refused(change, message):
 
 
 def test_ranks_have_different_engine_ids():
-    """Also where all were given the same settings."""
+    """Also if all ranks have the same settings."""
     names = set()
     for rank, size in ((0, 2), (1, 2)):
         config = engine_config()
@@ -421,7 +421,7 @@ def test_vllm_must_fail_requests_that_a_prefill_engine_refuses():
     "name", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
 )
 def test_a_token_budget_below_one_block_is_refused_at_a_prefill_engine(name):
-    """Its scheduler would wait for ever for room for a block: a chunk ends with one."""
+    """Chunks end at block boundaries: its scheduler would wait for ever for a whole block."""
     check_engine_config(engine_config({name: BLOCK_TOKENS}), SETTINGS, ONE_GROUP)
     few = engine_config({name: BLOCK_TOKENS - 1})
     flag = name.replace("_", "-")

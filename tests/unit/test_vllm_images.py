@@ -1,4 +1,4 @@
-"""What names an image in keys, what engines get of it, and which images are refused."""
+"""The image identifiers in keys, what engines receive, and which images are refused."""
 
 import base64
 
@@ -77,7 +77,7 @@ def test_unsupported_parts_are_refused(changes):
 
 
 def test_images_beyond_the_encoder_cache_are_refused():
-    """It goes on by whole blocks: it would wait for ever within the block that needs both."""
+    """It computes whole blocks: it would wait for ever within the block that needs both."""
     apart = image_inputs([feature(1, 0, 64), feature(2, 64, 64)])
     together = image_inputs([feature(1, 0, 60), feature(2, 60, 64)])
     check_encoder_cache((), 64, 0)

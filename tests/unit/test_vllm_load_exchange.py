@@ -1,4 +1,4 @@
-"""Ranks give each other blocks of latent KV: the tensors are real, the group is made of threads."""
+"""Ranks exchange blocks of latent KV: real tensors, and a group of threads."""
 
 from functools import partial
 from typing import Any
@@ -17,12 +17,12 @@ from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.vllm.load_exchange import TensorExchange, with_load_exchange
 
 BLOCKS = 6
-#: Of each engine block: as with an attention kernel that has smaller ones.
+#: Kernel blocks per engine block, as with an attention kernel that has smaller blocks.
 KERNEL_BLOCKS = 2
 
 
 class ThreadGroup:
-    """As much of vLLM's group as is used, between threads."""
+    """The methods of vLLM's group that are used, between threads."""
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self.rank_in_group = rank
@@ -33,7 +33,7 @@ class ThreadGroup:
 
 
 def kv_of(layer: int, part: int) -> torch.Tensor:
-    """A tensor of a layer as vLLM makes it, in one of the dtypes of caches."""
+    """A layer's KV cache tensor as vLLM allocates it, in one of the cache dtypes."""
     dtype = (torch.bfloat16, torch.uint8)[part]
     shape = (BLOCKS * KERNEL_BLOCKS, 1, 4, (8, 3)[part])
     return torch.arange(torch.Size(shape).numel()).add(7 * layer).reshape(shape).to(dtype)
@@ -89,6 +89,6 @@ def test_kv_outside_gpus_and_of_some_heads_is_refused() -> None:
 
 
 class OnGpu:
-    """As much of a tensor as is looked at."""
+    """The attributes of a tensor that the code reads."""
 
     device = torch.device("cuda")

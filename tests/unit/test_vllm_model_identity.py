@@ -1,6 +1,6 @@
-"""Which engines may load each other's KV: those whose model and layout have one name.
+"""Which engines may load each other's KV: those with the same model and layout identity.
 
-Every field of vLLM's configuration is either in the name or listed in ``tests/vllm_fields.py`` as
+Every field of vLLM's configuration is either in the identity or in ``tests/vllm_fields.py`` as
 one that changes KV by rounding at most, so that a field of another version of vLLM is a decision
 and no accident.
 """
@@ -67,7 +67,7 @@ def changed(config: VllmConfig, part: str = "", **fields: Any) -> VllmConfig:
 
 
 def configured(config: VllmConfig, **fields: Any) -> VllmConfig:
-    """The configuration with other values in that of the model, as ``--hf-overrides`` leaves it."""
+    """The configuration with other model values, as after ``--hf-overrides``."""
     other = changed(config)
     for name, value in fields.items():
         setattr(other.model_config.hf_config, name, value)
@@ -157,7 +157,7 @@ def test_another_implementation_of_the_model_is_another_architecture(config: Vll
 
 
 def test_the_longest_context_counts_where_rope_depends_on_it(config: VllmConfig) -> None:
-    """vLLM's longrope takes its long factors if a context may be longer than the original ones."""
+    """vLLM's longrope uses its long factors if contexts may be longer than the original limit."""
     names: dict[tuple[str, int], list[str]] = {}
     for kind in ("yarn", "longrope", "dynamic"):
         rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 1000}
@@ -198,7 +198,7 @@ NEUTRAL_FOR_IMAGES = {
     "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "limit_per_prompt",
     "media_io_kwargs", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_hasher_algorithm",
     "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type",
-    "mm_encoder_fp8_scale_path",  # its file counts
+    "mm_encoder_fp8_scale_path",  # its file is part of the identity
     "mm_processor_kwargs", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
     "skip_mm_profiling",
 }  # fmt: skip
@@ -250,7 +250,7 @@ def at(config: VllmConfig, model: Path | str, **fields: Any) -> VllmConfig:
 
 
 def folder(root: Path, **files: bytes) -> Path:
-    """A model's folder of one name, wherever it lies."""
+    """A model folder with a fixed name, in any parent folder."""
     place = root / "model"
     place.mkdir(parents=True)
     for name, content in files.items():
@@ -270,7 +270,7 @@ def test_a_local_model_is_identified_by_its_weights_not_its_path(
 
 
 def test_one_byte_in_the_middle_makes_another_model(config: VllmConfig, tmp_path: Path) -> None:
-    """As a merged adapter or a retrained token does; samples of head and tail would be equal."""
+    """As after merging an adapter or retraining a token; samples of head and tail are equal."""
     model = folder(tmp_path, a__safetensors=MEGABYTE, b__safetensors=MEGABYTE)
     before = model_fingerprint(at(config, model))
     weights = bytearray(MEGABYTE)
@@ -292,7 +292,7 @@ def test_only_files_that_are_loaded_count(config: VllmConfig, tmp_path: Path) ->
 def test_a_hub_model_is_identified_by_the_sha256_names_of_its_cache(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like a copy of it, which is read; another commit of ``main`` is another model."""
+    """Same as for a local copy, which is read; another commit of ``main`` is another model."""
 
     def cached(commit: str, content: bytes) -> None:
         repository = tmp_path / "hub" / "models--org--model"
@@ -388,7 +388,7 @@ def test_without_a_writable_cache_weights_are_read_again(
 
 
 def laid_out(config: VllmConfig, backend: str = "CPU_ATTN", dtype: str = "auto") -> VllmConfig:
-    """The configuration of an engine whose layers have come to these."""
+    """The configuration of an engine whose layers resolved to these."""
     layer = SimpleNamespace(
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=dtype
     )

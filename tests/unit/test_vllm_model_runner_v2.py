@@ -1,7 +1,7 @@
-"""Model Runner V2, the default on GPUs, calls a connector by its own class; ours serves it too.
+"""Model Runner V2, the default on GPUs, calls connectors through a class of its own.
 
 The runner itself needs Triton. Its class for connectors is vLLM's own here, and calls our
-connector, whose worker's side is a list of what it was told.
+connector, whose worker side records its calls in a list.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from dualpath.vllm.metadata import StepMetadata
 
 
 class Told:
-    """A worker's side that notes what it is told, in order."""
+    """A worker side that records its calls in order."""
 
     def __init__(self):
         self.calls = []
@@ -105,5 +105,5 @@ def test_a_dummy_step_does_not_call_the_connector(runner, told):
     runner.pre_forward(a_step())
     runner.finish_forward()
     assert runner.post_forward(set()) is None
-    assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # what layers would call
+    assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # as layers see it
     assert told.calls == ["register"]

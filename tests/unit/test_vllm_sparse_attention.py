@@ -1,4 +1,4 @@
-"""vLLM's sparse attention calls no connector; ours is called around what reads a layer's KV."""
+"""vLLM's sparse attention calls no connector; the patch calls it before a layer's KV is read."""
 
 import inspect
 from typing import Any
@@ -37,7 +37,7 @@ TOKENS = 3 * GEOMETRY.block_tokens
 
 
 def toy_kind() -> type:
-    """vLLM's class with kernels of ours; each test has a class that nobody has changed."""
+    """vLLM's class with our kernels; each test gets an unpatched class."""
 
     class Toy(DeepseekV32Attention):
         def _sparse_indexer_and_attn(
@@ -60,7 +60,7 @@ def model(kind: type) -> dict[str, Any]:
 
 
 def run(layers: dict[str, Any], read: Any) -> None:
-    """Compute all layers, as their own ``forward`` calls the function, in a pass of vLLM's."""
+    """Compute all layers in a forward pass of vLLM, as their own ``forward`` calls the function."""
     context = ForwardContext(
         no_compile_layers=layers, attn_metadata=dict.fromkeys(layers, object()), slot_mapping={}
     )
@@ -70,7 +70,7 @@ def run(layers: dict[str, Any], read: Any) -> None:
 
 
 class Reads(list[str]):
-    """The layers whose KV was read; ``at`` is told of each at that moment."""
+    """The layers whose KV was read; ``at`` is called for each at that moment."""
 
     def __init__(self, at: Any) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Reads(list[str]):
 
 @pytest.fixture
 def connector(monkeypatch):
-    """A connector of a worker that has begun no pass."""
+    """A connector of a worker that has not begun a pass."""
     made: Any = object.__new__(DualPathConnector)
     made._connector_metadata = StepMetadata()
     made._worker = worker = object.__new__(WorkerSide)
@@ -101,7 +101,7 @@ def layers_of(kind: type) -> tuple[Any, Any]:
 
 
 def one_pass(connector, layers, at=lambda cluster, layer, keys: None, buffers=2):
-    """Load two blocks and compute a third; return what was read when, and what failed."""
+    """Load two blocks and compute a third; return the order of reads, and the failures."""
     cluster = ToyCluster(layer_buffers=buffers)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
@@ -166,7 +166,7 @@ def test_a_function_with_another_signature_is_left_alone_and_the_model_refused()
 
 
 def test_amds_class_is_refused_by_its_name():
-    """It has the known function too, by inheritance, and never calls it."""
+    """It also inherits the known function, and never calls it."""
     from vllm.models.deepseek_v32.amd.rocm import DeepseekV32MLAAttention
 
     config, _ = layers_of(DeepseekV32MLAAttention)
@@ -176,7 +176,7 @@ def test_amds_class_is_refused_by_its_name():
 
 
 def test_graphs_are_broken_around_the_patched_function(monkeypatch):
-    """Else a captured graph would have the waits of its capture only."""
+    """Otherwise a captured graph would contain only the waits at its capture."""
     from dualpath.vllm import sparse_attention
 
     broken = []

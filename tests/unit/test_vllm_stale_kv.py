@@ -1,6 +1,6 @@
 """vLLM's own attention on HBM that is NaN wherever nothing was loaded or computed.
 
-A small stack of layers, of which only attention is vLLM's: the functions that write new KV, call
+A small stack of layers; its attention is vLLM's: the functions that write new KV, call
 the connector and read, in vLLM's order, over the transfers of a prefill engine with few layer
 buffers.
 """
@@ -39,13 +39,13 @@ WIDTH = HEADS * HEAD
 NAMES = [f"model.layers.{number}.attn" for number in range(LAYERS)]
 PART_BYTES = KV_HEADS * BLOCK * 2 * HEAD * 4
 TOKENS = 5 * BLOCK - 7
-#: Nowhere is a chunk's block before the prompt's: what is read there is somebody else's.
+#: Chunk blocks never precede the prompt's blocks: data read there belongs to another request.
 HBM_BLOCKS = (40, 7, 23, 4, 61)
 WINDOWS = {"all tokens": (), "windows": (40, 0, 64, 0, 40)}
 
 
 class Model:
-    """Weights, and what they make of a prompt without any cache."""
+    """Weights, and the output for a prompt computed without a cache."""
 
     def __init__(self, windows: Sequence[int]) -> None:
         made = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ class Model:
         return (x @ self.query[layer].T).view(len(x), HEADS, HEAD), key, value
 
     def answer(self) -> torch.Tensor:
-        """Return what all layers make of the prompt, attention by hand."""
+        """Return the output of all layers for the prompt, with reference attention."""
         x, ahead = self.prompt, torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
         for layer, window in enumerate(self.windows):
             query, key, value = self.projected(layer, x)
@@ -108,13 +108,13 @@ class Engine:
         return self.cluster.load(name, self.keys, TOKENS, pe_hits, de_hits)
 
     def store(self, transfer: PrefillTransfer) -> None:
-        """Store what a prompt's full blocks are in the buffer of the decode engine."""
+        """Store the KV of a prompt's full blocks in the decode engine's buffer."""
         blocks = [self.cluster.de.slot_bytes(slot) for slot in transfer.de_slots]
         pairs = zip(self.keys, blocks, strict=False)
         self.cluster.storage.write(self.keys, [memoryview(block) for _, block in pairs])
 
     def compute(self, transfer: PrefillTransfer, chunk: BlockRun) -> torch.Tensor:
-        """Run one forward pass; return what it makes of the chunk's tokens."""
+        """Run one forward pass; return its output for the chunk's tokens."""
         first, end = chunk.first * BLOCK, min(chunk.end * BLOCK, TOKENS)
         part = PromptPart(transfer, chunk, HBM_BLOCKS)
         forward = ForwardPass(self.cluster.pe.manager, lambda message: None, [part])
@@ -171,7 +171,7 @@ class Engine:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What vLLM's functions call: a connector whose worker has begun no pass."""
+    """The connector that vLLM's functions call; its worker has not begun a pass."""
     connector: Any = object.__new__(DualPathConnector)
     connector._connector_metadata = StepMetadata()
     made: Any = object.__new__(WorkerSide)

@@ -247,7 +247,7 @@ def test_real_traces_have_their_published_hit_rate(
 
 
 def replayed(sessions: Sequence[Session]) -> list[tuple[int, int]]:
-    """(prompt, hit) of every round of sessions without sub-agents, against a perfect store."""
+    """(prompt, hit) of every round of sessions without sub-agents, with a perfect store."""
     vocabulary = Vocabulary(high=1 << 30, encode=approximate_encode)
     rows: list[tuple[int, int]] = []
     for session in sessions:

@@ -1,4 +1,4 @@
-"""Trace readers: what they accept, what they refuse and how they say it."""
+"""Trace readers: what they accept, what they refuse, and the errors."""
 
 import gzip
 import json

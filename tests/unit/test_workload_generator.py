@@ -1,4 +1,4 @@
-"""Trajectories made to Table 2, and their statistics."""
+"""Trajectories generated after Table 2, and their statistics."""
 
 from typing import Any
 

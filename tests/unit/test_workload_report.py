@@ -261,7 +261,7 @@ def test_unwritable_places_are_named(tmp_path: Path):
 
 
 class Tags(HTMLParser):
-    """Checks that every tag is closed in order."""
+    """Checks that every HTML tag is closed in order."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What each kind of session sends, turn by turn."""
+"""The prompts that each kind of session sends, turn by turn."""
 
 import os
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ GENERATED = 7_000_000
 
 
 def play(conversation: Conversation) -> tuple[list[list[int]], list[list[int]]]:
-    """Run to the end against a server whose answers are unmistakable; return both sides."""
+    """Run a session against a server with recognizable answers; return both sides."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     while (turn := conversation.next_turn()) is not None:
@@ -236,7 +236,7 @@ DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "
 
 
 def ideal_hit_rate(sessions: Sequence[Session]) -> float:
-    """Replay against a perfect store with blocks of 64."""
+    """Replay with a perfect store with blocks of 64 tokens."""
     hits = tokens = 0
     for session in sessions:
         stored: StoredPrefixes[TokenIds] = StoredPrefixes()
