@@ -167,6 +167,10 @@ class LayerStream:
         """Call ``then`` when this pass no longer uses a region, on the thread that observes it."""
         self._handover.when_left(region, then)
 
+    def has_left(self, region: int) -> bool:
+        """Whether this pass no longer uses a region."""
+        return self._handover.has_left(region)
+
     def leave(self, region: int) -> str:
         """Return once the last layer of a region has been sent, with a description of the wait.
 
@@ -186,6 +190,12 @@ class LayerStream:
         """
         self.enter()
         self._must_be_computed(layer - self._regions)
+        # ``computed`` of the layer before has waited, and new KV may have been written since.
+        previous = layer - self._regions
+        if self._settings.overlap and previous >= 0 and layer - 1 in self._computed:
+            assert self._moves.sends[previous].over.complete, (
+                f"layer {layer} is computed before layer {previous} has left its region"
+            )
         self._waited.add(layer)
         self._announced.add(layer)
         work = self._moves.loads[layer]
@@ -281,9 +291,12 @@ class LayerStream:
             self._health.fail(reason)
 
     def _load(self, layer: int, device_error: str | None = None) -> None:
-        previous = layer - self._regions
+        previous, before = layer - self._regions, self._before
         assert previous < 0 or self._moves.sends[previous].over.complete, (
             f"layer {layer} is loaded before layer {previous} has left its region"
+        )
+        assert previous >= 0 or before is None or before.has_left(layer), (
+            f"layer {layer} is loaded before the pass before has left its region"
         )
         resident = self._settings.buffers >= self._geometry.layers
         self._moves.load(layer, device_error, resident=resident)

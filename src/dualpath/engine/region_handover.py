@@ -25,6 +25,10 @@ class RegionHandover:
         if then is not None:
             then()
 
+    def has_left(self, region: int) -> bool:
+        """Whether a region is left; an atomic read without the lock."""
+        return region in self._left
+
     def when_left(self, region: int, then: Callable[[], None]) -> None:
         """Call ``then`` once the region is left: now, or on the thread that calls ``left``."""
         with self._lock:

@@ -157,7 +157,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         lambda: mock.patch.object(Rank, "other_processes", _NONE, create=True),
     ),
     "load-before-send": PlantedBug(
-        "a layer is computed before the previous one in its region has been sent",
+        "a layer is computed before the previous layer in its region has been sent",
         replaced(LayerStream, "computed", _computed_at_once),
     ),
     "next-pass-at-once": PlantedBug(
