@@ -17,8 +17,8 @@ from dualpath.core.sessions import (
     Channel,
     EngineSideState,
     Event,
-    Machine,
     RouterSideState,
+    StateMachine,
 )
 
 
@@ -123,8 +123,8 @@ def test_a_table_has_at_most_one_transition_for_each_state_and_event(table, ends
 def test_sessions_open_and_end_in_turn_at_both_ends(events):
     """In any order of events nothing ends twice, and nothing opens while another one is open."""
     engine, router = (
-        Machine(ENGINE_TABLE, EngineSideState.UNREGISTERED),
-        Machine(ROUTER_TABLE, RouterSideState.UNKNOWN),
+        StateMachine(ENGINE_TABLE, EngineSideState.UNREGISTERED),
+        StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN),
     )
     for on, opens, ends in (
         (engine.on, Action.BEGIN_SESSION, Action.END_SESSION),

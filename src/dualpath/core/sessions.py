@@ -284,7 +284,7 @@ ENGINE_TABLE = _engine_transitions()
 ROUTER_TABLE = _router_transitions()
 
 
-class Machine(Generic[State]):
+class StateMachine(Generic[State]):
     """The state machine of one end of a session; an event without a transition changes nothing."""
 
     def __init__(self, table: Sequence[Transition[State]], start: State) -> None:

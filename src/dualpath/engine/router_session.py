@@ -21,7 +21,7 @@ from dualpath.core.sessions import (
     Channel,
     EngineSideState,
     Event,
-    Machine,
+    StateMachine,
 )
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class RouterSession(Generic[M, R]):
         self._report = report
         self._handle = handle
         self._end = end
-        self._machine = Machine(ENGINE_TABLE, EngineSideState.UNREGISTERED)
+        self._machine = StateMachine(ENGINE_TABLE, EngineSideState.UNREGISTERED)
         self._channel: Channel[M, R] = Channel("")
         self._registration = 0
         self._registration_s = _NEVER

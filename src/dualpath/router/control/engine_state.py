@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from dualpath.core.addresses import Writer
 from dualpath.core.control import EngineMessage, Report, RouterMessage
-from dualpath.core.sessions import ROUTER_TABLE, Channel, Machine, RouterSideState
+from dualpath.core.sessions import ROUTER_TABLE, Channel, RouterSideState, StateMachine
 from dualpath.router.engines import EngineInfo
 
 #: So many former processes of an engine are remembered; an older one that still runs would be
@@ -32,7 +32,7 @@ class EngineState:
         self.info = info
         self.identity = b""
         self.talk: Channel[RouterMessage, EngineMessage] = Channel("")
-        self.machine = Machine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.registration = 0
         self.heard_s = self.spoken_s = float("-inf")
         self.left = self.drained = False

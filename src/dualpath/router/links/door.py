@@ -20,8 +20,8 @@ from dualpath.core.sessions import (
     Action,
     Channel,
     Event,
-    Machine,
     RouterSideState,
+    StateMachine,
 )
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.session_loops import (
@@ -54,7 +54,7 @@ class _FrontEnd:
         self.name = name
         self.epoch, self.registration, self.identity = "", 0, b""
         self.heard_s = self.spoken_s = float("-inf")
-        self.machine = Machine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.talk: Channel[m.SchedulerMessage, m.FrontEndMessage] = Channel("")
         self.guest: Guest | None = None
         self.frames: Frames[m.SchedulerMessage] = Frames(lambda frame: post(self.identity, frame))
