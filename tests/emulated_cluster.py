@@ -141,7 +141,9 @@ async def cluster(
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         settings = router or RouterSettings(mode=mode)
-        endpoint, service = await stack.enter_async_context(emulated_router(settings, "127.0.0.1", 0))
+        endpoint, service = await stack.enter_async_context(
+            emulated_router(settings, "127.0.0.1", 0)
+        )
         made = Cluster(endpoint, service, http)
         for role, count, ranks in (
             (Role.PREFILL, prefill, prefill_tp),

@@ -1,10 +1,10 @@
-"""``--worker-extension-cls tests.e2e.careless_worker.CarelessHbm``: poisoned, and one wait less."""
+"""``--worker-extension-cls tests.e2e.careless_worker.CarelessHbm``: poisoned, one wait skipped."""
 
 from tests.poisoned_hbm import forget_a_wait, poison_hbm
 
 
 class CarelessHbm:
-    """Adds nothing to a worker; that it is named makes the worker import this module."""
+    """Adds nothing to a worker; naming it makes the worker import this module."""
 
 
 poison_hbm()

@@ -1,9 +1,9 @@
-"""Pictures of the live page over an emulated cluster under load, to look at and for the docs.
+"""Pictures of the live page of an emulated cluster under load, for inspection and the docs.
 
     PYTHONPATH=src python -m tests.e2e.dashboard_pictures FOLDER --seconds 90
 
 2P2D in this process, each SNIC throttled; agents whose contexts grow by a turn's text until they
-start again.  Each width in each theme; the same of 64 nodes and of runs that are made up.
+start again.  Each width in each theme; the same for 64 nodes and for synthetic runs.
 """
 
 import argparse
@@ -90,7 +90,7 @@ def made_up_replay(path: Path) -> None:
 async def run(folder: Path, seconds: float, devtools: str, storage: Path) -> None:
     """Take all pictures."""
     options: dict[str, Any] = {
-        # Settings are checked one by one, and a batch has to hold the blocks of the geometry.
+        # Settings are checked one by one, and a batch must hold the blocks of the geometry.
         "batch_cap_tokens": 512,
         "costs": COSTS,
         "geometry": GEOMETRY,

@@ -32,7 +32,7 @@ def test_engines_are_killed_and_stopped_and_all_tokens_are_right(
 ) -> None:
     """The prefill engines are a data-parallel group: when one is killed, the other ends too.
 
-    A decode engine ends with its rank.  All engines share DRAM, which survives them.
+    A decode engine ends with its rank.  All engines share DRAM, which outlives them.
     """
     arguments = ("--components", "PE,DE,DE rank", "--without", "SIGTERM", "--faults", "4")
     group = ("--prefill", "2", "--prefill-dp", "2", "--decode-tp", "2")
@@ -47,7 +47,7 @@ def test_engines_are_killed_and_stopped_and_all_tokens_are_right(
 def test_front_ends_are_killed_and_engines_change_their_role_and_all_tokens_are_right(
     tmp_path: Path,
 ) -> None:
-    """Faults hit the only front end, when its second request ends, and a DE at a release."""
+    """Faults hit the only front end when its second request ends, and a DE at a release."""
     arguments = ("--components", "front end,DE", "--without", "SIGTERM,SIGSTOP", "--faults", "2")
     campaign = (*CAMPAIGN[:-1], "116", *arguments, "--front-ends", "1")
     assert main([*campaign, "--out", str(tmp_path)]) == 0

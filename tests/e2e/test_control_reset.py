@@ -1,4 +1,4 @@
-"""Router and engine over real sockets whose connection is reset: nothing is lost or comes twice."""
+"""Router and engine over real sockets that are reset: no message is lost or comes twice."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ MESSAGES = 40
 
 
 class Router:
-    """The real control server, and what it hears."""
+    """The real control server, and the messages it receives."""
 
     def __init__(self) -> None:
         self.server = ControlServer(

@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows, refuses and says when the router is gone."""
+"""The live page in a real browser: what it shows, refuses, and reports without a router."""
 
 import contextlib
 import json
@@ -94,7 +94,7 @@ async def test_a_router_with_keys_shows_itself_to_who_gives_one(tab: Tab, tmp_pa
         await tab.value("document.getElementById('key').value = 'right'")
         await tab.value("document.getElementById('unlock').click()")
         await tab.until("document.documentElement.dataset.state === 'live'")
-        # The key stays out of the address and is there after a reload.
+        # The key is not part of the address and is still there after a reload.
         await live(tab, f"{made.endpoint}/dashboard")
         assert await tab.value("location.hash") == ""
 

@@ -30,12 +30,12 @@ pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
 MODE = Mode.DUALPATH
-#: Engines that are cut differently exchange KV and share a storage.
+#: Engines of different tensor parallelism exchange KV and share a storage.
 RANKS = {"prefill-0": 4, "prefill-1": 1, "decode-0": 2}
 
 
 def ranks_of(process: LocalProcess) -> list[int]:
-    """The processes of an engine's ranks that follow."""
+    """The processes of an engine's follower ranks."""
     return [pid for pid, stat in all_processes() if stat.parent == process.pid]
 
 

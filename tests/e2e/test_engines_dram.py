@@ -1,4 +1,4 @@
-"""Real engines that take hits from DRAM, their own and their node's, say what a plain one says."""
+"""Real engines with hits in DRAM, their own and their node's, answer like a plain engine."""
 
 import itertools
 import json
@@ -42,14 +42,14 @@ AGENTS = [
 ]
 
 
-#: Whoever says so is kept, and brought back, for nobody.
+#: Hints that disable retention and prefetch.
 NO_MORE = {"prefetch": 0, "done": 1}
 HASTY = ("--worker-extension-cls", "tests.e2e.hasty_worker.HastyKeeper")
 
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    """What a plain engine says to the agents."""
+    """A plain engine's answers to the agents."""
     with PlainEngine(
         make_tiny_model("qwen2"), tmp_path_factory.mktemp("plain"), BLOCK_TOKENS
     ) as plain:
@@ -57,7 +57,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
 
 
 def keeping(folder: Path, **changes: object) -> LocalClusterSettings:
-    """Settings of engines whose buffers hold less than three agents each."""
+    """Settings of engines whose buffers cache less than three agents each."""
     return tiny_cluster_settings(
         make_tiny_model("qwen2"),
         folder / "storage",
@@ -69,7 +69,7 @@ def keeping(folder: Path, **changes: object) -> LocalClusterSettings:
 
 
 class Served(NamedTuple):
-    """The cluster, and what a plain engine says to the agents."""
+    """The cluster, and a plain engine's answers to the agents."""
 
     cluster: EngineCluster
     turns: list[list[list[int]]]
@@ -127,7 +127,7 @@ class Paused(NamedTuple):
 
 
 def first_turn(cluster: EngineCluster, turns: list[list[int]], salt: str) -> Paused:
-    """Play the first turn of the first agent, whose KV nobody brings back unasked."""
+    """Play the first turn of the first agent, whose KV is not prefetched."""
     first, second = AGENTS[0][:2]
     hints = {"session_id": salt, "prefetch": 0}
     answer = cluster.ask(first.append, first.generate, salt, hints=hints)
@@ -139,7 +139,7 @@ def first_turn(cluster: EngineCluster, turns: list[list[int]], salt: str) -> Pau
 
 
 def push_out(cluster: EngineCluster, keys: list[bytes]) -> None:
-    """Let others ask until none of these blocks lies in a buffer."""
+    """Send other requests until none of these blocks is in a buffer."""
     numbers = itertools.count()
 
     def gone() -> bool:
@@ -151,7 +151,7 @@ def push_out(cluster: EngineCluster, keys: list[bytes]) -> None:
 
 
 def say(cluster: EngineCluster, session: str, **hints: object) -> None:
-    """Speak of a session while its tool runs."""
+    """Send session hints while the agent's tool runs."""
     body = json.dumps({"cache_salt": session, **hints}).encode()
     url = f"{cluster.url}/dualpath/v1/sessions/{session}"
     with urllib.request.urlopen(url, body, timeout=GUARD_S) as response:
@@ -195,7 +195,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
         cluster.forget_assignments()
         answer = cluster.ask(agent.prompt, GENERATE, "sharing")
         assert answer == (agent.answer, len(agent.keys) * BLOCK_TOKENS)
-        # The router has heard of it.
+        # The router knows the block.
         (note,) = cluster.assignments()
         assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
         cluster.wait_idle()
@@ -218,7 +218,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
 def test_a_janitor_that_removes_blocks_in_mid_request_changes_no_token(
     turns: list[list[list[int]]], tmp_path: Path
 ) -> None:
-    """Nothing is protected: what a look-up has promised may be gone before it is read."""
+    """No block is protected: a block found by a look-up may be removed before it is read."""
     limits = tmp_path / "limits.toml"
     limits.write_text("[engine]\nstorage_protect_s = 0.0\nstorage_low = 0.3\n")
     settings = keeping(

@@ -1,4 +1,4 @@
-"""Real engines of four ranks, each with a KV head of its own, or fewer KV heads than ranks."""
+"""Real engines of four ranks, with one KV head per rank, or with fewer KV heads than ranks."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ def test_four_ranks_decode_what_two_compute(
 def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
     pe: int, de: int, agents: list[list[Round]], tmp_path: Path
 ) -> None:
-    """Of four ranks two each have the same of Gemma's two KV heads, windows and all."""
+    """Of four ranks two each have the same of Gemma's two KV heads; layers have windows."""
     model, rounds = make_tiny_model("gemma3"), agents[0][:TURNS]
     settings = tiny_cluster_settings(
         *(model, tmp_path / "storage"), block_tokens=BLOCK_TOKENS, prefill_tp=pe, decode_tp=de

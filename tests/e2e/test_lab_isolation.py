@@ -17,7 +17,7 @@ from dualpath.laboratory.lab.steps import CNIC
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 
 NAME = f"iso{os.getpid()}"
-#: More than all there is besides the bulk: messages, replies, connections.
+#: An upper bound of all bytes besides the bulk: messages, replies, connections.
 BULK_BYTES = 1 << 20
 SETTINGS = IsolationSettings(
     nodes="1P1D",

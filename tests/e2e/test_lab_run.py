@@ -41,7 +41,7 @@ NODES = EmulatedNodes(
 )
 WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
 LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
-#: A busy machine spoils times only, which nothing here looks at.
+#: A busy machine affects only times, which are not asserted here.
 ANY_LOAD = 1.0
 
 
@@ -122,7 +122,7 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
         others = [
             made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
         ]
-    # The only DE has had every history; nothing is read again.
+    # The only DE has cached every context; nothing is read again.
     assert kept.storage_bytes == 0
     assert dram_share(kept) == 1.0
     hits = kept.client.replay.summary.hit_tokens
@@ -188,7 +188,7 @@ def test_the_janitor_removes_the_lab_of_a_killed_process(tmp_path: Path) -> None
         maker.wait(GUARD_S)
     _wait(engines)
     _wait(janitor)
-    # What the fixture now looks for is gone: nobody has called `lab down`.
+    # The fixture now expects no lab, and `lab down` was not called.
 
 
 def _janitors() -> list[int]:

@@ -1,4 +1,4 @@
-"""A cluster of emulated engines on two raylets: it answers, loses a node, and gets it back."""
+"""A cluster of emulated engines on two raylets: it answers, loses a node, and recovers."""
 
 import os
 import threading
@@ -77,7 +77,7 @@ def answer(cluster: LocalCluster, generate: int) -> Answer:
 
 
 def looked_after(cluster: LocalCluster, true: Callable[[], object], what: str) -> None:
-    """Wait for a condition while the cluster is watched, as `dualpath serve` does."""
+    """Wait for a condition while the cluster is supervised as by `dualpath serve`."""
 
     def look() -> object:
         cluster.supervise()
@@ -166,7 +166,7 @@ def test_ray_gives_engines_their_devices_and_what_it_cannot_place_is_refused(
 
 
 def spoken(secret: str, ray_cluster: RayCluster) -> list[str]:
-    """Return where a secret can be read: in files of Ray, on a command line."""
+    """Return where a secret can be read: files of Ray, command lines."""
     found = [
         str(path)
         for path in Path(ray_cluster.folder).rglob("*")

@@ -1,4 +1,4 @@
-"""Engines change their role under agents, asked by a call; no request fails, no byte is wrong."""
+"""Engines change their role under agents by an HTTP call; no request fails, no byte is wrong."""
 
 import asyncio
 import contextlib
@@ -33,7 +33,7 @@ from dualpath.router.control.roles_client import call_roles
 
 
 class Supervised(Cluster):
-    """A cluster whose engines are started again in the role that the router wishes."""
+    """A cluster whose engines are restarted in the role that the router requests."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)
@@ -64,7 +64,7 @@ class Supervised(Cluster):
 
     @contextlib.asynccontextmanager
     async def supervised(self) -> AsyncIterator[None]:
-        """Watch the engines in the block, as ``dualpath serve`` does."""
+        """Supervise the engines in the block, as ``dualpath serve`` does."""
 
         async def watch() -> None:
             while True:
@@ -117,5 +117,5 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
     restarted = "prefill-1 has exited as requested and is restarted"
     ended = [r.message for r in caplog.records if r.name.endswith(".restarts")]
     assert ended[0] == restarted
-    assert len(ended) == 2  # and nothing ended by itself
+    assert len(ended) == 2  # and no process ended by itself
     print(dict(agents.ends), said.out)
