@@ -66,7 +66,7 @@ async def test_removing_a_tenant_removes_all_its_answers_and_no_others(tmp_path:
         for salt in SALTS:
             await ask(made, salt)
     tree, index = PosixObjects(storage), ChainIndex()
-    Survey(tree, index, lambda: 0.0).whole()
+    Survey(tree, index, lambda: 0.0).run_to_end()
     remove(
         tree,
         index,

@@ -5,6 +5,7 @@ ends, for whatever reason, its connection ends.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
@@ -84,9 +85,8 @@ class ConnectedLeader:
         self._reason: str | None = None
         self._lock = threads.lock()
         for follower in followers:
-            threads.start(
-                f"rank-{follower.rank}", lambda follower=follower: self._receive(follower)
-            )  # type: ignore[misc]
+            receive = functools.partial(self._receive, follower)
+            threads.start(f"rank-{follower.rank}", receive)
 
     def broadcast(self, value: T | None) -> T:
         """See ``RankGroup``."""
