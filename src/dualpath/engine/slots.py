@@ -132,6 +132,7 @@ class SlotPool:
             slots = cached + [self._allocate(request_id) for _ in range(count - len(cached))]
             self._leases[request_id] = slots
             granted.append(Grant(request_id, tuple(slots), len(cached)))
+        self._check_count()
         return granted
 
     def allocate(self) -> int | None:
@@ -148,6 +149,7 @@ class SlotPool:
     def free_slot(self, slot: int) -> None:
         """End the lease of a slot from ``allocate``."""
         self._end_lease(slot)
+        self._check_count()
 
     def cache_blocks(
         self, owner: str, slots: Iterable[int], keys: Iterable[BlockKey], parent: BlockKey
@@ -183,6 +185,7 @@ class SlotPool:
         for old in replaced:
             held[held.index(old)] = self._allocate(request_id)
             self._end_lease(old)
+        self._check_count()
         return True
 
     def release(self, request_id: str) -> bool:
@@ -192,6 +195,7 @@ class SlotPool:
         slots = self._leases.pop(request_id, None)
         for slot in slots or ():
             self._end_lease(slot)
+        self._check_count()
         return slots is not None or len(self._waiting) < before
 
     def quarantine(self, request_id: str) -> None:
@@ -220,6 +224,7 @@ class SlotPool:
         """Free a request's quarantined slots: its writer is confirmed dead or has finished."""
         for slot in self._quarantine.pop(request_id, ()):
             self._end_lease(slot)
+        self._check_count()
 
     def pin(self, slots: Iterable[int]) -> None:
         """Pin slots whose memory is going to be read or written."""
@@ -234,6 +239,7 @@ class SlotPool:
                 raise ValueError(f"slot {slot} is not pinned")
             self._pins[slot] -= 1
             self._free_if_unused(slot)
+        self._check_count()
 
     def _allocate(self, owner: str) -> int:
         slot = self._free.popleft() if self._free else self.cached.evict()
@@ -241,7 +247,6 @@ class SlotPool:
         assert not self._pins[slot], f"slot {slot} is pinned and free"
         self._in_use += 1
         self._ref_count[slot], self._writer[slot] = 1, owner
-        self._check_count()
         return slot
 
     def _end_lease(self, slot: int) -> None:
@@ -260,7 +265,6 @@ class SlotPool:
             self.cached.make_evictable(slot)
             if not self.caching:
                 self._free.extend(self.cached.evict_all())
-        self._check_count()
 
     def _check_count(self) -> None:
         """Every slot is free, evictable or in use; a slot that is freed twice breaks the sum."""
