@@ -38,7 +38,7 @@ def holding_blocks(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def most_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
+def max_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
     """Maximum hit blocks of a prompt: at least its last token has to be computed (§A.4)."""
     return max(prompt_tokens - 1, 0) // block_tokens
 
@@ -171,7 +171,7 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
 
     def max_hit_blocks(self, prompt_tokens: int) -> int:
         """Maximum hit blocks of a prompt."""
-        return most_hit_blocks(prompt_tokens, self.block_tokens)
+        return max_hit_blocks(prompt_tokens, self.block_tokens)
 
 
 class Protection(enum.StrEnum):

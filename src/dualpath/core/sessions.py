@@ -1,4 +1,4 @@
-"""Sessions between router and engines: what both ends agree on, without sockets or clocks.
+"""The protocol of sessions between router and engines, without sockets or clocks.
 
 A *session* connects one engine process with one router process.  It begins empty: the engine counts
 no request and holds no slot.  It survives a reset of its connection: messages are numbered, stored
@@ -79,6 +79,8 @@ class Channel(Generic[M, R]):
         """Number a message and store it until it is acknowledged; return its envelope."""
         self._sent += 1
         self._unacknowledged.append((self._sent, message, now_s))
+        first = self._unacknowledged[0][0]
+        assert first + len(self._unacknowledged) == self._sent + 1, "a number is missing"
         return self._envelope(self._sent, message)
 
     def send_lossy(self, message: M) -> Envelope[M]:

@@ -7,7 +7,7 @@ Everything an attempt has taken is given back by ``over``, however it ends.
 import asyncio
 import logging
 
-from dualpath.core.blocks import holding_blocks, most_hit_blocks
+from dualpath.core.blocks import holding_blocks, max_hit_blocks
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.request_messages import KvInHbm, PrefillDone
 from dualpath.core.runs import HitRun
@@ -131,7 +131,7 @@ class EngineAttempt:
 
     async def _look_up(self) -> int:
         order, block_tokens = self._order, self._context.block_tokens
-        keys = order.keys[: most_hit_blocks(order.prompt_tokens, block_tokens)]
+        keys = order.keys[: max_hit_blocks(order.prompt_tokens, block_tokens)]
         if not order.cacheable or not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):

@@ -16,7 +16,7 @@ from dualpath.storage.host_process import has_exited
 
 
 class Witnesses:
-    """Asks about processes; ``send`` reaches an engine, which answers ``Gone`` or nothing.
+    """Asks about processes; ``send`` reaches an engine, which answers ``ConfirmedDead`` or nothing.
 
     ``has_exited`` is the word of the router's own machine.
     """
