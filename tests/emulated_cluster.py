@@ -1,4 +1,4 @@
-"""Emulated engines and their router within a test's process; transfers stay in it as well."""
+"""Emulated engines and their router within a test's process; transfers stay in it too."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ GEOMETRY = block_geometry(COSTS.layers, 4, COSTS.kv_bytes_per_token)
 
 
 class Cluster:
-    """What a test needs to know of its cluster."""
+    """A running cluster: its endpoint, router service and engines."""
 
     def __init__(self, endpoint: str, service: RouterService, http: aiohttp.ClientSession) -> None:
         self.fabric = InProcessFabric()

@@ -38,7 +38,7 @@ def poison_hbm(patch: Patch = setattr) -> None:
     patch(LayerStream, "_load", load)
 
 
-def forget_a_wait(unwaited: int, patch: Patch = setattr) -> None:
+def skip_wait(unwaited: int, patch: Patch = setattr) -> None:
     """Make this process's prefill engines skip the wait for the stored KV of one layer.
 
     Its loads begin when it is computed, so that they are late in every run.

@@ -82,7 +82,7 @@ class Reader:
         try:
             status, text = self._get("/health")
         except OSError as error:
-            return f"nobody answers ({error})"
+            return f"no server answers ({error})"
         return "" if status == 200 else text
 
     def _get(self, path: str) -> tuple[int, str]:

@@ -209,7 +209,7 @@ class EngineCluster:
         """Return the answer to one request."""
         return complete(self.url, prompt, generate, salt, model, hints)
 
-    def kept_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
+    def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
         """Return, per engine, how many blocks of a chain its buffer caches, as the router knows."""
         engines = self.service.context.kept._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}

@@ -1,9 +1,9 @@
-"""``--worker-extension-cls tests.e2e.hasty_worker.HastyKeeper``: janitors that run continuously."""
+"""``--worker-extension-cls tests.e2e.hasty_worker.FrequentJanitor``: continuous janitors."""
 
 from dualpath.engine import storage_keeping
 
 
-class HastyKeeper:
+class FrequentJanitor:
     """Adds nothing to a worker; naming it makes the worker import this module."""
 
 

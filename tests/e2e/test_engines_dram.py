@@ -44,7 +44,7 @@ AGENTS = [
 
 #: Hints that disable retention and prefetch.
 NO_MORE = {"prefetch": 0, "done": 1}
-HASTY = ("--worker-extension-cls", "tests.e2e.hasty_worker.HastyKeeper")
+FREQUENT_JANITOR = ("--worker-extension-cls", "tests.e2e.hasty_worker.FrequentJanitor")
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def turns(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
         return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
 
 
-def keeping(folder: Path, **changes: object) -> LocalClusterSettings:
+def caching_settings(folder: Path, **changes: object) -> LocalClusterSettings:
     """Settings of engines whose buffers cache less than three agents each."""
     return tiny_cluster_settings(
         make_tiny_model("qwen2"),
@@ -81,7 +81,7 @@ def served(
 ) -> Iterator[Served]:
     """1P1D that starts while the plain engine is asked."""
     folder = tmp_path_factory.mktemp("dram")
-    with EngineCluster(keeping(folder), folder) as cluster:
+    with EngineCluster(caching_settings(folder), folder) as cluster:
         names = start_both(cluster)
         turns = request.getfixturevalue("turns")
         cluster.wait_for(*names)
@@ -144,7 +144,7 @@ def push_out(cluster: EngineCluster, keys: list[bytes]) -> None:
 
     def gone() -> bool:
         cluster.ask(AGENTS[1][0].append, 1, f"other {next(numbers)}", hints=NO_MORE)
-        return not cluster.kept_blocks(keys)
+        return not cluster.cached_blocks(keys)
 
     until(gone, "an agent's blocks pushed out of all buffers")
     cluster.wait_idle()
@@ -164,7 +164,7 @@ def test_what_a_client_asks_for_in_a_pause_is_in_dram_for_its_next_turn(served: 
     push_out(cluster, agent.keys)
     fetched = cluster.total("dram_fetched_blocks", "de-0")
     say(cluster, "paused", next_turn_s=0, retain_s=GUARD_S)
-    until(lambda: cluster.kept_blocks(agent.keys) == {"de-0": len(agent.keys)}, "blocks back")
+    until(lambda: cluster.cached_blocks(agent.keys) == {"de-0": len(agent.keys)}, "blocks back")
     until(
         lambda: cluster.total("dram_fetched_blocks", "de-0") >= fetched + len(agent.keys),
         "blocks counted",
@@ -187,7 +187,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
     turns: list[list[list[int]]], tmp_path: Path
 ) -> None:
     shared = {"dram_dir": str(tmp_path / "shared"), "dram_bytes": 512 * BLOCK_BYTES}
-    with EngineCluster(keeping(tmp_path, **shared), tmp_path) as cluster:
+    with EngineCluster(caching_settings(tmp_path, **shared), tmp_path) as cluster:
         cluster.wait_for(*start_both(cluster))
         agent = first_turn(cluster, turns[0], "sharing")
         push_out(cluster, agent.keys)
@@ -221,13 +221,13 @@ def test_a_janitor_that_removes_blocks_in_mid_request_changes_no_token(
     """No block is protected: a block found by a look-up may be removed before it is read."""
     limits = tmp_path / "limits.toml"
     limits.write_text("[engine]\nstorage_protect_s = 0.0\nstorage_low = 0.3\n")
-    settings = keeping(
+    settings = caching_settings(
         tmp_path,
         storage_quota=24 * (HEADER_BYTES + BLOCK_BYTES),
         config_file=str(limits),
     )
     with EngineCluster(settings, tmp_path) as cluster:
-        cluster.wait_for(*start_both(cluster, *HASTY))
+        cluster.wait_for(*start_both(cluster, *FREQUENT_JANITOR))
 
         salts = itertools.cycle("abc")
 

@@ -26,7 +26,7 @@ def test_four_ranks_decode_what_two_compute(
     settings = tiny_cluster_settings(tiny_model(), tmp_path / "storage", prefill_tp=2, decode_tp=4)
     with EngineCluster(settings, tmp_path) as cluster:
         cluster.wait_for(*[cluster.start_engine(role, 0) for role in Role])
-        says_as_a_plain_engine(cluster, agents[0][:TURNS], truth.turns[0][:TURNS])
+        check_tokens_and_hits(cluster, agents[0][:TURNS], truth.turns[0][:TURNS])
 
 
 @pytest.mark.parametrize(("pe", "de"), [(4, 2), (1, 4)])
@@ -43,10 +43,10 @@ def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
         with PlainEngine(model, tmp_path, BLOCK_TOKENS) as plain:
             expected = play_plain(plain.url, rounds)
         cluster.wait_for(*names)
-        says_as_a_plain_engine(cluster, rounds, expected)
+        check_tokens_and_hits(cluster, rounds, expected)
 
 
-def says_as_a_plain_engine(
+def check_tokens_and_hits(
     cluster: EngineCluster, rounds: list[Round], expected: list[list[int]]
 ) -> None:
     """Play an agent, then its last turn with nothing stored; compare tokens and hits."""

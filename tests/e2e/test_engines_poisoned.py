@@ -22,7 +22,7 @@ AGENT = [
     Round([5 + (11 * index) % 480 for index in range(300)], GENERATE),
 ]
 POISONED = ("--worker-extension-cls", "tests.e2e.poisoned_worker.PoisonedHbm")
-CARELESS = ("--worker-extension-cls", "tests.e2e.careless_worker.CarelessHbm")
+CARELESS = ("--worker-extension-cls", "tests.e2e.careless_worker.UnwaitedHbm")
 
 
 @pytest.mark.parametrize(("kind", "buffers"), [("qwen2", 1), ("gemma3", 2)])

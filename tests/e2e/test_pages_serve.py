@@ -97,6 +97,6 @@ def missing(endpoint: str) -> str:
         response = connection.getresponse()
         return "" if response.status == 200 else response.read().decode()
     except OSError as error:
-        return f"nobody answers ({error})"
+        return f"no server answers ({error})"
     finally:
         connection.close()

@@ -24,7 +24,7 @@ ROUTERS = ("router-0", "router-1")
 AGENTS = 6
 #: Statuses that OpenAI's clients retry as temporary.
 RETRIED = (429, 503)
-RETRIED_ENDS = {"turned away", "not there", "not answered"}
+RETRIED_ENDS = {"refused", "not there", "not answered"}
 
 
 class Cluster:
@@ -96,7 +96,7 @@ class Agents:
                 url = f"{self._endpoint}/v1/completions"
                 async with self._http.post(url, json=body) as answer:
                     if answer.status in RETRIED:
-                        self.ends["turned away"] += 1
+                        self.ends["refused"] += 1
                         await asyncio.sleep(float(answer.headers["Retry-After"]) / 10)
                         continue
                     if answer.status != 200:

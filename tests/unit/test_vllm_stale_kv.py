@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.engine_harness import ToyCluster
-from tests.poisoned_hbm import forget_a_wait, poison_hbm
+from tests.poisoned_hbm import poison_hbm, skip_wait
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention.attention import (
@@ -212,7 +212,7 @@ def test_one_missing_wait_changes_the_output_of_the_layers(
     unwaited: int, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_hbm(monkeypatch.setattr)
-    forget_a_wait(unwaited, monkeypatch.setattr)
+    skip_wait(unwaited, monkeypatch.setattr)
     engine = Engine(Model(()), 2, worker)
     transfer = engine.load("r", 0, 0)
     assert engine.compute(transfer, BlockRun(0, 2)).isfinite().all()
