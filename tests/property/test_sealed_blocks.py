@@ -166,9 +166,9 @@ def test_writing_does_not_change_the_payload() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "has 0 characters, at least 64"),
-        ("# nothing", "has 0 characters, at least 64"),
-        (f"{OLD}\nshort", "has 5 characters, at least 64"),
+        ("", "has 0 characters, must have at least 64"),
+        ("# nothing", "has 0 characters, must have at least 64"),
+        (f"{OLD}\nshort", "has 5 characters, must have at least 64"),
         (f"{OLD}\n{OLD}", "has 2 storage keys, 1 of them different"),
     ],
 )
