@@ -1,8 +1,8 @@
 """CPU milliseconds for the block keys of a prompt, which the router computes for each request.
 
-Run: ``python benchmarks/block_keys.py``.  Methods are interleaved, best of 30: CBOR's encoder block
-by block, the former implementation; all tokens encoded at once; and a prompt with a cached prefix,
-the usual turn of an agent, which appends ``APPENDED_TOKENS``.
+Run:  ``python benchmarks/block_keys.py``.  Methods are interleaved, best of 30:  CBOR's encoder
+block by block, the former implementation; all tokens encoded in one call; and a prompt with a
+cached prefix, the usual turn of an agent, which appends ``APPENDED_TOKENS``.
 """
 
 import hashlib
@@ -54,8 +54,8 @@ def main() -> None:
 
     ways: dict[str, Callable[[], float]] = {
         "tokens encoded one by one": lambda: cpu_ms(lambda: encoded_one_by_one(prompt)),
-        "all tokens encoded at once": lambda: cpu_ms(lambda: block_keys(prompt, BLOCK_TOKENS)),
-        "at once, cached for a next turn": lambda: cpu_ms(
+        "all tokens encoded in one call": lambda: cpu_ms(lambda: block_keys(prompt, BLOCK_TOKENS)),
+        "in one call, cached for the next turn": lambda: cpu_ms(
             lambda: KeyCache(BLOCK_TOKENS).keys(prompt)
         ),
         "next turn, with a cached prefix": next_turn,

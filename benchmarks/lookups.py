@@ -81,7 +81,7 @@ class Engine:
                 self.lookups.expire(OS_THREADS.now_ns())
         return [self.answers[call_id].hit_blocks for call_id in range(len(chains))]
 
-    def asked(self, keys: Sequence[BlockKey], stored: int) -> int:
+    def count_stat_calls(self, keys: Sequence[BlockKey], stored: int) -> int:
         """Return the number of `stat` calls of a look-up, which must find all stored blocks."""
         before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
         assert self.look_up([keys]) == [stored]
@@ -104,7 +104,10 @@ def count_stats(boundaries: Iterable[int], directory: Path | None) -> Table:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             write(Path(folder), keys[:stored])
             engine = Engine(Path(folder))
-            cold, warm = engine.asked(keys, stored), engine.asked(keys, stored)
+            cold, warm = (
+                engine.count_stat_calls(keys, stored),
+                engine.count_stat_calls(keys, stored),
+            )
             engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
         rows.append((f"{stored:,}", str(cold), str(warm)))
     title = f"stats of a look-up of {CHAIN_BLOCKS:,} blocks"

@@ -8,12 +8,11 @@ equal numbers.  Simulated.
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
@@ -25,11 +24,13 @@ from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
 from dualpath.policy import decode, prefill, read_side
 from dualpath.policy.accounts import Column, IntArray
+from dualpath.policy.accounts import Table as TokenTable
 from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.policy.events import PE_LONG_QUEUE, PE_SHORT_QUEUE
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
-Placed = tuple[IntArray, NDArray[np.bool_]]
+Placed = tuple[IntArray, IntArray]
 
 # The originals, which some variants call.
 ALGORITHM_1 = prefill.assign_prefill
@@ -47,7 +48,15 @@ class Variant(NamedTuple):
 
 
 def classify_once(
-    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    lengths: Column,
+    kept_rows: Column,
+    kept: TokenTable,
+    worth: float,
+    alpha_tokens: int,
+    beta_tokens: int,
 ) -> Placed:
     """Algorithm 1 literally: an engine's category is fixed for the whole fetch."""
     load = list(tok)
@@ -59,24 +68,29 @@ def classify_once(
         row = min(chosen, key=lambda one: load[one])
         rows.append(row)
         load[row] += length
-    return np.array(rows, np.int64), np.full(len(rows), bool(second))
+    reason = PE_SHORT_QUEUE if second else PE_LONG_QUEUE
+    return np.array(rows, np.int64), np.full(len(rows), reason)
 
 
 def least_tokens_only(
-    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
     """Algorithm 1 without read queues: no preference of C2 over C3."""
-    queues = [0] * len(read_q)
-    return ALGORITHM_1(tok, node, queues, lengths, alpha_tokens, beta_tokens)
+    return ALGORITHM_1(tok, node, np.zeros(len(read_q), np.int64), *others)
 
 
 def fewest_requests_by_order(
-    tok: Column, seq: Column, free_hbm: Column, lengths: Column, threshold_factor: float
+    tok: Column,
+    seq: Column,
+    *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
     """Phase 2 with ties in request counts decided by lowest order, not by fewest tokens."""
     # Distinct ranks leave no ties.
-    ranked = [requests * len(seq) + row for row, requests in enumerate(seq)]
-    return PHASE_2(tok, ranked, free_hbm, lengths, threshold_factor)
+    ranked = np.array([requests * len(seq) + row for row, requests in enumerate(seq)])
+    return PHASE_2(tok, ranked, *others)
 
 
 def drain_by_reported_tokens(placer: TwoPhaseDecodePlacer) -> None:

@@ -3,7 +3,7 @@
 Run: ``python benchmarks/simulator_speed.py [scale] [small] [scaling] [peer] [--dynamo DIRECTORY]``;
 without names every part runs.  ``scale`` is the paper's largest cluster (§7.6), ``small`` its
 2P4D with both cores, ``scaling`` doubles agents and nodes together, ``peer`` replays one trace
-file here and in Dynamo's simulator, whose environment ``peers/dynamo_simulator/set_up.sh`` makes.
+file here and in Dynamo's simulator, whose environment ``peers/dynamo_simulator/set_up.sh`` creates.
 
 Every figure is measured in a new child process on one core.  A first run with a few agents
 compiles; this run, generating the workload and reading the trace are reported separately.
@@ -171,7 +171,7 @@ def against(value: float, limit: float | None, form: str) -> str:
     """Return a limit and whether the value is within it."""
     if limit is None:
         return "-"
-    return f"{limit:{form}} {'kept' if value <= limit else 'EXCEEDED'}"
+    return f"{limit:{form}} {'met' if value <= limit else 'EXCEEDED'}"
 
 
 def cases_table(cases: Sequence[Case]) -> str:

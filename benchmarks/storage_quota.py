@@ -175,7 +175,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
     written = len({key for keys in chains.values() for key in keys})
     quota = written // quota_share
     limits = StorageLimits(quota_bytes=quota * BLOCK_BYTES)
-    ideal, hits, ideal_hits, asked = IdealLru(quota), 0, 0, 0
+    ideal, hits, ideal_hits, prompt_tokens = IdealLru(quota), 0, 0, 0
     most = most_between = since = 0
     with tempfile.TemporaryDirectory(dir=directory) as folder:
         storage = JanitorStorage(Path(folder), limits)
@@ -194,7 +194,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
             hits += storage.serve(turn.agent, keys, turn.prompt)
             most = max(most, len(storage.tree.blocks))
             ideal_hits += ideal.serve(keys, turn.prompt)
-            asked += turn.prompt
+            prompt_tokens += turn.prompt
         storage.step()
         real_bytes, index = storage.used_bytes(), storage.janitor.index
         assert index is not None
@@ -203,8 +203,8 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
     rows = (
         ("turns", f"{len(turns):,}"),
         ("blocks written, of the quota", f"{storage.written_blocks / quota:.1f} x"),
-        ("hit tokens, of prompt tokens", f"{hits / asked:.1%}"),
-        ("the same for an ideal LRU", f"{ideal_hits / asked:.1%}"),
+        ("hit tokens, of prompt tokens", f"{hits / prompt_tokens:.1%}"),
+        ("the same for an ideal LRU", f"{ideal_hits / prompt_tokens:.1%}"),
         ("hit tokens, of the ideal's", f"{hits / ideal_hits:.3f}"),
         ("maximum in storage, of the quota", f"{most / quota:.3f}"),
         ("maximum written between two steps, of the quota", f"{most_between / quota:.3f}"),

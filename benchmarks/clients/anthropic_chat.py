@@ -19,7 +19,7 @@ def main(url: str, model: str) -> None:
         streamed = "".join(stream.text_stream)
     assert streamed == "".join(block.text for block in whole.content if block.type == "text")
     assert whole.usage.output_tokens == 24
-    print(f"{whole.usage.output_tokens} tokens, whole and streamed alike")
+    print(f"{whole.usage.output_tokens} tokens, complete and streamed")
 
 
 if __name__ == "__main__":

@@ -199,14 +199,14 @@ CLIENTS = (
         _inference_perf_results,
     ),
     Client(
-        Package("mini-swe-agent", "2.4.6", beside=("litellm==1.106.2", "mcp")),
+        Package("mini-swe-agent", "2.4.6", additional=("litellm==1.106.2", "mcp")),
         _mini_swe_agent,
         _trajectory,
         {**_OFFLINE, "MSWEA_CONFIGURED": "1", "MSWEA_COST_TRACKING": "ignore_errors"},
     ),
     Client(
         # It counts tokens with a table that tiktoken would download, and that LiteLLM contains.
-        Package("agentperf-local", "0.3.4", python=(3, 12), beside=("litellm==1.106.2",)),
+        Package("agentperf-local", "0.3.4", python=(3, 12), additional=("litellm==1.106.2",)),
         _agentperf,
         _agentperf_results,
         paths={"TIKTOKEN_CACHE_DIR": "litellm/litellm_core_utils/tokenizers"},

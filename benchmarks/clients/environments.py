@@ -18,14 +18,14 @@ class Package(NamedTuple):
     """A client on a package index.
 
     ``python`` is the oldest Python on which its code runs; ``asks_for_newer``: its metadata
-    requires a newer one.  ``beside`` are packages that it imports without requiring them.
+    requires a newer one.  ``additional`` are packages that it imports without requiring them.
     """
 
     name: str
     version: str
     python: tuple[int, int] = (3, 10)
     asks_for_newer: bool = False
-    beside: tuple[str, ...] = ()
+    additional: tuple[str, ...] = ()
 
 
 class NotRunnable(Exception):
@@ -70,7 +70,7 @@ def _install(package: Package, python: Path) -> None:
     into = ("pip", "install", "--quiet", "--python", str(python))
     client = f"{package.name}=={package.version}"
     if not package.asks_for_newer:
-        _uv(*into, client, *package.beside)
+        _uv(*into, client, *package.additional)
         return
     # Only pip can install on an older Python than required; as it would also choose dependencies
     # for the newer one, uv installs those.
@@ -80,7 +80,7 @@ def _install(package: Package, python: Path) -> None:
     read = f"import importlib.metadata as m; print('\\n'.join(m.requires({package.name!r}) or []))"
     listed = subprocess.run([str(python), "-c", read], check=True, capture_output=True, text=True)
     needed = [line for line in listed.stdout.splitlines() if not re.search(r";.*\bextra\b", line)]
-    _uv(*into, *needed, *package.beside)
+    _uv(*into, *needed, *package.additional)
 
 
 def _uv(

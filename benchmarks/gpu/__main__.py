@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu {prefill,copies}``; see README.md beside this file."""
+"""``python -m benchmarks.gpu {prefill,copies}``; see README.md in this folder."""
 
 import argparse
 import json

@@ -25,7 +25,7 @@ _SMI_FIELDS = (
 
 
 class _DoneCopy:
-    """A copy of ``HostCopier``, which is done at once."""
+    """A copy of ``HostCopier``, complete when it is created."""
 
     event: DeviceEvent = PASSED
 

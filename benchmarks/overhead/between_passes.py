@@ -64,14 +64,14 @@ def idle_times(tracks: Mapping[str, Sequence[Span]], buffers: int) -> list[Idle]
     if not tracks.get("compute"):
         return []  # mode oracle
     layers = 1 + max(_layer(span) for span in tracks["compute"])
-    beside = [s for s in (*tracks["engine"], *tracks.get("pass", ())) if s.name in _SPANS]
+    work = [s for s in (*tracks["engine"], *tracks.get("pass", ())) if s.name in _SPANS]
     # Work during the computation of a pass delays nothing.
     computed = [_between(tracks["compute"], one, following) for one, following in pairs]
-    alone = [s for s in beside if not any(_covers(spans_of_pass, s) for spans_of_pass in computed)]
+    outside = [s for s in work if not any(_covers(spans_of_pass, s) for spans_of_pass in computed)]
     found = []
     for one, following in pairs:
         parts: dict[str, float] = defaultdict(float)
-        for span in _between(alone, one, following):
+        for span in _between(outside, one, following):
             parts[_SPANS[span.name]] += span.end_s - span.start_s
         if following.start_s - one.end_s - sum(parts.values()) > _MAX_GAP_S:
             continue

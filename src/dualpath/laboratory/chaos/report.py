@@ -46,9 +46,9 @@ def _settings(result: CampaignResult) -> tuple[str, ...]:
         f"{load.agents} agents that send requests without pause, contexts up to "
         f"{load.context_tokens + load.append_tokens} tokens; clients disconnect in "
         f"{load.leave_share:.0%} of requests; deadline {load.request_deadline_s:g} s",
-        f"seed {settings.seed}; at most {settings.at_once} faults at once; "
+        f"seed {settings.seed}; at most {settings.at_once} concurrent faults; "
         f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores, "
-        f"whose load average was {result.load_average:.0f}, this campaign included",
+        f"whose load average was {result.load_average:.0f}, including this campaign",
     )
 
 

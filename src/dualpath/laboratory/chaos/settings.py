@@ -45,7 +45,10 @@ class EmulatedEnginesSettings(Settings, frozen=True, kw_only=True):
     )
     buffer_blocks: Annotated[int, Setting("blocks of a PE or DE buffer", ge=1)] = 700
     shared_blocks: Annotated[
-        int, Setting("blocks of DRAM, beside the buffers, that all engines share; 0: none", ge=0)
+        int,
+        Setting(
+            "blocks of DRAM, in addition to the buffers, that all engines share; 0: none", ge=0
+        ),
     ] = 0
     prefill_tp: Annotated[
         int, Setting("ranks of a PE: processes that are killed and stopped one by one", ge=1)
@@ -108,7 +111,7 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
         int, Setting("faults between two pauses of the load with a check for leaks", ge=1)
     ] = 50
     storage: Annotated[
-        str, Setting("folder on a disk; empty: a folder beside the logs", metavar="DIR")
+        str, Setting("folder on a disk; empty: a folder next to the logs", metavar="DIR")
     ] = ""
 
     def check(self) -> None:

@@ -33,7 +33,7 @@ _DRAM_HITS = "dram_hit_bytes"
 
 
 class Share(NamedTuple):
-    """A share of the working set, for which each node has ``dram_bytes`` besides its buffer."""
+    """A share of the working set; each node has ``dram_bytes`` for it in addition to its buffer."""
 
     share: float
     dram_bytes: int

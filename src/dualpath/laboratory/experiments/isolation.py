@@ -63,12 +63,12 @@ def measure_isolation(
                 for repetition in range(settings.repeat):
                     for case in Case:
                         if case is Case.ALONE:
-                            beside = RunContext(leg, case, repetition)
-                            runs += _measure_sizes(settings, exchange, beside, progress)
+                            context = RunContext(leg, case, repetition)
+                            runs += _measure_sizes(settings, exchange, context, progress)
                             continue
                         with bulk_processes(settings, state, leg, case) as bulk:
-                            beside = RunContext(leg, case, repetition, bulk)
-                            runs += _measure_sizes(settings, exchange, beside, progress)
+                            context = RunContext(leg, case, repetition, bulk)
+                            runs += _measure_sizes(settings, exchange, context, progress)
                             checks.append(bulk.stop())
         return isolation_report(settings, runs, checks, link_reports(state))
 
@@ -76,14 +76,14 @@ def measure_isolation(
 def _measure_sizes(
     settings: IsolationSettings,
     exchange: ExchangeProcesses,
-    beside: RunContext,
+    context: RunContext,
     progress: Callable[[str], None],
 ) -> Iterator[Run]:
     """Yield one run per size, repeated while the machine is too busy; the last attempt counts."""
     for message_bytes in settings.message_bytes:
 
         def once(rejected: int, message_bytes: int = message_bytes) -> Run:
-            run = _measure_run(settings, exchange, beside, message_bytes, rejected)
+            run = _measure_run(settings, exchange, context, message_bytes, rejected)
             progress(run.text)
             return run
 
@@ -93,20 +93,20 @@ def _measure_sizes(
 def _measure_run(
     settings: IsolationSettings,
     exchange: ExchangeProcesses,
-    beside: RunContext,
+    context: RunContext,
     message_bytes: int,
     rejected: int,
 ) -> Run:
-    period_s = settings.period_s(beside.leg, message_bytes)
-    rounds = settings.rounds_of_run(beside.leg, message_bytes)
+    period_s = settings.period_s(context.leg, message_bytes)
+    rounds = settings.rounds_of_run(context.leg, message_bytes)
     meter = BusyMeter()
-    before = beside.count()
+    before = context.count()
     results = exchange.measure(message_bytes, period_s, rounds)
-    after = beside.count()
+    after = context.count()
     return Run(
-        leg=beside.leg,
-        case=beside.case,
-        repetition=beside.repetition,
+        leg=context.leg,
+        case=context.case,
+        repetition=context.repetition,
         message_bytes=message_bytes,
         round_s=tuple(one for result in results for one in result.round_s),
         late=sum(result.late for result in results),

@@ -23,7 +23,7 @@ EXCHANGE_PORT = 15000
 
 
 class Case(enum.StrEnum):
-    """The traffic besides the exchange."""
+    """The traffic in addition to the exchange."""
 
     ALONE = "alone"
     NO_QOS = "bulk, no QoS"

@@ -79,8 +79,8 @@ def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
     return msgspec.structs.replace(settings.windows, agents=agents, seed=settings.seed)
 
 
-def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
-    """Describe engines, agents and repetitions; ``besides`` is appended to the last line."""
+def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
+    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line."""
     nodes, chosen = settings.emulated, settings.windows
     engines = (
         f"Emulated engines: times of {nodes.model} on {nodes.gpu}, {nodes.speedup:g} times as "
@@ -104,11 +104,11 @@ def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
     return (
         engines if settings.vllm is None else _vllm_line(settings.vllm),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
-        f"{Path(chosen.trace).name}{', all alike' if chosen.even else ''}, token counts times "
+        f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "
         f"{chosen.scale_generate:g} (generate); {chosen.history.description}. "
         f"Seed {settings.seed}.",
-        f"Every mode {settings.repeat} times, interleaved; medians.{besides}",
+        f"Every mode {settings.repeat} times, interleaved; medians.{suffix}",
     )
 
 

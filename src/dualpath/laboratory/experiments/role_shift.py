@@ -76,7 +76,7 @@ def shifting_agents(settings: RoleShiftSettings) -> list[TokenSession]:
 
 
 def emulated_nodes(settings: RoleShiftSettings) -> EmulatedNodes:
-    """Return the engines, all alike."""
+    """Return the engines, all with the same settings."""
     block_bytes = settings.kv_bytes_per_token * settings.block_tokens
     return EmulatedNodes(
         model=settings.model,

@@ -31,12 +31,13 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     """The same agents without and with a tier, by share of the working set that fits, and Oracle.
 
     The working set is the KV of all agents after their last turn.  All decode nodes together have
-    this share of it as DRAM besides their buffers; each prefill node has as much as a decode node.
+    this share of it as DRAM in addition to their buffers; each prefill node has as much as a decode
+    node.
     """
 
     shares: Annotated[
         tuple[float, ...],
-        Setting("DRAM besides the buffers, as shares of the working set", ge=0),
+        Setting("DRAM in addition to the buffers, as shares of the working set", ge=0),
     ] = (1.0, 0.25, 0.0)
     tool_delays: ToolDelaysSetting = ToolDelays.NONE
     session_hints: SentHintsSetting = SentHints.NONE

@@ -1,6 +1,6 @@
 """The parts of a lab that exist on this machine, found by their names.
 
-After a crash while a lab was made or removed, its record does not tell which parts exist.
+After a crash during creation or removal of a lab, its record does not show which parts exist.
 """
 
 import os

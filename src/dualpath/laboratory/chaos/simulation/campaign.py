@@ -49,8 +49,8 @@ def outcomes(first: int, count: int, jobs: int, bug: str = "") -> Iterator[Outco
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
-            for played in pool.map(_run_chunk, chunks):
-                yield from played
+            for outcomes in pool.map(_run_chunk, chunks):
+                yield from outcomes
         finally:
             pool.shutdown(cancel_futures=True)
 

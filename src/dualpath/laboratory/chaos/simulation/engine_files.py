@@ -67,5 +67,5 @@ class EngineFiles:
         return dram
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
-        """Open the objects beside the blocks."""
+        """Open the objects that are stored with the blocks."""
         return SimTree(PosixObjects(ROOT, self._object_calls), self._pace)
