@@ -1,8 +1,8 @@
-"""Milliseconds of CPU for the block keys of a prompt, which the router computes for each request.
+"""CPU milliseconds for the block keys of a prompt, which the router computes for each request.
 
-Run: ``python benchmarks/block_keys.py``.  Each way in turn, best of 30: CBOR's own encoder block by
-block, as it was once; all tokens encoded at once; and a prompt that begins as one before, the usual
-turn of an agent, which appends ``APPENDED_TOKENS``.
+Run:  ``python benchmarks/block_keys.py``.  Methods are interleaved, best of 30:  CBOR's encoder
+block by block, the former implementation; all tokens encoded in one call; and a prompt with a
+cached prefix, the usual turn of an agent, which appends ``APPENDED_TOKENS``.
 """
 
 import hashlib
@@ -13,7 +13,7 @@ from collections.abc import Callable
 import cbor2
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
@@ -25,7 +25,7 @@ ROUNDS = 30
 
 
 def encoded_one_by_one(token_ids: list[int]) -> list[BlockKey]:
-    """Return the keys as the definition has them."""
+    """Return the keys, computed literally by their definition."""
     keys, parent = [], chain_root()
     for start in range(0, len(token_ids) - BLOCK_TOKENS + 1, BLOCK_TOKENS):
         link = (parent, tuple(token_ids[start : start + BLOCK_TOKENS]), None)
@@ -48,17 +48,17 @@ def main() -> None:
     assert encoded_one_by_one(prompt) == block_keys(prompt, BLOCK_TOKENS)
 
     def next_turn() -> float:
-        memory = KeyMemory(BLOCK_TOKENS)
+        memory = KeyCache(BLOCK_TOKENS)
         memory.keys(before)
         return cpu_ms(lambda: memory.keys(prompt))
 
     ways: dict[str, Callable[[], float]] = {
         "tokens encoded one by one": lambda: cpu_ms(lambda: encoded_one_by_one(prompt)),
-        "all tokens encoded at once": lambda: cpu_ms(lambda: block_keys(prompt, BLOCK_TOKENS)),
-        "at once, remembered for a next turn": lambda: cpu_ms(
-            lambda: KeyMemory(BLOCK_TOKENS).keys(prompt)
+        "all tokens encoded in one call": lambda: cpu_ms(lambda: block_keys(prompt, BLOCK_TOKENS)),
+        "in one call, cached for the next turn": lambda: cpu_ms(
+            lambda: KeyCache(BLOCK_TOKENS).keys(prompt)
         ),
-        "next turn of a prompt that is remembered": next_turn,
+        "next turn, with a cached prefix": next_turn,
     }
     best = dict.fromkeys(ways, float("inf"))
     for _ in range(ROUNDS):

@@ -1,10 +1,10 @@
-"""How much memory strangers can make a router's control socket take, on this machine.
+"""How much memory unregistered peers can make a router's control socket use, on this machine.
 
     .venv/bin/python benchmarks/control_flood.py parts --mib 48
     .venv/bin/python benchmarks/control_flood.py frames --mib 512
 
-`parts` sends one message of empty parts over one connection without end, `frames` half a frame of
-4 MiB over each of many connections.  Prints what the process of the socket took at most.
+`parts` sends one endless message of empty parts over one connection, `frames` half of a frame of
+8 MiB over each of many connections.  Prints the peak memory of the socket's process.
 """
 
 import argparse
@@ -26,12 +26,12 @@ LONG_FRAME = GREETING + b"\x06" + (2 * HALF_BYTES - 1).to_bytes(8, "big")
 
 
 def peak_mib() -> float:
-    """Return the most that this process has taken so far."""
+    """Return the peak memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
 def router(pipe: "multiprocessing.connection.Connection[object, object]") -> None:
-    """Serve until told to end; say the port, then memory before and at most."""
+    """Serve until a message arrives in the pipe; send the port, later memory before and peak."""
 
     async def serve() -> None:
         control, refusals = ZmqControlSocket(), ControlRefusals()
@@ -46,13 +46,13 @@ def router(pipe: "multiprocessing.connection.Connection[object, object]") -> Non
 
 
 async def forever(control: ZmqControlSocket) -> None:
-    """Take what comes."""
+    """Receive messages."""
     while True:
         await control.receive()
 
 
 def send(peer: socket.socket, data: bytes) -> int:
-    """Send; return how many bytes were taken before the other end had enough."""
+    """Send; return the number of bytes, 0 if the other end has closed the connection."""
     try:
         peer.sendall(data)
     except OSError:
@@ -61,7 +61,7 @@ def send(peer: socket.socket, data: bytes) -> int:
 
 
 def attack(kind: str, port: int, mib: int) -> int:
-    """Send up to so much; return the bytes sent."""
+    """Send up to ``mib``; return the bytes sent."""
     sent, wanted = 0, mib << 20
     peers = []
     while sent < wanted:
@@ -72,11 +72,11 @@ def attack(kind: str, port: int, mib: int) -> int:
             sent += send(peer, LONG_FRAME + bytes(HALF_BYTES)) or HALF_BYTES
             continue
         send(peer, GREETING + READY)
-        peer.recv(len(GREETING) + 2 + 41, socket.MSG_WAITALL)  # Its own: now both are ready.
+        peer.recv(len(GREETING) + 2 + 41, socket.MSG_WAITALL)  # the other end's: both are ready
         while sent < wanted and (more := send(peer, b"\x01\x00" * (1 << 19))):
             sent += more
         break
-    time.sleep(2)  # What was sent is read.
+    time.sleep(2)  # until the other end has read everything
     for peer in peers:
         peer.close()
     return sent

@@ -1,12 +1,12 @@
-"""What it costs to let a kept block go: microseconds per eviction, by how many chains are kept.
+"""Cost of an eviction: microseconds per evicted block, by the number of cached chains.
 
     python benchmarks/eviction.py [--chains 1000,10000,100000] [--blocks 4] [--rounds 5]
 
-A buffer is full of chains of ``--blocks`` blocks.  A step is what an engine does for a block of a
-request: it evicts one (``KeptBlocks.evict``), puts a block there, and the block comes to rest.  The
-chains come in turn, so that forecasts are believed (``policy.reuse``), or at random, so that the
-least recently used goes.  All sizes and both orders are measured in every round, medians of rounds;
-beside each the step without the eviction, on a buffer that has room.
+A buffer is full of chains of ``--blocks`` blocks.  A step is the work of an engine for a block of a
+request: it evicts a block (``CachedBlocks.evict``), adds another one and makes it evictable.  The
+chains are used cyclically, so that reuse forecasts decide (``policy.reuse``), or in random order,
+so that the least recently used block is evicted.  All sizes and both orders are measured in every
+round; reported are medians, and for comparison a step without eviction, in a buffer with room.
 """
 
 import argparse
@@ -16,46 +16,46 @@ import time
 import numpy as np
 
 from dualpath.core.blocks import BlockKey, block_keys
-from dualpath.engine.kept_blocks import KeptBlocks, with_parents
+from dualpath.engine.kept_blocks import CachedBlocks, with_parents
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
 ORDERS = ("in turn", "at random")
-#: Steps that are timed together.
+#: Number of steps that are timed together.
 STEPS = 20_000
 
 
 class Buffer:
-    """Slots that are full of chains, of which there are a quarter more than fit."""
+    """Slots full of chains, of which there are a quarter more than fit."""
 
     def __init__(self, chains: int, blocks: int) -> None:
         self.blocks = blocks
         self.chains = [_keys(number, blocks) for number in range(chains + chains // 4)]
         capacity = chains * blocks
-        self.kept = KeptBlocks(2 * capacity)
+        self.cached = CachedBlocks(2 * capacity)
         self.room = list(range(2 * capacity - 1, capacity - 1, -1))
         self._free = list(range(capacity - 1, -1, -1))
 
     def use(self, number: int) -> None:
-        """Let a request use a chain: what is here wakes and rests, the rest takes others' slots."""
+        """Use a chain: touch its cached blocks, and add the others in the place of evicted ones."""
         keys = self.chains[number]
-        held = self.kept.head(keys)
+        held = self.cached.cached_slots(keys)
         for slot in held:
-            self.kept.wake(slot)
+            self.cached.touch(slot)
         parent = keys[len(held) - 1] if held else b""
         for key, before in with_parents(keys[len(held) :], parent):
-            slot = self._free.pop() if self._free else self.kept.evict()
-            self.kept.add(slot, key, before)
+            slot = self._free.pop() if self._free else self.cached.evict()
+            self.cached.add(slot, key, before)
             held.append(slot)
         for slot in reversed(held):
-            self.kept.rest(slot)
+            self.cached.make_evictable(slot)
 
     def step(self, keys: list[BlockKey], *, evict: bool) -> None:
-        """Take a slot for each of ``keys``, chains of one block, and let its block rest."""
+        """Add a block for each of ``keys``, chains of one block, and make it evictable."""
         for key in keys:
-            slot = self.kept.evict() if evict else self.room.pop()
-            self.kept.add(slot, key, b"")
-            self.kept.rest(slot)
+            slot = self.cached.evict() if evict else self.room.pop()
+            self.cached.add(slot, key, b"")
+            self.cached.make_evictable(slot)
 
 
 def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, float, bool]:
@@ -69,7 +69,7 @@ def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, f
     steps = min(STEPS, chains)
     fresh = [_keys(-1 - number, 1)[0] for number in range(2 * steps)]
     plain_us = _timed_us(buffer, fresh[:steps], evict=False)
-    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.kept.forecasts
+    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.cached.forecasts
 
 
 def _timed_us(buffer: Buffer, keys: list[BlockKey], *, evict: bool) -> float:
@@ -108,7 +108,7 @@ def main() -> None:
                 f"{whole_us - plain_us:.1f}",
             )
         )
-    columns = ("chains come", "chains", "forecasts decide", "kept, µs", "kept for another, µs")
+    columns = ("order", "chains", "forecasts decide", "added, µs", "added with eviction, µs")
     title = f"chains of {arguments.blocks} blocks, CPU time of one step"
     print(markdown.table(Table(title, (*columns, "an eviction, µs"), tuple(rows))))
 

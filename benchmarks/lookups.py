@@ -1,12 +1,12 @@
-"""Count what look-ups ask of a directory, and what they find while blocks are being written.
+"""Number of `stat` calls of look-ups, and blocks found while others are being written.
 
     python benchmarks/lookups.py [--directory DIR] [--stat-s 0.001]
 
-First table: `stat`s of one look-up of 1,000 blocks, cold (the engine has just started) and warm
-(the same again), by how much of the chain is stored.  Second: conversations whose last blocks are
-being written, beside as many that are stored whole, all looked up at once.  Files are empty
-markers; a write takes a set time, one after the other.  Counted, not timed: deadlines decide what
-counts.  Third: how long a look-up takes where a `stat` takes ``--stat-s``, which is injected.
+First table:  `stat` calls of one look-up of 1,000 blocks, cold (the engine has just started) and
+warm (the same look-up again), by the number of stored blocks.  Second: conversations whose last
+blocks are being written, and as many that are completely stored, all looked up concurrently.  Files
+are empty markers; writes follow each other and take a fixed time.  These are counts, decided by
+deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
 """
 
 import argparse
@@ -29,27 +29,27 @@ from dualpath.report.model import Table
 from dualpath.router.attempts.look_up import ENGINE_SHARE
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1)
 NAMESPACE = StoreNamespace("benchmark", "u8", "none", GEOMETRY, mode=ORACLE)
 CHAIN_BLOCKS = 1000
 PENDING_BLOCKS = 6
-#: As in the router, which may ask two engines one after the other.
+#: As in the router, which may send a look-up to two engines one after the other.
 DEADLINE_S = ENGINE_SHARE * RouterSettings().lookup_timeout_s / 2
 TICK_S = 0.05
 CLOSE_S = 10.0
 
 
 class SlowDirectory(LengthOnlyStorage):
-    """A directory on a file system of which every question takes ``stat_s``."""
+    """A directory on a file system in which every `stat` takes ``stat_s``."""
 
     def __init__(self, root: Path, stat_s: float) -> None:
         super().__init__(root, NAMESPACE)
         self._stat_s = stat_s
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Ask, as late as a server answers."""
+        """Look up after the delay."""
         time.sleep(self._stat_s)
         return super().is_stored(key)
 
@@ -60,7 +60,7 @@ class Engine:
     def __init__(self, root: Path, stat_s: float = 0.0) -> None:
         self.counters = Counters()
         self.pending = PendingWrites()
-        self.storage = RememberingStorage(SlowDirectory(root, stat_s), OS_THREADS.now_ns)
+        self.storage = LookupCachingStorage(SlowDirectory(root, stat_s), OS_THREADS.now_ns)
         self.answers: dict[int, LookupDone] = {}
         self._arrived = threading.Condition()
         self.lookups = Lookups(self.storage, self.pending, self.counters, self._take)
@@ -72,7 +72,7 @@ class Engine:
             self._arrived.notify()
 
     def look_up(self, chains: Sequence[Sequence[BlockKey]]) -> list[int]:
-        """Look all chains up at once; return the blocks found in each."""
+        """Look up all chains concurrently; return the number of blocks found in each."""
         self.answers.clear()
         for call_id, keys in enumerate(chains):
             self.lookups.begin(Lookup(call_id, tuple(keys), DEADLINE_S))
@@ -81,15 +81,15 @@ class Engine:
                 self.lookups.expire(OS_THREADS.now_ns())
         return [self.answers[call_id].hit_blocks for call_id in range(len(chains))]
 
-    def asked(self, keys: Sequence[BlockKey], stored: int) -> int:
-        """Return how often a look-up asks the directory; it must find what is stored."""
+    def count_stat_calls(self, keys: Sequence[BlockKey], stored: int) -> int:
+        """Return the number of `stat` calls of a look-up, which must find all stored blocks."""
         before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
         assert self.look_up([keys]) == [stored]
         return int(self.counters.snapshot()[Counter.LOOKUP_PROBES] - before)
 
 
 def write(root: Path, keys: Sequence[BlockKey]) -> None:
-    """Store blocks as another engine does."""
+    """Store blocks as another engine would."""
     LengthOnlyStorage(root, NAMESPACE).write(keys, blank(keys))
 
 
@@ -104,7 +104,10 @@ def count_stats(boundaries: Iterable[int], directory: Path | None) -> Table:
         with tempfile.TemporaryDirectory(dir=directory) as folder:
             write(Path(folder), keys[:stored])
             engine = Engine(Path(folder))
-            cold, warm = engine.asked(keys, stored), engine.asked(keys, stored)
+            cold, warm = (
+                engine.count_stat_calls(keys, stored),
+                engine.count_stat_calls(keys, stored),
+            )
             engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
         rows.append((f"{stored:,}", str(cold), str(warm)))
     title = f"stats of a look-up of {CHAIN_BLOCKS:,} blocks"
@@ -176,10 +179,10 @@ def find_under_load(conversations: int, write_s: float, directory: Path | None) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--directory", type=Path, help="on the file system to ask")
+    parser.add_argument("--directory", type=Path, help="on the file system to use")
     parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--write-s", type=float, default=0.5, help="what a write of a block takes")
-    parser.add_argument("--stat-s", type=float, default=0.001, help="what a stat takes")
+    parser.add_argument("--write-s", type=float, default=0.5, help="duration of writing a block")
+    parser.add_argument("--stat-s", type=float, default=0.001, help="duration of a stat")
     parser.add_argument("--rounds", type=int, default=21)
     args = parser.parse_args()
     for table in (

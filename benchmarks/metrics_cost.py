@@ -1,9 +1,9 @@
-"""What metrics and traces cost the router: CPU time per request, per token and per scrape.
+"""Cost of metrics and traces in the router: CPU time per request, per token and per scrape.
 
     python benchmarks/metrics_cost.py
 
-One request is what it costs to count a request of 1,000 blocks with all its stages; tracing adds
-its spans, whose export happens on another thread and is left out.
+The cost of a request is that of counting one of 1,000 blocks with all its stages; tracing adds its
+spans, without their export, which happens on another thread.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
+from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
 from dualpath.engine.counters import Counter
@@ -30,7 +30,7 @@ from dualpath.router.stages import Stage
 
 BLOCKS, BLOCK_TOKENS, NEW_BLOCKS = 1000, 64, 20
 ENGINES = 100
-#: Fetch rounds per request: submit, read and prefill done, over, and reports of engines.
+#: Fetch rounds per request: submit, read done, prefill done, finished, and reports of engines.
 ROUNDS = 12
 
 ASSIGNMENT = Assignment(
@@ -56,8 +56,8 @@ def main() -> None:
     record = finished_record()
     rows = {
         "request: counters and histograms": per_call_us(repeats, lambda: count(metrics, record)),
-        f"request: account of {BLOCKS} blocks, {NEW_BLOCKS} new": account_us(repeats),
-        "token: times kept for TTFT, TTST, TPOT": token_us(repeats * 10),
+        f"request: statistics of {BLOCKS} blocks, {NEW_BLOCKS} new": account_us(repeats),
+        "token: times recorded for TTFT, TTST, TPOT": token_us(repeats * 10),
         f"scrape with {ENGINES} engines": per_call_us(20, metrics.exposition),
         "request: spans, if traced": spans_us(repeats),
     }
@@ -121,13 +121,13 @@ def spans_us(repeats: int) -> float:
 
 
 class Nowhere:
-    """An exporter that drops its spans."""
+    """An exporter that discards spans."""
 
     def export(self, spans: object) -> None:
-        """Drop them."""
+        """Discard them."""
 
     def shutdown(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
 
 def finished_record() -> RequestRecord:
@@ -145,7 +145,7 @@ def registered() -> Registry:
     registry = Registry()
     for number in range(ENGINES):
         role = Role.PREFILL if number % 2 else Role.DECODE
-        hello = Hello(
+        hello = Register(
             version=PROTOCOL_VERSION,
             address=EngineAddress(f"e{number}", "1", role, (AgentAddress("a", b"", ()),)),
             namespace=StoreNamespace("m", "bf16", "l", BlockGeometry.uniform(2, BLOCK_TOKENS, 64)),
@@ -159,7 +159,7 @@ def registered() -> Registry:
         admission = registry.admit(hello)
         assert admission is not None
         state = admission.engine
-        for event in (admission.event, Event.COMPLETE):
+        for event in (admission.event, Event.GROUP_COMPLETE):
             state.machine.on(event)
         state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
     return registry

@@ -1,19 +1,18 @@
-"""What the decisions that the paper leaves open are worth, one changed at a time.
+"""Effect of the decisions that the paper leaves open, each changed separately.
 
 Run: ``python benchmarks/open_decisions.py``.  Offline, 64K, DS 660B on 2P4D in two groups per role,
-reference core.  Each variant replaces one function of the policy for the length of a run; equal
-commands give equal numbers.  Simulated.
+reference core.  Each variant replaces one function of the policy during a run; equal commands give
+equal numbers.  Simulated.
 """
 
 import argparse
 import sys
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
@@ -25,31 +24,41 @@ from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
 from dualpath.policy import decode, prefill, read_side
 from dualpath.policy.accounts import Column, IntArray
+from dualpath.policy.accounts import Table as TokenTable
 from dualpath.policy.decode import TwoPhaseDecodePlacer
+from dualpath.policy.events import PE_LONG_QUEUE, PE_SHORT_QUEUE
 from dualpath.report import markdown
 from dualpath.report.model import Table
 
-Placed = tuple[IntArray, NDArray[np.bool_]]
+Placed = tuple[IntArray, IntArray]
 
-# The originals, which some variants go on to call.
+# The originals, which some variants call.
 ALGORITHM_1 = prefill.assign_prefill
 PHASE_1 = TwoPhaseDecodePlacer._drain_global_queue
 PHASE_2 = decode.assign_decode
 
 
 class Variant(NamedTuple):
-    """One decision taken otherwise: where the function stands, and what stands there instead."""
+    """One changed decision: the replaced function and its replacement."""
 
     name: str
     module: object
     attribute: str
-    instead: Callable[..., object]
+    replacement: Callable[..., object]
 
 
 def classify_once(
-    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    lengths: Column,
+    kept_rows: Column,
+    kept: TokenTable,
+    worth: float,
+    alpha_tokens: int,
+    beta_tokens: int,
 ) -> Placed:
-    """Algorithm 1 to the letter: an engine keeps its category for the whole fetch."""
+    """Algorithm 1 literally: an engine's category is fixed for the whole fetch."""
     load = list(tok)
     open_rows = [row for row in range(len(load)) if load[row] <= beta_tokens]
     second = [row for row in open_rows if read_q[node[row]] <= alpha_tokens]
@@ -59,35 +68,40 @@ def classify_once(
         row = min(chosen, key=lambda one: load[one])
         rows.append(row)
         load[row] += length
-    return np.array(rows, np.int64), np.full(len(rows), bool(second))
+    reason = PE_SHORT_QUEUE if second else PE_LONG_QUEUE
+    return np.array(rows, np.int64), np.full(len(rows), reason)
 
 
 def least_tokens_only(
-    tok: Column, node: Column, read_q: Column, lengths: Column, alpha_tokens: int, beta_tokens: int
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
-    """Algorithm 1 without reading queues: no preference of C2 over C3."""
-    queues = [0] * len(read_q)
-    return ALGORITHM_1(tok, node, queues, lengths, alpha_tokens, beta_tokens)
+    """Algorithm 1 without read queues: no preference of C2 over C3."""
+    return ALGORITHM_1(tok, node, np.zeros(len(read_q), np.int64), *others)
 
 
 def fewest_requests_by_order(
-    tok: Column, seq: Column, free_hbm: Column, lengths: Column, threshold_factor: float
+    tok: Column,
+    seq: Column,
+    *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
-    """Phase 2 with equal request counts going to the lowest order, not to fewer tokens."""
-    # Ranks that differ for all engines leave the tie rule nothing to decide.
-    ranked = [requests * len(seq) + row for row, requests in enumerate(seq)]
-    return PHASE_2(tok, ranked, free_hbm, lengths, threshold_factor)
+    """Phase 2 with ties in request counts decided by lowest order, not by fewest tokens."""
+    # Distinct ranks leave no ties.
+    ranked = np.array([requests * len(seq) + row for row, requests in enumerate(seq)])
+    return PHASE_2(tok, ranked, *others)
 
 
 def drain_by_reported_tokens(placer: TwoPhaseDecodePlacer) -> None:
-    """Phase 1 counting engines' tokens alone, not what waits in the private queues."""
+    """Phase 1 counting only engines' tokens, without those in private queues."""
     placer._private_tokens = dict.fromkeys(placer._private_tokens, 0)
     PHASE_1(placer)
 
 
 VARIANTS = (
     Variant("categories fixed for a fetch", prefill, "assign_prefill", classify_once),
-    Variant("no reading queues in Algorithm 1", prefill, "assign_prefill", least_tokens_only),
+    Variant("no read queues in Algorithm 1", prefill, "assign_prefill", least_tokens_only),
     Variant("equal queues: always the PE", read_side, "pe_charged_less", lambda *_: True),
     Variant("equal queues: always the DE", read_side, "pe_charged_less", lambda *_: False),
     Variant("equal requests: lowest order", decode, "assign_decode", fewest_requests_by_order),
@@ -101,7 +115,7 @@ VARIANTS = (
 
 
 def row(name: str, result: SimulationResult, base_s: float) -> tuple[str, ...]:
-    """Return a run's row, its JCT against ``base_s``."""
+    """Return a run's row, with its JCT relative to ``base_s``."""
     busy_s = tail_begins_s(result, 0.5)
     snic = snic_balance(result.links, 1.0).mean(busy_s)
     attention = attention_balance(result.batches).mean(busy_s)
@@ -128,11 +142,11 @@ def main() -> None:
     ours = simulate(setup, agents, core="reference")
     rows = [row("ours", ours, 0.0)]
     for variant in VARIANTS:
-        with patch.object(variant.module, variant.attribute, variant.instead):
+        with patch.object(variant.module, variant.attribute, variant.replacement):
             result = simulate(setup, agents, core="reference")
         rows.append(row(variant.name, result, ours.jct_s))
     columns = (
-        *("decision", "JCT, s", "against ours", "mean TTFT, s"),
+        *("decision", "JCT, s", "relative to ours", "mean TTFT, s"),
         *("SNIC max/avg", "attention max/avg"),
     )
     title = f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}"

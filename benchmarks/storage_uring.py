@@ -1,7 +1,7 @@
-"""One thread that reads Full Blocks through io_uring and verifies each while the others arrive.
+"""One thread that reads Full Blocks through io_uring and verifies each while others arrive.
 
-``pip install liburing`` (2026.3.30; Linux 6.14 or later).  Its waits keep the interpreter's lock,
-so that the ring's descriptor is polled instead.
+``pip install liburing`` (2026.3.30; Linux 6.14 or later).  Its wait functions hold the GIL, so the
+ring's descriptor is polled instead.
 """
 
 import os
@@ -27,11 +27,11 @@ class UringReader:
         liburing.io_uring_queue_init(2 * len(slots), self._ring)
         self._poll = select.poll()
         self._poll.register(self._ring.ring_fd, select.POLLIN)
-        #: By slot: what is read there, from which file, and what the kernel was told of its memory.
+        #: By slot: the key that is read, the file, and the memory as given to the kernel.
         self._moving: dict[int, tuple[BlockKey, int, liburing.Iovec]] = {}
 
     def read_all(self, keys: list[BlockKey]) -> int:
-        """Return how many blocks are good; a read that fails or is short is not."""
+        """Return the number of good blocks; failed and short reads are not good."""
         waiting, free, good = iter(keys), list(range(len(self._slots))), 0
         self._submit(waiting, free)
         while self._moving:

@@ -2,9 +2,9 @@
 
     python benchmarks/transport_moves.py [--tls tcp --tls posix,cma,tcp,self] [--rounds 3]
 
-The peer sleeps in a pipe read and calls nothing, as a one-sided target may.  Latency is one
-transfer at a time; rate is four in flight.  The initiator polls every 50 µs.  CPU is both
-processes, per GB moved.  Settings take turns in each round; the table shows medians.
+The target sleeps in a pipe read and makes no calls.  Latency is measured with one transfer at a
+time, the rate with four in flight.  The initiator polls every 50 µs.  CPU time is that of both
+processes per transferred GB.  Settings are interleaved in each round; the table shows medians.
 """
 
 import argparse

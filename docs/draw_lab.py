@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from dualpath.laboratory.experiments.node_lines import legible
+from dualpath.laboratory.experiments.node_lines import merged_by_role
 from dualpath.laboratory.experiments.report import ExperimentReport, as_report
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
@@ -338,7 +338,7 @@ def _legible(panel: Panel) -> Panel:
     nodes = [series for series in panel.series if _NODE.fullmatch(series.name)]
     if len(nodes) < len(panel.series) or panel.kind != "lines":
         return panel
-    return msgspec.structs.replace(panel, series=legible(nodes))
+    return msgspec.structs.replace(panel, series=merged_by_role(nodes))
 
 
 def _jcts_s(data: Mapping[str, Any]) -> dict[str, list[list[float]]]:

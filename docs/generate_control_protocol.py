@@ -9,18 +9,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dualpath.core.sessions import ENGINE_TABLE, ROUTER_TABLE, Row
+from dualpath.core.sessions import ENGINE_TABLE, ROUTER_TABLE, Transition
 
 PAGE = Path(__file__).parent / "reference" / "control-protocol.md"
 _MARK = "<!-- generated: {} -->\n"
 
 
-def table(rows: Sequence[Row[Any]]) -> str:
+def table(rows: Sequence[Transition[Any]]) -> str:
     """Return the rows as a Markdown table."""
     lines = ["| state | what happens | what it does | then |", "|---|---|---|---|"]
     for row in rows:
         actions = "; ".join(row.actions) or "-"
-        lines.append(f"| {row.state} | {row.event} | {actions} | {row.following} |")
+        lines.append(f"| {row.state} | {row.event} | {actions} | {row.next_state} |")
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""A GPU, a network and the threads around them, as one machine that takes one step at a time.
+"""A simulated GPU, network and threads that execute one step at a time.
 
 ``World`` holds everything that may happen next: the front of the compute stream, the front of the
 copy stream, one more piece of any transfer, the pump's next call, an event that is waited for.
@@ -35,7 +35,7 @@ Step = Callable[[], None]
 
 
 class World:
-    """All that can happen next; half of the time the first of ``sources`` that can do anything.
+    """Chooses the next step; half of the time from the first of ``sources`` that has one.
 
     Their order changes now and then, so that in turn everyone is starved for a while.
     """
@@ -45,7 +45,7 @@ class World:
         self.sources: list[Callable[[], list[Step]]] = []
 
     def step(self) -> bool:
-        """Let one thing happen; False if nothing can."""
+        """Execute one step; False if there is none."""
         if self._random.random() < 0.1:
             self._random.shuffle(self.sources)
         possible = [steps for source in self.sources if (steps := source())]
@@ -56,7 +56,7 @@ class World:
         return True
 
     def drift(self, most: int) -> None:
-        """Let up to ``most`` things happen while the host does something else."""
+        """Execute up to ``most`` steps while the host does something else."""
         for _ in range(self._random.randint(0, most)):
             self.step()
 
@@ -67,7 +67,7 @@ class World:
 
 
 class WorldEvent:
-    """Passes when its stream comes to it."""
+    """Passes when its stream reaches it."""
 
     def __init__(self, world: World) -> None:
         self.has_passed = False
@@ -78,7 +78,7 @@ class WorldEvent:
         return self.has_passed
 
     def wait(self) -> None:
-        """Let the world go on until it has."""
+        """Execute steps of the world until it has passed."""
         self._world.until(self.passed)
 
 
@@ -91,7 +91,7 @@ class Stream:
         world.sources.append(self._next)
 
     def queue(self, work: Step, ready: Callable[[], bool] = lambda: True) -> None:
-        """Add work that can run once it is ``ready`` and first in line."""
+        """Queue work that can run once it is ``ready`` and first in the queue."""
         self._queue.append((ready, work))
 
     def record(self) -> WorldEvent:
@@ -101,7 +101,7 @@ class Stream:
         return event
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let nothing queued from now on start before ``event``."""
+        """Start nothing queued from now on before ``event``."""
         self.queue(lambda: None, event.passed)
 
     def _next(self) -> list[Step]:
@@ -121,7 +121,7 @@ class WorldTransfer:
         self._state = TransferState.MOVING
 
     def steps(self) -> list[Step]:
-        """What may happen to it next."""
+        """The steps that can be executed next."""
         if self._state is not TransferState.MOVING:
             return []
         if not self._left:
@@ -169,7 +169,7 @@ class WorldTransport:
         *,
         traffic_class: str = "kv",
     ) -> WorldTransfer:
-        """Post one transfer; its bytes move when the world says so."""
+        """Post one transfer; its bytes move in a step of the world."""
         here = self._ends(self._agent, local_region, local_pieces)
         there = self._ends(agent, remote_region, remote_pieces)
         pairs = _pairs(here, there) if direction is Direction.WRITE else _pairs(there, here)
@@ -179,7 +179,7 @@ class WorldTransport:
 
     @property
     def moving_bytes(self) -> int:
-        """Of transfers that are posted and not over."""
+        """Bytes of posted transfers that are not over."""
         moving = (transfer for _, transfer in self._moving)
         return sum(one.bytes for one in moving if one.poll() is TransferState.MOVING)
 
@@ -206,7 +206,7 @@ class WorldTransport:
         """All agents are."""
 
     def disconnect(self, agent: str) -> None:
-        """Nobody leaves."""
+        """Do nothing: agents are never disconnected."""
 
     def close(self) -> None:
         """Nothing was taken."""
@@ -301,7 +301,7 @@ class WorldPump(TransferPump):
         """Run work later, in order."""
         self._calls.append(work)
 
-    def each_turn(self, work: Step) -> None:
+    def each_poll(self, work: Step) -> None:
         """No time passes here."""
 
     def watch(
@@ -326,7 +326,7 @@ class WorldPump(TransferPump):
 
 
 class WorldEventWaiter(EventWaiter):
-    """The thread that waits for events, as steps of the world; it starts no thread."""
+    """The event waiter as steps of the world, without a thread."""
 
     def __init__(self, world: World) -> None:
         self._line = Stream(world)
@@ -337,7 +337,7 @@ class WorldEventWaiter(EventWaiter):
 
 
 class WorldLayerStream(LayerStream):
-    """The layer stream, whose waits let the world go on; one passes when nothing else can."""
+    """A layer stream whose waits execute steps of the world; they time out when there are none."""
 
     world: World
     passed_waits = 0
@@ -352,7 +352,7 @@ class WorldLayerStream(LayerStream):
 
 
 class WorldHbmCopier(HbmCopier):
-    """The copier, whose waits let the world go on."""
+    """A copier whose waits execute steps of the world."""
 
     world: World
 

@@ -19,12 +19,12 @@ from tests.workers import OneMachine
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
-# Before anything is imported that asks for it, and for every process that tests start.
+# Before modules that read it are imported, and for every process that tests start.
 use_own_cache()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Let a run say which of the tests marked `long` it has."""
+    """Add the option that selects tests marked `long`."""
     parser.addoption(
         "--long",
         default=long_tests.NONE,
@@ -35,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out long tests, but those that were asked for."""
+    """Deselect long tests that the option does not select."""
     long = [item for item in items if item.get_closest_marker("long")]
     try:
         asked = long_tests.chosen(long, config.getoption("--long"))
@@ -48,7 +48,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Scheduling:
-    """Keep together what may not run at once (`make test` has two workers)."""
+    """Group tests that may not run at the same time (`make test` has two workers)."""
     return OneMachine(config, log)
 
 
@@ -63,10 +63,10 @@ def pytest_asyncio_loop_factories(
 
 @pytest.fixture(autouse=True)
 def own_logging() -> None:
-    """Let our logger be heard, whatever vLLM's import or an earlier test has made of it."""
+    """Enable our logger again after vLLM's import or an earlier test has disabled it."""
     ours = logging.getLogger("dualpath")
     ours.handlers, ours.propagate, ours.disabled = [], True, False
-    ours.setLevel(logging.INFO)  # Not left to the root logger, whose level others choose.
+    ours.setLevel(logging.INFO)  # Without the root logger, whose level other libraries set.
 
 
 @pytest.fixture(scope="session")

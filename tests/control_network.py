@@ -51,7 +51,7 @@ class ControlNetwork:
         return identity
 
     def disconnect(self, identity: bytes) -> None:
-        """Drop what is under way to an engine's end."""
+        """Drop messages in flight to an engine's end."""
         self._connections.pop(identity, None)
 
     # ------------------------------------------------------------------ the router's ControlSocket
@@ -90,7 +90,7 @@ class Connection:
         self.from_router = _Wire[bytes](network, self._received.put_nowait)
 
     def send(self, *frames: bytes) -> None:
-        """Send one message to the router; an honest one has one frame."""
+        """Send one message to the router; valid messages have one frame."""
         self._to_router.put(frames)
 
     async def receive(self) -> bytes:
@@ -98,14 +98,14 @@ class Connection:
         return await self._received.get()
 
     def reset(self) -> None:
-        """Lose what is under way, both ways; the connection goes on as another one."""
+        """Drop messages in flight, both ways; the connection continues with another identity."""
         self._to_router.lose()
         self.from_router.lose()
         self._network.disconnect(self._identity)
         self._identity = self._network.renew(self)
 
     def close(self) -> None:
-        """Receive nothing any more; what was sent still arrives."""
+        """Receive no more messages; sent ones still arrive."""
         self._network.disconnect(self._identity)
 
 
@@ -157,7 +157,7 @@ class _Wire(Generic[T]):
         asyncio.get_running_loop().call_later(self._network.delay(), self._arrive)
 
     def lose(self) -> None:
-        """What is under way never arrives."""
+        """Drop messages in flight."""
         self._under_way.clear()
 
     def _arrive(self) -> None:
@@ -167,7 +167,7 @@ class _Wire(Generic[T]):
 
 
 class Arrivals:
-    """What comes to a router's service from its engines, and the loss of engines."""
+    """Messages that reach a router's service from its engines, and lost engines."""
 
     def __init__(self, service: RouterService) -> None:
         self.messages: list[Message] = []
@@ -180,7 +180,7 @@ class Arrivals:
     async def until(self, true: Callable[[], bool], limit_s: float) -> None:
         """Return when it is true: at once with a message or a loss, soon without either.
 
-        Threads of engines and timers of the router change things of which nobody sends word.
+        Threads of engines and timers of the router change state without sending a message.
         """
         async with asyncio.timeout(limit_s):
             while not true():

@@ -1,4 +1,4 @@
-"""Emulated engines and their router within a test's process; transfers stay in it as well."""
+"""Emulated engines and their router within a test's process; transfers stay in it too."""
 
 import asyncio
 import contextlib
@@ -13,7 +13,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.surroundings import Surroundings
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
 from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
@@ -37,7 +37,7 @@ GEOMETRY = block_geometry(COSTS.layers, 4, COSTS.kv_bytes_per_token)
 
 
 class Cluster:
-    """What a test needs to know of its cluster."""
+    """A running cluster: its endpoint, router service and engines."""
 
     def __init__(self, endpoint: str, service: RouterService, http: aiohttp.ClientSession) -> None:
         self.fabric = InProcessFabric()
@@ -141,7 +141,9 @@ async def cluster(
     async with contextlib.AsyncExitStack() as stack:
         http = await stack.enter_async_context(aiohttp.ClientSession())
         settings = router or RouterSettings(mode=mode)
-        endpoint, service = await stack.enter_async_context(front_door(settings, "127.0.0.1", 0))
+        endpoint, service = await stack.enter_async_context(
+            emulated_router(settings, "127.0.0.1", 0)
+        )
         made = Cluster(endpoint, service, http)
         for role, count, ranks in (
             (Role.PREFILL, prefill, prefill_tp),

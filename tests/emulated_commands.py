@@ -1,4 +1,4 @@
-"""Small emulated engines that share their machine's memory, for clusters launched as vLLM's are."""
+"""Small emulated engines in shared memory, for clusters launched like those of vLLM."""
 
 from dualpath.laboratory.emulated.commands import emulated_commands
 from dualpath.laboratory.emulated.settings import EmulatedOptions

@@ -16,7 +16,7 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import Report, RouterMessage, Welcome
+from dualpath.core.control import Registered, Report, RouterMessage
 from dualpath.core.message import Message
 from dualpath.core.modes import Mode
 from dualpath.core.request_messages import (
@@ -61,7 +61,7 @@ def full_block(key: BlockKey, geometry: BlockGeometry = GEOMETRY) -> bytes:
 
 
 def is_seen(geometry: BlockGeometry, layer: int, block: int, next_token: int) -> bool:
-    """Whether attention of a token, or of one after it, looks at a block: token by token."""
+    """Whether a token, or one after it, attends to a block: computed token by token."""
     window = geometry.layer_windows[layer] if geometry.layer_windows else 0
     tokens = range(block * geometry.block_tokens, (block + 1) * geometry.block_tokens)
     return not window or any(next_token - token < window for token in tokens)
@@ -82,7 +82,7 @@ def memory_storage(geometry: BlockGeometry = GEOMETRY) -> MemoryStorage:
 
 
 class HeldBlocks:
-    """HBM blocks that a late transfer may still write."""
+    """HBM blocks to which a late transfer may still write."""
 
     def __init__(self) -> None:
         self.now: set[int] = set()
@@ -92,7 +92,7 @@ class HeldBlocks:
         with self.changed:
             self.now |= set(hbm_blocks)
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
         with self.changed:
             self.now -= set(hbm_blocks)
             self.changed.notify_all()
@@ -173,7 +173,7 @@ class ToyEngine:
         self.manager.handle(message)
 
     def answer(self, kind: type[M], request_id: str | None = None) -> M:
-        """Return the first message of a kind (for a request); others are kept for later."""
+        """Return the first message of a kind (for a request); others stay in the queue."""
 
         def fits(message: Message) -> bool:
             same = request_id is None or getattr(message, "request_id", None) == request_id
@@ -192,7 +192,7 @@ class ToyEngine:
             self._kept.append(message)
 
     def answers(self, kind: type[Message]) -> list[Message]:
-        """Return what has arrived of a kind so far, without waiting."""
+        """Return the messages of a kind that have arrived, without waiting."""
         while not self.outbox.empty():
             self._kept.append(self.outbox.get_nowait())
         return [m for m in self._kept if isinstance(m, kind)]
@@ -216,7 +216,7 @@ class ToyEngine:
 
 
 class ToyCluster:
-    """One PE and one DE, or more (``decode_engines``), that know each other."""
+    """One PE and one or more (``decode_engines``) connected DEs."""
 
     def __init__(
         self,
@@ -266,9 +266,9 @@ class ToyCluster:
             for number in range(decode_engines)
         ]
         self.de = self.decode[0]
-        self.pe.command(Welcome(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
+        self.pe.command(Registered(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
         for de in self.decode:
-            de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+            de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""

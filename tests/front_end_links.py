@@ -17,7 +17,7 @@ TIMEOUT_S = 10.0
 
 
 class Link(RemoteScheduling):
-    """A front end's link whose connection a test may reset, and which may die."""
+    """A front end's link that a test can reset or kill."""
 
     def __init__(
         self, connection: Connection, name: str, adapters: Mapping[str, str] | None = None
@@ -28,7 +28,7 @@ class Link(RemoteScheduling):
         self.connection = connection
 
     async def kill(self) -> None:
-        """End without a word, as SIGKILL does."""
+        """End without a message, as SIGKILL does."""
         self.connection.close()
         self._post = lambda envelopes: None  # type: ignore[method-assign]
         for task in self._tasks:
@@ -38,7 +38,7 @@ class Link(RemoteScheduling):
 
 
 class Door:
-    """A scheduler's door and the network before it."""
+    """A scheduler's server of front-end links, and its network."""
 
     def __init__(self, scheduler: Scheduler, network: ControlNetwork) -> None:
         self.network = network
@@ -66,7 +66,7 @@ class Door:
 
 @contextlib.asynccontextmanager
 async def door(scheduler: Scheduler, network: ControlNetwork | None = None) -> AsyncIterator[Door]:
-    """Open the door of a scheduler whose engines are there."""
+    """Start the link server of a scheduler whose engines are registered."""
     made = Door(scheduler, network or ControlNetwork())
     await made.door.start("memory", 0)
     try:

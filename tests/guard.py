@@ -1,4 +1,4 @@
-"""How long tests wait in real time for what has to come, and the wait for a process's end.
+"""How long tests wait in real time for expected events, and the wait for a process's end.
 
 It guards a run against hanging and asserts nothing: machines may be slow, and several processes
 may share one core.  pytest's own limit for a test (pyproject.toml) is longer, so that what was
@@ -12,7 +12,7 @@ GUARD_S = 120.0
 
 
 def ends(process_id: int) -> bool:
-    """Wait for the end of a process of whomever."""
+    """Wait for the end of a process, which may not be a child."""
     try:
         descriptor = os.pidfd_open(process_id)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""A storage with a janitor, engines and a clock, all in one thread, that may end at any step."""
+"""A storage with a janitor, engines and a clock, in one thread; a process may die at any step."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,11 +7,11 @@ from dualpath.core.errors import StorageError
 from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import Keeper
+from dualpath.storage.keeper import StorageMaintenance
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectInfo
 from dualpath.storage.pins import PINS
@@ -24,7 +24,7 @@ BLOCK_BYTES = 4096 + len(PAYLOAD)
 
 
 class EndedError(Exception):
-    """The process ends here."""
+    """The simulated process dies."""
 
 
 class FailingTree(MemoryObjects):
@@ -92,18 +92,18 @@ class Story:
         return Engine(self, self._process())
 
     def stored(self) -> set[BlockKey]:
-        """Return the keys of all blocks that lie there."""
+        """Return the keys of all stored blocks."""
         names = [info.name for info in self.tree.objects(f"{PLACE}/")]
         return {bytes.fromhex(name[-67:-3]) for name in names}
 
     def head(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many blocks at the head of a chain are there."""
+        """Return how many leading blocks of a chain are stored."""
         stored = self.stored()
         return next((n for n, key in enumerate(keys) if key not in stored), len(keys))
 
     @property
     def used_bytes(self) -> int:
-        """What lies there, as it is."""
+        """An index of the blocks actually stored."""
         return len(self.stored()) * BLOCK_BYTES
 
     def _process(self) -> str:
@@ -112,7 +112,7 @@ class Story:
 
 
 class Engine:
-    """Writes and asks for prefixes, and tells so when it is flushed."""
+    """Writes and uses prefixes, and journals that when it is flushed."""
 
     def __init__(self, story: Story, name: str) -> None:
         self._story = story
@@ -121,13 +121,15 @@ class Engine:
         def now_s() -> float:
             return story.now_s
 
-        self.keeper = Keeper(story.tree, self.journal, WriteGate(), None, now_s, now_s)
+        self.maintenance = StorageMaintenance(
+            story.tree, self.journal, WriteGate(), None, now_s, now_s
+        )
 
     def write(self, keys: Sequence[BlockKey], first: int = 0, tenant: str = "") -> None:
         """Store the blocks of a chain from ``first`` on."""
         origin = BlockOrigin(keys[first - 1] if first else chain_root(), tenant)
         new = keys[first:]
-        origins = own_origins(new, origin)
+        origins = run_origins(new, origin)
         for key, own in zip(new, origins, strict=True):
             name = object_name(PLACE, key)
             MemoryObjects.create(
@@ -138,7 +140,7 @@ class Engine:
         self.journal.written(new, origins, BLOCK_BYTES, self._story.now_s)
 
     def serve(self, keys: Sequence[BlockKey]) -> int:
-        """Take a turn: ask, compute what is missing, store it; return the blocks that hit."""
+        """Run a turn: look up, compute missing blocks, store them; return the hit blocks."""
         hit = self._story.head(keys)
         if hit:
             self.journal.used(keys[hit - 1], self._story.now_s)
@@ -147,14 +149,14 @@ class Engine:
         return hit
 
     def serve_within_quotas(self, keys: Sequence[BlockKey], tenant: str) -> int:
-        """Take a turn, store what is admitted of the rest; return how many blocks that are."""
+        """Run a turn, store the admitted blocks; return how many."""
         hit = self._story.head(keys)
         origin = BlockOrigin(keys[hit - 1] if hit else chain_root(), tenant)
-        count, _ = self.keeper.admitted(keys[hit:], origin, BLOCK_BYTES)
+        count, _ = self.maintenance.admitted(keys[hit:], origin, BLOCK_BYTES)
         self.write(keys[: hit + count], hit, tenant)
         return count
 
 
 def chain(number: int, blocks: int) -> list[BlockKey]:
-    """Return keys of a chain of its own."""
+    """Return the keys of a separate chain."""
     return block_keys([number] * blocks, 1)

@@ -1,4 +1,4 @@
-"""A process that executors start in tests: it says what it was given, and ends as it is asked."""
+"""A process that executors start in tests: it prints its arguments and exits on request."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ ENTRY = "tests.launched:main"
 
 
 def main() -> NoReturn:
-    """Say what it was given; end with a code, or when a signal asks for it."""
+    """Print the arguments; exit with a code, or on a signal."""
     what, *words = sys.argv[1:]
     if what == "end":
         print("its reason", flush=True)

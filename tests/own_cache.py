@@ -1,4 +1,4 @@
-"""A cache directory of the tests' own: what their engines measure is no user's."""
+"""A cache directory of the tests' own, so that measurements of test engines do not reach users."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Threads that note each wait which ended by its time-out, so that no test measures time."""
+"""Threads that record each wait that timed out, so that tests do not measure time."""
 
 import threading
 from collections.abc import Callable
@@ -7,14 +7,14 @@ from dualpath.engine.threads import Event, OsThreads, Thread
 
 
 class PassedWaits(OsThreads):
-    """``passed_s`` are the time-outs of waits that came to nothing; ``late_s`` moves the clock."""
+    """``passed_s`` are the time-outs of waits that timed out; ``late_s`` advances the clock."""
 
     def __init__(self) -> None:
         self.passed_s: list[float] = []
         self.late_s = 0.0
 
     def event(self) -> Event:
-        """Return an event whose waits are noted."""
+        """Return an event whose waits are recorded."""
         return _Event(self.passed_s)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:

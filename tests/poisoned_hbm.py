@@ -26,7 +26,7 @@ def poison_hbm(patch: Patch = setattr) -> None:
     original = LayerStream._load
 
     def load(self: LayerStream, layer: int, device_error: str | None = None) -> None:
-        # With a region for every layer, what earlier chunks have computed would have to stay.
+        # With a region for every layer, KV of earlier chunks would have to stay.
         assert self._regions < self._geometry.layers, "give the engine fewer layer_buffers"
         chunks = [each.chunk for each in self._moves.chunks]
         computed = [block for c in chunks for block in c.hbm_blocks[c.chunk.first : c.chunk.end]]
@@ -38,8 +38,8 @@ def poison_hbm(patch: Patch = setattr) -> None:
     patch(LayerStream, "_load", load)
 
 
-def forget_a_wait(unwaited: int, patch: Patch = setattr) -> None:
-    """Let this process's prefill engines not wait for the stored KV of one layer.
+def skip_wait(unwaited: int, patch: Patch = setattr) -> None:
+    """Make this process's prefill engines skip the wait for the stored KV of one layer.
 
     Its loads begin when it is computed, so that they are late in every run.
     """
@@ -71,7 +71,7 @@ def forget_a_wait(unwaited: int, patch: Patch = setattr) -> None:
 
 
 def _poison(region: RegionInfo, computed: Iterable[int]) -> None:
-    """Fill all blocks of a region, but those that are ``computed`` now."""
+    """Fill all blocks of a region except those that are ``computed`` now."""
     block_bytes = region.stride_bytes
     assert block_bytes == region.piece_bytes, "what lies between blocks is not ours"
     ctypes.memset(region.base_address, _NAN, block_bytes * region.pieces)

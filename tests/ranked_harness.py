@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Welcome
+from dualpath.core.control import Registered
 from dualpath.core.message import Message
 from dualpath.core.modes import Mode
 from dualpath.core.parts import PartSlice
@@ -56,7 +56,7 @@ LAYER_BYTES = GEOMETRY.bytes_of(0)
 
 
 class Cut(NamedTuple):
-    """An engine of ``ranks`` that share ``heads``; latent KV is one head that nobody shares."""
+    """An engine of ``ranks`` that divide ``heads``; latent KV counts as one replicated head."""
 
     ranks: int = 1
     heads: int = 4
@@ -71,7 +71,7 @@ class Cut(NamedTuple):
 
 
 class CountingTransport(InProcessTransport):
-    """Counts what it has posted, by the agent at the other end and the direction."""
+    """Counts posted bytes by the agent at the other end and the direction."""
 
     def __init__(self, agent: str, fabric: InProcessFabric) -> None:
         super().__init__(agent, fabric)
@@ -114,7 +114,7 @@ class ThreadExchange:
 
 
 class RankedEngine(ToyEngine):
-    """A leader and its followers; ``ended`` are ranks whose process would have ended itself."""
+    """A leader and its followers; ``ended`` are ranks that would have ended their process."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class RankedEngine(ToyEngine):
         while not self._closed.wait(0.002):
             self.manager.tick(time.monotonic_ns())
             for follower in self.followers:
-                follower.look()
+                follower.poll()
 
     def close(self) -> None:
         self._closed.set()
@@ -227,10 +227,10 @@ class RankedEngine(ToyEngine):
 
     def _end(self, rank: int) -> None:
         self.ended.append(rank)
-        self.group.lose()
+        self.group.fail()
 
     def slice_of(self, rank: int, content: bytes) -> bytes:
-        """The bytes of a Layer Block that a rank holds."""
+        """The slice of a Layer Block of a rank."""
         first = rank // self.cut.replicas * self.slice_bytes
         return content[first : first + self.slice_bytes]
 
@@ -245,13 +245,13 @@ class RankedEngine(ToyEngine):
         return bytes(here.tobytes()) == self.slice_of(rank, content)
 
     def begin_pass(self, rank: int, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
-        """Begin a pass at one rank, on the thread that is the rank."""
+        """Begin a pass at one rank, on the thread of the rank."""
         if rank:
             return self.followers[rank - 1].begin_pass(parts)
         return ForwardPass(self.manager, self.outbox.put, parts)
 
     def mover(self, rank: int) -> TrafficManager | Follower:
-        """What moves a rank's slices."""
+        """The movers of a rank."""
         return self.followers[rank - 1] if rank else self.manager
 
     def on_ranks(self, call: Callable[[int], Any]) -> list[Any]:
@@ -264,7 +264,7 @@ class RankedEngine(ToyEngine):
 
 
 class RankedCluster(ToyCluster):
-    """One PE and one DE, cut as given."""
+    """One PE and one DE with the given numbers of ranks."""
 
     def __init__(
         self,
@@ -295,8 +295,8 @@ class RankedCluster(ToyCluster):
             open_transport=open_transport,
         )
         self.pe, self.de, self.decode = self.prefill, self.serving, [self.serving]
-        self.pe.command(Welcome(peers=(self.de.manager.address(self.de.epoch),)))
-        self.de.command(Welcome(peers=(self.pe.manager.address(self.pe.epoch),)))
+        self.pe.command(Registered(peers=(self.de.manager.address(self.de.epoch),)))
+        self.de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
 
     def close(self) -> None:
         """Stop both engines."""
@@ -308,7 +308,7 @@ class RankedCluster(ToyCluster):
         work: Sequence[tuple[PrefillTransfer, list[BlockKey], BlockRun, Sequence[int]]],
         at_layer: Callable[[int, int], None] = lambda rank, layer: None,
     ) -> list[dict[str, str]]:
-        """Run one forward pass on all ranks; return the failures that each knows of.
+        """Run one forward pass on all ranks; return the failures of each rank.
 
         A request whose stored KV a rank did not have when it computed has to be among them.
         """

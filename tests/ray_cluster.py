@@ -7,10 +7,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-#: The second raylet has room for one engine; its devices are names alone.
+#: The second raylet has resources for one engine; its devices do not exist.
 _BOTH: dict[str, Any] = {"object_store_memory": 80_000_000, "include_log_monitor": False}
 _SECOND: dict[str, Any] = {**_BOTH, "num_cpus": 1, "num_gpus": 2}
-#: A killed raylet refuses at once and is noticed within seconds; one that is slow is not lost.
+#: A killed raylet is detected within seconds; a slow one is not considered lost.
 _NOTICE = {
     "health_check_initial_delay_ms": 0,
     "health_check_period_ms": 500,
@@ -31,13 +31,13 @@ class RayCluster:
         os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
         # Short: names of sockets are in it.
         self.folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
-        # Ray writes its address to a folder that a machine without another Ray does not have.
+        # A separate folder for Ray's address file.
         os.environ["RAY_TMPDIR"] = self.folder
         Path(self.folder, "ray").mkdir()
         first = {
             **_BOTH,
             "num_cpus": cpus,
-            # No autoscaler: a process less.
+            # No autoscaler, which would be another process.
             "no_monitor": True,
             "include_dashboard": False,
             "temp_dir": self.folder,
@@ -49,12 +49,12 @@ class RayCluster:
 
     @property
     def address(self) -> str:
-        """Where programs connect to."""
+        """The address for drivers."""
         address: str = self._cluster.address
         return address
 
     def join(self) -> None:
-        """Start the second raylet, for the first time or again."""
+        """Start or restart the second raylet."""
         self._second = self._cluster.add_node(**_SECOND)
 
     def lose(self) -> None:
@@ -62,7 +62,7 @@ class RayCluster:
         self._cluster.remove_node(self._second, allow_graceful=False)
 
     def close(self) -> None:
-        """End everything."""
+        """Stop everything."""
         with contextlib.suppress(Exception):
             self._cluster.shutdown()
         del os.environ["RAY_TMPDIR"]

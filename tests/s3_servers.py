@@ -1,4 +1,4 @@
-"""Two S3 servers for tests: one in this process that fails on demand, and rclone's."""
+"""Two S3 servers for tests: one in this process with injectable faults, and rclone's."""
 
 import contextlib
 import re
@@ -14,8 +14,8 @@ from urllib.parse import parse_qs
 from dualpath.laboratory.lab.s3_server import S3Server, serve_folder
 from dualpath.storage.s3_location import S3Location, parse_location
 
-#: How one request goes wrong: a status instead of an answer, the connection closed before or in
-#: the middle of the answer, an answer that never comes or comes a byte at a time.
+#: Fault of one request: an error status, a connection closed before or during the response, no
+#: response, or a response one byte at a time.
 Fault = int | Literal["closed", "cut", "silent", "dripping"]
 
 BUCKET = "blocks"
@@ -25,7 +25,7 @@ _DRIP_S = 0.01
 
 
 class FaultyS3:
-    """Objects in a dict behind HTTP, as much of S3 as storage uses.
+    """Objects in a dict behind HTTP: the part of S3 that storage uses.
 
     ``faults``: for each method what goes wrong with its next requests for blocks, in order; None
     is no fault.  ``requests`` are those for blocks, as (method, name).  ``signers`` are the names
@@ -50,16 +50,16 @@ class FaultyS3:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL of the server."""
         return f"http://127.0.0.1:{self._http.server_port}"
 
     @property
     def location(self) -> S3Location:
-        """Its bucket."""
+        """The location of its bucket."""
         return location_at(self.url)
 
     def note(self, method: str, name: str) -> Fault | None:
-        """Count a request and return what goes wrong with it."""
+        """Count a request and return its fault."""
         if not name.endswith(".kv"):
             return None
         self.before(method, name)
@@ -69,7 +69,7 @@ class FaultyS3:
             return planned.pop(0) if planned else None
 
     def put(self, name: str, content: bytes, only_new: bool) -> bool:
-        """Store an object unless it exists and must not."""
+        """Store an object, unless the write is conditional and it exists."""
         with self._lock:
             if only_new and self.conditional and name in self.objects:
                 return False
@@ -104,7 +104,7 @@ class FaultyS3:
         return f"<ListBucketResult {space}>{''.join(found)}{more}</ListBucketResult>".encode()
 
     def close(self) -> None:
-        """End the server and every answer it holds back."""
+        """Stop the server and all delayed responses."""
         self.ended.set()
         self._http.shutdown()
         self._thread.join()
@@ -198,7 +198,7 @@ def location_at(endpoint: str) -> S3Location:
 
 @contextlib.contextmanager
 def rclone_s3(folder: Path) -> Iterator[S3Location]:
-    """Serve a folder with rclone as long as the context lasts."""
+    """Serve a folder with rclone during the ``with`` block."""
     assert RCLONE is not None
     (folder / BUCKET).mkdir()
     server = S3Server(

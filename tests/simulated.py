@@ -77,7 +77,7 @@ def small_setup(mode: Mode = Mode.DUALPATH, **changes: object) -> Setup:
 
 
 def decisions_of(result: SimulationResult) -> Decisions:
-    """Return the decisions of a run that was asked to record them."""
+    """Return the decisions of a run with a decision log."""
     assert result.decisions is not None
     return result.decisions
 

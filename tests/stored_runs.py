@@ -8,7 +8,7 @@ from dualpath.storage.contract import BlockStorage
 
 
 class RunOutcome(NamedTuple):
-    """How many blocks at the head are good, what was read for them, and why there are no more."""
+    """How many leading blocks are good, the bytes read, and the reason of the first bad one."""
 
     good_blocks: int
     bytes_read: int
@@ -29,5 +29,5 @@ def read_run(
 
 
 def stored_head(storage: BlockStorage, keys: Sequence[BlockKey]) -> int:
-    """Return how many blocks at the head are stored, each asked for by itself."""
+    """Return how many leading blocks are stored, looked up one by one."""
     return next((i for i, key in enumerate(keys) if not storage.is_stored(key)), len(keys))

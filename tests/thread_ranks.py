@@ -1,4 +1,4 @@
-"""What the ranks of one engine do at the same time, each on a thread (see ``ThreadRanks``)."""
+"""Calls on all ranks of one engine at the same time, each on a thread (see ``ThreadRanks``)."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def on_every_rank(calls: Sequence[Callable[[], T]]) -> list[T]:
-    """Call one thing for each rank, all at the same time; return what they return.
+    """Call one function for each rank concurrently; return the results.
 
     The first error is raised once all are over.
     """

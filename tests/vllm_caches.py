@@ -1,4 +1,4 @@
-"""KV caches as vLLM describes them to a connector, made of its own specs."""
+"""KV caches as vLLM describes them to a connector, built from its own specs."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -42,7 +42,7 @@ def state(block_tokens: int) -> MambaSpec:
 
 
 def attending(window_tokens: int | None) -> Attention:
-    """Return a layer that says what it sees, as vLLM's own does."""
+    """Return a layer that reports which tokens it attends to, as vLLM's own does."""
     layer = object.__new__(Attention)
     vars(layer).update(sliding_window=window_tokens, use_mm_prefix=False)
     return layer
@@ -75,7 +75,7 @@ def cache_of(
 def two_parts(layers: int, without_indexer: Sequence[int] = ()) -> dict[str, KVCacheSpec]:
     """Return the specs of DeepSeek-V3.2: 656 bytes of latent KV, 132 of an indexer's key a token.
 
-    As vLLM's own ``deepseek_v2.py`` makes them for ``fp8_ds_mla`` on GPUs.
+    As vLLM's ``deepseek_v2.py`` creates them for ``fp8_ds_mla`` on GPUs.
     """
     latent = MLAAttentionSpec(
         block_size=64,

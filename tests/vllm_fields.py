@@ -1,6 +1,6 @@
-"""What each field of vLLM's configuration is for the identity of KV, beside ``KV_FIELDS``."""
+"""How each field of vLLM's configuration affects the identity of KV, beside ``KV_FIELDS``."""
 
-#: Fields of the parts that ``KV_FIELDS`` names, and of the weights' part, that are looked at in
+#: Fields of the parts that ``KV_FIELDS`` names, and of the weights' part, that are covered in
 #: another way: as weights, effective configuration, layout, dtype or geometry of the namespace.
 LOOKED_AT = {
     "model_config": {
@@ -17,7 +17,7 @@ LOOKED_AT = {
 }  # fmt: skip
 #: Refused at start if set, or with more than one rank.
 REFUSED = {"": {"diffusion_config", "parallel_config", "weight_transfer_config"}}
-#: What changes KV by rounding at most, or not at all.
+#: Fields that change KV only by rounding, or not at all.
 NEUTRAL = {
     "model_config": {
         # Tokens, prompts and answers; keys are over token ids.
@@ -26,7 +26,7 @@ NEUTRAL = {
         "max_logprobs", "override_generation_config", "return_sampling_mask", "seed",
         "served_model_name", "skip_tokenizer_init", "tokenizer", "tokenizer_mode",
         "tokenizer_revision", "use_fp64_gumbel", "renderer_num_workers",
-        # How the configuration is found; what was found counts.
+        # How the configuration is found; its contents are part of the identity.
         "config_format", "hf_config_path", "hf_overrides", "hf_token",
         "allow_deprecated_quantization", "is_submodel_config",
         "word_embeddings_untied_by_checkpoint",

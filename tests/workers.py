@@ -1,8 +1,8 @@
-"""Which tests may run at the same time, of the two that `make test` runs at once.
+"""Which tests may run at the same time on the two workers of `make test`.
 
-Tests that start engines, routers and labs need more than a core and what a machine has one of:
-links, loop devices, a Ray cluster, shared memory of which nothing may be left. They run one after
-the other, as with one worker. Beside them run those that need nothing but their own process.
+Tests that start engines, routers and labs need more than a core, and resources of the machine:
+links, loop devices, a Ray cluster, shared memory that must all be freed. They run one after
+the other, as with one worker. Tests that need only their own process run beside them.
 """
 
 from xdist.scheduler import LoadScopeScheduling

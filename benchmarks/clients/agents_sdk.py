@@ -1,6 +1,6 @@
-"""An agent of the OpenAI Agents SDK with a tool, and no limit on its tokens. Arguments: URL, model.
+"""An agent of the OpenAI Agents SDK with a tool and without a token limit. Arguments: URL, model.
 
-The run ends when the model ends its answer or its context is full; what comes before is streamed.
+It runs once without and once with streaming, until the model ends or its context is full.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ async def ask(url: str, model: str) -> None:
         instructions="You know which engine reads. " * 12,
         tools=[read],
         model=OpenAIChatCompletionsModel(model=model, openai_client=client),
-        # A random model rarely ends by itself: one that is sampled at its own temperature does.
+        # With greedy sampling a random model rarely ends; at temperature 1 it does.
         model_settings=ModelSettings(temperature=1.0, include_usage=True),
     )
     whole = await Runner.run(agent, "Which path reads faster?", max_turns=2)

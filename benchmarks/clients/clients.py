@@ -1,4 +1,4 @@
-"""The clients: how each is called, and where it says how it fared."""
+"""The clients: the command of each, and how its results are checked."""
 
 import json
 import random
@@ -10,8 +10,8 @@ from environments import Package
 
 HERE = Path(__file__).parent
 
-#: What the agent's model may write: a call of its tool `bash` with one of a few commands.  A
-#: random model would never find the format; the grammar makes a live agent of it.
+#: Grammar of the agent's model: a call of the tool `bash` with one of a few commands.  Without it a
+#: random model would never produce a tool call.
 AGENT_GRAMMAR = (
     r'<tool_call>\n\{"name": "bash", "arguments": \{"command": '
     r'"(ls|wc -l notes\.txt|cat notes\.txt)"\}\}\n</tool_call>'
@@ -20,12 +20,12 @@ AGENT_STEPS = 4
 
 WEKA_BLOCK_TOKENS = 64
 
-#: Of the replay `aa-mini-v1`, which agentperf-local brings along.
+#: Size of the replay `aa-mini-v1`, which is part of agentperf-local.
 AGENTPERF_TURNS, AGENTPERF_TURN_TOKENS = 6, 256
 
 
 class Target(NamedTuple):
-    """The cluster; ``model_folder`` has the tokenizer, ``folder`` is there to be written to."""
+    """The cluster; ``model_folder`` has the tokenizer, ``folder`` is for output."""
 
     url: str
     model: str
@@ -34,10 +34,10 @@ class Target(NamedTuple):
 
 
 class Client(NamedTuple):
-    """A client: its command in a work folder, and what its own results there say.
+    """A client: its command in a work folder, and the check of its results there.
 
-    ``check`` raises ``AssertionError`` if they speak of a failed request.  ``paths`` are variables
-    that name something among the installed packages.
+    ``check`` raises ``AssertionError`` for a failed request.  ``paths`` are environment variables
+    with paths inside the installed packages.
     """
 
     package: Package
@@ -105,7 +105,7 @@ def _inference_perf(target: Target, work: Path) -> list[str]:
         "tokenizer": {"pretrained_model_name_or_path": str(target.model_folder)},
         "storage": {"local_storage": {"path": str(work / "results")}},
     }
-    # JSON is YAML.
+    # JSON is valid YAML.
     (work / "config.yaml").write_text(json.dumps(config, indent=1))
     return ["inference-perf", "--config_file", str(work / "config.yaml")]
 
@@ -184,7 +184,7 @@ def _agentperf_results(work: Path) -> str:
     return f"{len(turns)} turns of {AGENTPERF_TURN_TOKENS} tokens"
 
 
-#: LiteLLM else asks the network for prices at every start.
+#: Otherwise LiteLLM downloads prices at every start.
 _OFFLINE = {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 CLIENTS = (
@@ -199,14 +199,14 @@ CLIENTS = (
         _inference_perf_results,
     ),
     Client(
-        Package("mini-swe-agent", "2.4.6", beside=("litellm==1.106.2", "mcp")),
+        Package("mini-swe-agent", "2.4.6", additional=("litellm==1.106.2", "mcp")),
         _mini_swe_agent,
         _trajectory,
         {**_OFFLINE, "MSWEA_CONFIGURED": "1", "MSWEA_COST_TRACKING": "ignore_errors"},
     ),
     Client(
-        # It counts tokens with a table that tiktoken fetches, and that LiteLLM brings along.
-        Package("agentperf-local", "0.3.4", python=(3, 12), beside=("litellm==1.106.2",)),
+        # It counts tokens with a table that tiktoken would download, and that LiteLLM contains.
+        Package("agentperf-local", "0.3.4", python=(3, 12), additional=("litellm==1.106.2",)),
         _agentperf,
         _agentperf_results,
         paths={"TIKTOKEN_CACHE_DIR": "litellm/litellm_core_utils/tokenizers"},

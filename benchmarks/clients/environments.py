@@ -1,4 +1,4 @@
-"""A virtual environment of its own for every client, so that none meets another's dependencies."""
+"""A separate virtual environment for every client, as their dependencies conflict."""
 
 import os
 import re
@@ -10,22 +10,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-#: Read by pip alone; uv is given what pip would use.
+#: Read only by pip; its value is passed on to uv.
 _FIND_LINKS = "PIP_FIND_LINKS"
 
 
 class Package(NamedTuple):
     """A client on a package index.
 
-    ``python`` is the oldest Python that its code runs on, which ``asks_for_newer`` says is older
-    than the one it asks for; ``beside`` are packages that it imports without asking for them.
+    ``python`` is the oldest Python on which its code runs; ``asks_for_newer``: its metadata
+    requires a newer one.  ``additional`` are packages that it imports without requiring them.
     """
 
     name: str
     version: str
     python: tuple[int, int] = (3, 10)
     asks_for_newer: bool = False
-    beside: tuple[str, ...] = ()
+    additional: tuple[str, ...] = ()
 
 
 class NotRunnable(Exception):
@@ -33,7 +33,7 @@ class NotRunnable(Exception):
 
 
 def environment(package: Package, folder: Path) -> Path:
-    """Return the folder of the programs of ``package``, installed on the first call.
+    """Return the folder with the programs of ``package``; install it on the first call.
 
     Raises ``NotRunnable`` without a Python that is new enough, and ``CalledProcessError`` if the
     package cannot be installed.
@@ -59,7 +59,7 @@ def _interpreter(package: Package) -> str:
 
 
 def _all_of_pyenv() -> dict[str, str]:
-    """Return the variable with which no `python3.N` of pyenv fails: one that does stops uv."""
+    """Return the variable with which all `python3.N` of pyenv work; a failing one would stop uv."""
     if (pyenv := shutil.which("pyenv")) is None:
         return {}
     listed = subprocess.run([pyenv, "versions", "--bare"], check=True, capture_output=True)
@@ -70,17 +70,17 @@ def _install(package: Package, python: Path) -> None:
     into = ("pip", "install", "--quiet", "--python", str(python))
     client = f"{package.name}=={package.version}"
     if not package.asks_for_newer:
-        _uv(*into, client, *package.beside)
+        _uv(*into, client, *package.additional)
         return
-    # uv has no switch to install on an older Python, pip can; it would then choose dependencies
-    # for the newer one as well, so that uv installs those.
+    # Only pip can install on an older Python than required; as it would also choose dependencies
+    # for the newer one, uv installs those.
     _uv(*into, "pip")
     pip = (str(python), "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-requires-python")
     subprocess.run([*pip, client], check=True)
     read = f"import importlib.metadata as m; print('\\n'.join(m.requires({package.name!r}) or []))"
     listed = subprocess.run([str(python), "-c", read], check=True, capture_output=True, text=True)
     needed = [line for line in listed.stdout.splitlines() if not re.search(r";.*\bextra\b", line)]
-    _uv(*into, *needed, *package.beside)
+    _uv(*into, *needed, *package.additional)
 
 
 def _uv(

@@ -1,8 +1,8 @@
 """Run real clients, unchanged, against a small cluster: `make clients`.
 
-Installs every client in an environment of its own, starts 1P1D with a tiny random model, runs the
-clients one after the other and says for each what the router saw of it.  The exit code is 1 if one
-failed; one that this machine cannot run is named with the reason.
+Installs every client in its own environment, starts 1P1D with a tiny random model, runs the clients
+one after the other and prints for each the requests that the router counted.  The exit code is 1 if
+one failed; clients that cannot run on this machine are listed with the reason.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from dualpath.ops.launch.process import SpawnedProcess
 
 MODEL = "tiny"
 
-#: The engines' context; agents' system prompts are long in a vocabulary of 512 tokens.
+#: Context length of the engines: system prompts are long in a vocabulary of 512 tokens.
 MAX_MODEL_LEN = 16384
 
 _START_S = 300
@@ -35,7 +35,7 @@ _CLIENT_S = 300
 
 @contextmanager
 def cluster(folder: Path) -> Iterator[Target]:
-    """Serve the tiny model with a tool parser until the block ends."""
+    """Serve the tiny model with a tool parser during the ``with`` block."""
     dualpath = [sys.executable, "-m", "dualpath.cli.main"]
     made = subprocess.run([*dualpath, "model", "tiny-qwen2"], check=True, capture_output=True)
     model = made.stdout.decode().split()[-1]
@@ -56,17 +56,17 @@ def cluster(folder: Path) -> Iterator[Target]:
 
 
 def counters(url: str) -> dict[str, float]:
-    """Return the totals of the router's status page."""
+    """Return the totals of the router's status."""
     with urllib.request.urlopen(f"{url}/dualpath/v1/status", timeout=30) as response:
         totals: dict[str, float] = json.load(response)["counters"]
     return totals
 
 
 def run(client: Client, target: Target, environments: Path) -> str:
-    """Run one client; return what the router saw of it.
+    """Run one client; return its result and the tokens that the router counted.
 
-    Raises ``NotRunnable``, ``CalledProcessError``, ``TimeoutExpired`` or, if the client's own
-    results say that requests failed, ``AssertionError``.
+    Raises ``NotRunnable``, ``CalledProcessError``, ``TimeoutExpired`` or, if the client's results
+    contain failed requests, ``AssertionError``.
     """
     programs = environment(client.package, environments)
     work = target.folder / client.package.name
@@ -81,11 +81,11 @@ def run(client: Client, target: Target, environments: Path) -> str:
             env=variables, cwd=work, stdout=output, stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL, timeout=_CLIENT_S, check=True,
         )  # fmt: skip
-    said = client.check(work)
+    result = client.check(work)
     after = counters(target.url)
     prompt, hit = (int(after[name] - before[name]) for name in ("prompt_tokens", "hit_tokens"))
     assert prompt > 0, "the router saw no request"
-    return f"{said}; {prompt} prompt tokens, {hit} of them loaded"
+    return f"{result}; {prompt} prompt tokens, {hit} of them loaded"
 
 
 def _found(client: Client, place: Path) -> dict[str, str]:
@@ -94,16 +94,18 @@ def _found(client: Client, place: Path) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the named clients, all without names; return the exit code."""
+    """Run the named clients, or all; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__)
     names = [client.package.name for client in CLIENTS]
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"{', '.join(names)}")
-    parser.add_argument("--environments", type=Path, required=True, help="where clients live")
+    parser.add_argument(
+        "--environments", type=Path, required=True, help="folder of the clients' environments"
+    )
     chosen = parser.parse_args(arguments)
     unknown = set(chosen.names) - set(names)
     if unknown:
         parser.error(f"unknown client {', '.join(unknown)}; known: {', '.join(names)}")
-    # An orderly end takes the cluster along.
+    # SIGTERM also ends the cluster.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     outcomes: dict[str, str] = {}
     failed = False

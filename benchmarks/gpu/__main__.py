@@ -1,4 +1,4 @@
-"""``python -m benchmarks.gpu {prefill,copies}``; see README.md beside this file."""
+"""``python -m benchmarks.gpu {prefill,copies}``; see README.md in this folder."""
 
 import argparse
 import json
@@ -19,7 +19,7 @@ PIECE_BYTES = (16384, 41984, 73728, 262144)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
-    """Measure, print tables, write JSON; return what was written."""
+    """Measure, print tables, write JSON; return the written document."""
     options = _parser().parse_args(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and device.index is None:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, object]:
         "environment": environment(device),
     }
     if device.type != "cuda":
-        print("On a CPU: this shows that the script works. Its times mean nothing.\n")
+        print("On a CPU: this only shows that the script works; its times are meaningless.\n")
     measure = _prefill if options.what == "prefill" else _copies
     document |= measure(options, device)
     document["environment_after"] = environment(device)
@@ -102,14 +102,16 @@ def _copies(options: argparse.Namespace, device: torch.device) -> dict[str, obje
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("what", choices=["prefill", "copies"])
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1, …; cpu only to try it")
-    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to try the script")
+    parser.add_argument(
+        "--device", default="cuda", help="cuda, cuda:1, …; cpu only to test the script"
+    )
+    parser.add_argument("--tiny", action="store_true", help="tiny sizes, to test the script")
     names = [geometry.name for geometry in (*HOPPER_SIZED, *TINY)]
     parser.add_argument("--model", choices=names, help="one geometry; default all")
     parser.add_argument("--cached", type=int, nargs="+", help="hit tokens, multiples of a block")
     parser.add_argument("--append", type=int, nargs="+", help="tokens to compute, likewise")
     parser.add_argument("--buffers", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--layers", type=int, help="measure so many; default all of the model")
+    parser.add_argument("--layers", type=int, help="number of layers; default: all of the model")
     parser.add_argument("--feed-forward", action="store_true", help="also with feed-forward layers")
     parser.add_argument("--warm-up", type=int, default=3)
     parser.add_argument("--repeats", type=int, default=11)

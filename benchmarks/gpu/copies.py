@@ -1,14 +1,14 @@
-"""Many small copies between pinned DRAM and HBM: one by one, as one batch, through a kernel.
+"""Many small copies between pinned DRAM and HBM: one by one, as one batch, with a kernel.
 
-Layer Blocks of one layer lie a Full Block apart in DRAM and anywhere in HBM.  Ways to move them:
+Layer Blocks of one layer are a Full Block apart in DRAM and anywhere in HBM.  Methods:
 
 * *one by one*: one ``cuMemcpyAsync`` per block
 * *torch, one by one*: ``copy_(non_blocking=True)`` per block
-* *one batch*: one ``cuMemcpyBatchAsync`` (CUDA 12.8), what the engine's ``DeviceCopier`` does
-* *one copy and a kernel*: one contiguous copy through HBM, blocks put in place by ``index_copy_``
-  (H2D) or gathered by ``index_select`` (D2H). Its DRAM is contiguous, which DualPath's is not:
-  with layers of a Full Block side by side (§A.5) the CPU would have to gather first
-* *one copy*: as many bytes in one piece, the link's own speed
+* *one batch*: one ``cuMemcpyBatchAsync`` (CUDA 12.8), as in the engine's ``DeviceCopier``
+* *one copy and a kernel*: one contiguous copy through HBM; ``index_copy_`` scatters the blocks
+  (H2D) or ``index_select`` gathers them (D2H). It needs contiguous DRAM, which DualPath does not
+  have: with the layers of a Full Block side by side (§A.5) the CPU would have to gather first
+* *one copy*: the same number of bytes in one piece, the rate of the link
 """
 
 import time
@@ -36,7 +36,7 @@ class CopyCase(msgspec.Struct, frozen=True):
 
 
 class Copies:
-    """Memory of one case, and the ways to copy it."""
+    """The memory of one case, and the methods to copy it."""
 
     def __init__(self, case: CopyCase, device: Device, torch_device: torch.device) -> None:
         self._case = case
@@ -60,7 +60,7 @@ class Copies:
         self._driver = CudaDriver() if self._cuda else None
 
     def ways(self) -> dict[str, Callable[[], None]]:
-        """Return the ways this machine has, by name."""
+        """Return the methods available on this machine, by name."""
         found: dict[str, Callable[[], None]] = {
             "torch, one by one": self.torch_one_by_one,
             "one copy and a kernel": self.one_copy_and_a_kernel,
@@ -73,7 +73,7 @@ class Copies:
         return found
 
     def torch_one_by_one(self) -> None:
-        """A call of torch per block."""
+        """One call of torch per block."""
         for piece, block in enumerate(self._block):
             here, there = self._dram[piece], self._hbm[block]
             if self._case.direction == "h2d":
@@ -91,7 +91,7 @@ class Copies:
             self._contiguous.copy_(self._scratch, non_blocking=True)
 
     def one_copy(self) -> None:
-        """As many bytes, all contiguous."""
+        """The same number of bytes, contiguous."""
         if self._case.direction == "h2d":
             self._scratch.copy_(self._contiguous, non_blocking=True)
         else:
@@ -108,7 +108,7 @@ class Copies:
         queue(*ends, sizes, stream)
 
     def check(self, way: str, run: Callable[[], None]) -> bool:
-        """Run one way on fresh bytes; whether every block arrived."""
+        """Run one method on new content; return whether every block arrived."""
         generator = torch.Generator().manual_seed(self._case.seed + 1)
         into_hbm = self._case.direction == "h2d"
         self._hbm.zero_()
@@ -132,9 +132,9 @@ class Copies:
 def measure_copies(
     case: CopyCase, device: Device, torch_device: torch.device, warm_up: int, repeats: int
 ) -> dict[str, object]:
-    """Check and time every way; ``post_s`` is the CPU's time to queue it.
+    """Check and time every method; ``post_s`` is the CPU time to queue it.
 
-    CUDA's copies run on a stream of their own, as the driver refuses batches in the default one.
+    CUDA's copies run on a separate stream, as the driver refuses batches in the default one.
     """
     stream = torch.cuda.Stream(torch_device) if torch_device.type == "cuda" else None
     with torch.cuda.stream(stream):

@@ -6,12 +6,12 @@ from dualpath.policy.batching import AttentionGeometry
 
 
 class StackGeometry(msgspec.Struct, frozen=True):
-    """One model's layers; all layers are alike.
+    """The layers of one model, all equal.
 
     ``latent`` selects multi-head latent attention: KV of a token is ``kv_values`` = latent and
     rotary values, from which keys and values of all heads are computed.  Otherwise a token has
-    ``kv_heads`` keys and values.  ``intermediate`` is the width of a gated feed-forward layer that
-    costs what the model's does per token (for experts: the active ones together).
+    ``kv_heads`` keys and values.  ``intermediate`` is the width of a gated feed-forward layer with
+    the model's cost per token (for experts: that of the active ones together).
     """
 
     name: str
@@ -40,7 +40,7 @@ class StackGeometry(msgspec.Struct, frozen=True):
         return self.block_tokens * self.kv_values * value_bytes
 
     def attention(self, layers: int) -> AttentionGeometry:
-        """Return the cost that the compute quota (§6.2) counts, of so many layers."""
+        """Return the cost of this many layers, as counted by the compute quota (§6.2)."""
         return AttentionGeometry.from_heads(layers, self.heads, self.key_dim, self.value_dim)
 
 

@@ -1,4 +1,4 @@
-"""The machine under measurement: its device, its clock, and what it is."""
+"""The measured machine: its device, timing, and its description."""
 
 import ctypes
 import os
@@ -25,7 +25,7 @@ _SMI_FIELDS = (
 
 
 class _DoneCopy:
-    """A copy of ``HostCopier``: over when it was asked for."""
+    """A copy of ``HostCopier``, complete when it is created."""
 
     event: DeviceEvent = PASSED
 
@@ -33,25 +33,25 @@ class _DoneCopy:
         self.bytes = size_bytes
 
     def poll(self) -> TransferState:
-        """It is over."""
+        """Return DONE."""
         return TransferState.DONE
 
     def error(self) -> str | None:
-        """It did not fail."""
+        """Return None."""
         return None
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class HostCopier:
-    """Copies in host memory at once: the script's flow without a GPU, for tests."""
+    """Copies in host memory: runs the script without a GPU, for tests."""
 
     def __init__(self) -> None:
         self._regions: dict[str, RegionInfo] = {}
 
     def register(self, region: RegionInfo) -> None:
-        """Make a region known."""
+        """Register a region."""
         self._regions[region.name] = region
 
     def copy(
@@ -79,7 +79,7 @@ def _bytes_at(address: int, size: int) -> "np.ndarray[tuple[int], np.dtype[np.ui
 
 
 def open_machine(device: torch.device) -> Device:
-    """Return the data plane's device with a copier of its own: CUDA's, or a stand-in on a CPU."""
+    """Return the data plane's device with its own copier: CUDA's, or a substitute on a CPU."""
     if device.type == "cuda":
         return CudaDevice(device, CudaDriver())
     host = HostDevice()
@@ -90,10 +90,10 @@ def open_machine(device: torch.device) -> Device:
 def seconds_of(
     run: Callable[[], object], device: torch.device, warm_up: int, repeats: int
 ) -> list[float]:
-    """Return the time of each of ``repeats`` runs after ``warm_up`` ones, in seconds.
+    """Return the time of each of ``repeats`` runs after ``warm_up`` runs, in seconds.
 
-    On a GPU between two events on the current stream, so ``run`` must let that stream wait for
-    whatever belongs to it.
+    On a GPU it is the time between two events on the current stream, so ``run`` must make that
+    stream wait for all its work.
     """
     for _ in range(warm_up):
         run()
@@ -115,12 +115,12 @@ def seconds_of(
 
 
 def spread(times: list[float]) -> dict[str, float]:
-    """Return median, least and greatest in seconds."""
+    """Return median, minimum and maximum in seconds."""
     return {"median_s": statistics.median(times), "min_s": min(times), "max_s": max(times)}
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Return what a reader must know of the machine; clocks are those at the time of the call."""
+    """Return a description of the machine; clocks are those at the time of the call."""
     facts = {
         "device": str(device),
         "torch": torch.__version__,

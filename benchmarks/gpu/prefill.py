@@ -1,14 +1,14 @@
-"""Layerwise prefill with KV streaming from pinned DRAM, against computing alone and loading first.
+"""Layerwise prefill with KV streamed from pinned DRAM, compared with loading before computing.
 
-One prompt: ``cached`` tokens whose KV lies in DRAM as Full Blocks, ``append`` tokens to compute.
+One prompt: ``cached`` tokens whose KV is in DRAM as Full Blocks, ``append`` tokens to compute.
 
-* *alone*: all KV is in HBM already, nothing is sent. No arrangement of transfers is faster.
-* *load, then compute*: all layers come in, are computed, go out (mode Basic).
-* *streamed*: HBM holds a few layers; while one is computed others come in and go out.
+* *alone*: all KV is in HBM and nothing is sent: the lower bound of the time.
+* *load, then compute*: all layers are loaded, then computed, then sent (mode Basic).
+* *streamed*: HBM holds a few layers; while one is computed others are loaded and sent.
 
-Copies are queued by the engine's own ``DeviceCopier`` and ordered as ``engine.layer_stream`` orders
-them, but all on the device: a send is a copy into this machine's DRAM instead of a transfer to a
-decode engine's, so the host waits for nothing.
+Copies are queued by the engine's ``DeviceCopier`` in the order of ``engine.layer_stream``, but all
+on the device: a send is a copy into this machine's DRAM instead of a transfer to a decode engine,
+so the host never waits.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,12 +27,12 @@ from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
 DRAM = "dram"
 
-#: Largest difference of a streamed result from the unstreamed one, relative to its largest value.
+#: Maximum difference between streamed and unstreamed results, relative to the largest value.
 TOLERANCE = 1e-2
 
 
 class PrefillCase(msgspec.Struct, frozen=True):
-    """Tokens are multiples of the block's; ``layers`` of the geometry's are measured."""
+    """Tokens are multiples of the block size; ``layers`` of the geometry's layers are measured."""
 
     geometry: StackGeometry
     layers: int
@@ -44,7 +44,7 @@ class PrefillCase(msgspec.Struct, frozen=True):
 
 
 class Prefill:
-    """One case with its memory; the methods are what is timed, each a whole forward pass."""
+    """One case with its memory; each of the timed methods is a whole forward pass."""
 
     def __init__(self, case: PrefillCase, device: Device, torch_device: torch.device) -> None:
         g, dtype = case.geometry, getattr(torch, case.dtype)
@@ -113,17 +113,17 @@ class Prefill:
         assert self._device.copier is not None
         return self._device.copier
 
-    # ------------------------------------------------------------------ what is timed
+    # ------------------------------------------------------------------ timed methods
 
     def alone(self) -> torch.Tensor:
-        """Compute with all KV in place; ``load_then_compute`` must have run before."""
+        """Compute with all KV in HBM; ``load_then_compute`` must have run before."""
         hidden = self._prompt
         for layer in range(self._case.layers):
             hidden = self._compute(layer, layer, hidden)
         return hidden
 
     def load_then_compute(self) -> torch.Tensor:
-        """Bring all layers in, compute, send all new KV."""
+        """Load all layers, compute, send all new KV."""
         layers = range(self._case.layers)
         start = self._device.record()
         loads = [self._load(layer, layer, start) for layer in layers]
@@ -136,7 +136,7 @@ class Prefill:
         return hidden
 
     def streamed(self, buffers: int) -> torch.Tensor:
-        """Layer by layer through ``buffers`` regions of HBM."""
+        """Load, compute and send layer by layer in ``buffers`` regions of HBM."""
         layers = self._case.layers
         start = self._device.record()
         loads = [self._load(layer, layer, start) for layer in range(min(buffers, layers))]
@@ -175,7 +175,7 @@ class Prefill:
         return self._copier.copy(f"hbm.{region}", new, DRAM, slots, after).event
 
     def _slots(self, blocks: Sequence[int], layer: int) -> list[int]:
-        """Pieces of one layer: a slot's layers are neighbours (§A.5)."""
+        """Return the pieces of one layer; the layers of a slot are adjacent (§A.5)."""
         return [block * self._case.layers + layer for block in blocks]
 
 
@@ -187,7 +187,7 @@ def measure_prefill(
     warm_up: int,
     repeats: int,
 ) -> dict[str, object]:
-    """Check that all ways compute and send the same, then time them.
+    """Check that all methods compute and send the same, then time them.
 
     Raises ``ConfigError`` if a streamed result differs.
     """
@@ -201,10 +201,10 @@ def measure_prefill(
     difference = _largest_difference(prefill, buffers, torch_device)
     if difference > TOLERANCE:
         raise ConfigError(
-            f"{case.geometry.name}: a streamed result is off by {difference:.2g} of the largest "
-            f"value, more than {TOLERANCE}; KV was wrong, do not trust the times"
+            f"{case.geometry.name}: a streamed result differs by {difference:.2g} of the largest "
+            f"value, more than {TOLERANCE}; KV was wrong, so the times are invalid"
         )
-    # The regions that streaming used hold other layers now.
+    # Streaming has overwritten regions with other layers.
     prefill.load_then_compute()
     alone = seconds_of(prefill.alone, torch_device, warm_up, repeats)
     times = {"alone": spread(alone)}
@@ -228,7 +228,7 @@ def measure_prefill(
 def _largest_difference(
     prefill: Prefill, buffers: Sequence[int], torch_device: torch.device
 ) -> float:
-    """Return how far streamed hidden states and sent KV are from the unstreamed ones."""
+    """Return the difference of streamed hidden states and sent KV from the unstreamed ones."""
 
     def results(run: Callable[[], torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = run().float().cpu()
@@ -250,7 +250,7 @@ def _largest_difference(
 
 
 def fit_layer_times(results: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Fit the estimate of §6.2 to the times alone, per model and without feed-forward layers.
+    """Fit the estimate of §6.2 to the times *alone*, per model and without feed-forward layers.
 
     ``errors`` are relative, per case in its order.
     """

@@ -1,4 +1,4 @@
-"""Tables of what was measured."""
+"""Tables of the measurements."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ Row = dict[str, Any]
 
 
 def prefill_table(results: Sequence[Row]) -> Table:
-    """Return medians in ms, and how much longer than computing alone each way takes."""
+    """Return medians in ms, and the time of each method relative to computing alone."""
     ways = list(results[0]["times"]) if results else []
     columns = ("model", "layers", "cached", "append", "feed-forward", "KV in, GB", *ways)
     rows = []
@@ -50,8 +50,8 @@ def fit_table(fits: Sequence[Row]) -> Table:
 
 
 def copies_table(results: Sequence[Row]) -> Table:
-    """Return rates, and the CPU's time per piece to queue a copy."""
-    columns = ("", "pieces", "KB", "way", "median µs", "GB/s", "CPU µs per piece", "bytes")
+    """Return rates, and the CPU time per piece to queue a copy."""
+    columns = ("", "pieces", "KB", "method", "median µs", "GB/s", "CPU µs per piece", "bytes")
     rows = []
     for result in results:
         size_bytes = result["pieces"] * result["piece_bytes"]

@@ -1,11 +1,11 @@
-"""A stack of attention layers with random weights: torch's own kernels, nothing of an engine.
+"""A stack of attention layers with random weights and torch's kernels, without an engine.
 
-All layers share one set of weights.  At the sizes measured a layer's weights exceed the L2 cache
-many times, so sharing saves memory and changes no time.
+All layers share one set of weights.  At the measured sizes a layer's weights are many times larger
+than the L2 cache, so sharing saves memory and does not change times.
 
-KV of a layer lies block after block in order, so that attention reads it where it is; engines use
+KV of a layer is contiguous in order of blocks, so that attention reads it in place; engines use
 paged kernels instead.  Latent attention computes keys and values of all tokens from the latent, as
-engines do in prefill; values are padded to the keys' width, which flash attention asks for.
+engines do in prefill; values are padded to the keys' width, which flash attention requires.
 """
 
 import math
@@ -21,7 +21,7 @@ _KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
 
 
 class Stack:
-    """``layer`` computes one layer of ``append`` tokens behind those in its KV memory."""
+    """``layer`` computes one layer of ``append`` tokens after those in its KV memory."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Stack:
         query = functional.linear(queries, self._query).view(append, g.heads, g.key_dim)
         key, value = self._expand(kv) if g.latent else self._split(kv)
         heads_first = [part.transpose(0, 1).unsqueeze(0) for part in (query, key, value)]
-        # On a GPU rather an error than a kernel that writes all scores to HBM.
+        # On a GPU an error is better than a kernel that writes all scores to HBM.
         kernels = sdpa_kernel(_KERNELS) if hidden.is_cuda else nullcontext()
         with kernels:
             attended = functional.scaled_dot_product_attention(

@@ -1,1 +1,1 @@
-"""README as a stranger types it; see ``__main__``."""
+"""README's commands, typed by a script; see ``__main__``."""

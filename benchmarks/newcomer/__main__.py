@@ -1,11 +1,13 @@
-"""A stranger's hour, scripted: `make newcomer`.
+"""A new user's first hour as a script: `make newcomer`.
 
-Clones this repository into an empty folder and types what README says, top to bottom, in a shell
-that has a new home and none of this one's variables; what serves goes on in a second terminal until
-all is asked, then gets Ctrl-C.  Every command has to end well, to say what README says of it and to
-leave what it promises (``steps``).  Needs git, and what README names; nothing of this project.
+Clones this repository into an empty folder and types the commands of README from top to bottom, in
+a shell with a new home and without this shell's variables; servers run in a second terminal until
+all requests are done, then get Ctrl-C.  Every command must succeed, print what README states and
+write the files that it promises (``steps``).  Needs git and what README requires, but no
+installation.
 
-`--quick --here` types what needs neither an installation nor a cluster, in this checkout.
+`--quick --here` types only commands that need neither an installation nor a cluster, in this
+checkout.
 """
 
 import argparse
@@ -23,7 +25,7 @@ from benchmarks.newcomer.steps import OTHER_MODES, Reader, Step, Typed, typed
 from benchmarks.newcomer.terminal import CommandFailedError, Terminal
 
 ROOT = Path(__file__).parents[2]
-#: A new account has these too: how this machine reaches the outside.
+#: Variables that a new account would have, too, such as proxies.
 KEPT = ("PATH", "LANG", "TERM", "TMPDIR")
 KEPT_BEGINNINGS = ("PIP_", "SSL_", "HTTP_", "HTTPS_", "NO_PROXY", "http", "no_proxy")
 ACTIVATE = "source .venv/bin/activate"
@@ -31,7 +33,7 @@ _END_S = 120.0
 
 
 class Newcomer:
-    """Types README's commands into terminals in ``clone``; ``rows`` say how each went."""
+    """Types README's commands into terminals in ``clone``; ``rows`` are the results."""
 
     def __init__(
         self,
@@ -84,17 +86,17 @@ class Newcomer:
         except CommandFailedError as error:
             self.rows.append((first, "FAILED", time.monotonic() - began_s))
             raise CommandFailedError(f"{one.place}: {first}: {error}") from None
-        self._reader.heard(step, output)
+        self._reader.record(step, output)
         self.rows.append((first, "as README says", time.monotonic() - began_s))
 
     def _check(self, step: Step, output: str) -> None:
         if step.says and re.search(step.says, output, re.MULTILINE) is None:
-            raise CommandFailedError(f"nothing printed matches {step.says!r}")
+            raise CommandFailedError(f"the output does not match {step.says!r}")
         if step.leaves and not (self._reader.clone / step.leaves).is_file():
-            raise CommandFailedError(f"it left no {step.leaves}")
+            raise CommandFailedError(f"it did not write {step.leaves}")
 
     def _serve(self, text: str, step: Step) -> str:
-        """Begin to serve; what follows is typed in another terminal."""
+        """Start a server; further commands are typed in another terminal."""
         self._end_serving()
         server, self._terminal = self._terminal, self._new_terminal()
         self._serving = server, text, step
@@ -109,7 +111,7 @@ class Newcomer:
             server.close()
 
     def _replay_other_modes(self, report: str) -> None:
-        """Make what README compares with: the same trace on clusters in other modes."""
+        """Replay the same trace on clusters in the other modes that README compares."""
         assert self._serving is not None
         _, serve, step = self._serving
         for mode in OTHER_MODES:
@@ -131,22 +133,22 @@ def _show(line: str) -> None:
 
 @contextmanager
 def clean_clone() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield a clone of what is committed, and the variables of an account that is new."""
+    """Yield a clone of the committed files, and the variables of a new account."""
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
         home, clone = Path(folder) / "home", Path(folder) / "dualpath"
         home.mkdir()
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        kept = {
+        variables = {
             name: value
             for name, value in os.environ.items()
             if name in KEPT or name.startswith(KEPT_BEGINNINGS)
         }
-        yield clone, {**kept, "HOME": str(home)}
+        yield clone, {**variables, "HOME": str(home)}
 
 
 @contextmanager
 def copied_checkout() -> Iterator[tuple[Path, dict[str, str]]]:
-    """Yield a folder with links to this checkout and its environment; files go beside them."""
+    """Yield a folder with links to this checkout, for output files, and this environment."""
     with tempfile.TemporaryDirectory(prefix="newcomer-") as folder:
         for path in ROOT.iterdir():
             if path.name != "runs" and path.suffix != ".jsonl":
@@ -155,7 +157,7 @@ def copied_checkout() -> Iterator[tuple[Path, dict[str, str]]]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Type what README says; return the exit code."""
+    """Type README's commands; return the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.newcomer", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="leave out installation and clusters")
     parser.add_argument("--here", action="store_true", help="use this checkout's .venv, no clone")
@@ -164,7 +166,7 @@ def main(arguments: Sequence[str]) -> int:
         action="append",
         default=[],
         metavar="COMMAND",
-        help="leave these out, by how they begin",
+        help="leave out commands that begin with this",
     )
     chosen = parser.parse_args(arguments)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""What README says that its commands do; a command without an entry here fails the run."""
+"""Expected results of README's commands; a command without an entry here fails the run."""
 
 import re
 from dataclasses import dataclass, field, replace
@@ -12,10 +12,10 @@ OTHER_MODES = ("basic", "oracle")
 
 @dataclass(frozen=True)
 class Step:
-    """What a command that begins with ``command`` has to say and to leave behind.
+    """Expected output and files of a command that begins with ``command``.
 
-    ``says`` is a regular expression.  ``serves``: the command goes on until Ctrl-C.  ``needs`` is
-    what a quick run leaves out with it: an installation, or a cluster of real engines.
+    ``says`` is a regular expression of the output.  ``serves``: the command runs until Ctrl-C.
+    Quick runs leave out commands that ``needs`` an installation or a cluster of real engines.
     """
 
     command: str
@@ -38,7 +38,7 @@ STEPS = (
     Step("python examples/ask_twice.py", r"second: .*cached_tokens [1-9]", needs=CLUSTER),
     Step("dualpath replay", leaves="dualpath.json", needs=CLUSTER, limit_s=600.0),
     Step("dualpath report", leaves="compare.html", needs=CLUSTER),
-    # What README says that it printed; it also compiles, once.
+    # The numbers in README; the first run also compiles.
     Step("dualpath simulate --cluster paper-660b", r"(?s)3,139 s.*1,754 s.*1,655 s", limit_s=900.0),
     Step("dualpath simulate --cluster examples/cluster.toml", r"JCT", limit_s=300.0),
 )
@@ -46,7 +46,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Typed:
-    """One command as it is typed, with what is expected of it."""
+    """One command to type, with its expected results."""
 
     block: Block
     text: str
@@ -54,11 +54,11 @@ class Typed:
 
     @property
     def place(self) -> str:
-        """Where it stands, as a reader wants it."""
+        """Its file and line."""
         return f"{self.block.page.name}:{self.block.line}"
 
     def made_small(self) -> "Typed":
-        """Return it with the options that make it small; README's figures are not those."""
+        """Return it with options for a small run, whose numbers differ from README's."""
         if not self.block.run_with:
             return self
         return replace(
@@ -74,19 +74,19 @@ class Reader:
     values: dict[str, str] = field(default_factory=dict)
 
     def translated(self, text: str) -> str:
-        """Return a command with the reader's own values."""
+        """Return a command with placeholders replaced."""
         for word, value in self.values.items():
             text = re.sub(rf"\b{word}\b", value, text)
         return text
 
-    def heard(self, step: Step, output: str) -> None:
-        """Remember what a later command needs."""
+    def record(self, step: Step, output: str) -> None:
+        """Record values that later commands need."""
         if step.command.startswith("dualpath model"):
             self.values["FOLDER"] = output.split()[-1]
 
 
 def typed(readme: Path) -> list[Typed]:
-    """Return what README asks to type, in order; raises ``LookupError`` for what is not known."""
+    """Return README's commands in order; raises ``LookupError`` for one without an entry."""
     found = []
     for block in blocks(readme):
         if block.language == "console":

@@ -1,4 +1,4 @@
-"""A terminal: one shell, to which commands are typed and whose output is read."""
+"""A terminal: one shell, into which commands are typed and whose output is read."""
 
 import contextlib
 import os
@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-#: Printed by the shell behind each command, with its exit code.
+#: Printed by the shell after each command, with its exit code.
 _DONE = "@@ended"
 
 
 class CommandFailedError(Exception):
-    """A command did not do what README says; the message has the end of its output."""
+    """A command did not do what README states; the message has the end of its output."""
 
 
 class Terminal:
-    """A shell in ``folder``; what it prints goes to ``show`` as well, line by line."""
+    """A shell in ``folder``; ``show`` is called with each line of output."""
 
     def __init__(
         self, folder: Path, environment: Mapping[str, str], show: Callable[[str], None]
@@ -33,12 +33,12 @@ class Terminal:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            start_new_session=True,  # Ctrl-C is for what runs here, not for us
+            start_new_session=True,  # Ctrl-C must not reach this process
         )
         threading.Thread(target=self._read, daemon=True).start()
 
     def run(self, command: str, limit_s: float) -> str:
-        """Type a command and return what it printed; raises ``CommandFailedError``."""
+        """Type a command and return its output; raises ``CommandFailedError``."""
         self._type(command)
         output, code = self._until(_DONE, limit_s)
         if code != f"{_DONE} 0":
@@ -46,15 +46,15 @@ class Terminal:
         return output
 
     def begin(self, command: str, word: str, limit_s: float) -> str:
-        """Type a command that serves; return what it printed until a line with ``word``."""
+        """Type a command that serves; return its output up to a line with ``word``."""
         self._type(command)
         output, line = self._until(word, limit_s)
         if line.startswith(_DONE):
-            raise CommandFailedError(f"it ended before it said {word!r}: {_end(output)}")
+            raise CommandFailedError(f"it ended before it printed {word!r}: {_end(output)}")
         return f"{output}{line}\n"
 
     def interrupt(self, limit_s: float) -> str:
-        """Press Ctrl-C; return what was printed; raises if the command did not end well."""
+        """Press Ctrl-C; return the output; raises if the command then fails."""
         os.killpg(self._shell.pid, signal.SIGINT)
         output, code = self._until(_DONE, limit_s)
         if code != f"{_DONE} 0":
@@ -62,14 +62,14 @@ class Terminal:
         return output
 
     def close(self) -> None:
-        """End the shell with all that runs in it."""
+        """End the shell with all its processes."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._shell.pid, signal.SIGTERM)
         self._shell.wait()
 
     def _type(self, command: str) -> None:
         assert self._shell.stdin is not None
-        # The shell itself outlives Ctrl-C, as one at a keyboard does.
+        # The shell itself must survive Ctrl-C, as an interactive one does.
         self._shell.stdin.write(f"trap : INT\n{command}\necho {_DONE} $?\n".encode())
         self._shell.stdin.flush()
 
@@ -80,7 +80,7 @@ class Terminal:
         self._lines.put(None)
 
     def _until(self, word: str, limit_s: float) -> tuple[str, str]:
-        """Return what comes before the line with ``word``, or the command's end, and that line."""
+        """Return the output up to the line with ``word`` or to the command's end, and that line."""
         until_s, output = time.monotonic() + limit_s, ""
         while True:
             try:

@@ -1,6 +1,6 @@
-"""A client that keeps streams open and notes when each piece of an answer arrives.
+"""A client that keeps streams open and records the arrival time of each event.
 
-It looks into as little as it can of what it gets, since it shares the machine's cores.
+It parses as little as possible, since it shares the machine's cores with the servers.
 """
 
 import asyncio
@@ -16,23 +16,23 @@ import msgspec
 from dualpath.core.errors import DualPathError
 from dualpath.laboratory.models.tiny import TRAINING_TEXT, VOCABULARY_TOKENS
 
-#: Under which every server of a run serves its model.
+#: Served model name of every server.
 NAME = "tiny"
 
 _REQUEST_S = 300.0
 #: Ids below are special tokens.
 _FIRST_TEXT_ID = 3
 _EVENT = b"data: {"
-#: Events after which a stream's beginning is over.
+#: Number of events after which a stream is in its steady state.
 _STEADY = 4
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True):
-    """``streams`` at the same time, each ``requests`` one after the other.
+    """``streams`` concurrent streams of ``requests`` consecutive requests each.
 
-    Prompts of ``prompt`` random words (or tokens), no two alike.  Answers have ``tokens`` tokens,
-    with ``spread`` uniformly between 1 - spread and 1 + spread of that.  A stream waits ``pause_s``
-    between its requests; the first ones start within ``ramp_s``.
+    Prompts have ``prompt`` random words (or tokens), each its own.  Responses have ``tokens``
+    tokens times a uniform factor between 1 - ``spread`` and 1 + ``spread``.  A stream waits
+    ``pause_s`` between its requests; the first requests start within ``ramp_s``.
     """
 
     streams: int
@@ -44,10 +44,10 @@ class Load(msgspec.Struct, frozen=True, kw_only=True):
     ramp_s: float = 0.0
 
 
-class Answer(NamedTuple):
+class Response(NamedTuple):
     """Times on the client's clock: of each event with a token, and of the first event of any kind.
 
-    Tokens that were ready together may share an event.
+    Tokens that were ready at the same time may share an event.
     """
 
     start_s: float
@@ -68,26 +68,26 @@ class Answer(NamedTuple):
 
 
 class Chat:
-    """``/v1/chat/completions``: words in, text out; the first event brings the role."""
+    """``/v1/chat/completions`` with text; the first event contains the role."""
 
     path = "/v1/chat/completions"
     role_events = 1
     _words: Sequence[str] = " ".join(TRAINING_TEXT).split()
 
     def body(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """Return what is asked, of ``length`` words."""
+        """Return the fields of a request with a prompt of ``length`` words."""
         text = " ".join(rng.choices(self._words, k=length))
         return {"messages": [{"role": "user", "content": text}], "temperature": 0}
 
 
 class TokenIds:
-    """``/v1/completions`` of the light front door: token ids in and out."""
+    """``/v1/completions`` of the light router with token ids."""
 
     path = "/v1/completions"
     role_events = 0
 
     def body(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """Return what is asked, of ``length`` tokens."""
+        """Return the fields of a request with a prompt of ``length`` tokens."""
         return {"prompt": rng.choices(range(_FIRST_TEXT_ID, VOCABULARY_TOKENS), k=length)}
 
 
@@ -95,10 +95,11 @@ Api = Chat | TokenIds
 
 
 class Window:
-    """The time in which all streams stream: from the last one's first few events to a first end.
+    """The period in which all streams are in their steady state.
 
-    ``read`` is asked at both ends; it grows by ``spent`` while ``events`` tokens arrive, none if
-    one stream ends before another is that far.
+    From the first few events of the last stream to the end of the first stream.  The value of
+    ``read()`` grows by ``spent`` while ``events`` token events arrive; both are 0 if a stream ends
+    before another reaches its steady state.
     """
 
     def __init__(self, streams: int, read: Callable[[], float]) -> None:
@@ -111,7 +112,7 @@ class Window:
         self.wall_s = 0.0
 
     def arrived(self, before: int, now: int) -> None:
-        """A stream that had ``before`` token events has ``now`` of them."""
+        """Count a stream's token events, which grew from ``before`` to ``now``."""
         self._events += now - before
         if before < _STEADY <= now:
             self._waiting -= 1
@@ -119,7 +120,7 @@ class Window:
                 self._from = (self._read(), self._events, time.perf_counter())
 
     def ended(self) -> None:
-        """A stream has its last token; only the first one's end counts."""
+        """A stream has received its last token; only the first stream's end counts."""
         if self._from is not None and self.events == 0:
             spent, events, start_s = self._from
             self.spent = self._read() - spent
@@ -127,10 +128,10 @@ class Window:
             self.wall_s = time.perf_counter() - start_s
 
 
-async def play(
+async def run_load(
     url: str, api: Api, load: Load, seed: str, window: Window | None = None
-) -> list[Answer]:
-    """Return all answers.  Raises ``DualPathError`` for the first that is none, or is too short."""
+) -> list[Response]:
+    """Return all responses; raises ``DualPathError`` for the first failed or too short one."""
     timeout = aiohttp.ClientTimeout(total=_REQUEST_S)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as http:
@@ -138,13 +139,13 @@ async def play(
             _stream(http, api, load, random.Random(f"{seed}/{i}"), window)
             for i in range(load.streams)
         ]
-        return [answer for answers in await asyncio.gather(*streams) for answer in answers]
+        return [response for responses in await asyncio.gather(*streams) for response in responses]
 
 
 async def _stream(
     http: aiohttp.ClientSession, api: Api, load: Load, rng: random.Random, window: Window | None
-) -> list[Answer]:
-    answers = []
+) -> list[Response]:
+    responses = []
     await asyncio.sleep(rng.random() * load.ramp_s)
     for _ in range(load.requests):
         tokens = max(round(load.tokens * (1 + rng.uniform(-load.spread, load.spread))), 2)
@@ -156,14 +157,14 @@ async def _stream(
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answers.append(await _ask(http, api, json.dumps(body).encode(), tokens, window))
+        responses.append(await _send(http, api, json.dumps(body).encode(), tokens, window))
         await asyncio.sleep(load.pause_s)
-    return answers
+    return responses
 
 
-async def _ask(
+async def _send(
     http: aiohttp.ClientSession, api: Api, body: bytes, tokens: int, window: Window | None
-) -> Answer:
+) -> Response:
     headers = {"Content-Type": "application/json"}
     start_s = time.perf_counter()
     event_s: list[float] = []
@@ -185,10 +186,10 @@ async def _ask(
     if window is not None:
         window.ended()
     if not last:
-        raise DualPathError(f"{api.path}: an answer without events")
-    said = json.loads(last[last.rindex(_EVENT) + len(_EVENT) - 1 :].split(b"\n", 1)[0])
-    usage = said.get("usage") or {}
+        raise DualPathError(f"{api.path}: a response without events")
+    final = json.loads(last[last.rindex(_EVENT) + len(_EVENT) - 1 :].split(b"\n", 1)[0])
+    usage = final.get("usage") or {}
     if usage.get("completion_tokens") != tokens:
-        raise DualPathError(f"{api.path}: {tokens} tokens were asked for; the last event: {said}")
-    token_events = event_s[api.role_events : -1]  # The last one brings the usage.
-    return Answer(start_s, event_s[0], token_events, usage["prompt_tokens"], tokens)
+        raise DualPathError(f"{api.path}: {tokens} tokens were requested; the last event: {final}")
+    token_events = event_s[api.role_events : -1]  # The last one contains the usage.
+    return Response(start_s, event_s[0], token_events, usage["prompt_tokens"], tokens)

@@ -1,4 +1,4 @@
-"""TTFT through router and hand-over against one vLLM server, both of real engines."""
+"""TTFT of a 1P1D cluster against one vLLM server, both with real engines."""
 
 import argparse
 import tempfile
@@ -8,9 +8,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.overhead.client import Answer, Load
-from benchmarks.overhead.measure import Phase, middle, print_table, run_phase
-from benchmarks.overhead.servers import Server, Shape, plain_server, real_cluster
+from benchmarks.overhead.client import Load, Response
+from benchmarks.overhead.measure import Phase, median, print_table, run_phase
+from benchmarks.overhead.servers import FrontEndOptions, Server, plain_server, real_cluster
 
 from dualpath.laboratory.models.tiny import make_tiny_model
 
@@ -22,7 +22,7 @@ _WARM_UP = Load(streams=8, requests=2, prompt=100, tokens=8)
 
 
 class Case(NamedTuple):
-    """A server under a number of streams."""
+    """A server and a number of streams."""
 
     server: str
     streams: int
@@ -37,7 +37,7 @@ def measure(args: argparse.Namespace) -> None:
     found: Rounds = defaultdict(list)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         servers = [
-            stack.enter_context(plain_server(model, Path(folder), Shape())),
+            stack.enter_context(plain_server(model, Path(folder), FrontEndOptions())),
             stack.enter_context(real_cluster(model, Path(folder))),
         ]
         for server in servers:
@@ -51,7 +51,7 @@ def measure(args: argparse.Namespace) -> None:
                     if number:  # The first round warms up.
                         found[Case(server.name, streams)].append(phase)
     names = [server.name for server in servers]
-    _print_clients_view(found, args.streams, names)
+    _print_client_times(found, args.streams, names)
     _print_breakdown(found, args.streams, servers)
 
 
@@ -68,28 +68,28 @@ def _load(args: argparse.Namespace, streams: int) -> Load:
     )
 
 
-def _print_clients_view(found: Rounds, streams: Sequence[int], names: Sequence[str]) -> None:
+def _print_client_times(found: Rounds, streams: Sequence[int], names: Sequence[str]) -> None:
     rows = []
     for count in streams:
-        direct = _over(found[Case(names[0], count)], lambda p: p.quantile_s(_ttft, 0.5))
+        direct = _median(found[Case(names[0], count)], lambda p: p.quantile_s(_ttft, 0.5))
         for name in names:
             rounds = found[Case(name, count)]
-            p50 = _over(rounds, lambda p: p.quantile_s(_ttft, 0.5))
+            p50 = _median(rounds, lambda p: p.quantile_s(_ttft, 0.5))
             rows.append([
                 str(count),
                 name,
                 _ms(p50),
                 _ms(p50 - direct) if name != names[0] else "",
-                _ms(_over(rounds, lambda p: p.quantile_s(_ttft, 0.99))),
-                _ms(_over(rounds, lambda p: p.quantile_s(lambda a: a.ttst_s, 0.5))),
-                _ms(_over(rounds, lambda p: p.all_cpu_s / len(p.answers))),
-                _ms(_over(rounds, lambda p: p.router_cpu_s / len(p.answers))),
+                _ms(_median(rounds, lambda p: p.quantile_s(_ttft, 0.99))),
+                _ms(_median(rounds, lambda p: p.quantile_s(lambda a: a.ttst_s, 0.5))),
+                _ms(_median(rounds, lambda p: p.all_cpu_s / len(p.responses))),
+                _ms(_median(rounds, lambda p: p.router_cpu_s / len(p.responses))),
             ])  # fmt: skip
-    prompt = found[Case(names[0], streams[0])][0].answers[0].prompt_tokens
+    prompt = found[Case(names[0], streams[0])][0].responses[0].prompt_tokens
     print_table(
         f"Prompts of about {prompt} tokens; ms, medians over rounds",
         ["streams", "server", "TTFT p50", "added", "TTFT p99", "TTST p50",
-         "CPU per request, all processes", "of its front end's process"],
+         "CPU per request, all processes", "of its front end"],
         rows,
     )  # fmt: skip
 
@@ -100,30 +100,30 @@ def _print_breakdown(found: Rounds, streams: Sequence[int], servers: Sequence[Se
         "router: look-up at the DE": lambda p: p.mean_s("router", _STAGE, "lookup"),
         "router: scheduler": lambda p: p.mean_s("router", _STAGE, "queue"),
         "router: slots in the DE's buffer": lambda p: p.mean_s("router", _STAGE, "buffer_wait"),
-        "router: message to the PE, the rest": _router_rest_s,
-        "call to the PE and its answer": _call_s,
+        "router: message to the PE, other": _router_rest_s,
+        "HTTP call to the PE": _call_s,
         "engine: queue": lambda p: p.mean_s("engine", _ENGINE_QUEUE),
         "engine: prefill": lambda p: p.mean_s("engine", _ENGINE_PREFILL),
         "**TTFT, mean**": Phase.mean_ttft_s,
-        "in it: waits for KV transfers": lambda p: p.mean_s("router", _STAGE, "transfer"),
+        "of it, waits for KV transfers": lambda p: p.mean_s("router", _STAGE, "transfer"),
     }
     cases = [(server, count) for count in streams for server in servers]
     rows = []
     for name, part in parts.items():
         row = [name]
         for server, count in cases:
-            ours = "router" in server.metric_urls
-            known = ours or name.startswith(("front", "engine", "**"))
+            has_router = "router" in server.metric_urls
+            known = has_router or name.startswith(("front", "engine", "**"))
             rounds = found[Case(server.name, count)]
-            row.append(_ms(_over(rounds, part)) if known else "")
+            row.append(_ms(_median(rounds, part)) if known else "")
         rows.append(row)
     head = [f"{server.name}, {count} streams" for server, count in cases]
-    print_table("Where it goes; means in ms, medians over rounds", ["part", *head], rows)
+    print_table("TTFT by part; means in ms, medians over rounds", ["part", *head], rows)
 
 
 def _front_end_s(phase: Phase) -> float:
-    """What the client waited beyond what the router, or the engine, knows of."""
-    if "router" in phase.counted:
+    """Return the client's TTFT beyond that measured by the router, or by the engine."""
+    if "router" in phase.metrics:
         return phase.mean_ttft_s() - phase.mean_s("router", _TTFT)
     return phase.mean_ttft_s() - _engine_s(phase)
 
@@ -142,12 +142,12 @@ def _router_rest_s(phase: Phase) -> float:
     return phase.mean_s("router", _TTFT) - known_s
 
 
-def _ttft(answer: Answer) -> float:
-    return answer.ttft_s
+def _ttft(response: Response) -> float:
+    return response.ttft_s
 
 
-def _over(rounds: Sequence[Phase], of: Callable[[Phase], float]) -> float:
-    return middle([of(phase) for phase in rounds])
+def _median(rounds: Sequence[Phase], of: Callable[[Phase], float]) -> float:
+    return median([of(phase) for phase in rounds])
 
 
 def _ms(seconds: float) -> str:

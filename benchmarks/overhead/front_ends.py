@@ -1,7 +1,7 @@
-"""One front end and two before a scheduler and many stub engines: CPU of tokens and requests.
+"""CPU per token and request of one and two front ends with a scheduler and many stub engines.
 
-Tokens per CPU-second of all front ends and the scheduler say what a machine with a core for each
-would serve: with two front ends twice of what these two use of one core's second.
+Tokens per CPU-second of all front ends and the scheduler give the throughput of a machine with a
+core for each front end: the number of front ends times this figure.
 """
 
 import argparse
@@ -12,10 +12,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.overhead.client import Answer, Chat, Load, TokenIds, play
+from benchmarks.overhead.client import Chat, Load, Response, TokenIds, run_load
 from benchmarks.overhead.measure import print_table
 from benchmarks.overhead.probe import Probes, probing
-from benchmarks.overhead.servers import LIGHT, LinkedServers, Pace, Shape, cpu_s, linked_servers
+from benchmarks.overhead.servers import (
+    LIGHT,
+    FrontEndOptions,
+    LinkedServers,
+    Pace,
+    cpu_s,
+    linked_servers,
+)
 
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.router.requests.limits import allow_many_streams
@@ -24,19 +31,19 @@ _WARM_UP = Load(streams=16, requests=2, prompt=100, tokens=16)
 
 
 class Measured(NamedTuple):
-    """A load on ``count`` front ends of a kind, and the CPU seconds that it took."""
+    """A load on ``count`` front ends of a kind, and its CPU seconds."""
 
     kind: str
     count: int
-    answers: Sequence[Answer]
+    responses: Sequence[Response]
     front_ends_s: float
     scheduler_s: float
     probes: Probes
 
     @property
     def tokens_per_cpu_s(self) -> float:
-        """Tokens for a second of CPU of front ends and scheduler together."""
-        tokens = sum(answer.tokens for answer in self.answers)
+        """Tokens per CPU second of front ends and scheduler together."""
+        tokens = sum(response.tokens for response in self.responses)
         return tokens / (self.front_ends_s + self.scheduler_s)
 
 
@@ -47,13 +54,15 @@ def measure(args: argparse.Namespace) -> None:
     found = []
     for kind in args.kinds:
         api = TokenIds() if args.ids or kind == LIGHT else Chat()
-        shape = Shape(args.max_model_len, args.stream_interval, api)
+        options = FrontEndOptions(args.max_model_len, args.stream_interval, api)
         for count in args.front_ends:
             with (
                 tempfile.TemporaryDirectory() as name,
-                linked_servers(model, Path(name), kind, count, args.nodes, pace, shape) as servers,
+                linked_servers(
+                    model, Path(name), kind, count, args.nodes, pace, options
+                ) as servers,
             ):
-                # Not before the servers have started: they have to see to their own limits.
+                # After the servers have started, since they must raise their own limits.
                 allow_many_streams()
                 found.append(_run(args, kind, count, servers))
     _print(args, found)
@@ -64,21 +73,21 @@ def _run(args: argparse.Namespace, kind: str, count: int, servers: LinkedServers
         streams=args.streams, requests=args.requests, prompt=args.prompt, tokens=args.tokens,
         ramp_s=args.ramp_s,
     )  # fmt: skip
-    asyncio.run(_play(servers, _WARM_UP, "warm-up"))
+    asyncio.run(_run_load(servers, _WARM_UP, "warm-up"))
     spent = [cpu_s(pid) for pid in (*servers.front_ends.values(), servers.scheduler.pid)]
     named = {f"front end {n}": at for n, at in enumerate(servers.front_ends.items(), 1)}
     named["scheduler"] = (servers.scheduler.port, servers.scheduler.pid)
-    # Asking costs CPU as well.
+    # Probing costs CPU as well.
     with probing(named if args.probe else {}) as probes:
-        answers = asyncio.run(_play(servers, load, str(args.seed)))
+        responses = asyncio.run(_run_load(servers, load, str(args.seed)))
         time.sleep(args.settle_s)
     after = [cpu_s(pid) for pid in (*servers.front_ends.values(), servers.scheduler.pid)]
     *front_ends_s, scheduler_s = (now - then for now, then in zip(after, spent, strict=True))
-    return Measured(kind, count, answers, sum(front_ends_s), scheduler_s, probes)
+    return Measured(kind, count, responses, sum(front_ends_s), scheduler_s, probes)
 
 
-async def _play(servers: LinkedServers, load: Load, seed: str) -> list[Answer]:
-    """Divide a load's streams among the front ends."""
+async def _run_load(servers: LinkedServers, load: Load, seed: str) -> list[Response]:
+    """Distribute a load's streams among the front ends."""
     ports = list(servers.front_ends)
     parts = []
     for number, port in enumerate(ports):
@@ -87,37 +96,37 @@ async def _play(servers: LinkedServers, load: Load, seed: str) -> list[Answer]:
             streams=streams, requests=load.requests, prompt=load.prompt, tokens=load.tokens,
             ramp_s=load.ramp_s,
         )  # fmt: skip
-        parts.append(play(f"http://127.0.0.1:{port}", servers.api, part, f"{seed}/{number}"))
-    return [answer for answers in await asyncio.gather(*parts) for answer in answers]
+        parts.append(run_load(f"http://127.0.0.1:{port}", servers.api, part, f"{seed}/{number}"))
+    return [response for part in await asyncio.gather(*parts) for response in part]
 
 
 def _print(args: argparse.Namespace, found: Sequence[Measured]) -> None:
     one = {m.kind: m.tokens_per_cpu_s for m in found if m.count == 1}
-    rows, seen = [], []
+    rows, probed = [], []
     for each in found:
-        requests = len(each.answers)
-        ttft_s = sorted(answer.ttft_s for answer in each.answers)
+        requests = len(each.responses)
+        ttft_s = sorted(response.ttft_s for response in each.responses)
         single = one.get(each.kind)
         rows.append([
-            each.kind, str(each.count), str(requests), str(sum(a.tokens for a in each.answers)),
+            each.kind, str(each.count), str(requests), str(sum(r.tokens for r in each.responses)),
             f"{each.front_ends_s / requests * 1e3:.2f}",
             f"{each.scheduler_s / requests * 1e3:.2f}",
             f"{each.tokens_per_cpu_s:.0f}",
             f"{each.count * each.tokens_per_cpu_s / single:.2f}" if single else "",
             f"{ttft_s[requests // 2] * 1e3:.0f}", f"{ttft_s[int(requests * 0.99)] * 1e3:.0f}",
         ])  # fmt: skip
-        for name, process in each.probes.seen.items():
+        for name, process in each.probes.by_process.items():
             grown = (
-                (process.most_bytes - process.before_bytes)
+                (process.max_bytes - process.before_bytes)
                 / 1024
                 / args.streams
                 * (each.count if name.startswith("front end") else 1)
             )
-            answered = (f"{process.quantile_s(q) * 1e3:.1f}" for q in (0.5, 0.99))
-            seen.append([each.kind, str(each.count), name, *answered, f"{grown:.0f}"])
+            latencies = (f"{process.quantile_s(q) * 1e3:.1f}" for q in (0.5, 0.99))
+            probed.append([each.kind, str(each.count), name, *latencies, f"{grown:.0f}"])
     print_table(
-        f"{args.streams} streams before {args.nodes} stub engines",
-        ["front ends", "of them", "requests", "tokens", "CPU ms per request: front ends",
+        f"{args.streams} streams to {args.nodes} stub engines",
+        ["front ends", "number", "requests", "tokens", "CPU ms per request: front ends",
          "scheduler", "tokens per CPU-second", "tokens/s, relative to one", "TTFT p50 ms",
          "p99 ms"],
         rows,
@@ -125,7 +134,7 @@ def _print(args: argparse.Namespace, found: Sequence[Measured]) -> None:
     if not args.probe:
         return
     print_table(
-        "`GET /health` meanwhile, and memory",
-        ["front ends", "of them", "process", "answered p50 ms", "p99 ms", "KiB per stream"],
-        seen,
+        "Latency of `GET /health` under load, and memory",
+        ["front ends", "number", "process", "p50 ms", "p99 ms", "KiB per stream"],
+        probed,
     )

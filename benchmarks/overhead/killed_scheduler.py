@@ -1,9 +1,9 @@
-"""How long nothing is placed after a SIGKILL of the scheduler behind front ends.
+"""Time without placements after a SIGKILL of the scheduler of a router with front ends.
 
-The router is `dualpath emulate router --front-ends N`, whose supervisor starts the scheduler again;
-engines are emulated.  Agents ask all the time, more of them than the decode engines have room for,
-so that at any moment some of them wait, some are prefilled and most decode; every token is compared
-with the one that must come.  Times are those from the kill.
+The router is `dualpath emulate router --front-ends N`, whose supervisor restarts the scheduler;
+engines are emulated.  Agents send requests continuously, more than the decode engines have room
+for, so that at any time some requests wait, some are in prefill and most decode; every token is
+compared with the expected one.  Times are measured from the kill.
 """
 
 import argparse
@@ -28,13 +28,13 @@ from dualpath.core.cluster import Role, parse_nodes
 from dualpath.laboratory.chaos.ask import Outcome
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
 from dualpath.laboratory.chaos.load import Load, Turn
-from dualpath.laboratory.chaos.router_back import first_after
-from dualpath.laboratory.chaos.settings import EmulatedVictims, LoadSettings
+from dualpath.laboratory.chaos.router_back import first_token_after
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings, LoadSettings
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, all_processes
 from dualpath.ops.launch.scaled_router import SCHEDULER
 
-#: A context has 1,400 tokens at most, half of it in the mean: a DE has room for some eight.
+#: A context has up to 1,400 tokens, half of it on average: a DE has room for about eight.
 _COSTS = """
 name = "paced"
 layers = 4
@@ -46,12 +46,12 @@ batch_s = 0.02
 step_s = 0.025
 """
 _HBM_BYTES = 4 * 1400 * 512
-_LOOK_S = 0.01
-_BACK_S = 60.0
+_POLL_S = 0.01
+_RECOVERY_TIMEOUT_S = 60.0
 
 
 class Cluster(NamedTuple):
-    """``router`` is the supervisor's process."""
+    """``router`` is the process id of the supervisor."""
 
     url: str
     cluster_url: str
@@ -60,19 +60,19 @@ class Cluster(NamedTuple):
 
 
 class Outage(NamedTuple):
-    """One kill, at ``at_s``, and the seconds from it.
+    """One kill, at ``at_s``, and the seconds from it until three events.
 
-    Until the next scheduler answers, until it knows all engines, until it has placed a request.
+    The next scheduler responds, all engines have registered, it has placed a request.
     """
 
     at_s: float
-    answers_s: float
+    responds_s: float
     engines_s: float
     placed_s: float
 
 
 def measure(args: argparse.Namespace) -> None:
-    """Kill, wait, and print what came of it."""
+    """Kill schedulers and print the recovery times."""
     with tempfile.TemporaryDirectory() as folder, _cluster(args, Path(folder)) as cluster:
         outages, turns = asyncio.run(_run(cluster, args))
     _print(outages, turns)
@@ -112,40 +112,40 @@ def _process(name: str, words: Sequence[str], folder: Path) -> SpawnedProcess:
 
 async def _run(cluster: Cluster, args: argparse.Namespace) -> tuple[list[Outage], list[Turn]]:
     settings = LoadSettings(agents=args.agents, generate_tokens=200, leave_share=0.0)
-    victims = EmulatedEngines(EmulatedVictims())
+    engines = EmulatedEngines(EmulatedEnginesSettings())
     outages = []
     async with (
         aiohttp.ClientSession(cluster.cluster_url) as http,
-        Load(cluster.url, settings, victims, args.seed) as load,
+        Load(cluster.url, settings, engines, args.seed) as load,
     ):
         for number in range(args.kills):
             await asyncio.sleep(args.life_s)
             outages.append(await _kill(cluster, http))
             print(f"kill {number}: {outages[-1]}", file=sys.stderr, flush=True)
-        await load.pause()  # Each request comes to its end.
+        await load.pause()  # Every request ends.
         load.check()
     return outages, load.turns
 
 
 async def _kill(cluster: Cluster, http: aiohttp.ClientSession) -> Outage:
-    """Kill the scheduler and look at the next one until it has placed something."""
+    """Kill the scheduler and poll the next one until it has placed a request."""
     at_s = time.monotonic()
     os.kill(_scheduler(cluster.router), signal.SIGKILL)
     until: dict[str, float] = {}
-    async with asyncio.timeout(_BACK_S):
+    async with asyncio.timeout(_RECOVERY_TIMEOUT_S):
         while "placed" not in until:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             if (status := await _status(http)) is None:
                 continue
             now_s = time.monotonic() - at_s
-            until.setdefault("answers", now_s)
+            until.setdefault("responds", now_s)
             if sum(engine["alive"] for engine in status["engines"]) == cluster.engines:
                 until.setdefault("engines", now_s)
-            # Its own: the next scheduler begins with none.
+            # Counted by the next scheduler, which starts at none.
             if status["assignments"]:
                 until["placed"] = now_s
                 until.setdefault("engines", now_s)
-    return Outage(at_s, until["answers"], until["engines"], until["placed"])
+    return Outage(at_s, until["responds"], until["engines"], until["placed"])
 
 
 async def _status(http: aiohttp.ClientSession) -> dict[str, Any] | None:
@@ -157,12 +157,12 @@ async def _status(http: aiohttp.ClientSession) -> dict[str, Any] | None:
 
 
 def _scheduler(router: int) -> int:
-    """Return the scheduler's process, a child of the router's."""
+    """Return the scheduler's process id, a child of the router's process."""
     children = (pid for pid, stat in all_processes() if stat.parent == router)
-    return next(pid for pid in children if SCHEDULER.encode() in _words(pid))
+    return next(pid for pid in children if SCHEDULER.encode() in _command_line(pid))
 
 
-def _words(process_id: int) -> list[bytes]:
+def _command_line(process_id: int) -> list[bytes]:
     return Path(f"/proc/{process_id}/cmdline").read_bytes().split(b"\0")
 
 
@@ -170,37 +170,37 @@ def _print(outages: Sequence[Outage], turns: Sequence[Turn]) -> None:
     tokens_s = [
         first[1] - outage.at_s
         for outage in outages
-        if (first := first_after(turns, outage.at_s)) is not None
+        if (first := first_token_after(turns, outage.at_s)) is not None
     ]
     steps = (
-        ("the next scheduler answers", [o.answers_s for o in outages]),
+        ("the next scheduler responds", [o.responds_s for o in outages]),
         ("all engines have registered", [o.engines_s for o in outages]),
         ("a request is placed", [o.placed_s for o in outages]),
-        ("a request sent after the kill has a token", tokens_s),
+        ("first token of a request sent after the kill", tokens_s),
     )
     print_table(
-        f"From a kill of the scheduler, {len(outages)} kills, s; load average of the machine "
+        f"Seconds from a kill of the scheduler, {len(outages)} kills; load average of the machine "
         f"{os.getloadavg()[1]:.1f}",
         ("until", "p50", "max"),
-        [(what, f"{median(took):.2f}", f"{max(took):.2f}") for what, took in steps],
+        [(what, f"{median(times_s):.2f}", f"{max(times_s):.2f}") for what, times_s in steps],
     )
-    met = [_met(turn, outage.at_s) for outage in outages for turn in turns]
+    states = [_state_at(turn, outage.at_s) for outage in outages for turn in turns]
     bad = [turn.answer for turn in turns if turn.answer.outcome is not Outcome.WELL]
     counted = (
-        ("in all", len(turns)),
-        ("under way at a kill, without a token yet", met.count("waits")),
-        ("under way at a kill, with tokens", met.count("streams")),
-        ("streams cut", sum(answer.first_token_s is not None for answer in bad)),
-        ("failed, streams that were cut included", len(bad)),
+        ("total", len(turns)),
+        ("in flight at a kill, before the first token", states.count("waiting")),
+        ("in flight at a kill, streaming", states.count("streaming")),
+        ("interrupted streams", sum(answer.first_token_s is not None for answer in bad)),
+        ("failed, including interrupted streams", len(bad)),
     )
     print_table("Requests", ("what", "number"), [(what, f"{n:,}") for what, n in counted])
     for answer in bad:
         print(f"{answer.outcome}: {answer.detail}")
 
 
-def _met(turn: Turn, at_s: float) -> str:
-    """Say what a turn was doing at that time, nothing if it was not there."""
+def _state_at(turn: Turn, at_s: float) -> str:
+    """Return a turn's state at a time, empty if it was not in flight."""
     if not turn.begin_s < at_s < turn.end_s:
         return ""
     first_s = turn.answer.first_token_s
-    return "streams" if first_s is not None and first_s < at_s else "waits"
+    return "streaming" if first_s is not None and first_s < at_s else "waiting"

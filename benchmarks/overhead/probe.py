@@ -1,4 +1,4 @@
-"""How soon event loops answer while they are under load: asked from a process of its own."""
+"""Latency of event loops under load, measured by a separate process."""
 
 import http.client
 import multiprocessing
@@ -10,68 +10,70 @@ from pathlib import Path
 from typing import NamedTuple
 
 _GAP_S = 0.02
-_ANSWER_S = 30.0
+_TIMEOUT_S = 30.0
 _PAGE_BYTES = 4096
 
 
-class Seen(NamedTuple):
-    """Of one process: seconds until each ``GET /health`` was answered, most resident bytes."""
+class ProcessSamples(NamedTuple):
+    """A process's latency of each ``GET /health``, and its initial and peak resident memory."""
 
-    answer_s: list[float]
+    latency_s: list[float]
     before_bytes: int
-    most_bytes: int
+    max_bytes: int
 
     def quantile_s(self, share: float) -> float:
-        """Return a quantile of the answers."""
-        values = sorted(self.answer_s)
+        """Return a quantile of the latencies."""
+        values = sorted(self.latency_s)
         return values[min(int(share * len(values)), len(values) - 1)]
 
 
 class Probes:
-    """What was seen of each process, by its name, once the block is over."""
+    """Samples by process name, available after the block."""
 
     def __init__(self) -> None:
-        self.seen: dict[str, Seen] = {}
+        self.by_process: dict[str, ProcessSamples] = {}
 
 
 @contextmanager
 def probing(processes: Mapping[str, tuple[int, int]]) -> Iterator[Probes]:
-    """Ask processes in turn during the block; they are given by name: HTTP port, process id."""
+    """Probe processes, given by name as (HTTP port, process id), in turn during the block."""
     ours, theirs = multiprocessing.Pipe()
     context = multiprocessing.get_context("fork")
-    asking = context.Process(target=_ask, args=(dict(processes), theirs))
-    asking.start()
+    prober = context.Process(target=_probe, args=(dict(processes), theirs))
+    prober.start()
     probes = Probes()
     try:
         yield probes
         ours.send(None)
-        probes.seen = ours.recv()
+        probes.by_process = ours.recv()
     finally:
-        asking.terminate()
-        asking.join()
+        prober.terminate()
+        prober.join()
 
 
-def _ask(processes: dict[str, tuple[int, int]], told: Connection) -> None:
-    answers: dict[str, list[float]] = {name: [] for name in processes}
+def _probe(processes: dict[str, tuple[int, int]], control: Connection) -> None:
+    latencies: dict[str, list[float]] = {name: [] for name in processes}
     before = {name: resident_bytes(pid) for name, (_, pid) in processes.items()}
-    most = dict(before)
-    while not told.poll(_GAP_S):
+    peak = dict(before)
+    while not control.poll(_GAP_S):
         for name, (port, pid) in processes.items():
-            answers[name].append(_answer_s(port))
-            most[name] = max(most[name], resident_bytes(pid))
-    told.send({name: Seen(answers[name], before[name], most[name]) for name in processes})
+            latencies[name].append(_latency_s(port))
+            peak[name] = max(peak[name], resident_bytes(pid))
+    control.send(
+        {name: ProcessSamples(latencies[name], before[name], peak[name]) for name in processes}
+    )
 
 
-def _answer_s(port: int) -> float:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_ANSWER_S)
+def _latency_s(port: int) -> float:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_TIMEOUT_S)
     start_s = time.perf_counter()
     connection.request("GET", "/health")
     connection.getresponse().read()
-    took_s = time.perf_counter() - start_s
+    duration_s = time.perf_counter() - start_s
     connection.close()
-    return took_s
+    return duration_s
 
 
 def resident_bytes(pid: int) -> int:
-    """Return what a process has in memory."""
+    """Return the resident memory of a process."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES

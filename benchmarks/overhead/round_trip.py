@@ -1,4 +1,4 @@
-"""What this machine takes to wake an idle process: the floor under every message."""
+"""Time to wake an idle process on this machine: a lower bound of every message's latency."""
 
 import multiprocessing
 import socket
@@ -6,12 +6,12 @@ import statistics
 import time
 
 _TRIPS = 200
-#: Long enough for both ends to sleep.
+#: Long enough for both processes to sleep.
 _PAUSE_S = 0.01
 
 
 def idle_round_trip_s() -> float:
-    """Return the median time of one byte there and back over loopback TCP, between idle ends."""
+    """Return the median round-trip time of one byte over loopback TCP between idle processes."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         echo = multiprocessing.get_context("fork").Process(target=_echo, args=(listener,))
         echo.start()

@@ -1,4 +1,4 @@
-"""The router before engines that take time and hardly any CPU: what it adds itself."""
+"""Overhead of the router itself, with engines that take time but hardly any CPU."""
 
 import argparse
 import tempfile
@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.overhead.client import Chat, Load, TokenIds
-from benchmarks.overhead.measure import Phase, idle_share, middle, print_table, run_phase
-from benchmarks.overhead.servers import Pace, Server, Shape, paced_cluster, plain_server
+from benchmarks.overhead.measure import Phase, idle_share, median, print_table, run_phase
+from benchmarks.overhead.servers import FrontEndOptions, Pace, Server, paced_cluster, plain_server
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.models.tiny import make_tiny_model
@@ -19,9 +19,9 @@ _WARM_UP = Load(streams=32, requests=2, prompt=100, tokens=16)
 
 
 class Round(NamedTuple):
-    """A server under a number of streams: the CPU it takes idle, streaming, and starting streams.
+    """CPU of a server with a number of streams: idle, and with long and short responses.
 
-    ``streaming`` are long answers, ``starting`` short ones.
+    ``streaming`` has long responses, ``starting`` short ones.
     """
 
     idle_share: float
@@ -30,37 +30,39 @@ class Round(NamedTuple):
 
     @property
     def token_cpu_s(self) -> float:
-        """CPU time of a token; raises ``ConfigError`` if the streams never streamed together."""
+        """CPU time per token; raises ``ConfigError`` if the streams never all ran concurrently."""
         steady = self.streaming.steady
         if not steady.events:
             raise ConfigError(
-                "a stream had ended before the last one began, and all have to stream at the same "
-                "time; raise --tokens or lower --ramp-s"
+                "a stream ended before the last one started, but all must stream at the same time; "
+                "raise --tokens or lower --ramp-s"
             )
         return (steady.spent - self.idle_share * steady.wall_s) / steady.events
 
     @property
     def request_cpu_s(self) -> float:
-        """CPU time of a request besides its tokens."""
+        """CPU time per request beyond that of its tokens."""
         phase = self.starting
-        spent_s = phase.router_cpu_s - self.idle_share * phase.wall_s
-        return (spent_s - self.token_cpu_s * phase.tokens) / len(phase.answers)
+        cpu_s = phase.router_cpu_s - self.idle_share * phase.wall_s
+        return (cpu_s - self.token_cpu_s * phase.tokens) / len(phase.responses)
 
 
 def measure(args: argparse.Namespace) -> None:
     """Measure and print the table."""
     model = make_tiny_model("qwen2")
     pace = Pace(prefill_s=args.prefill_ms / 1e3, step_s=args.step_ms / 1e3)
-    shape = Shape(args.max_model_len, args.stream_interval, TokenIds() if args.ids else Chat())
+    options = FrontEndOptions(
+        args.max_model_len, args.stream_interval, TokenIds() if args.ids else Chat()
+    )
     found: dict[tuple[str, int], list[Round]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
         servers = [
-            stack.enter_context(paced_cluster(model, folder / "full", pace, shape)),
-            stack.enter_context(paced_cluster(model, folder / "light", pace, shape, light=True)),
+            stack.enter_context(paced_cluster(model, folder / "full", pace, options)),
+            stack.enter_context(paced_cluster(model, folder / "light", pace, options, light=True)),
         ]
         if args.plain:
-            servers.append(stack.enter_context(plain_server(model, folder, shape)))
+            servers.append(stack.enter_context(plain_server(model, folder, options)))
         for server in servers:
             run_phase(server, _WARM_UP, "warm-up")
         for number in range(args.rounds):
@@ -81,7 +83,8 @@ def _round(server: Server, args: argparse.Namespace, streams: int, idle: float, 
         streams=streams,
         requests=args.requests if streams > 1 else 8 * args.requests,
         prompt=args.prompt,
-        # Short for a lone stream, so that many requests fit; longer for many, which share a core.
+        # Short for a single stream, so that many requests fit; longer for many streams, which share
+        # a core.
         tokens=args.tokens // 3 if streams > 1 else args.tokens // 30,
         spread=0.5,
         ramp_s=args.ramp_s,
@@ -94,22 +97,22 @@ def _round(server: Server, args: argparse.Namespace, streams: int, idle: float, 
 def _print(found: dict[tuple[str, int], list[Round]]) -> None:
     rows = []
     for (name, streams), rounds in found.items():
-        ttft_s = middle([r.starting.quantile_s(lambda a: a.ttft_s, 0.5) for r in rounds])
+        ttft_s = median([r.starting.quantile_s(lambda a: a.ttft_s, 0.5) for r in rounds])
         row = [
             name,
             str(streams),
-            f"{middle([r.token_cpu_s for r in rounds]) * 1e6:.0f}",
-            f"{middle([r.request_cpu_s for r in rounds]) * 1e3:.1f}",
-            f"{middle([r.idle_share for r in rounds]):.1%}",
+            f"{median([r.token_cpu_s for r in rounds]) * 1e6:.0f}",
+            f"{median([r.request_cpu_s for r in rounds]) * 1e3:.1f}",
+            f"{median([r.idle_share for r in rounds]):.1%}",
             f"{ttft_s * 1e3:.1f}",
         ]
-        if "router" in rounds[0].starting.counted:
-            forward_s = middle([r.starting.mean_s("router", _STAGE, "forward") for r in rounds])
+        if "router" in rounds[0].starting.metrics:
+            forward_s = median([r.starting.mean_s("router", _STAGE, "forward") for r in rounds])
             row += [f"{forward_s * 1e3:.1f}", f"{(ttft_s - forward_s) * 1e3:.1f}"]
         rows.append(row + [""] * (8 - len(row)))
     print_table(
-        "CPU of the process that clients talk to; medians over rounds",
+        "CPU of the process that serves clients; medians over rounds",
         ["server", "streams", "CPU µs per token", "CPU ms per request", "idle CPU",
-         "TTFT p50 ms", "of it the PE's pass", "the rest"],
+         "TTFT p50 ms", "of it the PE's pass", "other"],
         rows,
     )  # fmt: skip

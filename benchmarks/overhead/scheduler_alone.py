@@ -1,7 +1,7 @@
-"""A scheduler's process before many engines and a few front ends: its CPU and messages per request.
+"""CPU and messages per request of a scheduler process with many engines and a few front ends.
 
-Front ends, their attempts and all engines live in this process, which measures.  Everything that
-concerns the scheduler goes over real sockets; engines are called without HTTP, which it never sees.
+Front ends and engines run in the measuring process.  All traffic of the scheduler goes over real
+sockets; front ends call engines without HTTP, which the scheduler does not take part in.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from benchmarks.overhead.measure import middle, print_table
+from benchmarks.overhead.measure import median, print_table
 from benchmarks.overhead.servers import cpu_s, scheduler_process
 from benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
 
@@ -42,11 +42,11 @@ _TAGS = msgspec.msgpack.Decoder(list[tuple[str, int, int, _Tagged]])
 
 
 class CountingLink:
-    """A ``LinkConnection`` that counts what passes."""
+    """A ``LinkConnection`` that counts messages and frames."""
 
-    def __init__(self, scheduler: str, said: Counter[str], frames: Counter[str]) -> None:
+    def __init__(self, scheduler: str, messages: Counter[str], frames: Counter[str]) -> None:
         self._connection = ZmqLinkConnection(scheduler)
-        self._said, self._frames = said, frames
+        self._messages, self._frames = messages, frames
 
     def send(self, frame: bytes) -> None:
         """Count and send."""
@@ -59,18 +59,18 @@ class CountingLink:
         self._count("→ front end", frame)
         return frame
 
-    def _count(self, way: str, frame: bytes) -> None:
-        self._frames[way] += 1
+    def _count(self, direction: str, frame: bytes) -> None:
+        self._frames[direction] += 1
         for *_, message in _TAGS.decode(frame):
-            self._said[f"{way} {message.type}"] += 1
+            self._messages[f"{direction} {message.type}"] += 1
 
     def close(self) -> None:
-        """Receive nothing any more."""
+        """Close the connection."""
         self._connection.close()
 
 
 class StubCalls:
-    """``EngineCalls`` of stub engines in this process; answers have two tokens."""
+    """``EngineCalls`` of stub engines in this process; responses have two tokens."""
 
     def __init__(self, engines: StubEngines) -> None:
         self._engines = engines
@@ -78,7 +78,7 @@ class StubCalls:
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
     ) -> TokenEvent:
-        """Compute nothing."""
+        """Return the first token at once."""
         self._engines.computed(engine.engine_id, prefill_transfer)
         return TokenEvent((1,), "length")
 
@@ -89,13 +89,13 @@ class StubCalls:
         decode_transfer: DecodeTransfer,
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
-        """Say that the KV is there, then the last token."""
+        """Report that the KV has arrived, then yield the last token."""
         self._engines.computed(engine.engine_id, decode_transfer)
         await asyncio.sleep(0)
         yield TokenEvent((2,), "length")
 
     async def answers(self, engine: EngineInfo) -> None:
-        """It is well."""
+        """The engine is healthy."""
 
 
 class Agent:
@@ -110,7 +110,7 @@ class Agent:
         self._turns = itertools.count()
 
     def turn(self) -> Job:
-        """Return its next request."""
+        """Return the next request."""
         length = self._prompt + next(self._turns) * self._append
         missing = length // BLOCK_TOKENS - len(self._keys)
         self._keys += tuple(self._rng.randbytes(_KEY_BYTES) for _ in range(missing))
@@ -124,19 +124,19 @@ class Agent:
 
 
 class Measured(NamedTuple):
-    """One number of agents: turns, CPU of the scheduler, wall time, messages by kind."""
+    """The scheduler's CPU and messages by type with a number of agents."""
 
     agents: int
     turns: int
     cpu_s: float
     idle_share: float
     wall_s: float
-    said: Counter[str]
+    messages: Counter[str]
     frames: Counter[str]
 
     @property
     def cpu_ms(self) -> float:
-        """CPU of a turn, everything counted that the scheduler did meanwhile."""
+        """CPU per turn, including the scheduler's periodic work."""
         return self.cpu_s / self.turns * 1e3
 
 
@@ -157,20 +157,23 @@ def measure(args: argparse.Namespace) -> None:
         for one in found
     ]
     print_table(
-        f"The scheduler's process before {args.nodes} and {args.front_ends} front ends",
-        ["agents at once", "turns", "turns/s", "of a core", "CPU ms per turn", "idle CPU",
-         "turns/s of a core"],
+        f"Scheduler process with {args.nodes} and {args.front_ends} front ends",
+        ["concurrent agents", "turns", "turns/s", "of a core", "CPU ms per turn", "idle CPU",
+         "turns/s per core"],
         rows,
     )  # fmt: skip
     _print_messages(found[-1])
-    print(f"CPU ms per turn, median: {middle([one.cpu_ms for one in found]):.3f}")
+    print(f"CPU ms per turn, median: {median([one.cpu_ms for one in found]):.3f}")
 
 
 def _print_messages(one: Measured) -> None:
-    rows = [[kind, f"{count / one.turns:.2f}"] for kind, count in sorted(one.said.items())]
-    rows.append(["all", f"{one.said.total() / one.turns:.2f}"])
-    rows += [[f"frames {way}", f"{n / one.turns:.2f}"] for way, n in sorted(one.frames.items())]
-    print_table(f"Messages per turn, {one.agents} agents at once", ["message", "per turn"], rows)
+    rows = [[kind, f"{count / one.turns:.2f}"] for kind, count in sorted(one.messages.items())]
+    rows.append(["total", f"{one.messages.total() / one.turns:.2f}"])
+    rows += [
+        [f"frames {direction}", f"{n / one.turns:.2f}"]
+        for direction, n in sorted(one.frames.items())
+    ]
+    print_table(f"Messages per turn, {one.agents} concurrent agents", ["message", "per turn"], rows)
 
 
 async def _measure(args: argparse.Namespace, folder: Path) -> list[Measured]:
@@ -185,7 +188,7 @@ async def _measure(args: argparse.Namespace, folder: Path) -> list[Measured]:
         front_ends = []
         for number in range(args.front_ends):
             link = LinkSettings(scheduler=scheduler.front_ends, front_end_name=f"f{number}")
-            connection = CountingLink(scheduler.front_ends, engines.said, frames)
+            connection = CountingLink(scheduler.front_ends, engines.message_counts, frames)
             service = LinkedFrontEnd(
                 RouterSettings(), link, StubCalls(engines), connection=connection
             )
@@ -194,40 +197,44 @@ async def _measure(args: argparse.Namespace, folder: Path) -> list[Measured]:
             front_ends.append(service)
         await stack.enter_async_context(engines.running(lambda engine_id: f"stub://{engine_id}"))
         for service in front_ends:
-            await _all_there(service, args.nodes)
+            await _wait_for_engines(service, args.nodes)
         found = []
         for count in args.agents:
             await _run(args, front_ends, count, args.warm_up, "warm-up")
             start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
             await asyncio.sleep(args.idle_s)
             idle = (cpu_s(scheduler.pid) - spent_s) / (time.perf_counter() - start_s)
-            engines.said.clear()
+            engines.message_counts.clear()
             frames.clear()
             start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
             turns = await _run(args, front_ends, count, args.turns, "turns")
             spent_s, wall_s = cpu_s(scheduler.pid) - spent_s, time.perf_counter() - start_s
-            said = Counter(engines.said)
-            found.append(Measured(count, turns, spent_s, idle, wall_s, said, Counter(frames)))
+            messages = Counter(engines.message_counts)
+            found.append(Measured(count, turns, spent_s, idle, wall_s, messages, Counter(frames)))
         return found
 
 
-async def _all_there(service: LinkedFrontEnd, nodes: str) -> None:
+async def _wait_for_engines(service: LinkedFrontEnd, nodes: str) -> None:
     prefill, _, decode = nodes.rstrip("D").partition("P")
     await service.wait_ready(int(prefill), int(decode), _READY_S)
 
 
 async def _run(
-    args: argparse.Namespace, front_ends: Sequence[LinkedFrontEnd], agents: int, turns: int, of: str
+    args: argparse.Namespace,
+    front_ends: Sequence[LinkedFrontEnd],
+    agents: int,
+    turns: int,
+    label: str,
 ) -> int:
-    """Let agents take turns, each its next one when the last is answered; return how many."""
+    """Run the turns of concurrent agents and return their number."""
 
-    async def live(number: int) -> None:
-        name = f"{args.seed}/{of}/{agents}/{number}"
+    async def run_agent(number: int) -> None:
+        name = f"{args.seed}/{label}/{agents}/{number}"
         agent = Agent(name, args.prompt, args.append, name)
         service = front_ends[number % len(front_ends)]
         for _ in range(turns):
             async for _ in service.submit(agent.turn()):
                 pass
 
-    await asyncio.gather(*(live(number) for number in range(agents)))
+    await asyncio.gather(*(run_agent(number) for number in range(agents)))
     return agents * turns

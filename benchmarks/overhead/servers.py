@@ -1,4 +1,4 @@
-"""The servers that are compared, as processes of this machine, and what they say of themselves."""
+"""The compared servers as processes of this machine, their CPU time and metrics."""
 
 import time
 import urllib.request
@@ -26,17 +26,17 @@ MAX_MODEL_LEN = 4096
 HBM_BYTES = 256 << 20
 
 LIGHT, VLLM = "light", "vllm"
-#: Front ends: of `dualpath emulate`, which take and give token ids, and vLLM's.
+#: Kinds of front ends: of `dualpath emulate`, with token ids, and vLLM's.
 KINDS = (LIGHT, VLLM)
-#: Of a prompt's blocks at stub engines, as in the paper's Table 2.
+#: Share of a prompt's blocks that stub engines have stored, as in the paper's Table 2.
 HIT_SHARE = 0.987
 
 _STUBS_ENTRY = "benchmarks.overhead.stub_server:main"
 _START_S = 300.0
-#: Clock of a whole process's CPU time, threads that have ended included (clock_getcpuclockid(3)).
+#: Clock of a process's CPU time, including ended threads (clock_getcpuclockid(3)).
 _PROCESS_CLOCK = 2
 
-#: Paced engines: next to no KV to move, so that their own work disturbs little.
+#: Paced engines: very little KV to transfer, so that their own CPU use is small.
 _COSTS = """
 name = "paced"
 layers = 4
@@ -50,9 +50,9 @@ step_s = {step_s}
 
 
 class Server(NamedTuple):
-    """An endpoint; ``processes`` serve it, ``router`` is the one whose CPU time is of interest.
+    """An endpoint served by ``processes``; ``router`` is the one whose CPU time is measured.
 
-    ``metric_urls`` by name: the router's, or the engine's, and those of engines behind it.
+    ``metric_urls`` by name: of the router, if there is one, and of the prefill engine.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Server(NamedTuple):
 
 
 class SchedulerProcess(NamedTuple):
-    """`dualpath scheduler`: its HTTP port, and where engines and front ends come in."""
+    """`dualpath scheduler`: its HTTP port, and the addresses for engines and front ends."""
 
     pid: int
     port: int
@@ -73,7 +73,7 @@ class SchedulerProcess(NamedTuple):
 
 
 class LinkedServers(NamedTuple):
-    """Front ends that are processes of their own: process ids by HTTP port."""
+    """Front ends in separate processes: process ids by HTTP port."""
 
     scheduler: SchedulerProcess
     front_ends: dict[int, int]
@@ -81,16 +81,16 @@ class LinkedServers(NamedTuple):
 
 
 class Pace(msgspec.Struct, frozen=True, kw_only=True):
-    """Emulated engines: seconds of a forward pass of the PE and of a step of the DE."""
+    """Durations of a forward pass of the emulated PE and of a step of the emulated DE."""
 
     prefill_s: float
     step_s: float
 
 
-class Shape(NamedTuple):
-    """What a front end serves: contexts up to a length, chunks of tokens, words or token ids.
+class FrontEndOptions(NamedTuple):
+    """Longest context, tokens per chunk and API of a front end.
 
-    ``stream_interval`` is vLLM's; the light front door streams what it gets.
+    ``stream_interval`` is vLLM's; the light router forwards each event as it arrives.
     """
 
     max_model_len: int = MAX_MODEL_LEN
@@ -99,17 +99,17 @@ class Shape(NamedTuple):
 
     @property
     def vllm_arguments(self) -> tuple[str, ...]:
-        """For vLLM's own parser."""
+        """Options for vLLM's argument parser."""
         return ("--disable-uvicorn-access-log", "--stream-interval", str(self.stream_interval))
 
 
 def cpu_s(pid: int) -> float:
-    """Return the CPU time of a process, not of its children."""
+    """Return the CPU time of a process without its children."""
     return time.clock_gettime((~pid << 3) | _PROCESS_CLOCK)
 
 
-def metrics(url: str) -> dict[str, float]:
-    """Return the samples of a Prometheus endpoint, added up over labels other than ``stage``."""
+def read_metrics(url: str) -> dict[str, float]:
+    """Return the samples of a Prometheus endpoint, summed over all labels but ``stage``."""
     with urllib.request.urlopen(f"{url}/metrics", timeout=30) as response:
         text = response.read().decode()
     found: dict[str, float] = {}
@@ -123,7 +123,7 @@ def metrics(url: str) -> dict[str, float]:
 
 @contextmanager
 def scheduler_process(folder: Path) -> Iterator[SchedulerProcess]:
-    """Run a scheduler in a process of its own."""
+    """Run a scheduler in a separate process."""
     port, control, front_ends = claim_port(), claim_port(), claim_port()
     command = [
         "scheduler", "--port", str(port), "--control-port", str(control),
@@ -132,7 +132,7 @@ def scheduler_process(folder: Path) -> Iterator[SchedulerProcess]:
     with Supervisor() as servers:
         process = _start(servers, "scheduler", ROUTER_ENTRY, command, folder)
         ready = f"http://127.0.0.1:{port}/dualpath/v1/status"
-        servers.wait_until_ready(lambda: "" if _answers(ready) else f"{ready} is not up", _START_S)
+        servers.wait_until_ready(lambda: "" if _responds(ready) else f"{ready} is not up", _START_S)
         local_address = "tcp://127.0.0.1:"
         yield SchedulerProcess(
             process.pid, port, f"{local_address}{control}", f"{local_address}{front_ends}"
@@ -141,13 +141,19 @@ def scheduler_process(folder: Path) -> Iterator[SchedulerProcess]:
 
 @contextmanager
 def linked_servers(
-    model: Path, folder: Path, kind: str, count: int, nodes: str, pace: Pace, shape: Shape
+    model: Path,
+    folder: Path,
+    kind: str,
+    count: int,
+    nodes: str,
+    pace: Pace,
+    options: FrontEndOptions,
 ) -> Iterator[LinkedServers]:
-    """A scheduler, stub engines of ``nodes`` and ``count`` front ends, ``kind`` of ``KINDS``."""
+    """Run a scheduler, stub engines of ``nodes`` and ``count`` front ends of a ``kind``."""
     with scheduler_process(folder) as scheduler, Supervisor() as servers:
         stubs = [
             "--router", scheduler.control, "--nodes", nodes, "--hit-share", str(HIT_SHARE),
-            "--max-model-len", str(shape.max_model_len), "--prefill-s", str(pace.prefill_s),
+            "--max-model-len", str(options.max_model_len), "--prefill-s", str(pace.prefill_s),
             "--step-s", str(pace.step_s),
         ]  # fmt: skip
         _start(servers, "engines", _STUBS_ENTRY, stubs, folder)
@@ -162,37 +168,37 @@ def linked_servers(
                 command = [
                     "frontend", str(model), *words, "--served-model-names", NAME,
                     "--block-tokens", str(BLOCK_TOKENS), "--dtype", "float32",
-                    "--max-model-len", str(shape.max_model_len),
-                    "--vllm-args", *shape.vllm_arguments,
+                    "--max-model-len", str(options.max_model_len),
+                    "--vllm-args", *options.vllm_arguments,
                 ]  # fmt: skip
             front_ends[port] = _start(servers, f"f{number}", ROUTER_ENTRY, command, folder).pid
         for port in front_ends:
             wait_ready(f"http://127.0.0.1:{port}", servers)
-        yield LinkedServers(scheduler, front_ends, shape.api)
+        yield LinkedServers(scheduler, front_ends, options.api)
 
 
 @contextmanager
-def plain_server(model: Path, folder: Path, shape: Shape) -> Iterator[Server]:
-    """One vLLM server with the arguments of the cluster's engines, without a connector."""
+def plain_server(model: Path, folder: Path, options: FrontEndOptions) -> Iterator[Server]:
+    """Run one vLLM server with the arguments of the cluster's engines, without a connector."""
     port = claim_port()
     command = [
         "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--block-size", str(BLOCK_TOKENS),
-        "--max-model-len", str(shape.max_model_len), "--kv-cache-memory-bytes", str(HBM_BYTES),
+        "--max-model-len", str(options.max_model_len), "--kv-cache-memory-bytes", str(HBM_BYTES),
         "--no-enable-prefix-caching", "--no-async-scheduling", "--enforce-eager",
-        *shape.vllm_arguments,
+        *options.vllm_arguments,
     ]  # fmt: skip
     url = f"http://127.0.0.1:{port}"
     with Supervisor() as servers:
         process = _start(servers, "vllm", ENGINE_ENTRY, command, folder)
         wait_ready(url, servers)
         pids = _groups([process.pid])
-        yield Server("vLLM alone", url, shape.api, process.pid, pids, {"engine": url})
+        yield Server("vLLM alone", url, options.api, process.pid, pids, {"engine": url})
 
 
 @contextmanager
 def real_cluster(model: Path, folder: Path) -> Iterator[Server]:
-    """Router, one prefill and one decode engine of vLLM, as ``dualpath serve`` starts them."""
+    """Run a router and one vLLM prefill and decode engine, as ``dualpath serve`` starts them."""
     settings = LocalClusterSettings(
         model=str(model),
         storage=str(folder / "storage"),
@@ -217,11 +223,11 @@ def real_cluster(model: Path, folder: Path) -> Iterator[Server]:
 
 @contextmanager
 def paced_cluster(
-    model: Path, folder: Path, pace: Pace, shape: Shape, *, light: bool = False
+    model: Path, folder: Path, pace: Pace, options: FrontEndOptions, *, light: bool = False
 ) -> Iterator[Server]:
-    """A router before emulated engines that take their time and hardly any CPU.
+    """Run a router with emulated engines that take time but hardly any CPU.
 
-    ``light``: the front door for token ids instead of `dualpath router`.
+    ``light``: `dualpath emulate router`, for token ids, instead of `dualpath router`.
     """
     folder.mkdir()
     costs = folder / "costs.toml"
@@ -235,13 +241,13 @@ def paced_cluster(
         command = [
             "router", str(model), "--port", str(port), "--control-port", str(control_port),
             "--served-model-names", NAME, "--block-tokens", str(BLOCK_TOKENS),
-            "--max-model-len", str(shape.max_model_len), "--dtype", "float32",
-            "--vllm-args", *shape.vllm_arguments,
+            "--max-model-len", str(options.max_model_len), "--dtype", "float32",
+            "--vllm-args", *options.vllm_arguments,
         ]  # fmt: skip
     engine = [
         "--router", control, "--model", str(costs), "--storage", str(folder / "storage"),
         "--block-tokens", str(BLOCK_TOKENS), "--vocab-size", str(VOCABULARY_TOKENS),
-        "--max-model-len", str(shape.max_model_len), "--verify", "checksum",
+        "--max-model-len", str(options.max_model_len), "--verify", "checksum",
         "--hbm-bytes", "256MiB", "--buffer-bytes", "256MiB",
     ]  # fmt: skip
     with Supervisor() as servers:
@@ -250,7 +256,7 @@ def paced_cluster(
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
             _start(servers, role.value, ROUTER_ENTRY, words, folder)
         wait_ready(url, servers)
-        name, api = ("light front door", TokenIds()) if light else ("router", shape.api)
+        name, api = ("light router", TokenIds()) if light else ("router", options.api)
         pids = tuple(local(process).pid for process in servers.processes)
         yield Server(name, url, api, router.pid, pids, {"router": url})
 
@@ -263,15 +269,15 @@ def _start(
 
 
 def wait_ready(url: str, servers: Supervisor) -> None:
-    """Wait until the endpoint answers; raises what the supervisor does if a server ends."""
+    """Wait until the endpoint responds; raises the supervisor's error if a server ends."""
     servers.wait_until_ready(lambda: "" if _healthy(url) else f"{url} is not up", _START_S)
 
 
 def _healthy(url: str) -> bool:
-    return _answers(f"{url}/health")
+    return _responds(f"{url}/health")
 
 
-def _answers(url: str) -> bool:
+def _responds(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5) as response:
             return bool(response.status == 200)
@@ -280,5 +286,5 @@ def _answers(url: str) -> bool:
 
 
 def _groups(leaders: list[int]) -> tuple[int, ...]:
-    """Return the processes of the groups; every server leads one of its own."""
+    """Return the processes of the groups; every server is the leader of its group."""
     return tuple(process_id for process_id, stat in all_processes() if stat.group in leaders)

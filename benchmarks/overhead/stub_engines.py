@@ -1,9 +1,9 @@
-"""Engines without a data plane: the control protocol and token API of many, in one process.
+"""Engines without a data plane: control protocol and token API of many engines in one process.
 
-Messages, sockets and HTTP are real; slots are numbers, nothing is read, moved or computed.  96
-emulated engines would be 96 processes and a thousand threads, which two cores cannot hold.  What
-engines of either kind say is said here as well, and as often: ``Report`` on change and as
-heartbeat, with as many counters.
+Messages, sockets and HTTP are real; slots are numbers, and nothing is read, transferred or
+computed.  96 emulated engines would be 96 processes with a thousand threads, too many for two
+cores.  Stub engines send the same messages as other engines, and as often: ``Report`` on change and
+as heartbeat, with as many counters.
 """
 
 import asyncio
@@ -28,20 +28,20 @@ from dualpath.router.links.zmq_link import ZmqLinkConnection
 
 BLOCK_TOKENS = 64
 _TOKENS = 1 << 40
-#: What a PE says of itself, so that thresholds are those of a real one and not unlimited.
+#: Rates of a PE, so that thresholds are those of a real engine and not unlimited.
 _RATES = Rates(read_bytes=Rate(50e9, RateOrigin.SET), prefill_tokens=Rate(50_000.0, RateOrigin.SET))
-#: About what NIXL says of an agent.
+#: About as long as the metadata of a NIXL agent.
 _METADATA = bytes(1024)
 
 
 def namespace() -> StoreNamespace:
-    """Return whose KV stub engines would hold."""
+    """Return the namespace of the stub engines."""
     geometry = BlockGeometry.uniform(4, BLOCK_TOKENS, 64 * BLOCK_TOKENS)
     return StoreNamespace("stub", "words", "stub-1", geometry)
 
 
 class StubEngine:
-    """One engine; ``hit_share`` of a prompt's blocks are stored.  ``said`` counts messages."""
+    """One engine; ``hit_share`` of a prompt's blocks are stored.  Counts messages by type."""
 
     def __init__(
         self,
@@ -51,13 +51,13 @@ class StubEngine:
         router: str,
         hit_share: float,
         max_model_len: int,
-        said: Counted[str],
+        message_counts: Counted[str],
     ) -> None:
         self.engine_id = f"{role.value}-{number}"
         self._role = role
         self._hit_share = hit_share
         self._max_model_len = max_model_len
-        self._said = said
+        self._message_counts = message_counts
         self._api_url = ""
         self._epoch = f"{self.engine_id}-{time.time_ns()}"
         self._connection = ZmqLinkConnection(router)
@@ -70,26 +70,26 @@ class StubEngine:
 
     @asynccontextmanager
     async def running(self, api_url: str) -> AsyncIterator[None]:
-        """Greet the router, and answer it in the block."""
+        """Register with the router and handle its messages in the block."""
         self._api_url = api_url
         tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
         try:
             yield
         finally:
-            self._post(self._session.leave(control.Goodbye("the end"), time.monotonic()))
+            self._post(self._session.leave(control.Deregister("the end"), time.monotonic()))
             for task in tasks:
                 task.cancel()
             self._connection.close()
 
-    def say(self, message: control.EngineMessage) -> None:
-        """Say it, and report the load soon unless it only answers a question."""
+    def send(self, message: control.EngineMessage) -> None:
+        """Send it, and report the load soon unless it only answers a query."""
         if not isinstance(message, control.LookupDone | control.Synced):
             self._session.load_changed = True
-        self._post(self._session.say(message, time.monotonic()))
+        self._post(self._session.send(message, time.monotonic()))
 
-    def _hello(self, greeting: int) -> control.Hello:
+    def _hello(self, registration: int) -> control.Register:
         agents = (AgentAddress(self._epoch, _METADATA, ()),)
-        return control.Hello(
+        return control.Register(
             version=control.PROTOCOL_VERSION,
             address=EngineAddress(self.engine_id, self._epoch, self._role, agents),
             namespace=namespace(),
@@ -101,7 +101,7 @@ class StubEngine:
             buffer_tokens=_TOKENS,
             limits={"max_model_len": self._max_model_len, "vocab_size": VOCABULARY_TOKENS},
             rates=_RATES,
-            greeting=greeting,
+            registration=registration,
         )
 
     def _report(self) -> control.Report:
@@ -117,37 +117,37 @@ class StubEngine:
         )
 
     def _take(self, message: control.RouterMessage) -> None:
-        self._said[f"→ engine {type(message).__name__}"] += 1
+        self._message_counts[f"→ engine {type(message).__name__}"] += 1
         match message:
-            case control.Welcome():
+            case control.Registered():
                 self._assign_seq = 0
             case control.Lookup():
                 stored = int(len(message.keys) * self._hit_share)
-                self.say(control.LookupDone(message.call_id, stored))
+                self.send(control.LookupDone(message.call_id, stored))
             case control.Sync():
-                self.say(control.Synced(message.call_id))
+                self.send(control.Synced(message.call_id))
             case request_messages.Assign():
                 self._assign_seq = message.assign_seq
                 self._counted[message.request_id] = message.tokens
                 if message.reserve_blocks:
                     slots = tuple(range(message.reserve_blocks))
-                    self.say(request_messages.Reserved(message.request_id, slots, 0.0))
+                    self.send(request_messages.Reserved(message.request_id, slots, 0.0))
             case request_messages.Read():
                 run = message.run
-                self.say(
+                self.send(
                     request_messages.ReadDone(
                         message.request_id, run.blocks.count, None, 0, 0.0, 0.0, run.slots
                     )
                 )
             case request_messages.Release():
                 self._counted.pop(message.request_id, None)
-                self.say(request_messages.Released(message.request_id))
+                self.send(request_messages.Released(message.request_id))
 
     async def _receive(self) -> None:
         while True:
             envelope = envelopes.decode_router_message(await self._connection.receive())
             now_s = time.monotonic()
-            self._post(self._session.hear(envelope, now_s))
+            self._post(self._session.receive(envelope, now_s))
             self._post(self._session.due(now_s))
 
     async def _tick(self) -> None:
@@ -155,22 +155,22 @@ class StubEngine:
             self._post(self._session.due(time.monotonic()))
             await asyncio.sleep(TICK_S)
 
-    def _post(self, posted: Sequence[envelopes.FromEngine]) -> None:
-        for envelope in posted:
-            self._said[f"engine → {type(envelope.message).__name__}"] += 1
+    def _post(self, envelopes_out: Sequence[envelopes.FromEngine]) -> None:
+        for envelope in envelopes_out:
+            self._message_counts[f"engine → {type(envelope.message).__name__}"] += 1
             self._connection.send(envelopes.encode(envelope))
 
 
 class StubEngines:
-    """The engines of a cluster of ``nodes`` such as 48P48D, by their names."""
+    """The engines of a cluster of ``nodes`` such as 48P48D."""
 
     def __init__(self, router: str, nodes: str, *, hit_share: float, max_model_len: int) -> None:
-        self.said: Counted[str] = Counted()
+        self.message_counts: Counted[str] = Counted()
         counts = zip(Role, parse_nodes(nodes), strict=True)
         engines = (
             StubEngine(
                 role, number, router=router, hit_share=hit_share, max_model_len=max_model_len,
-                said=self.said,
+                message_counts=self.message_counts,
             )
             for role, count in counts
             for number in range(count)
@@ -179,16 +179,16 @@ class StubEngines:
 
     @asynccontextmanager
     async def running(self, api_url: Callable[[str], str]) -> AsyncIterator[None]:
-        """Run all in the block; ``api_url`` says where each is called."""
+        """Run all engines in the block; ``api_url`` returns the URL of each."""
         async with AsyncExitStack() as stack:
             for engine_id, engine in self._engines.items():
                 await stack.enter_async_context(engine.running(api_url(engine_id)))
             yield
 
     def computed(self, engine_id: str, transfer: PrefillTransfer | DecodeTransfer) -> None:
-        """What an engine was called for is computed, or, at a DE, is about to be."""
+        """Report that a PE has computed its prefill, or that a DE has the KV in HBM."""
         engine, name = self._engines[engine_id], transfer.request_id
         if isinstance(transfer, PrefillTransfer):
-            engine.say(request_messages.PrefillDone(name))
+            engine.send(request_messages.PrefillDone(name))
         else:
-            engine.say(request_messages.KvInHbm(name, 0.0))
+            engine.send(request_messages.KvInHbm(name, 0.0))

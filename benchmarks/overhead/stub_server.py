@@ -1,6 +1,6 @@
-"""A process with all stub engines of a cluster and the HTTP server on which they are called.
+"""A process with all stub engines of a cluster and the HTTP server of their token API.
 
-Prefills take a time, decode steps as well; all that is computed is the time.
+Prefills and decode steps take fixed times and compute nothing.
 """
 
 import argparse
@@ -30,8 +30,8 @@ class _Sampling(msgspec.Struct):
     stream_interval: int = 1
 
 
-class _Asked(msgspec.Struct):
-    """Of a ``GenerateRequest`` what a stub looks at: not its tokens."""
+class _StubRequest(msgspec.Struct):
+    """The fields of a ``GenerateRequest`` that a stub needs: not its tokens."""
 
     request_id: str
     sampling_params: _Sampling
@@ -39,7 +39,7 @@ class _Asked(msgspec.Struct):
 
 
 class StubServer:
-    """The token API of ``engines``, each under its name; times in seconds."""
+    """The token API of ``engines``, each under a path with its id; times in seconds."""
 
     def __init__(self, engines: StubEngines, prefill_s: float, step_s: float) -> None:
         self._engines = engines
@@ -57,27 +57,29 @@ class StubServer:
         return web.Response()
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
-        asked = msgspec.json.decode(await request.read(), type=_Asked)
-        transfer = from_transfer_params(asked.kv_transfer_params)
+        stub_request = msgspec.json.decode(await request.read(), type=_StubRequest)
+        transfer = from_transfer_params(stub_request.kv_transfer_params)
         assert transfer is not None
         engine_id = request.match_info["engine"]
         if isinstance(transfer, PrefillTransfer):
             await asyncio.sleep(self._prefill_s)
             self._engines.computed(engine_id, transfer)
-            return json_answer(GenerateAnswer(asked.request_id, [Choice([_TOKEN], "length")]))
+            return json_answer(
+                GenerateAnswer(stub_request.request_id, [Choice([_TOKEN], "length")])
+            )
         self._engines.computed(engine_id, transfer)
-        return await self._stream(request, asked)
+        return await self._stream(request, stub_request)
 
-    async def _stream(self, request: web.Request, asked: _Asked) -> web.StreamResponse:
+    async def _stream(self, request: web.Request, stub_request: _StubRequest) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
-        left, count = asked.sampling_params.max_tokens, 1
+        left, count = stub_request.sampling_params.max_tokens, 1
         while left:
             await asyncio.sleep(count * self._step_s)
             left -= count
             choice = Choice([_TOKEN] * count, None if left else "length")
-            await response.write(server_event(GenerateAnswer(asked.request_id, [choice])))
-            count = min(asked.sampling_params.stream_interval, left)
+            await response.write(server_event(GenerateAnswer(stub_request.request_id, [choice])))
+            count = min(stub_request.sampling_params.stream_interval, left)
         await response.write(STREAM_END)
         return response
 

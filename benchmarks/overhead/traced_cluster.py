@@ -1,7 +1,7 @@
-"""A light front door, one prefill and one decode engine, emulated, that leave their traces.
+"""A light router, an emulated prefill and an emulated decode engine, which write traces.
 
-All are processes of this machine; transfers go over its own network, storage is a folder that
-nobody throttles, and nothing stays in DRAM from one prompt to the next.
+All are processes of this machine; transfers use its loopback network, storage is a folder without
+a bandwidth limit, and no KV stays in DRAM from one prompt to the next.
 """
 
 import os
@@ -20,12 +20,12 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 
 LAYER_BUFFERS = 2
-#: For 24 prompts of some thousand tokens; touched, so that only as much as is needed.
+#: Enough for 24 prompts of a few thousand tokens; all of it is touched at start.
 _MEMORY_BYTES = 1 << 29
 
 
-def trace_of(role: Role, folder: Path) -> Path:
-    """Return where the engine of a role leaves its trace when it ends."""
+def trace_path(role: Role, folder: Path) -> Path:
+    """Return the path to which the engine of a role writes its trace when it ends."""
     return folder / f"{role.value}.json"
 
 
@@ -33,7 +33,7 @@ def trace_of(role: Role, folder: Path) -> Path:
 def traced_cluster(
     mode: Mode, folder: Path, costs: str, engine_arguments: Sequence[str] = ()
 ) -> Iterator[str]:
-    """Run it; yields the endpoint.  ``costs`` is the text of a model's file."""
+    """Run the cluster and yield its endpoint; ``costs`` is the text of a model file."""
     model = folder / "costs.toml"
     model.write_text(costs)
     port, control_port = claim_port(), claim_port()
@@ -51,7 +51,7 @@ def traced_cluster(
         servers.add(_process("router", words, folder), ends_last=True)
         for role in Role:
             words = ["emulate", role.value, "--engine-id", role.value, *engine]
-            words += ["--trace-out", str(trace_of(role, folder))]
+            words += ["--trace-out", str(trace_path(role, folder))]
             servers.add(_process(role.value, words, folder))
         wait_ready(url, servers)
         yield url

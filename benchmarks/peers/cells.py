@@ -1,4 +1,4 @@
-"""The regimes in which stacks are compared; each is a command of ``measure``."""
+"""The settings (cells) in which stacks are compared; each is a command of ``measure``."""
 
 import enum
 import itertools
@@ -13,14 +13,14 @@ from dualpath.laboratory.models.wide import KV_BYTES
 
 
 class Agents(enum.StrEnum):
-    """How long agents work.  Sizes are those that two cores can bear."""
+    """Length of the agents' sessions, small enough for two cores."""
 
     SHORT = "short"
     LONG = "long"
 
     @property
-    def words(self) -> tuple[str, ...]:
-        """What `measure` is told; the model's length is that of the longest agent."""
+    def arguments(self) -> tuple[str, ...]:
+        """Arguments of `measure`; the model's longest context is that of the longest agent."""
         return {
             Agents.SHORT: (
                 "--agents", "12", "--turns", "8", "--history", "512",
@@ -34,7 +34,7 @@ class Agents(enum.StrEnum):
 
 
 class Bound(enum.StrEnum):
-    """What a cluster that reads everything through its PE waits for."""
+    """The bottleneck of a cluster that reads all KV through its PE."""
 
     STORAGE = "storage"
     BALANCED = "balanced"
@@ -42,25 +42,25 @@ class Bound(enum.StrEnum):
 
     @property
     def snic_mb_per_s(self) -> str:
-        """Storage NIC of a node: on two cores a turn takes about half a second besides."""
+        """Bandwidth of a node's storage NIC; the rest of a turn takes 0.5 s on two cores."""
         return {Bound.STORAGE: "20", Bound.BALANCED: "48", Bound.COMPUTE: "400"}[self]
 
 
 class Fits(enum.StrEnum):
-    """How much of the agents' KV, after their last turn, a node's DRAM holds."""
+    """Share of the agents' final KV that fits a node's DRAM."""
 
     ALL = "all"
     QUARTER = "quarter"
     NOTHING = "nothing"
 
     def dram_bytes(self, working_set_bytes: int, context_bytes: int) -> float:
-        """Return DRAM per node: no less than the longest context, which passes through it."""
+        """Return DRAM per node, at least the longest context, which passes through it."""
         share = {Fits.ALL: 1.25, Fits.QUARTER: 0.25, Fits.NOTHING: 0.0}[self]
         return max(share * working_set_bytes, context_bytes)
 
 
 class Cell(msgspec.Struct, frozen=True):
-    """One regime.  ``pauses``: a tool of a second runs before every turn but the first."""
+    """One combination of settings; ``pauses``: a 1 s tool call before every turn but the first."""
 
     agents: Agents
     bound: Bound
@@ -69,18 +69,18 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The name of its file."""
+        """Name of the cell and of its file."""
         pauses = "pauses" if self.pauses else "no-pauses"
         return f"{self.agents}-{self.bound}-{self.fits}-{pauses}"
 
     def arguments(self, words: list[str]) -> Namespace:
-        """Return the arguments of `measure`: ``words``, and what this regime says."""
+        """Return the arguments of `measure`: ``words`` and those of this cell."""
         args = parse_arguments([
             *words,
             *("--nodes", "1P2D", "--hbm-mib", "64", "--name", self.name),
             *("--snic-mb-per-s", self.bound.snic_mb_per_s),
             *("--pause-s", "1" if self.pauses else "0"),
-            *self.agents.words,
+            *self.agents.arguments,
         ])  # fmt: skip
         tokens = sum(session(args, n).trajectory.total_tokens for n in range(args.agents))
         longest_bytes = args.max_model_len * KV_BYTES
@@ -89,7 +89,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 def cells() -> Iterator[Cell]:
-    """Yield every regime, those first in which most can be seen in the least time."""
+    """Yield all cells, the shortest ones first."""
     for agents, pauses in itertools.product(Agents, (False, True)):
         for bound, fits in itertools.product(Bound, Fits):
             yield Cell(agents, bound, fits, pauses)

@@ -1,7 +1,7 @@
-"""DualPath's own engines as one more stack: the same vLLM and nodes, in one of its modes.
+"""DualPath's engines as one more stack: the same vLLM and nodes, in one of its modes.
 
-Engines time themselves at start (``engine.settings.profile``), so that the router knows what
-computing takes.
+Engines profile themselves at start (``engine.settings.profile``), so that the router knows their
+computation times.
 """
 
 from benchmarks.peers.peer_stack import NIXL_ENVIRONMENT, OWN_STACK, PROXY_PORT, PeerSettings
@@ -14,22 +14,22 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 
 #: α of Algorithm 1 is what a node reads in 3 s (§A.4).
 ALPHA_S = 3.0
-#: After a mode: hits are computed again where that is faster, and done in this time.
+#: Suffix of a mode: cached tokens are recomputed where that is faster and takes less than this.
 RECOMPUTE, _RECOMPUTE_LIMIT_S = "-recompute", 10.0
 
 
 class DualPathStack:
-    """Router on the head node, an engine on each other."""
+    """A router on the head node and an engine on each other node."""
 
-    def __init__(self, way: str, snic_bytes_per_s: float, kv_bytes_per_token: int) -> None:
-        """``way`` is a mode, or a mode and ``RECOMPUTE``; raises ``ValueError`` for another."""
-        self._mode = Mode(way.removesuffix(RECOMPUTE))
-        self._recompute_limit_s = _RECOMPUTE_LIMIT_S if way.endswith(RECOMPUTE) else 0.0
-        self.name = f"{OWN_STACK}{way}"
+    def __init__(self, variant: str, snic_bytes_per_s: float, kv_bytes_per_token: int) -> None:
+        """``variant``: a mode, optionally with ``RECOMPUTE``; raises ``ValueError`` for others."""
+        self._mode = Mode(variant.removesuffix(RECOMPUTE))
+        self._recompute_limit_s = _RECOMPUTE_LIMIT_S if variant.endswith(RECOMPUTE) else 0.0
+        self.name = f"{OWN_STACK}{variant}"
         self._alpha_tokens = max(int(ALPHA_S * snic_bytes_per_s / kv_bytes_per_token), 1)
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
-        """Return router and engines; who waits for them asks the router."""
+        """Return router and engines, whose readiness the router reports."""
         environment = {k: v for k, v in NIXL_ENVIRONMENT.items() if not k.startswith("PEER_")}
         nodes = (*settings.prefill, *settings.decode)
         return cluster_commands(

@@ -1,10 +1,10 @@
 #!/bin/sh
-# Makes an environment of its own for one peer: vLLM's CPU build as DualPath uses it, and the peer.
+# Creates an environment for one peer: the same vLLM CPU build as DualPath's, and the peer.
 # Usage: sh environment.sh DIRECTORY STACK_FOLDER [PYTHON]
 #
-# The folder holds requirements.txt and, where the peer's own pins disagree with vLLM's,
-# overrides.txt. uv is needed because pip cannot drop a requirement; uv reads none of pip's
-# settings, so those are handed on.
+# The folder contains requirements.txt and, where the peer's pins conflict with vLLM's,
+# overrides.txt. uv is needed because pip cannot override a requirement; uv does not read pip's
+# settings, so they are passed to it.
 set -eu
 directory=$1
 stack=$2

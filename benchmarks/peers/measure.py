@@ -1,11 +1,11 @@
-"""DualPath beside today's stacks: the same lab, model, trace and vLLM, storage behind each SNIC.
+"""Compares DualPath with other stacks: same lab, model, trace and vLLM, storage behind each SNIC.
 
     python -m benchmarks.peers.measure --peer NAME=ENVIRONMENT … [--nodes 1P1D] [--out FOLDER]
 
-Needs root and what `dualpath lab up` needs.  Every run gets a lab of its own, so that nothing is
-left in any cache: what the agents had said before is stored by the stack itself, then the measured
-replay begins.  Runs go in turns through the stacks, ``--repeats`` times.
-``benchmarks.peers.matrix`` does so in many regimes.
+Requires root and what `dualpath lab up` requires.  Every run uses a new lab, so that all caches are
+empty: the stack itself first stores the agents' histories, then the measured replay begins.  Runs
+alternate between the stacks, ``--repeats`` times each.  ``benchmarks.peers.matrix`` does this in
+many cells.
 """
 
 import datetime
@@ -45,47 +45,51 @@ PEERS: dict[str, type[PeerStack]] = {
     OffloadingStack.name: OffloadingStack,
     MooncakeStack.name: MooncakeStack,
 }
-#: Without disaggregation: every node with storage of its own.
+#: Suffix of a peer's name: no disaggregation, every node reads and writes storage.
 AGGREGATED = "-aggregated"
-#: Arguments that say nothing about what is measured; each run names its stack.
+#: Arguments that do not change what is measured; each run names its stack.
 _NOT_MEASURED = ("peer", "modes", "name", "out", "logs")
-Ran = Callable[[list[RunRecord]], None]
+AfterRun = Callable[[list[RunRecord]], None]
 _STAGGER_TOKENS = 64
-#: Those of DualPath that run unless others are named.
+#: Default modes of DualPath.
 MODES = f"{Mode.BASIC.value},{DEFAULT_MODE.value}"
 
 
 def parse_arguments(words: list[str] | None = None) -> Namespace:
-    """Return the settings; the defaults are those of the official table."""
+    """Return the arguments; the defaults are those of the published table."""
     parser = ArgumentParser(description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add("--modes", default=MODES, help="of DualPath's own engines, with commas, or MODE-recompute")
+    add(
+        "--modes",
+        default=MODES,
+        help="modes of DualPath's engines, separated by commas, or MODE-recompute",
+    )
     add("--nodes", default="1P1D")
     add("--agents", type=int, default=24)
     add("--turns", type=int, default=2, help="measured turns of each agent after its history")
-    add("--history", type=int, default=1536, metavar="TOKENS", help="stored before")
-    add("--append", type=int, default=64, metavar="TOKENS", help="of a turn")
-    add("--generate", type=int, default=16, metavar="TOKENS", help="of a turn")
-    add("--pause-s", type=float, default=0.0, help="a tool runs before every turn, the first apart")
+    add("--history", type=int, default=1536, metavar="TOKENS", help="stored tokens of an agent")
+    add("--append", type=int, default=64, metavar="TOKENS", help="new tokens per turn")
+    add("--generate", type=int, default=16, metavar="TOKENS", help="per turn")
+    add("--pause-s", type=float, default=0.0, help="tool call before each turn but the first")
     add("--max-model-len", type=int, default=4096, metavar="TOKENS", help="longest context")
     add("--snic-mb-per-s", type=float, default=25.0)
     add("--cnic-gbit-per-s", type=float, default=1.6, help="default: 8 SNICs")
     add("--hbm-mib", type=int, default=160, help="KV memory of an engine")
     add("--dram-mib", type=int, default=512, help="buffer of a DualPath engine, cache of a peer")
-    add("--chunk-tokens", type=int, default=64, help="what a peer stores as one file")
-    add("--readers", type=int, default=8, help="threads of a peer that read")
+    add("--chunk-tokens", type=int, default=64, help="tokens per file of a peer")
+    add("--readers", type=int, default=8, help="reading threads of a peer")
     add("--repeats", type=int, default=1)
-    add("--logs", metavar="FOLDER", help="keep logs and replays here")
-    add("--name", default="peers", help="of the files")
-    add("--out", metavar="FOLDER", help="write page, plot and JSON there after every run")
+    add("--logs", metavar="FOLDER", help="write logs and replays to this folder")
+    add("--name", default="peers", help="name of the files")
+    add("--out", metavar="FOLDER", help="write page, plot and JSON to this folder after every run")
     return parser.parse_args(words)
 
 
 def session(args: Namespace, agent: int) -> TokenSession:
-    """Return what an agent does: a long history, then turns that add a little.
+    """Return an agent's session: a long history, then short turns.
 
-    Histories differ by a few blocks, so that agents do not fall into step.
+    Histories differ by a few blocks, so that agents do not run in lockstep.
     """
     history_tokens = max(args.history + _STAGGER_TOKENS * (agent % 5 - 2), 1)
     turns = (Round(args.append, args.generate, args.pause_s),) * args.turns
@@ -93,24 +97,25 @@ def session(args: Namespace, agent: int) -> TokenSession:
 
 
 def main() -> None:
-    """Measure, print the table, write the JSON."""
+    """Measure, print the tables and write the files."""
     args = parse_arguments()
     folder = Path(args.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
     runs: list[RunRecord] = []
 
-    def ran(runs: list[RunRecord]) -> None:
+    def after_run(runs: list[RunRecord]) -> None:
         if args.out:
             write_experiment(_report(args, runs), Path(args.out))
 
-    measure(args, folder, runs, ran)
+    measure(args, folder, runs, after_run)
     if runs:
         print_report(as_report(_report(args, runs)))
 
 
-def measure(args: Namespace, folder: Path, runs: list[RunRecord], ran: Ran) -> None:
-    """Add to ``runs`` until every stack has ``repeats``, those that are there counted.
+def measure(args: Namespace, folder: Path, runs: list[RunRecord], after_run: AfterRun) -> None:
+    """Append to ``runs`` until every stack has ``repeats`` runs, including existing ones.
 
-    ``ran`` is called after each; a run that fails is told, and left out.  Logs go to ``folder``.
+    ``after_run`` is called after each run; a failed run is printed and left out.  Logs are written
+    to ``folder``.
     """
     folder.mkdir(parents=True, exist_ok=True)
     trace = folder / "agents.jsonl"
@@ -122,13 +127,13 @@ def measure(args: Namespace, folder: Path, runs: list[RunRecord], ran: Ran) -> N
             logs = folder / f"{name}-{repeat}"
             logs.mkdir(exist_ok=True)
             try:
-                record = _one(args, stack, python, aggregated, trace, logs)
+                record = _run_once(args, stack, python, aggregated, trace, logs)
             except (EngineLostError, DeadlineError) as error:
                 print(f"{name}: {error}", file=sys.stderr, flush=True)
                 continue
             runs.append(msgspec.structs.replace(record, stack=name))
-            print(_line(runs[-1]), file=sys.stderr, flush=True)
-            ran(runs)
+            print(_summary_line(runs[-1]), file=sys.stderr, flush=True)
+            after_run(runs)
 
 
 def _stacks(args: Namespace) -> list[tuple[str, PeerStack, str, bool]]:
@@ -139,13 +144,13 @@ def _stacks(args: Namespace) -> list[tuple[str, PeerStack, str, bool]]:
         stack = PEERS[name.removesuffix(AGGREGATED)]()
         python = str(Path(environment).absolute() / "bin" / "python")
         found.append((name, stack, python, aggregated))
-    for way in filter(None, args.modes.split(",")):
-        own = DualPathStack(way, args.snic_mb_per_s * 1e6, KV_BYTES)
+    for variant in filter(None, args.modes.split(",")):
+        own = DualPathStack(variant, args.snic_mb_per_s * 1e6, KV_BYTES)
         found.append((own.name, own, sys.executable, False))
     return found
 
 
-def _one(
+def _run_once(
     args: Namespace,
     stack: PeerStack,
     python: str,
@@ -183,7 +188,7 @@ def _one(
 
 
 def measurement(args: Namespace, runs: list[RunRecord]) -> Measurement:
-    """Return the runs with all that a reader needs beside them."""
+    """Return the runs with arguments, machine, versions and date."""
     return Measurement(
         arguments=measured_arguments(args),
         kv_bytes_per_token=KV_BYTES,
@@ -199,12 +204,12 @@ def _report(args: Namespace, runs: list[RunRecord]) -> ExperimentReport:
 
 
 def measured_arguments(args: Namespace) -> dict[str, object]:
-    """Return the arguments that say what is measured."""
+    """Return the arguments that determine what is measured."""
     return {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
 
 
 def command(args: Namespace) -> str:
-    """Return the command that repeats the measurement, environments unnamed."""
+    """Return the command that repeats the measurement, without paths of environments."""
     defaults = measured_arguments(parse_arguments([]))
     changed = [
         f"--{name.replace('_', '-')} {value}"
@@ -216,7 +221,7 @@ def command(args: Namespace) -> str:
     return " ".join(["python -m benchmarks.peers.measure", *changed, *stacks])
 
 
-def _line(run: RunRecord) -> str:
+def _summary_line(run: RunRecord) -> str:
     read = ", ".join(f"{node} {count / 1e6:.0f}" for node, count in run.snic_bytes.items())
     failed = f", {run.turns_failed} FAILED: {run.errors[:1]}" if run.turns_failed else ""
     return f"{run.stack}: JCT {run.jct_s:.1f} s, read MB {read}, busy {run.busy:.0%}{failed}"

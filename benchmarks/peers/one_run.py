@@ -1,4 +1,4 @@
-"""One stack, one lab: store what agents had said before, then replay what they say next."""
+"""One run of a stack on a lab: store the agents' histories, then replay the measured turns."""
 
 import time
 from pathlib import Path
@@ -18,15 +18,15 @@ _SHARED_MEMORY = Path("/dev/shm")
 _START_S = 400.0
 _RUN_S = 1800.0
 _SETTLE_S = 60.0
-_STILL_S = 2.0
+_STABLE_S = 2.0
 _POLL_S = 0.2
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one run measured; bytes are those of the measured replay alone, by node.
+    """Results of one run; bytes are those of the measured replay, by node.
 
-    ``stored_bytes`` is what lay in storage when it began; ``busy`` the share of all cores;
-    ``cpu_s`` processor seconds by process.
+    ``stored_bytes`` is the size of storage at its start, ``busy`` the utilization of all cores,
+    ``cpu_s`` CPU seconds by process.
     """
 
     stack: str
@@ -56,10 +56,10 @@ def run_stack(
     *,
     engines: int,
 ) -> RunRecord:
-    """Start a stack on a lab, replay and end it.
+    """Start a stack on a lab, replay the trace and stop the stack.
 
-    ``engines``: how many register with DualPath's router; 0 for a peer.  Raises
-    ``EngineLostError`` if a process ends, ``DeadlineError`` if something takes too long.
+    ``engines`` is the number of engines that register with DualPath's router, 0 for a peer.  Raises
+    ``EngineLostError`` if a process ends, ``DeadlineError`` if a step takes too long.
     """
     before = _shared_files()
     commands = stack.commands(settings)
@@ -68,7 +68,7 @@ def run_stack(
         engines=engines,
         ready_urls=tuple(command.ready_url for command in commands if command.ready_url),
         trace=str(trace),
-        # What agents had said before is their first turn.
+        # The first turn is the agents' history.
         options=ReplayOptions(
             isolation=Isolation.NONE,
             tool_delays=ToolDelays.RECORDED,
@@ -90,7 +90,7 @@ def run_stack(
         stored_bytes = settled_bytes(Path(settings.storage))
         metered = replay_metered(processes, state, "replay", replay, _RUN_S)
     (folder / "replay.json").write_bytes(msgspec.json.encode(metered.client))
-    # A peer that is ended leaves its shared memory, named by a random id.
+    # A stopped peer leaves its shared memory files, which have random names.
     for file in _shared_files() - before:
         file.unlink(missing_ok=True)
     return _record(stack.name, settings, metered, stored_bytes)
@@ -101,13 +101,13 @@ def _shared_files() -> set[Path]:
 
 
 def settled_bytes(storage: Path) -> int:
-    """Wait until writes are over and return the bytes of all files in storage."""
+    """Wait until storage stops growing and return the size of all its files."""
     end_s = time.monotonic() + _SETTLE_S
-    size, still_since_s = -1, time.monotonic()
-    while time.monotonic() < end_s and time.monotonic() - still_since_s < _STILL_S:
+    size, stable_since_s = -1, time.monotonic()
+    while time.monotonic() < end_s and time.monotonic() - stable_since_s < _STABLE_S:
         now = sum(file.stat().st_size for file in storage.rglob("*") if file.is_file())
         if now != size:
-            size, still_since_s = now, time.monotonic()
+            size, stable_since_s = now, time.monotonic()
         time.sleep(_POLL_S)
     return size
 

@@ -1,15 +1,15 @@
-"""The front of vLLM's disaggregated serving: prefill on one engine, then decode on another.
+"""Proxy of vLLM's disaggregated serving: prefill on one engine, then decode on another.
 
     python pd_proxy.py --prefill URL … [--decode URL …] [--host HOST] [--port PORT]
 
-A request goes to the next prefill engine with one token to generate, and then, with the
-``kv_transfer_params`` of its answer, to the next decode engine, whose stream is passed on.  The
-engines' convention: the prefill engine's token is dropped and computed again.  Without decode
-engines every engine serves whole requests, and an agent's requests go to one engine (by the first
-block of the prompt), so that its KV in HBM is of use.
+A request is sent to the next prefill engine with one token to generate, and then, with the
+``kv_transfer_params`` of its response, to the next decode engine, whose stream is forwarded.  By
+the engines' convention the prefill engine's token is dropped and computed again.  Without decode
+engines every engine serves complete requests, and all requests of an agent are sent to one engine
+(by the first block of the prompt), so that its KV in HBM is reused.
 
-The last chunk's ``cached_tokens`` is replaced by the prefill engine's, because to the decode engine
-the whole prompt looks cached.
+The last chunk's ``cached_tokens`` is replaced by that of the prefill engine, because the decode
+engine counts the whole prompt as cached.
 """
 
 import argparse
@@ -23,17 +23,17 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-#: Tokens that distinguish agents.
+#: Number of first tokens that distinguish agents.
 _AFFINITY_TOKENS = 64
 _CONNECT_TIMEOUT_S = 10.0
-_MOST_BODY_BYTES = 64 << 20
+_MAX_BODY_BYTES = 64 << 20
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the request for the prefill engine: one token, not streamed, KV kept for a peer."""
-    kept = {name: value for name, value in body.items() if name != "stream_options"}
+    """Return the request for the prefill engine: one token, not streamed, KV kept for transfer."""
+    copied = {name: value for name, value in body.items() if name != "stream_options"}
     return {
-        **kept,
+        **copied,
         "max_tokens": 1,
         "stream": False,
         "kv_transfer_params": {
@@ -48,36 +48,36 @@ def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def decode_body(body: dict[str, Any], prefilled: dict[str, Any]) -> dict[str, Any]:
-    """Return the request for the decode engine, given the prefill engine's answer.
+    """Return the request for the decode engine, given the prefill engine's response.
 
-    Raises ``ValueError`` if the answer does not say where the KV is.
+    Raises ``ValueError`` if the response has no ``kv_transfer_params``.
     """
-    where = prefilled.get("kv_transfer_params")
-    if not where:
-        raise ValueError("the prefill engine's answer has no kv_transfer_params")
-    return {**body, "kv_transfer_params": where}
+    transfer = prefilled.get("kv_transfer_params")
+    if not transfer:
+        raise ValueError("the prefill engine's response has no kv_transfer_params")
+    return {**body, "kv_transfer_params": transfer}
 
 
-def cached_tokens(answer: dict[str, Any]) -> int | None:
-    """Return how many prompt tokens an engine found cached, None if it does not say."""
-    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+def cached_tokens(response: dict[str, Any]) -> int | None:
+    """Return how many prompt tokens an engine had cached, None if not reported."""
+    details = (response.get("usage") or {}).get("prompt_tokens_details") or {}
     return details.get("cached_tokens")
 
 
 class UsageLines:
-    """Passes a stream of events on line by line, with ``cached`` in the usage chunk."""
+    """Forwards a stream of events line by line with ``cached`` in the usage chunk."""
 
     def __init__(self, cached: int | None) -> None:
         self._cached = cached
         self._rest = b""
 
     def feed(self, received: bytes) -> bytes:
-        """Take bytes as they arrive, return the lines that became complete."""
+        """Add received bytes and return the lines completed by them."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         return b"".join(self._line(line) + b"\n" for line in lines)
 
     def end(self) -> bytes:
-        """Return what came after the last line."""
+        """Return the bytes after the last line."""
         return self._rest
 
     def _line(self, line: bytes) -> bytes:
@@ -89,7 +89,7 @@ class UsageLines:
 
 
 class Proxy:
-    """Round robin over prefill engines and over decode engines, independently."""
+    """Round robin over prefill engines and, independently, over decode engines."""
 
     def __init__(self, prefill: Iterable[str], decode: Iterable[str]) -> None:
         self.prefill, self.decode = tuple(prefill), tuple(decode)
@@ -99,7 +99,7 @@ class Proxy:
 
     def application(self) -> web.Application:
         """Return the HTTP application."""
-        app = web.Application(client_max_size=_MOST_BODY_BYTES)
+        app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_post("/v1/completions", self.complete)
         app.router.add_get("/v1/models", self.models)
         app.router.add_get("/health", self.health)
@@ -121,14 +121,14 @@ class Proxy:
         return await self._stream(request, next(self._next_decode), second, cached_tokens(answer))
 
     async def models(self, request: web.Request) -> web.Response:
-        """Pass on what an engine serves."""
+        """Forward an engine's list of models."""
         async with self._session_now.get(f"{self.prefill[0]}/v1/models") as response:
             return web.Response(
                 body=await response.read(), status=response.status, content_type="application/json"
             )
 
     async def health(self, request: web.Request) -> web.Response:
-        """Answer 200 once every engine does."""
+        """Respond with 200 if all engines do, else with 503."""
         try:
             codes = await asyncio.gather(*map(self._code, (*self.prefill, *self.decode)))
         except (aiohttp.ClientError, TimeoutError):
@@ -160,16 +160,16 @@ class Proxy:
         self, request: web.Request, engine: str, body: dict[str, Any], cached: int | None
     ) -> web.StreamResponse:
         async with self._session_now.post(f"{engine}/v1/completions", json=body) as response:
-            passed_on = web.StreamResponse(
+            forwarded = web.StreamResponse(
                 status=response.status, headers={"Content-Type": response.content_type}
             )
-            await passed_on.prepare(request)
+            await forwarded.prepare(request)
             lines = UsageLines(cached)
             async for received in response.content.iter_any():
-                await passed_on.write(lines.feed(received))
-            await passed_on.write(lines.end())
-            await passed_on.write_eof()
-            return passed_on
+                await forwarded.write(lines.feed(received))
+            await forwarded.write(lines.end())
+            await forwarded.write_eof()
+            return forwarded
 
     async def _code(self, engine: str) -> int:
         async with self._session_now.get(f"{engine}/health") as response:
@@ -177,7 +177,7 @@ class Proxy:
 
     async def _session(self, app: web.Application) -> Any:  # noqa: ANN401 - an async generator
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_TIMEOUT_S)
-        # No connection limit: waiting for a connection would be a queue of our own.
+        # No connection limit: waiting for a connection would add a queue.
         connector = aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as self._http:
             yield

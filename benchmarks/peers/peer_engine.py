@@ -1,15 +1,15 @@
-"""A vLLM API server for a peer, in the peer's environment: cured, otherwise as typed.
+"""Starts a peer's vLLM API server in the peer's environment, with fixes.
 
     python peer_engine.py ARGUMENTS OF VLLM'S API SERVER
 
-Without them a peer looks slower here than it is:
+Without these two, a peer would be slower than necessary:
 
-* NIXL's Python API makes its progress thread spin.  Nothing public changes that, so the agent's
-  configuration is given a pause (microseconds, ``PEER_NIXL_PROGRESS_DELAY_US``) as it is made.
-* vLLM spawns its engine core on CPUs, which imports everything again; it is forked instead.
+* NIXL's Python API makes its progress thread spin.  No public option changes that, so the delay
+  (microseconds, ``PEER_NIXL_PROGRESS_DELAY_US``) is set in the configuration of every new agent.
+* On CPUs vLLM spawns its engine core, which imports everything again; it is forked instead.
 
-And one without which vLLM's CPU build does not start beside packages that import llvmlite: it asks
-every object of every module for its ``__dict__``, and llvmlite's library answers with a function.
+Without a third, vLLM's CPU build does not start with packages that import llvmlite: it reads
+``__dict__`` of every object of every module, and llvmlite's library returns a function.
 """
 
 import multiprocessing
@@ -18,13 +18,13 @@ import runpy
 import sys
 from typing import Any
 
-#: What starts the engines of a cluster as well (``dualpath.ops.launch.commands``, which is not
+#: Also the entry point of a cluster's engines (``dualpath.ops.launch.commands``, which is not
 #: installed in a peer's environment).
 SERVER = "vllm.entrypoints.launchers.api_server.entry"
 
 
 def pause_nixl(delay_us: int) -> None:
-    """Give every NIXL agent of this process a progress thread that sleeps ``delay_us``."""
+    """Let the progress thread of every NIXL agent of this process sleep ``delay_us``."""
     from nixl import _api
 
     native_agent = _api.nixlBind.nixlAgent
@@ -37,20 +37,20 @@ def pause_nixl(delay_us: int) -> None:
 
 
 def fork_engine_cores() -> None:
-    """Let the API server fork its engine core."""
+    """Make the API server fork its engine core."""
     from vllm.v1.engine import utils
 
     utils.get_mp_context = lambda: multiprocessing.get_context("fork")
 
 
 def refuse_dunder_names() -> None:
-    """Let llvmlite's library have no ``__dict__``, instead of a function of that name."""
+    """Make llvmlite's library raise ``AttributeError`` for ``__dict__`` and similar names."""
     from llvmlite.binding import ffi
 
     library = type(ffi.lib)
     find = library.__getattr__
 
-    def find_function(self: Any, name: str) -> Any:  # noqa: ANN401 - whatever the library has
+    def find_function(self: Any, name: str) -> Any:  # noqa: ANN401 - any attribute
         if name.startswith("__"):
             raise AttributeError(name)
         return find(self, name)
@@ -60,7 +60,7 @@ def refuse_dunder_names() -> None:
 
 if __name__ == "__main__":
     sys.argv[0] = SERVER
-    # Adapters beside this file are found by vLLM under their own names.
+    # So that vLLM can import the adapters in this folder.
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     if os.environ.get("PEER_NIXL_PROGRESS_DELAY_US"):
         pause_nixl(int(os.environ["PEER_NIXL_PROGRESS_DELAY_US"]))

@@ -1,4 +1,4 @@
-"""What a peer is to the measurement: processes on the nodes of a lab, as data."""
+"""A peer's interface to the measurement: commands of its processes on the nodes of a lab."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,12 +13,12 @@ from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 ENGINE_PORT = 8000
 PROXY_PORT = 8100
 SIDE_CHANNEL_PORT = 5600
-#: How names of DualPath's own stacks begin; behind it comes a mode.
+#: Prefix of the names of DualPath's stacks, followed by a mode.
 OWN_STACK = "dualpath-"
 
-#: NIXL as DualPath has it in a lab: TCP alone, because shared memory would pass by the links, in
-#: the ports of the KV lane; a progress thread that sleeps between looks, because a spinning one
-#: takes a core from everybody (1000 us; read by ``peer_engine.py``).
+#: NIXL as configured for DualPath in a lab: only TCP, because shared memory would bypass the links,
+#: with the ports of the KV traffic class; a progress thread that sleeps between polls (1000 us,
+#: read by ``peer_engine.py``), because a spinning one would occupy a core.
 NIXL_ENVIRONMENT = {
     "UCX_TLS": "tcp",
     "UCX_TCP_PORT_RANGE": "20480-24575",
@@ -31,13 +31,12 @@ NIXL_ENVIRONMENT = {
 
 
 class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What all stacks are given alike.
+    """Settings that are equal for all stacks.
 
-    ``python`` is the interpreter of the stack's environment.  ``hbm_bytes`` is an engine's KV
-    memory and ``dram_bytes`` what a node's cache or staging area in DRAM may hold;
-    ``chunk_tokens`` is what the stack stores as one file, a multiple of ``block_tokens``;
-    ``readers`` read it at the same time.
-    ``aggregated``: no disaggregation, every node prefills and decodes with storage of its own.
+    ``python`` is the interpreter of the stack's environment, ``hbm_bytes`` an engine's KV memory,
+    ``dram_bytes`` the size of a node's cache or staging area in DRAM, ``chunk_tokens`` the size of
+    a stored file, a multiple of ``block_tokens``, ``readers`` the number of reading threads.
+    ``aggregated``: no disaggregation, every node runs prefill and decode and uses storage.
     """
 
     python: str
@@ -66,12 +65,12 @@ class PeerSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PeerStack(Protocol):
-    """One stack; ``commands`` in the order of their start, those before an engine it needs."""
+    """One stack; ``commands`` are in start order, an engine after the processes it requires."""
 
     name: str
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
-        """Return what runs where."""
+        """Return the commands with their nodes."""
 
 
 def engine(
@@ -81,7 +80,7 @@ def engine(
     extra: tuple[str, ...] = (),
     environment: Mapping[str, str] | None = None,
 ) -> NodeCommand:
-    """Return a vLLM engine as DualPath's own is, but for ``transfer``, its KV transfer config."""
+    """Return a vLLM engine like DualPath's, but with ``transfer`` as its KV transfer config."""
     url = f"http://{node.address}:{ENGINE_PORT}"
     options = (
         "--model", settings.model,
@@ -101,7 +100,7 @@ def engine(
     return NodeCommand(
         name=node.name,
         node=node,
-        argv=(settings.python, _here("peer_engine.py"), *options, *extra),
+        argv=(settings.python, _script("peer_engine.py"), *options, *extra),
         environment={
             **ENGINE_ENVIRONMENT,
             **NIXL_ENVIRONMENT,
@@ -114,9 +113,9 @@ def engine(
 
 
 def nixl_connector() -> dict[str, object]:
-    """Return vLLM's PD transfer over NIXL, between buffers in DRAM.
+    """Return the config of vLLM's PD transfer over NIXL between buffers in DRAM.
 
-    ``num_threads`` 0: further threads of UCX would each take time from two cores.
+    ``num_threads`` is 0 because further UCX threads would compete for two cores.
     """
     return {
         "kv_connector": "NixlConnector",
@@ -127,7 +126,7 @@ def nixl_connector() -> dict[str, object]:
 
 
 def both(*connectors: Mapping[str, object]) -> dict[str, object]:
-    """Return a config with several connectors; the first that has a hit loads it."""
+    """Return a config with several connectors; the first one with a hit loads it."""
     return {
         "kv_connector": "MultiConnector",
         "kv_role": "kv_both",
@@ -137,7 +136,7 @@ def both(*connectors: Mapping[str, object]) -> dict[str, object]:
 
 def proxy(settings: PeerSettings) -> NodeCommand:
     """Return the PD proxy on the head node, in the stack's environment."""
-    argv = [settings.python, _here("pd_proxy.py"), "--host", settings.head.address]
+    argv = [settings.python, _script("pd_proxy.py"), "--host", settings.head.address]
     argv += ["--port", str(PROXY_PORT)]
     for node in settings.storing:
         argv += ["--prefill", f"http://{node.address}:{ENGINE_PORT}"]
@@ -149,5 +148,5 @@ def proxy(settings: PeerSettings) -> NodeCommand:
     )
 
 
-def _here(file: str) -> str:
+def _script(file: str) -> str:
     return str(Path(__file__).parent / file)

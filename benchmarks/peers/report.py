@@ -1,4 +1,4 @@
-"""What runs of DualPath and of today's stacks amount to: a page, a plot and the raw numbers."""
+"""The report of runs of DualPath and other stacks: a page, a plot and the raw data."""
 
 import statistics
 from collections import defaultdict
@@ -13,26 +13,27 @@ from dualpath.laboratory.experiments.report import ExperimentReport, Target
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
-#: What others are compared with: the default mode, and where it was not run the paper's rule.
+#: The stack that others are compared with: the default mode, or mode dualpath where that is
+#: missing.
 _OWN = tuple(f"{OWN_STACK}{mode.value}" for mode in (DEFAULT_MODE, Mode.DUALPATH))
 DUALPATH = _OWN[0]
-#: Of the project: the best disaggregated peer's JCT over DualPath's, agents bound by storage; and
-#: where that peer's DRAM holds everything, so that it reads nothing.
+#: The project's targets for the best disaggregated peer's JCT over DualPath's: with storage as the
+#: bottleneck; and where that peer's DRAM holds all KV, so that it reads nothing.
 RATIO_TARGET, DRAM_RATIO_TARGET = 2.0, 1 / 0.95
 
 _DISCUSSION = """\
-`benchmarks/peers/README.md` says what each stack is, what is equal, what peers are given and what
-had to be mended.
+`benchmarks/peers/README.md` describes the stacks, their common settings, and the fixes that peers
+needed.
 
-Where the machine is busier than 85 % its two cores and no longer the links decide: such a stack may
-be faster on more cores. An aggregated cluster reads through every node's SNIC by its nature; it has
-no second path to gain and gives up the isolation of decoding from prefill. It is shown because a
-reader will ask, and is no part of the target. A stack that reads fewer bytes than another hit its
-own caches in HBM or DRAM, or recomputed: see hit tokens."""
+Where the machine is busier than 85 %, its two cores are the bottleneck instead of the links: such a
+stack may be faster on more cores. An aggregated cluster reads through every node's SNIC anyway; it
+gains nothing from a second path and gives up the isolation of decode from prefill. It is shown for
+reference and is not part of the target. A stack that reads fewer bytes than another one had hits in
+its caches in HBM or DRAM, or recomputed: see hit tokens."""
 
 
 class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a reader needs: what was asked for, on what, and each run."""
+    """Runs with their arguments, machine, versions and date."""
 
     arguments: dict[str, object]
     kv_bytes_per_token: int
@@ -52,12 +53,12 @@ class Stack:
 
     @property
     def label(self) -> str:
-        """The name in plots: a mode of DualPath's own is called as everywhere else."""
+        """Name in plots: without prefix for DualPath's modes."""
         return self.name.removeprefix(OWN_STACK)
 
     @property
     def disaggregated_peer(self) -> bool:
-        """Whether the target counts it."""
+        """Whether the target considers this stack."""
         return not self.name.startswith(OWN_STACK) and not self.typical.aggregated
 
 
@@ -74,7 +75,7 @@ def peers_report(name: str, command: str, measurement: Measurement) -> Experimen
     found = stacks(measurement.runs)
     return ExperimentReport(
         name=name,
-        title="Today's stacks beside DualPath",
+        title="DualPath and other stacks",
         command=command,
         settings=_setting_lines(measurement),
         tables=(_jct_table(found), _bytes_table(found)),
@@ -86,21 +87,21 @@ def peers_report(name: str, command: str, measurement: Measurement) -> Experimen
 
 
 def _setting_lines(measurement: Measurement) -> tuple[str, ...]:
-    asked, machine = measurement.arguments, measurement.machine
+    args, machine = measurement.arguments, measurement.machine
     kv = measurement.kv_bytes_per_token
     versions = ", ".join(f"{name} {number}" for name, number in measurement.versions.items())
     return (
-        f"Lab of {asked['nodes']}, network namespaces on one machine: SNIC "
-        f"{asked['snic_mb_per_s']:g} MB/s per node (cgroup, O_DIRECT reads), CNIC "
-        f"{asked['cnic_gbit_per_s']:g} Gbit/s per node (HTB).",
-        f"{asked['agents']} agents, each {asked['history']} tokens of history (stored by the stack "
-        f"itself before the clock starts), then {asked['turns']} turns that append "
-        f"{asked['append']} tokens and generate {asked['generate']}. No random numbers: histories "
+        f"Lab of {args['nodes']}, network namespaces on one machine: SNIC "
+        f"{args['snic_mb_per_s']:g} MB/s per node (cgroup, O_DIRECT reads), CNIC "
+        f"{args['cnic_gbit_per_s']:g} Gbit/s per node (HTB).",
+        f"{args['agents']} agents, each {args['history']} tokens of history (stored by the stack "
+        f"itself before the measurement), then {args['turns']} turns that append "
+        f"{args['append']} tokens and generate {args['generate']}. No random numbers: histories "
         "differ by fixed steps.",
         f"Real vLLM engines on CPU, float32, eager, random weights, {kv:,} bytes of KV per token, "
-        f"blocks of 64 tokens; {asked['hbm_mib']} MiB of KV memory and {asked['dram_mib']} MiB of "
+        f"blocks of 64 tokens; {args['hbm_mib']} MiB of KV memory and {args['dram_mib']} MiB of "
         "DRAM for KV per engine.",
-        "A new lab and new engines for every run; stacks in turns; medians.",
+        "A new lab and new engines for every run; runs alternate between stacks; medians.",
         f"{machine.cores}, {versions}, {measurement.date}.",
     )
 
@@ -118,10 +119,10 @@ def _jct_table(found: Sequence[Stack]) -> Table:
 
 
 def of_stack(stack: Stack, own: Stack | None) -> dict[str, str]:
-    """Return what tables say of a stack beside ``own``, by column."""
+    """Return a stack's table row by column, compared with ``own``."""
     run, times_s = stack.typical, [run.jct_s for run in stack.runs]
-    right = own.typical.digests if own else {}
-    same = sum(right.get(key) == value for key, value in run.digests.items())
+    expected = own.typical.digests if own else {}
+    same = sum(expected.get(key) == value for key, value in run.digests.items())
     return {
         "stack": stack.name,
         "runs": str(len(stack.runs)),
@@ -138,7 +139,7 @@ def of_stack(stack: Stack, own: Stack | None) -> dict[str, str]:
 
 
 def hit_share(run: RunRecord) -> str:
-    """Return which part of the prompts' tokens a run had not to compute."""
+    """Return the share of the prompts' tokens that a run did not compute."""
     return NOTHING if run.hit_tokens is None else f"{run.hit_tokens / run.prompt_tokens:.1%}"
 
 
@@ -188,12 +189,12 @@ def _targets(found: Sequence[Stack]) -> tuple[Target, ...]:
     reads = any(best.typical.snic_bytes.values())
     what = "JCT of the best disaggregated peer / DualPath"
     if not reads:
-        what += ", DRAM holds everything"
+        what += ", DRAM holds all KV"
     aim = RATIO_TARGET if reads else DRAM_RATIO_TARGET
     return (Target(what, best.jct_s / own.jct_s, aim, at_least=True, note=best.name),)
 
 
 def own_stack(found: Sequence[Stack]) -> Stack | None:
-    """Return the stack that the others are compared with, if one of DualPath's own was run."""
+    """Return the stack of DualPath that the others are compared with, None if it was not run."""
     by_name = {stack.name: stack for stack in found}
     return next((by_name[name] for name in _OWN if name in by_name), None)

@@ -1,4 +1,4 @@
-"""What a supervisor may expect of an executor, wherever that runs the processes."""
+"""Contract of executors, wherever they run the processes."""
 
 import signal
 from collections.abc import Iterator, Sequence
@@ -46,7 +46,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
 def started(
     executor: Executor, unit: Unit, logs: Path, *words: str, **variables: str
 ) -> Iterator[Sequence[ManagedProcess]]:
-    """Run the same words in all processes of a unit."""
+    """Run the same command in all processes of a unit."""
     launch = Launch(ENTRY, list(words), variables)
     processes = executor.start(unit, lambda place: [launch] * len(unit.processes), logs)
     with Supervisor() as supervisor:
@@ -55,7 +55,7 @@ def started(
         yield processes
 
 
-def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(
+def test_output_is_copied_to_the_log_and_the_exit_is_reported(
     executor: Executor, tmp_path: Path
 ) -> None:
     log = tmp_path / "pe-0.log"
@@ -63,12 +63,12 @@ def test_what_a_process_writes_is_in_its_log_here_and_its_end_is_known(
     with started(executor, ENGINE, tmp_path, "end", "3") as (process,):
         assert process.wait(GUARD_S) == 3
         assert (process.exit_code, process.alive) == (3, False)
-        assert process.ending() == "pe-0 ended with exit code 3; the end of its log:\nits reason"
+        assert process.exit_report() == "pe-0 exited with code 3; the end of its log:\nits reason"
         assert process.find_line("before") is None
     assert log.read_text() == "of the process before\nits reason\n"
 
 
-def test_a_process_that_is_killed_takes_along_what_it_started_and_begins_anew(
+def test_killing_a_process_kills_its_children_and_it_can_be_restarted(
     executor: Executor, tmp_path: Path
 ) -> None:
     with started(executor, ENGINE, tmp_path, "parent", GIVEN="secret") as (process,):
@@ -86,7 +86,7 @@ def test_a_process_that_is_killed_takes_along_what_it_started_and_begins_anew(
         assert again.alive
 
 
-def test_processes_of_a_unit_share_a_place_and_end_one_by_one_as_they_are_asked(
+def test_processes_of_a_unit_share_a_place_and_exit_one_by_one_on_request(
     executor: Executor, tmp_path: Path
 ) -> None:
     places: list[Place] = []

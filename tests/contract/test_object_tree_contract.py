@@ -1,4 +1,4 @@
-"""Every object tree keeps ``dualpath.storage.objects``; one suite, all of them."""
+"""Contract of ``dualpath.storage.objects``, for all object trees."""
 
 import contextlib
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 from dualpath.core.blocks import BlockOrigin, chain_root
 from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.directory import object_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
@@ -20,7 +20,7 @@ from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_objects import S3Objects
 from dualpath.storage.sections import Sections
 
@@ -42,10 +42,10 @@ def tree(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ObjectTree]
                 server = FaultyS3()
                 server.page_names = 3
                 servers.callback(server.close)
-                yield S3Objects(S3Client(server.location, Patience()))
+                yield S3Objects(S3Client(server.location, RetryPolicy()))
             case _:
                 location = servers.enter_context(rclone_s3(tmp_path))
-                yield S3Objects(S3Client(location, Patience()))
+                yield S3Objects(S3Client(location, RetryPolicy()))
 
 
 def names(tree: ObjectTree, prefix: str = "") -> list[str]:
@@ -58,7 +58,7 @@ def test_an_empty_tree_has_nothing(tree: ObjectTree) -> None:
     tree.remove(["janitor/status"])
 
 
-def test_an_object_is_created_once_and_replaced_at_will(tree: ObjectTree) -> None:
+def test_an_object_is_created_once_and_can_be_replaced(tree: ObjectTree) -> None:
     assert tree.create("janitor/lease/00000001", b"first")
     assert not tree.create("janitor/lease/00000001", b"second")
     assert tree.get("janitor/lease/00000001") == b"first"
@@ -76,7 +76,7 @@ def test_objects_and_folders_are_listed_below_a_folder(tree: ObjectTree) -> None
     assert names(tree) == sorted(written)
     assert names(tree, "model_1/") == sorted(written[:7])
     assert names(tree, "model_1/003/") == [written[3]]
-    # Half-written files have a folder of their own.
+    # Half-written files are in a separate folder.
     assert [name for name in tree.folders("") if name != "janitor"] == ["model_1", "model_10"]
     assert tree.folders("model_1/") == [f"{n:03x}" for n in range(7)]
     assert tree.folders("model_10/") == []
@@ -86,7 +86,7 @@ def test_objects_and_folders_are_listed_below_a_folder(tree: ObjectTree) -> None
     assert all(info.written_s > 0 for info in tree.objects(""))
 
 
-def test_what_is_removed_is_gone(tree: ObjectTree) -> None:
+def test_removed_objects_no_longer_exist(tree: ObjectTree) -> None:
     for name in ("a/1", "a/2", "b/1"):
         tree.replace(name, b"x")
     assert tree.remove(["a/1", "b/1", "b/2"]) in (2, 3)
@@ -95,16 +95,16 @@ def test_what_is_removed_is_gone(tree: ObjectTree) -> None:
 
 
 @pytest.mark.parametrize("tree", ["memory", "posix", "s3"], indirect=True)
-def test_of_many_who_create_one_succeeds(tree: ObjectTree) -> None:
-    """Unless the server knows no conditional writes, as rclone's does not."""
+def test_of_concurrent_creates_one_succeeds(tree: ObjectTree) -> None:
+    """Unless the server does not support conditional writes, as rclone's does not."""
     with ThreadPoolExecutor(4) as pool:
         made = list(pool.map(lambda n: tree.create("janitor/lease/1", b"%d" % n), range(4)))
     assert sum(made) == 1
     assert tree.get("janitor/lease/1") == b"%d" % made.index(True)
 
 
-def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: ObjectTree) -> None:
-    """Blocks nobody told of, blocks of an engine, two candidates, one after the other."""
+def test_a_janitor_keeps_any_tree_within_its_quota_and_releases_its_lease(tree: ObjectTree) -> None:
+    """With blocks that were not journaled, blocks of an engine, and two candidates in sequence."""
     now_s = [4e9]  # later than any object's own time
 
     def clock() -> float:
@@ -112,7 +112,7 @@ def test_a_janitor_keeps_any_tree_within_its_quota_and_hands_it_over(tree: Objec
 
     def serve(number: int, journal: Journal | None) -> None:
         keys = chain(number, 4)
-        origins = own_origins(keys, BlockOrigin(chain_root(), "a" * 16))
+        origins = run_origins(keys, BlockOrigin(chain_root(), "a" * 16))
         for key, own in zip(keys, origins, strict=True):
             content = encode_header(key, DIGEST, Sections([PAYLOAD]), own) + PAYLOAD
             tree.replace(object_name(PLACE, key), content)

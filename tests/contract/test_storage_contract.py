@@ -1,4 +1,4 @@
-"""Every storage backend keeps ``dualpath.storage.contract``; one suite, all of them."""
+"""Contract of ``dualpath.storage.contract``, for all storage backends."""
 
 import contextlib
 import struct
@@ -21,7 +21,7 @@ from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.directory import namespace_name
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import Keeper, KeptStorage
+from dualpath.storage.keeper import MaintainedStorage, StorageMaintenance
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
@@ -29,7 +29,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.throttle import ThrottledStorage
 from dualpath.transport.memory import allocate_registered
@@ -91,9 +91,9 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "remembering":
-            return RememberingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
+            return LookupCachingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
         case "kept":
-            return KeptStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
+            return MaintainedStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
         case "node-dram":
             dram = NodeDram(root, NAMESPACE, 1 << 24)
             return NodeDramStorage(MemoryStorage(NAMESPACE), dram)
@@ -108,10 +108,10 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
     raise AssertionError(name)
 
 
-def keeper(tree: ObjectTree) -> Keeper:
-    """Return one of an engine that is no candidate for the janitor and declines nothing."""
+def keeper(tree: ObjectTree) -> StorageMaintenance:
+    """Return the maintenance of an engine that is not a janitor candidate and declines nothing."""
     journal = Journal(tree, namespace_name(NAMESPACE), "engine")
-    return Keeper(tree, journal, WriteGate(), None, time.time, time.monotonic)
+    return StorageMaintenance(tree, journal, WriteGate(), None, time.time, time.monotonic)
 
 
 NIXL = [
@@ -140,7 +140,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockSto
 
 @pytest.fixture(params=BYTE_BACKENDS)
 def byte_storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[BlockStorage]:
-    """A backend that holds bytes."""
+    """A backend that stores payload."""
     with open_backend(request.param, tmp_path) as backend:
         yield backend
 
@@ -156,12 +156,12 @@ def contents(seed: int = 1, blocks: int = BLOCKS) -> list[memoryview]:
 
 
 def destinations(blocks: int = BLOCKS, offset_bytes: int = 0) -> list[memoryview]:
-    """Views into aligned memory, as a DRAM buffer's slots are; ``offset_bytes`` misaligns them."""
+    """Views into aligned memory, like slots of a DRAM buffer; ``offset_bytes`` misaligns them."""
     memory = allocate_registered(blocks * BLOCK_BYTES + offset_bytes)
     return [memory.view(offset_bytes + i * BLOCK_BYTES, BLOCK_BYTES) for i in range(blocks)]
 
 
-def test_a_new_storage_holds_nothing(storage: BlockStorage, keys: list[BlockKey]) -> None:
+def test_a_new_storage_is_empty(storage: BlockStorage, keys: list[BlockKey]) -> None:
     assert not any(map(storage.is_stored, keys))
     assert storage.parallel_lookups >= 1
     outcome = read_run(storage, keys, destinations())
@@ -183,7 +183,7 @@ def test_a_block_is_read_without_its_window_layers(
         assert destination[place] == right[place], layer
 
 
-def test_a_block_is_read_whole_after_it_was_read_without_its_window_layers(
+def test_a_block_is_read_completely_after_a_read_without_window_layers(
     byte_storage: BlockStorage, keys: list[BlockKey]
 ) -> None:
     data, targets = contents(), destinations()
@@ -220,7 +220,7 @@ def test_a_second_write_of_a_key_changes_nothing(
 
 
 @pytest.mark.parametrize("offset_bytes", [0, 64])
-def test_what_is_read_is_what_was_written(
+def test_reads_return_the_written_bytes(
     byte_storage: BlockStorage, keys: list[BlockKey], offset_bytes: int
 ) -> None:
     data, into = contents(), destinations(offset_bytes=offset_bytes)
@@ -284,7 +284,7 @@ def flip_payload(storage: BlockStorage, key: BlockKey) -> None:
     if isinstance(storage, NodeDramStorage):
         flip_payload(storage.dram.files, key)
         target = storage.inner
-    if isinstance(storage, ThrottledStorage | RememberingStorage | KeptStorage):
+    if isinstance(storage, ThrottledStorage | LookupCachingStorage | MaintainedStorage):
         target = storage.inner
     if isinstance(target, MemoryStorage):
         target.corrupt(key, offset_bytes=BLOCK_BYTES - 1)
@@ -326,7 +326,7 @@ def replace_by_another_block(storage: BlockStorage, key: BlockKey) -> None:
 
 
 def read_past_damage(storage: BlockStorage, keys: list[BlockKey], damage: Damage) -> str | None:
-    """Damage block 2; whatever is found there, blocks 0 and 1 are good and 2 can be rewritten."""
+    """Damage block 2; blocks 0 and 1 must stay good, and block 2 can be written again."""
     data = contents()
     storage.write(keys, data)
     damage(storage, keys[2])
@@ -376,7 +376,7 @@ def test_a_damaged_file_ends_the_hit_and_can_be_written_again(
 
 @pytest.mark.parametrize("payload_bytes", [BLOCK_BYTES, 100])
 @pytest.mark.parametrize("name", ["posix-direct", "posix-cached", "s3"])
-def test_a_block_of_another_format_version_is_missed_and_stays(
+def test_a_block_of_another_format_version_is_a_miss_and_is_not_removed(
     name: str, payload_bytes: int, tmp_path: Path, keys: list[BlockKey]
 ) -> None:
     old = as_version_1(keys[0], bytes(payload_bytes))
@@ -394,7 +394,7 @@ def test_a_block_of_another_format_version_is_missed_and_stays(
 
 
 def as_version_1(key: BlockKey, payload: bytes) -> bytes:
-    """A block as releases with format version 1 wrote it."""
+    """A block of format version 1."""
     fields = struct.pack(
         "<8sIIQ32s16s16s",
         *(b"DUALPATH", 1, 4096, len(payload), key, NAMESPACE.digest().encode()),

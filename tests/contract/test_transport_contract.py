@@ -1,4 +1,4 @@
-"""Every transport keeps ``dualpath.transport.contract``; one suite, all implementations."""
+"""Contract of ``dualpath.transport.contract``, for all transports."""
 
 import gc
 import itertools
@@ -19,7 +19,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -46,7 +46,7 @@ def open_in_process(agent: str, fabric: InProcessFabric) -> Transport:
 
 
 def open_process_memory(agent: str, fabric: InProcessFabric) -> Transport:
-    return ProcessMemoryTransport(agent, this_process(), is_gone)
+    return ProcessMemoryTransport(agent, this_process(), has_exited)
 
 
 def open_nixl(agent: str, fabric: InProcessFabric) -> Transport:
@@ -98,7 +98,7 @@ class Engine:
 
 @pytest.fixture
 def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
-    """Two engines that know each other."""
+    """Two connected engines."""
     prefill, decode = Engine(open_transport("pe"), 1), Engine(open_transport("de"), 2)
     prefill.transport.connect(decode.transport.info())
     decode.transport.connect(prefill.transport.info())
@@ -106,14 +106,14 @@ def engines(open_transport: OpenTransport) -> tuple[Engine, Engine]:
 
 
 def finish(transfer: Transfer) -> TransferState:
-    """Poll to the end; the transports promise that polling alone makes progress."""
+    """Poll to the end; polling alone must make progress."""
     deadline = os.times().elapsed + GUARD_S
     while (state := transfer.poll()) is TransferState.MOVING:
         assert os.times().elapsed < deadline, "transfer did not end"
     return state
 
 
-def test_write_moves_the_chosen_pieces_and_nothing_else(engines: tuple[Engine, Engine]) -> None:
+def test_a_write_copies_only_the_selected_pieces(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     before = [decode.piece(i) for i in range(PIECES)]
     gaps = [decode.gap(i) for i in range(PIECES)]
@@ -135,7 +135,7 @@ def test_write_moves_the_chosen_pieces_and_nothing_else(engines: tuple[Engine, E
     transfer.release()
 
 
-def test_read_fetches_from_a_peer_that_does_nothing(engines: tuple[Engine, Engine]) -> None:
+def test_a_read_needs_no_action_of_the_peer(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     indices = np.arange(PIECES, dtype=np.int64)
 
@@ -207,27 +207,36 @@ def test_a_view_is_a_part_of_every_piece(engines: tuple[Engine, Engine]) -> None
     assert decode.piece(9) == before[:7] + prefill.piece(7)[100:130] + before[37:]
 
 
-def test_nobody_hears_of_views(engines: tuple[Engine, Engine]) -> None:
+def test_views_are_not_sent_to_peers(engines: tuple[Engine, Engine]) -> None:
     prefill, _ = engines
     prefill.transport.view(prefill.region.part("here", 0, 1))
     assert prefill.transport.info().regions == (prefill.region,)
 
 
-def test_a_view_lies_in_pieces_that_are_registered(engines: tuple[Engine, Engine]) -> None:
+def test_a_view_must_be_part_of_a_registered_region(engines: tuple[Engine, Engine]) -> None:
     prefill, decode = engines
     region, there = prefill.region, decode.region
     for view, message in [
         (region.part("kv", 0, 1), "registered already"),
-        (msgspec.structs.replace(region.part("a", 0, 1), base_address=1), "no registered region"),
-        (msgspec.structs.replace(region, name="b", pieces=PIECES + 1), "no registered region"),
-        (msgspec.structs.replace(region, name="c", stride_bytes=9000), "no registered region"),
+        (
+            msgspec.structs.replace(region.part("a", 0, 1), base_address=1),
+            "not part of a registered region",
+        ),
+        (
+            msgspec.structs.replace(region, name="b", pieces=PIECES + 1),
+            "not part of a registered region",
+        ),
+        (
+            msgspec.structs.replace(region, name="c", stride_bytes=9000),
+            "not part of a registered region",
+        ),
     ]:
         with pytest.raises(ConfigError, match=message):
             prefill.transport.view(view)
     beyond = msgspec.structs.replace(there.part("d", 1, PIECE_BYTES - 1), piece_bytes=PIECE_BYTES)
-    with pytest.raises(ConfigError, match="no registered region"):
+    with pytest.raises(ConfigError, match="not part of a registered region"):
         prefill.transport.connect(decode.transport.info(), [beyond])
-    with pytest.raises(ConfigError, match="reaches out of the pieces of 5000 bytes"):
+    with pytest.raises(ConfigError, match="exceeds the pieces of 5000 bytes"):
         region.part("e", 1, PIECE_BYTES)
 
 
@@ -257,7 +266,7 @@ def test_connecting_twice_is_connecting_once(engines: tuple[Engine, Engine]) -> 
         ("small", [0], "kv", [0], "must be equal"),
     ],
 )
-def test_a_wrong_address_is_refused_before_bytes_move(
+def test_an_invalid_address_is_refused_before_bytes_are_copied(
     engines: tuple[Engine, Engine],
     local: str,
     local_pieces: list[int],
@@ -351,7 +360,7 @@ OpenAgent = Callable[[str, InProcessFabric], Transport]
 
 
 def serve_peer(name: str, control: Connection, open_agent: OpenAgent) -> None:
-    """Own one region, hand out its address, answer what its pieces hold; runs in a child."""
+    """Register one region, send its address and the contents of its pieces; runs in a child."""
     engine = Engine(open_agent(name, InProcessFabric()), 7)
     control.send(engine.transport.info())
     while (index := control.recv()) is not None:
@@ -396,7 +405,7 @@ class Peer:
 
 @pytest.fixture
 def shared_memory_files() -> Iterator[None]:
-    """Fail the test if it leaves a file in shared memory."""
+    """Fail the test if it leaves files in shared memory."""
     folder = Path("/dev/shm")
     before = set(folder.iterdir()) if folder.exists() else set()
     yield
@@ -458,7 +467,7 @@ def test_a_killed_peer_fails_its_transfers_and_its_successor_is_reached(engine: 
 
 
 @pytest.mark.nixl
-def test_a_peer_that_is_gone_already_cannot_be_connected_over_tcp(
+def test_a_dead_peer_cannot_be_connected_over_tcp(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
@@ -472,7 +481,7 @@ def test_a_peer_that_is_gone_already_cannot_be_connected_over_tcp(
 
 @pytest.mark.nixl
 @pytest.mark.parametrize("engine", ["tcp"], indirect=True)
-def test_a_read_from_a_hanging_peer_stays_moving_until_nothing_can_arrive(engine: Engine) -> None:
+def test_a_read_from_a_hanging_peer_is_moving_until_no_bytes_can_arrive(engine: Engine) -> None:
     peer = Peer()
     engine.transport.connect(peer.info)
     peer.signal(signal.SIGSTOP)
@@ -510,7 +519,7 @@ def test_a_peer_killed_in_the_middle_of_a_transfer_fails_it(engine: Engine) -> N
 
 @pytest.fixture
 def attached() -> Iterator[tuple[Engine, Peer]]:
-    """An engine that reaches another process's memory through the kernel."""
+    """An engine that accesses another process's memory through the kernel."""
     here, peer = Engine(open_process_memory("pe", InProcessFabric()), 1), Peer(open_process_memory)
     here.transport.connect(peer.info)
     yield here, peer
@@ -536,26 +545,26 @@ def test_memory_of_a_process_is_written_and_read_while_it_hangs(
     assert peer.piece(3) == theirs
 
 
-def test_memory_of_a_process_that_was_killed_is_out_of_reach(attached: tuple[Engine, Peer]) -> None:
+def test_memory_of_a_killed_process_cannot_be_reached(attached: tuple[Engine, Peer]) -> None:
     here, peer = attached
     moving = here.transport.post(Direction.READ, "kv", ALL_PIECES, peer.agent, "kv", ALL_PIECES)
     before = here.piece(0)
     peer.signal(signal.SIGKILL)
     assert moving.poll() is TransferState.FAILED
-    assert f"agent {peer.agent!r} is gone" in (moving.error() or "")
+    assert f"agent {peer.agent!r} is dead" in (moving.error() or "")
     assert here.piece(0) == before
     with pytest.raises(PeerLostError, match="not connected"):
         here.transport.post(Direction.READ, "kv", [0], peer.agent, "kv", [0])
 
 
-def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
+def test_a_process_with_a_reused_process_number_is_not_accessed(
     attached: tuple[Engine, Peer],
 ) -> None:
     here, peer = attached
     process = msgspec.msgpack.decode(peer.info.metadata, type=HostProcess)
     former = msgspec.structs.replace(process, start_ticks=process.start_ticks - 1)
     former_agent = AgentInfo("former", msgspec.msgpack.encode(former), peer.info.regions)
-    with pytest.raises(PeerLostError, match="'former' is gone"):
+    with pytest.raises(PeerLostError, match="'former' is dead"):
         here.transport.connect(former_agent)
 
 
@@ -566,7 +575,7 @@ def test_a_process_that_has_the_number_of_a_former_one_is_not_touched(
         (b"\xff NIXL's own", "has another transport"),
     ],
 )
-def test_agents_that_no_kernel_call_reaches_are_refused(metadata: bytes, said: str) -> None:
+def test_agents_unreachable_by_kernel_calls_are_refused(metadata: bytes, said: str) -> None:
     here = Engine(open_process_memory("pe", InProcessFabric()), 1)
     with pytest.raises(PeerLostError, match=said):
         here.transport.connect(AgentInfo("de", metadata, ()))
@@ -587,7 +596,7 @@ def test_an_address_that_a_process_does_not_have_fails_the_transfer_and_not_the_
     assert "Bad address" in (lost.error() or "")
 
 
-def test_memory_of_a_device_is_not_a_processes() -> None:
+def test_device_memory_is_refused() -> None:
     transport = open_process_memory("pe", InProcessFabric())
-    with pytest.raises(ConfigError, match="lies in VRAM"):
+    with pytest.raises(ConfigError, match="is in VRAM"):
         transport.register(RegionInfo("hbm", 1, 1, 1, 1, memory="VRAM"), None)

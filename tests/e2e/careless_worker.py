@@ -1,12 +1,12 @@
-"""``--worker-extension-cls tests.e2e.careless_worker.CarelessHbm``: poisoned, and one wait less."""
+"""``--worker-extension-cls tests.e2e.careless_worker.UnwaitedHbm``: poisoned, one wait skipped."""
 
-from tests.poisoned_hbm import forget_a_wait, poison_hbm
+from tests.poisoned_hbm import poison_hbm, skip_wait
 
 
-class CarelessHbm:
-    """Adds nothing to a worker; that it is named makes the worker import this module."""
+class UnwaitedHbm:
+    """Adds nothing to a worker; naming it makes the worker import this module."""
 
 
 poison_hbm()
 # With one region or two, a layer that follows another one in its region.
-forget_a_wait(2)
+skip_wait(2)

@@ -16,14 +16,14 @@ from tests.guard import GUARD_S
 
 from dualpath.ops.launch.process import SpawnedProcess
 
-#: In which pictures are taken: a desk's screen and a telephone, both ways.
+#: Widths of pictures: a desktop screen, and a telephone in both orientations.
 WIDTHS = (1280, 390)
 THEMES = ("light", "dark")
 
 _NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 _OPTIONS = (
     "--headless=new",
-    "--no-sandbox",  # Containers forbid what it needs; only the router's own page is opened.
+    "--no-sandbox",  # Containers forbid its sandbox; only the router's own page is opened.
     "--disable-gpu",
     "--disable-dev-shm-usage",
     "--disable-background-networking",
@@ -95,7 +95,7 @@ class Tab:
                 self.troubles.append(str(details.get("exception", details)))
             elif message["method"] == "Log.entryAdded":
                 entry = message["params"]["entry"]
-                # That a router is away is a story of its own, not a defect of the page.
+                # An unreachable router is expected, not a defect of the page.
                 if entry["level"] == "error" and entry["source"] != "network":
                     self.troubles.append(entry["text"])
 
@@ -172,7 +172,7 @@ class Tab:
         await self.call("DOM.setFileInputFiles", files=files, nodeId=found["nodeId"])
 
     async def press(self, key: str) -> None:
-        """Press and let go a key."""
+        """Press and release a key."""
         for kind in ("rawKeyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key,
                             windowsVirtualKeyCode=_KEYS[key])  # fmt: skip

@@ -1,6 +1,6 @@
-"""What files share: processes of a small cluster, what a plain engine says, a reader of pages.
+"""Shared fixtures: processes of a small cluster, a plain engine's answers, a reader of pages.
 
-The plain engine takes longer to start than to ask; the reader's cluster serves already.
+The plain engine takes longer to start than to answer; the reader's cluster serves already.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What vLLM's CPU build lacks for data-parallel attention with expert parallelism, for tests.
+"""Patches of vLLM's CPU build for data-parallel attention with expert parallelism, for tests.
 
 ``--worker-extension-cls tests.e2e.cpu_experts.MendedCpuExperts`` makes a worker import this.  Two
 things are missing in vLLM 0.32: gathering and scattering of unequal sizes, which raise
@@ -15,7 +15,7 @@ from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedE
 
 
 class MendedCpuExperts:
-    """Adds nothing to a worker; that it is named makes the worker import this module."""
+    """Adds nothing to a worker; naming it makes the worker import this module."""
 
 
 def _all_gatherv(

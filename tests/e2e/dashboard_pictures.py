@@ -1,9 +1,9 @@
-"""Pictures of the live page over an emulated cluster under load, to look at and for the docs.
+"""Pictures of the live page of an emulated cluster under load, for inspection and the docs.
 
     PYTHONPATH=src python -m tests.e2e.dashboard_pictures FOLDER --seconds 90
 
 2P2D in this process, each SNIC throttled; agents whose contexts grow by a turn's text until they
-start again.  Each width in each theme; the same of 64 nodes and of runs that are made up.
+start again.  Each width in each theme; the same for 64 nodes and for synthetic runs.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.unit.dashboard_cluster import large_cluster
 from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.laboratory.emulated.settings import block_geometry
 from dualpath.laboratory.workload.replay.result import write_result
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
@@ -90,7 +90,7 @@ def made_up_replay(path: Path) -> None:
 async def run(folder: Path, seconds: float, devtools: str, storage: Path) -> None:
     """Take all pictures."""
     options: dict[str, Any] = {
-        # Settings are checked one by one, and a batch has to hold the blocks of the geometry.
+        # Settings are checked one by one, and a batch must hold the blocks of the geometry.
         "batch_cap_tokens": 512,
         "costs": COSTS,
         "geometry": GEOMETRY,
@@ -101,7 +101,7 @@ async def run(folder: Path, seconds: float, devtools: str, storage: Path) -> Non
         "snic_bytes_per_s": 12e6,
     }
     async with open_tab(devtools) as tab:
-        made_up = FrontDoor(large_cluster(64, 8).service).app()
+        made_up = RouterServer(large_cluster(64, 8).service).app()
         async with serving_app(made_up, "127.0.0.1", 0) as port:
             url = f"http://127.0.0.1:{port}/dashboard"
             await pictures(tab, url, folder, "many")

@@ -1,4 +1,4 @@
-"""A reader of pages, who types what they show into terminals; the engines are emulated."""
+"""A reader of pages who types their commands into terminals; the engines are emulated."""
 
 import http.client
 import json
@@ -60,7 +60,7 @@ class Reader:
         self._processes.wait_until_ready(self._missing, GUARD_S)
 
     def replays(self, words: list[str]) -> str:
-        """Run a command that ends by itself; return what it said."""
+        """Run a command that ends by itself; return its output."""
         replay = self.pages.spawn("replay", words)
         assert replay.wait(GUARD_S) == 0, replay.log_tail()
         return replay.output()
@@ -82,7 +82,7 @@ class Reader:
         try:
             status, text = self._get("/health")
         except OSError as error:
-            return f"nobody answers ({error})"
+            return f"no server answers ({error})"
         return "" if status == 200 else text
 
     def _get(self, path: str) -> tuple[int, str]:
@@ -96,7 +96,7 @@ class Reader:
 
 
 def runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a `dualpath` command that ends by itself; return what it said."""
+    """Run a `dualpath` command that ends by itself; return its output."""
     assert words[0] == "dualpath"
     assert main(words[1:]) == 0, words
     said = capsys.readouterr().out

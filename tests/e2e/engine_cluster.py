@@ -36,7 +36,7 @@ from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.posix import PosixStorage
-from dualpath.vllm.app import add_cluster_calls, make_app
+from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import (
     adapter_paths,
     bind_listen_socket,
@@ -59,7 +59,7 @@ class EngineCluster:
         self._forgotten = 0
         self._unused = itertools.count()
         self._ready = threading.Event()
-        # A start that is given up must not keep the tests' process from ending.
+        # A failed start must not keep the tests' process from ending.
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), daemon=True)
 
     def __enter__(self) -> "EngineCluster":
@@ -98,7 +98,7 @@ class EngineCluster:
             config, self.service, block_tokens=front_end.block_tokens, log_stats=False
         )
         app = await make_app(llm, self.service, args)
-        add_cluster_calls(app, self.service)
+        add_cluster_routes(app, self.service)
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -137,7 +137,7 @@ class EngineCluster:
         return names
 
     def restart(self, *names: str) -> None:
-        """Start killed engines as they were, and wait until they have joined again."""
+        """Start killed engines with the same settings, and wait until they have joined again."""
         for name in names:
             role, index, changes = self._started[name]
             self.start_engine(role, index, **changes)
@@ -164,7 +164,7 @@ class EngineCluster:
         return {info.engine_id for info in self.service.engines()}
 
     def paused(self, name: str) -> bool:
-        """Whether an engine gets nothing new."""
+        """Whether an engine gets no new requests."""
         state = self.service.registry.get(name)
         return state is not None and bool(state.pauses)
 
@@ -185,7 +185,7 @@ class EngineCluster:
         )
 
     def wait_idle(self) -> None:
-        """Wait until every engine has given everything back."""
+        """Wait until every engine has freed all buffers and HBM."""
         until(self.idle, "engines idle with free buffers")
 
     def assignments(self) -> list[AssignmentNote]:
@@ -209,8 +209,8 @@ class EngineCluster:
         """Return the answer to one request."""
         return complete(self.url, prompt, generate, salt, model, hints)
 
-    def kept_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
+    def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
+        """Return, per engine, how many blocks of a chain its buffer caches, as the router knows."""
         engines = self.service.context.kept._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
@@ -236,7 +236,7 @@ class EngineCluster:
         return keys
 
     def tenants(self, keys: Sequence[bytes]) -> set[str]:
-        """Return whose these stored blocks are, by their headers."""
+        """Return the tenants of these stored blocks, from their headers."""
         paths = [self.storage.block_path(key) for key in keys]
         headers = [decode_header(path.read_bytes()[:HEADER_BYTES]) for path in paths]
         return {header.origin.tenant for header in headers if header is not None}
@@ -265,7 +265,7 @@ class EngineCluster:
     def ask_without_hits(
         self, rounds: Sequence[Round], said: Sequence[list[int]], model: str = NAME
     ) -> Answer:
-        """Ask an agent's last turn, given the answers to all, under a salt that nobody has used."""
+        """Send an agent's last turn, given all answers, with an unused salt."""
         turns = zip(rounds, said, strict=True)
         tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
         prompt = tokens[: len(tokens) - len(said[-1])]
@@ -286,7 +286,7 @@ class EngineCluster:
 def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
     """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens.
 
-    Every hit is read from storage: that is what most stories are about.
+    Every hit is read from storage, which most tests examine.
     """
     settings = LocalClusterSettings(
         model=str(model),

@@ -24,7 +24,7 @@ from dualpath.router.engines import missing_engines
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm.app import add_cluster_calls, make_app
+from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import make_engine_config, parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import DualPathLLM
@@ -169,7 +169,7 @@ class Endpoint:
         self.llm = DualPathLLM(config, self.service, block_tokens=BLOCK_TOKENS)
         self.service.tokenizer = self.tokenizer = self.llm.get_tokenizer()
         app = await make_app(self.llm, self.service, args)
-        add_cluster_calls(app, self.service)
+        add_cluster_routes(app, self.service)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

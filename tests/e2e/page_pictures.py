@@ -4,8 +4,8 @@ r"""Pictures of HTML files, each as wide as a desk's screen and a telephone, lig
     PYTHONPATH=src:. .venv/bin/python -m tests.e2e.page_pictures FOLDER \
         runs/demo/report.html build/docs/{README,docs/how-to/size,docs/reference/settings}.html
 
-They are there to be looked at.  What can be told without eyes is said: a page that is wider than
-its window, and what in it is.  Exit code 1 then.
+The pictures are for inspection.  Errors found automatically are printed: a page wider than
+its window, and the elements that are.  The exit code is 1 then.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from tests.e2e.chromium import THEMES, WIDTHS, Tab, chromium_for, open_tab
 
-#: What sticks out to the right and is in nothing that scrolls by itself.
+#: Elements beyond the right edge that are in no scrolling container.
 _TOO_WIDE = """(() => {
   const scrolls = (node) => node && node !== document.body && node !== document.documentElement
     && (getComputedStyle(node).overflowX !== 'visible' || scrolls(node.parentElement));

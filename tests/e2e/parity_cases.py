@@ -1,4 +1,4 @@
-"""Requests that a plain vLLM server and the router are both asked."""
+"""Requests that are sent to both a plain vLLM server and the router."""
 
 from typing import Any, NamedTuple
 
@@ -92,7 +92,7 @@ LONG = {"max_tokens": 60}
 
 GREEDY = completion("greedy")
 
-#: Each of these changes what the greedy request answers, or the case would show nothing.
+#: Each of these changes the answer to the greedy request; otherwise the case would show nothing.
 CHANGING = [
     completion("seed", seed=11, temperature=1.0),
     completion("seed, top-p, top-k, min-p",

@@ -1,7 +1,7 @@
 """One request to two servers, and where the two answers differ.
 
 Names, times, the configuration's fingerprint and tokens found in storage are left out.  A stream is
-put together again first: where a server cuts it into chunks is a matter of timing.
+put together again first: its division into chunks depends on timing.
 """
 
 import http.client
@@ -131,7 +131,7 @@ def _sum(last: dict[str, Any], event: Any) -> Any:
 
 
 def _appended(last: Any, new: Any) -> Any:
-    """Return a value with what a later chunk says of it; ``last`` is None where none was said."""
+    """Return a value extended by a later chunk; ``last`` is None if there was no value."""
     if isinstance(new, dict) and isinstance(last, dict | None):
         last = last or {}
         return {name: _appended(last.get(name), new.get(name)) for name in {**last, **new}}

@@ -1,4 +1,4 @@
-"""The tiny model with the two tokens that reasoning parsers look for."""
+"""The tiny random model with the two tokens that reasoning parsers look for."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""A plain vLLM engine, the agents it is asked by, and a client that speaks token ids."""
+"""A plain vLLM engine, agents that send it requests, and a client with token ids."""
 
 import functools
 import http.client
@@ -33,7 +33,7 @@ NAME = "tiny"
 
 
 class Answer(NamedTuple):
-    """What a completion request got back."""
+    """The answer to a completion request."""
 
     token_ids: list[int]
     cached_tokens: int
@@ -60,7 +60,7 @@ LONG_ANSWER_TOKENS = 400
 
 
 def until(true: Callable[[], Any], what: str, timeout_s: float = GUARD_S) -> Any:
-    """Wait for a condition; what other processes do can only be polled."""
+    """Wait for a condition by polling, as other processes send no notification."""
     end_s = time.monotonic() + timeout_s
     pause = threading.Event()
     while not (value := true()):
@@ -72,7 +72,7 @@ def until(true: Callable[[], Any], what: str, timeout_s: float = GUARD_S) -> Any
 class Completion:
     """A streamed ``/v1/completions`` request with token ids in and out; greedy, no stop.
 
-    ``hints`` say more of the agent's session.
+    ``hints`` are session hints for the router.
     """
 
     def __init__(

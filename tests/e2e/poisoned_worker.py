@@ -4,7 +4,7 @@ from tests.poisoned_hbm import poison_hbm
 
 
 class PoisonedHbm:
-    """Adds nothing to a worker; that it is named makes the worker import this module."""
+    """Adds nothing to a worker; naming it makes the worker import this module."""
 
 
 poison_hbm()

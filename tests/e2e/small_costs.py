@@ -1,4 +1,4 @@
-"""The model that emulated engines of processes are told to be, as a file of costs."""
+"""The model of emulated engines that run as processes, as a file of costs."""
 
 COSTS = """
 name = "small"

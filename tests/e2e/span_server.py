@@ -1,4 +1,4 @@
-"""An OpenTelemetry collector that speaks gRPC, as the page on monitoring has it."""
+"""An OpenTelemetry collector over gRPC, as on the page on monitoring."""
 
 import contextlib
 import threading
@@ -14,7 +14,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 
 
 class SpanServer(trace_service_pb2_grpc.TraceServiceServicer):
-    """Names of the spans that came, in order."""
+    """Names of the received spans, in order."""
 
     def __init__(self) -> None:
         self._names: list[str] = []
@@ -23,7 +23,7 @@ class SpanServer(trace_service_pb2_grpc.TraceServiceServicer):
     def Export(
         self, request: ExportTraceServiceRequest, context: grpc.ServicerContext
     ) -> ExportTraceServiceResponse:
-        """Take what a router sends."""
+        """Receive spans of a router."""
         scopes = (scope for resource in request.resource_spans for scope in resource.scope_spans)
         with self._lock:
             self._names += [span.name for scope in scopes for span in scope.spans]
@@ -31,7 +31,7 @@ class SpanServer(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def names(self) -> list[str]:
-        """What came so far."""
+        """The spans received so far."""
         with self._lock:
             return [*self._names]
 

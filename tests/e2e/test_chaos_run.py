@@ -1,4 +1,4 @@
-"""A small campaign on real processes: the command, its report, and that it finds what is wrong."""
+"""A small campaign on real processes: the command, its report, and the errors that it finds."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.nixl
 CAMPAIGN = ("chaos", "run", "--agents", "4", "--seed", "1")
 
 
-def test_a_storage_that_lies_is_found_out_and_nobody_notices(
+def test_corrupted_blocks_are_detected_and_all_tokens_are_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = "full,EIO,slow,read-only,removed"
@@ -23,16 +23,16 @@ def test_a_storage_that_lies_is_found_out_and_nobody_notices(
     assert found["faults"] == 20
     assert set(found["outcomes"]) == {"well"}
     assert found["loaded_blocks"] > 0 < found["damaged_blocks"]
-    assert "KV found wrong where it arrived" in (tmp_path / "chaos-run.md").read_text()
+    assert "wrong KV on arrival" in (tmp_path / "chaos-run.md").read_text()
     assert "Requests and blocks" in capsys.readouterr().out
 
 
-def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
+def test_engines_are_killed_and_stopped_and_all_tokens_are_right(
     tmp_path: Path,
 ) -> None:
-    """The prefill engines are a data-parallel group: one that is killed takes the other with it.
+    """The prefill engines are a data-parallel group: when one is killed, the other ends too.
 
-    So does a rank of a decode engine with its own.  All share DRAM, which none takes with it.
+    A decode engine ends with its rank.  All engines share DRAM, which outlives them.
     """
     arguments = ("--components", "PE,DE,DE rank", "--without", "SIGTERM", "--faults", "4")
     group = ("--prefill", "2", "--prefill-dp", "2", "--decode-tp", "2")
@@ -44,10 +44,10 @@ def test_engines_are_killed_and_stopped_and_cut_off_and_every_token_is_right(
     assert 0 < len(list(tmp_path.glob("logs/kv-dram/*/???/*.kv"))) <= 200
 
 
-def test_front_ends_are_killed_and_engines_change_their_role_and_every_token_is_right(
+def test_front_ends_are_killed_and_engines_change_their_role_and_all_tokens_are_right(
     tmp_path: Path,
 ) -> None:
-    """The only front end, at its second request's end, and a decode engine, at a release."""
+    """Faults hit the only front end when its second request ends, and a DE at a release."""
     arguments = ("--components", "front end,DE", "--without", "SIGTERM,SIGSTOP", "--faults", "2")
     campaign = (*CAMPAIGN[:-1], "116", *arguments, "--front-ends", "1")
     assert main([*campaign, "--out", str(tmp_path)]) == 0

@@ -1,4 +1,4 @@
-"""Router and engine over real sockets whose connection is reset: nothing is lost or comes twice."""
+"""Router and engine over real sockets that are reset: no message is lost or comes twice."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ MESSAGES = 40
 
 
 class Router:
-    """The real control server, and what it hears."""
+    """The real control server, and the messages it receives."""
 
     def __init__(self) -> None:
         self.server = ControlServer(
@@ -74,7 +74,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
     welcomed, over = asyncio.Event(), asyncio.Event()
 
     def take(message: control.RouterMessage) -> None:
-        if isinstance(message, control.Welcome):
+        if isinstance(message, control.Registered):
             loop.call_soon_threadsafe(welcomed.set)
         if isinstance(message, request_messages.Release):
             heard.append(message.request_id)
@@ -101,7 +101,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         link.send(request_messages.Released("last"))
         assert await router.events.get() == "last"
         await over.wait()
-        await asyncio.to_thread(link.close, control.Goodbye(reason="test"))
+        await asyncio.to_thread(link.close, control.Deregister(reason="test"))
     await router.server.stop()
     assert heard == router.heard == [*said, "last"]
 
@@ -122,5 +122,5 @@ async def test_an_engine_speaks_to_the_router_that_follows_without_a_heartbeat(
         following = Router()
         await following.server.start("127.0.0.1", int(address.rpartition(":")[2]))
         assert await following.events.get() == "joined"
-        await asyncio.to_thread(link.close, control.Goodbye(reason="test"))
+        await asyncio.to_thread(link.close, control.Deregister(reason="test"))
     await following.server.stop()

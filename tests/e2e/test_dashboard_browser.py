@@ -1,4 +1,4 @@
-"""The live page in a real browser: what it shows, refuses and says when the router is gone."""
+"""The live page in a real browser: what it shows, refuses, and reports without a router."""
 
 import contextlib
 import json
@@ -20,7 +20,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Event
-from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.settings import RouterSettings
@@ -48,7 +48,7 @@ async def tab(devtools: str) -> AsyncIterator[Tab]:
 
 @contextlib.asynccontextmanager
 async def serving(reported: ReportedCluster) -> AsyncIterator[str]:
-    async with serving_app(FrontDoor(reported.service).app(), "127.0.0.1", 0) as port:
+    async with serving_app(RouterServer(reported.service).app(), "127.0.0.1", 0) as port:
         yield f"http://127.0.0.1:{port}/dashboard"
 
 
@@ -94,7 +94,7 @@ async def test_a_router_with_keys_shows_itself_to_who_gives_one(tab: Tab, tmp_pa
         await tab.value("document.getElementById('key').value = 'right'")
         await tab.value("document.getElementById('unlock').click()")
         await tab.until("document.documentElement.dataset.state === 'live'")
-        # The key stays out of the address and is there after a reload.
+        # The key is not part of the address and is still there after a reload.
         await live(tab, f"{made.endpoint}/dashboard")
         assert await tab.value("location.hash") == ""
 

@@ -49,7 +49,7 @@ async def serving(
 
         async def watch() -> None:
             while True:
-                cluster.look_after()
+                cluster.supervise()
                 await asyncio.sleep(0.05)
 
         watching = asyncio.create_task(watch())
@@ -94,7 +94,7 @@ async def test_a_group_is_resized_and_changes_its_role_under_agents(
     assert set(agents.ends) == {"well"}, agents.ends
     # Only what was asked to has ended, and the shapes are those asked for.
     assert [line for line in caplog.messages if "has ended" in line] == [
-        "pe-1 has ended as it was asked to and is started again at once"
+        "pe-1 has exited as requested and is restarted"
     ] * 4
-    assert "pe-1 drains and becomes prefill with 3 ranks" in caplog.messages
+    assert "draining pe-1, which becomes prefill with 3 ranks" in caplog.messages
     print(dict(agents.ends))

@@ -19,7 +19,7 @@ from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.laboratory.emulated.metrics import engine_counts
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import (
@@ -47,7 +47,7 @@ ENGINE = (
     *("--layer-parts", "192+64*3,512,128@64*2"),
 )
 STORAGE_KEY, KEY = "storage.key", "0123456789abcdef" * 4
-#: Two of the clusters seal what they store, one reads by a plugin of NIXL.
+#: Two of the clusters encrypt stored blocks, one reads with a NIXL plugin.
 STORED = {
     Mode.DUALPATH: ("--storage-key-file", STORAGE_KEY),
     Mode.SPLIT: ("--storage", "nixl+posix://kv"),
@@ -89,12 +89,12 @@ class Processes(Supervisor):
 
 
 async def first_line(process: ManagedProcess, begin: str = "dualpath emulated ") -> str:
-    """Return what it says when it is up, beside what it logs; the router here serves meanwhile."""
+    """Return its first line that is not a log line; the router here serves meanwhile."""
     return await asyncio.to_thread(process.wait_for_line, begin, GUARD_S)
 
 
 async def ended(process: ManagedProcess) -> list[str]:
-    """End a process as an operator would; return what it said after its line."""
+    """End a process as an operator would; return its output after the first line."""
     process.terminate()
     assert await asyncio.to_thread(process.wait, GUARD_S) == 0, process.log_tail()
     return [line for line in process.output().splitlines() if " INFO " not in line][1:]
@@ -104,7 +104,7 @@ async def ended(process: ManagedProcess) -> list[str]:
 async def engines(
     folder: Path, control: str, mode: Mode, prefill: int, decode: int
 ) -> AsyncIterator[list[str]]:
-    """Run engine processes; yields their URLs.  None of them may have had anything to say."""
+    """Run engine processes; yields their URLs.  None of them may print anything else."""
     (folder / "costs.toml").write_text(COSTS)
     names = [f"prefill-{i}" for i in range(prefill)] + [f"decode-{i}" for i in range(decode)]
     with Processes(folder, mode) as started:
@@ -118,7 +118,7 @@ async def engines(
 
 
 class Player:
-    """Plays agents against an endpoint, each turn after what the last one computed is stored."""
+    """Plays agents against an endpoint; each turn waits until the last turn's blocks are stored."""
 
     def __init__(self, folder: Path, endpoint: str, service: RouterService, mode: Mode) -> None:
         self._url = f"{endpoint}/v1/completions"
@@ -159,7 +159,7 @@ class Player:
 
 
 def ideal_hits(geometry: BlockGeometry) -> list[list[int]]:
-    """Blocks each round can hit: all full ones that have KV, never the whole prompt."""
+    """Blocks each round can hit: all full blocks with KV, never the whole prompt."""
     hits: list[list[int]] = []
     for rounds in AGENTS:
         hits.append([])
@@ -189,7 +189,7 @@ async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[li
     folder.mkdir()
     (folder / STORAGE_KEY).write_text(KEY)
     (folder / STORAGE_KEY).chmod(0o600)
-    async with front_door(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
+    async with emulated_router(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
         address = service.control_address
         async with engines(folder, address, mode, prefill, decode) as urls:
             await service.wait_ready(prefill, decode, GUARD_S)
@@ -222,12 +222,12 @@ async def test_agents_get_the_same_answers_in_all_modes_and_every_byte_is_right(
 
 
 async def test_a_request_survives_the_end_of_its_decode_engine(tmp_path: Path) -> None:
-    """Router and engines as separate commands; the request goes on at the other DE."""
+    """Router and engines are separate commands; the request continues at the other DE."""
     (tmp_path / "costs.toml").write_text(COSTS)
     with Processes(tmp_path, Mode.DUALPATH) as started:
         router = started.start("router", "router", "tcp://127.0.0.1:0")
         endpoint, control = re.findall(
-            r"((?:http|tcp)://[\d.:]+)", await first_line(router, "dualpath front door")
+            r"((?:http|tcp)://[\d.:]+)", await first_line(router, "dualpath emulated router")
         )
         engine, *decoders = [
             started.start(name, name.partition("-")[0], control, *ENGINE, "--speedup", "1")

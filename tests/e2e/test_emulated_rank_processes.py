@@ -21,7 +21,7 @@ from tests.e2e.test_emulated_cluster import (
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.ops.launch.process import LocalProcess, all_processes
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.host_process import process_stat
@@ -30,12 +30,12 @@ pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
 MODE = Mode.DUALPATH
-#: Engines that are cut differently exchange KV and share a storage.
+#: Engines of different tensor parallelism exchange KV and share a storage.
 RANKS = {"prefill-0": 4, "prefill-1": 1, "decode-0": 2}
 
 
 def ranks_of(process: LocalProcess) -> list[int]:
-    """The processes of an engine's ranks that follow."""
+    """The processes of an engine's follower ranks."""
     return [pid for pid, stat in all_processes() if stat.parent == process.pid]
 
 
@@ -43,7 +43,7 @@ async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "costs.toml").write_text(COSTS)
-    async with front_door(RouterSettings(mode=MODE), "127.0.0.1", 0) as (endpoint, service):
+    async with emulated_router(RouterSettings(mode=MODE), "127.0.0.1", 0) as (endpoint, service):
         with Processes(tmp_path, MODE) as started:
             engines = [
                 started.start(

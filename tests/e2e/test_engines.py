@@ -1,6 +1,6 @@
-"""Real engines say what one plain vLLM engine says: on every path, whoever leaves, rots or dies.
+"""Real engines answer like one plain vLLM engine: on every path, and under every failure.
 
-One start of four engines; two of them are killed and come back, two drain at the end.
+Four engines are started; two of them are killed and restarted, two drain at the end.
 """
 
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ def engines(
 ) -> Iterator[EngineCluster]:
     """2P2D in mode split; the prefill engines hold two layers of KV, and one.
 
-    They start while the plain engine is asked for the truth.
+    They start while the plain engine computes the reference.
     """
     folder = tmp_path_factory.mktemp("engines")
     settings = tiny_cluster_settings(tiny_model(), folder / "storage")
@@ -97,7 +97,7 @@ def test_a_prompt_beyond_the_compute_quota_is_prefilled_in_chunks(
     answer = engines.ask(truth.long_prompt, 40, "chunks")
     assert answer.token_ids == truth.long_answer[:40]
     assert answer.cached_tokens == 0
-    # Without a hit, all that is loaded is what earlier chunks of the prompt have computed.
+    # Without a hit, all loaded KV was computed by earlier chunks of the prompt.
     engines.wait_idle()
     assert engines.total("loaded_blocks") - before > len(truth.long_prompt) // 64
 
@@ -134,7 +134,7 @@ def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: Engin
     infos = {info.engine_id: info for info in engines.service.engines()}
     layers = engines.storage.geometry.layers
     all_layers_tokens = HBM_BYTES // engines.storage.geometry.bytes_per_token
-    null_block_tokens = engines.storage.geometry.block_tokens  # vLLM keeps one block for itself
+    null_block_tokens = engines.storage.geometry.block_tokens
     assert infos["de-0"].hbm_tokens == all_layers_tokens - null_block_tokens
     assert infos["pe-0"].hbm_tokens == all_layers_tokens * layers // 2 - null_block_tokens
     assert infos["pe-1"].hbm_tokens == all_layers_tokens * layers - null_block_tokens
@@ -143,7 +143,7 @@ def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: Engin
 def first_turns_are_right(
     engines: EngineCluster, agents: list[list[Round]], truth: Truth, salt: str
 ) -> None:
-    """Ask every agent's first turn, all at once."""
+    """Send every agent's first turn, all at once, and compare the answers."""
     answers = in_parallel(
         [
             partial(engines.ask, agent[0].append, agent[0].generate, f"{salt} {n}")

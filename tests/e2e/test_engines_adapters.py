@@ -1,6 +1,6 @@
-"""LoRA adapters on engines whose decode side speculates: a plain engine's tokens, their own KV.
+"""LoRA adapters with speculative decoding at DEs: a plain engine's tokens, KV per adapter.
 
-The tokens of the plain engine, which neither stores nor speculates, are the truth for both.
+The tokens of the plain engine, which neither stores nor speculates, are the reference.
 """
 
 import http.client
@@ -21,7 +21,7 @@ from tests.guard import GUARD_S
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.key_extras import KeyExtras
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.laboratory.models.adapter import make_tiny_adapter
 from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm.engine_arguments import lora_arguments
@@ -49,7 +49,7 @@ class Turns(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The cluster, and what it and a plain engine said to each model's agent."""
+    """The cluster, and its and a plain engine's answers to each model's agent."""
 
     cluster: EngineCluster
     turns: dict[str, Turns]
@@ -65,7 +65,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     settings = tiny_cluster_settings(
         model, folder / "storage", block_tokens=BLOCK_TOKENS, lora_modules=adapters
     )
-    # vLLM's own CPU kernels would answer for the base model with the last adapter (`cpu_adapters`).
+    # vLLM's own CPU kernels would apply the last adapter to the base model (`cpu_adapters`).
     nothing = {NOTHING: str(make_tiny_adapter(model, 0, scale=0.0))}
     plain = PlainEngine(model, folder, BLOCK_TOKENS, *lora_arguments(adapters | nothing))
     with EngineCluster(settings, folder) as cluster:
@@ -87,7 +87,7 @@ def play(cluster: EngineCluster, model: str) -> Turns:
     first = cluster.ask(PROMPT, GENERATE, model=model)
     context = [*PROMPT, *first.token_ids]
     # The last token was sampled, not computed: it has no KV.
-    keys = KeyMemory(BLOCK_TOKENS).keys(context[:-1], extras_of(cluster, model))
+    keys = KeyCache(BLOCK_TOKENS).keys(context[:-1], extras_of(cluster, model))
     cluster.wait_stored_keys(keys)
     return Turns(first, cluster.ask([*context, *APPENDED], GENERATE, model=model))
 
@@ -122,12 +122,12 @@ def test_an_adapter_finds_its_own_kv_and_nobody_elses(served: Served) -> None:
     assert served.cluster.ask(PROMPT, 1, "tenant", model="second").cached_tokens == 0
     plain_chain = block_keys(PROMPT, BLOCK_TOKENS, extra_keys=())
     assert not set(plain_chain) & set(
-        KeyMemory(BLOCK_TOKENS).keys(PROMPT, extras_of(served.cluster, "first"))
+        KeyCache(BLOCK_TOKENS).keys(PROMPT, extras_of(served.cluster, "first"))
     )
 
 
 def test_the_decode_engine_took_tokens_that_it_had_guessed(served: Served) -> None:
-    """Else its rejected drafts' KV would not have been tried."""
+    """Otherwise the KV of rejected drafts would not have been tested."""
     (engine,) = [e for e in served.cluster.service.engines() if e.role is Role.DECODE]
     text = get(f"{engine.api_url}/metrics")
     counted = {

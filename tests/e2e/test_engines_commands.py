@@ -1,4 +1,4 @@
-"""`dualpath serve` and the local cluster behind it: what they refuse, and how they end."""
+"""`dualpath serve` and its local cluster: the errors at start, and the shutdown."""
 
 import multiprocessing
 import os
@@ -30,7 +30,7 @@ PROMPT = [10 + index % 300 for index in range(200)]
 
 
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Run `dualpath serve` in this process; return the one line it ends with."""
+    """Run `dualpath serve` in this process; return its error line."""
     assert main(["serve", *arguments]) == 2
     said = capfd.readouterr()
     line = said.err.strip().splitlines()[-1]
@@ -38,7 +38,7 @@ def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     return line
 
 
-def test_a_taken_port_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_port_in_use_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = str(listener.getsockname()[1])
         line = refused(capfd, str(tiny_model()), "--storage", str(tmp_path), "--port", port)
@@ -138,12 +138,12 @@ class Serving:
         (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
 
     def end(self) -> None:
-        """End what is left, whatever the test found."""
+        """End remaining processes, whether or not the test passed."""
         self.process.terminate()
         self.process.end(GUARD_S)
 
     def descendants(self) -> set[tuple[int, int]]:
-        """Processes below this one, by id and start time."""
+        """Descendants of this process, by id and start time."""
         found: set[tuple[int, int]] = set()
         parents = {self.process.pid}
         while parents:

@@ -1,4 +1,4 @@
-"""EAGLE and MTP at both engines: the draft's KV moves with the model's, and changes no token."""
+"""EAGLE and MTP at both engines: the draft's KV moves with the model's; tokens are the same."""
 
 import json
 from collections.abc import Iterator
@@ -37,7 +37,7 @@ class Served(NamedTuple):
 
 
 def eagle() -> tuple[Path, dict[str, Any]]:
-    """A model and a draft beside it."""
+    """A model and a separate draft model."""
     model = make_tiny_model("qwen2", layers=LAYERS)
     return model, {"method": "eagle", "model": str(make_tiny_draft(model))}
 
@@ -76,7 +76,7 @@ def test_the_drafts_layer_is_one_of_the_block_and_is_sent_once(served: Served) -
     assert cluster.storage.geometry.layers == LAYERS + 1
     cluster.wait_idle()
     sent = cluster.total("pe_to_de_bytes") / cluster.storage.geometry.full_block_bytes
-    # What the second turn hits was read from storage at one of the two sides.
+    # Hits of the second turn were read from storage at one of the two sides.
     computed = [len(ROUNDS[0].append), sum(len(r.append) for r in ROUNDS) + ROUNDS[0].generate]
     blocks = [-(-tokens // BLOCK_TOKENS) for tokens in computed]
     hits = [hit // BLOCK_TOKENS for hit in cluster.expected_hits(ROUNDS)]
@@ -85,5 +85,5 @@ def test_the_drafts_layer_is_one_of_the_block_and_is_sent_once(served: Served) -
 
 
 def test_without_hits_the_tokens_are_the_same(served: Served) -> None:
-    """The last test of its cluster: what it sends would count above."""
+    """The last test of its cluster: bytes that it sends would count in the tests above."""
     assert served.cluster.ask_without_hits(ROUNDS, served.plain) == (served.plain[-1], 0)

@@ -1,4 +1,4 @@
-"""Real engines that take hits from DRAM, their own and their node's, say what a plain one says."""
+"""Real engines with hits in DRAM, their own and their node's, answer like a plain engine."""
 
 import itertools
 import json
@@ -42,22 +42,22 @@ AGENTS = [
 ]
 
 
-#: Whoever says so is kept, and brought back, for nobody.
+#: Hints that disable retention and prefetch.
 NO_MORE = {"prefetch": 0, "done": 1}
-HASTY = ("--worker-extension-cls", "tests.e2e.hasty_worker.HastyKeeper")
+FREQUENT_JANITOR = ("--worker-extension-cls", "tests.e2e.hasty_worker.FrequentJanitor")
 
 
 @pytest.fixture(scope="module")
 def turns(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    """What a plain engine says to the agents."""
+    """A plain engine's answers to the agents."""
     with PlainEngine(
         make_tiny_model("qwen2"), tmp_path_factory.mktemp("plain"), BLOCK_TOKENS
     ) as plain:
         return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
 
 
-def keeping(folder: Path, **changes: object) -> LocalClusterSettings:
-    """Settings of engines whose buffers hold less than three agents each."""
+def caching_settings(folder: Path, **changes: object) -> LocalClusterSettings:
+    """Settings of engines whose buffers cache less than three agents each."""
     return tiny_cluster_settings(
         make_tiny_model("qwen2"),
         folder / "storage",
@@ -69,7 +69,7 @@ def keeping(folder: Path, **changes: object) -> LocalClusterSettings:
 
 
 class Served(NamedTuple):
-    """The cluster, and what a plain engine says to the agents."""
+    """The cluster, and a plain engine's answers to the agents."""
 
     cluster: EngineCluster
     turns: list[list[list[int]]]
@@ -81,7 +81,7 @@ def served(
 ) -> Iterator[Served]:
     """1P1D that starts while the plain engine is asked."""
     folder = tmp_path_factory.mktemp("dram")
-    with EngineCluster(keeping(folder), folder) as cluster:
+    with EngineCluster(caching_settings(folder), folder) as cluster:
         names = start_both(cluster)
         turns = request.getfixturevalue("turns")
         cluster.wait_for(*names)
@@ -127,7 +127,7 @@ class Paused(NamedTuple):
 
 
 def first_turn(cluster: EngineCluster, turns: list[list[int]], salt: str) -> Paused:
-    """Play the first turn of the first agent, whose KV nobody brings back unasked."""
+    """Play the first turn of the first agent, whose KV is not prefetched."""
     first, second = AGENTS[0][:2]
     hints = {"session_id": salt, "prefetch": 0}
     answer = cluster.ask(first.append, first.generate, salt, hints=hints)
@@ -139,19 +139,19 @@ def first_turn(cluster: EngineCluster, turns: list[list[int]], salt: str) -> Pau
 
 
 def push_out(cluster: EngineCluster, keys: list[bytes]) -> None:
-    """Let others ask until none of these blocks lies in a buffer."""
+    """Send other requests until none of these blocks is in a buffer."""
     numbers = itertools.count()
 
     def gone() -> bool:
         cluster.ask(AGENTS[1][0].append, 1, f"other {next(numbers)}", hints=NO_MORE)
-        return not cluster.kept_blocks(keys)
+        return not cluster.cached_blocks(keys)
 
     until(gone, "an agent's blocks pushed out of all buffers")
     cluster.wait_idle()
 
 
 def say(cluster: EngineCluster, session: str, **hints: object) -> None:
-    """Speak of a session while its tool runs."""
+    """Send session hints while the agent's tool runs."""
     body = json.dumps({"cache_salt": session, **hints}).encode()
     url = f"{cluster.url}/dualpath/v1/sessions/{session}"
     with urllib.request.urlopen(url, body, timeout=GUARD_S) as response:
@@ -164,7 +164,7 @@ def test_what_a_client_asks_for_in_a_pause_is_in_dram_for_its_next_turn(served: 
     push_out(cluster, agent.keys)
     fetched = cluster.total("dram_fetched_blocks", "de-0")
     say(cluster, "paused", next_turn_s=0, retain_s=GUARD_S)
-    until(lambda: cluster.kept_blocks(agent.keys) == {"de-0": len(agent.keys)}, "blocks back")
+    until(lambda: cluster.cached_blocks(agent.keys) == {"de-0": len(agent.keys)}, "blocks back")
     until(
         lambda: cluster.total("dram_fetched_blocks", "de-0") >= fetched + len(agent.keys),
         "blocks counted",
@@ -187,7 +187,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
     turns: list[list[list[int]]], tmp_path: Path
 ) -> None:
     shared = {"dram_dir": str(tmp_path / "shared"), "dram_bytes": 512 * BLOCK_BYTES}
-    with EngineCluster(keeping(tmp_path, **shared), tmp_path) as cluster:
+    with EngineCluster(caching_settings(tmp_path, **shared), tmp_path) as cluster:
         cluster.wait_for(*start_both(cluster))
         agent = first_turn(cluster, turns[0], "sharing")
         push_out(cluster, agent.keys)
@@ -195,7 +195,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
         cluster.forget_assignments()
         answer = cluster.ask(agent.prompt, GENERATE, "sharing")
         assert answer == (agent.answer, len(agent.keys) * BLOCK_TOKENS)
-        # The router has heard of it.
+        # The router knows the block.
         (note,) = cluster.assignments()
         assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
         cluster.wait_idle()
@@ -218,16 +218,16 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
 def test_a_janitor_that_removes_blocks_in_mid_request_changes_no_token(
     turns: list[list[list[int]]], tmp_path: Path
 ) -> None:
-    """Nothing is protected: what a look-up has promised may be gone before it is read."""
+    """No block is protected: a block found by a look-up may be removed before it is read."""
     limits = tmp_path / "limits.toml"
     limits.write_text("[engine]\nstorage_protect_s = 0.0\nstorage_low = 0.3\n")
-    settings = keeping(
+    settings = caching_settings(
         tmp_path,
         storage_quota=24 * (HEADER_BYTES + BLOCK_BYTES),
         config_file=str(limits),
     )
     with EngineCluster(settings, tmp_path) as cluster:
-        cluster.wait_for(*start_both(cluster, *HASTY))
+        cluster.wait_for(*start_both(cluster, *FREQUENT_JANITOR))
 
         salts = itertools.cycle("abc")
 

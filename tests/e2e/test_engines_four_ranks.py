@@ -1,4 +1,4 @@
-"""Real engines of four ranks, each with a KV head of its own, or fewer KV heads than ranks."""
+"""Real engines of four ranks, with one KV head per rank, or with fewer KV heads than ranks."""
 
 from pathlib import Path
 
@@ -26,14 +26,14 @@ def test_four_ranks_decode_what_two_compute(
     settings = tiny_cluster_settings(tiny_model(), tmp_path / "storage", prefill_tp=2, decode_tp=4)
     with EngineCluster(settings, tmp_path) as cluster:
         cluster.wait_for(*[cluster.start_engine(role, 0) for role in Role])
-        says_as_a_plain_engine(cluster, agents[0][:TURNS], truth.turns[0][:TURNS])
+        check_tokens_and_hits(cluster, agents[0][:TURNS], truth.turns[0][:TURNS])
 
 
 @pytest.mark.parametrize(("pe", "de"), [(4, 2), (1, 4)])
 def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
     pe: int, de: int, agents: list[list[Round]], tmp_path: Path
 ) -> None:
-    """Of four ranks two each have the same of Gemma's two KV heads, windows and all."""
+    """Of four ranks two each have the same of Gemma's two KV heads; layers have windows."""
     model, rounds = make_tiny_model("gemma3"), agents[0][:TURNS]
     settings = tiny_cluster_settings(
         *(model, tmp_path / "storage"), block_tokens=BLOCK_TOKENS, prefill_tp=pe, decode_tp=de
@@ -43,10 +43,10 @@ def test_ranks_that_share_a_kv_head_send_and_store_it_in_turn(
         with PlainEngine(model, tmp_path, BLOCK_TOKENS) as plain:
             expected = play_plain(plain.url, rounds)
         cluster.wait_for(*names)
-        says_as_a_plain_engine(cluster, rounds, expected)
+        check_tokens_and_hits(cluster, rounds, expected)
 
 
-def says_as_a_plain_engine(
+def check_tokens_and_hits(
     cluster: EngineCluster, rounds: list[Round], expected: list[list[int]]
 ) -> None:
     """Play an agent, then its last turn with nothing stored; compare tokens and hits."""

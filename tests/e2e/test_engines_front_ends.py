@@ -1,4 +1,4 @@
-"""vLLM's front ends before real engines: turns go to either, adapters too, and one is killed."""
+"""vLLM's front ends with real engines: turns go to either, adapters too, and one is killed."""
 
 import contextlib
 import http.client
@@ -28,12 +28,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 BLOCK_TOKENS, GENERATE = 32, 24
 ROUNDS = [Round([3 + (i * i + 7 * turn) % 337 for i in range(150)], GENERATE) for turn in range(4)]
 ADAPTER = "adapter"
-#: Changes nothing: vLLM's own CPU kernels would answer for the base model with the other adapter.
+#: Changes nothing: vLLM's own CPU kernels would apply the other adapter to the base model.
 NOTHING = "nothing"
 
 
 class FrontEnd:
-    """A connection, and so one front end: its name and its process."""
+    """A connection to one front end: its name and its process."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
@@ -87,7 +87,7 @@ def cluster(tmp_path: Path) -> Iterator[LocalCluster]:
 
 @pytest.fixture
 def truth(cluster: LocalCluster, tmp_path: Path) -> dict[str, list[list[int]]]:
-    """What a plain engine says to the agents of the model and of the adapter."""
+    """A plain engine's answers to the agents of the model and of the adapter."""
     model = Path(cluster.settings.model)
     adapters = {**cluster.settings.lora_modules, NOTHING: str(make_tiny_adapter(model, 0, scale=0))}
     with PlainEngine(model, tmp_path, BLOCK_TOKENS, *lora_arguments(adapters)) as plain:
@@ -98,7 +98,7 @@ def truth(cluster: LocalCluster, tmp_path: Path) -> dict[str, list[list[int]]]:
 
 
 def front_ends(cluster: LocalCluster) -> list[FrontEnd]:
-    """Connect until both have a connection."""
+    """Connect until both front ends have a connection."""
     found: dict[str, FrontEnd] = {}
 
     def both() -> bool:
@@ -128,7 +128,7 @@ def test_the_turns_of_an_agent_may_go_to_any_front_end_and_one_may_die(
 
 
 class Agents:
-    """An agent of the model and one of the adapter, who have to hear what a plain engine says."""
+    """An agent of the model and one of the adapter, which must get a plain engine's answers."""
 
     def __init__(self, truth: dict[str, list[list[int]]]) -> None:
         self._truth = truth
@@ -136,7 +136,7 @@ class Agents:
         self._turn = 0
 
     def take_turn(self, front_end: FrontEnd) -> None:
-        """Ask again and again until all that was said before is a hit."""
+        """Ask again and again until the whole earlier conversation is a hit."""
         for model, context in self._contexts.items():
             # The last token was sampled, not computed: it has no KV.
             stored = max(len(context) - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS

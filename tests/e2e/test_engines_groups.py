@@ -1,6 +1,6 @@
-"""Data-parallel groups of real engines that share experts: right tokens, hits, one unit of failure.
+"""Data-parallel groups of real engines that share experts: right tokens, hits, a joint failure.
 
-vLLM's CPU build cannot compute so; ``cpu_experts`` mends that in the workers of these tests.
+vLLM's CPU build does not support this; ``cpu_experts`` patches it in these tests' workers.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 
 MENDED = ("--worker-extension-cls", "tests.e2e.cpu_experts.MendedCpuExperts")
-#: Ranks compute in lock step, on a few cores 0.2 s a token: little is asked.
+#: Ranks compute in lock step, on a few cores 0.2 s a token: prompts and answers are short.
 GENERATE = 10
 
 
@@ -50,7 +50,7 @@ AGENTS = [an_agent(seed) for seed in range(4)]
 
 @pytest.fixture(scope="module")
 def right(tmp_path_factory: pytest.TempPathFactory) -> list[list[list[int]]]:
-    """What one plain engine with all experts answers, by agent and turn."""
+    """Answers of one plain engine with all experts, by agent and turn."""
     folder = tmp_path_factory.mktemp("plain-moe")
     with PlainEngine(make_tiny_model("qwen3_moe"), folder, 64, "--no-async-scheduling") as plain:
         return in_parallel([partial(play_plain, plain.url, agent) for agent in AGENTS])
@@ -91,7 +91,7 @@ def agents_are_right(engines: EngineCluster, right: list[list[list[int]]], salt:
 
 
 def whole_prompts_are_right(engines: EngineCluster, right: list[list[list[int]]]) -> None:
-    """Ask a second turn under a salt that nobody has used: nothing is loaded."""
+    """Send a second turn with an unused salt: nothing is loaded."""
     assert engines.ask_without_hits(AGENTS[0], right[0]) == (right[0][-1], 0)
 
 
@@ -146,7 +146,7 @@ def test_ranks_behind_one_server_are_asked_by_their_number(
         assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}
         engines.wait_idle()
 
-        # SIGTERM drains both ranks of the server, which say goodbye.
+        # SIGTERM drains both ranks of the server, which leave.
         engines.supervisor.process("pe-0").terminate()
         assert engines.supervisor.process("pe-0").wait(GUARD_S) is not None
         states = [engines.service.registry.get(f"pe-0-dp{rank}") for rank in range(2)]

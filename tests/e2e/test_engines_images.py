@@ -1,4 +1,4 @@
-"""Images through the router with OpenAI's client: a plain engine's tokens, KV of each its own."""
+"""Images through the router with OpenAI's client: a plain engine's tokens, KV per image."""
 
 import base64
 import io
@@ -99,7 +99,7 @@ def test_turns_about_images_get_a_plain_engines_tokens_and_hit_their_own_kv(
         got.append(chat(cluster.url, conversation))
         cluster.wait_idle()
     assert [said.token_ids for said in got] == [said.token_ids for said in served.plain]
-    assert got[0].token_ids != got[2].token_ids  # It looks at the picture.
+    assert got[0].token_ids != got[2].token_ids  # The answer depends on the picture.
     first, second, other = got
     assert first.cached_tokens == other.cached_tokens == 0
     assert second.cached_tokens >= (first.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -112,6 +112,6 @@ def test_what_the_router_is_not_to_fetch_it_does_not_fetch(served: Served) -> No
     for url in ("http://127.0.0.1:1/x.png", "https://example.org/x.png"):
         with pytest.raises(openai.BadRequestError):
             chat(served.cluster.url, asked(url))
-    # vLLM takes a file's URL for a defect of its own.
+    # vLLM answers a file URL with an internal error.
     with pytest.raises(openai.InternalServerError, match="--allowed-local-media-path"):
         chat(served.cluster.url, asked("file:///etc/passwd"))

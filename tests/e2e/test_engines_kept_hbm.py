@@ -1,4 +1,4 @@
-"""A decode engine that keeps blocks in HBM: requests share them, and tokens stay the same."""
+"""A decode engine with prefix caching: requests share HBM blocks, and tokens stay the same."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 GENERATE = 40
-#: What all begin with, as agents do with their instructions.
+#: The common prefix of all prompts, like agents' instructions.
 HEAD = [3 + (index * index) % 487 for index in range(290)]
 AGENTS = [
     [
@@ -27,12 +27,12 @@ AGENTS = [
     ]
     for seed in range(3)
 ]
-#: A whole number of blocks, so that there is nothing to copy the second time.
+#: A whole number of blocks, so that nothing is copied the second time.
 WHOLE = HEAD[: 9 * BLOCK_TOKENS]
 
 
 class Served(NamedTuple):
-    """The cluster, and what a plain engine says: to the agents and to ``WHOLE``."""
+    """The cluster, and a plain engine's answers to the agents and to ``WHOLE``."""
 
     cluster: EngineCluster
     turns: list[list[list[int]]]

@@ -1,4 +1,4 @@
-"""Attention reads no KV but what was loaded or computed: all else in a prefill engine is NaN."""
+"""Attention reads only loaded or computed KV: all other HBM of a prefill engine is NaN."""
 
 from pathlib import Path
 
@@ -22,7 +22,7 @@ AGENT = [
     Round([5 + (11 * index) % 480 for index in range(300)], GENERATE),
 ]
 POISONED = ("--worker-extension-cls", "tests.e2e.poisoned_worker.PoisonedHbm")
-CARELESS = ("--worker-extension-cls", "tests.e2e.careless_worker.CarelessHbm")
+CARELESS = ("--worker-extension-cls", "tests.e2e.careless_worker.UnwaitedHbm")
 
 
 @pytest.mark.parametrize(("kind", "buffers"), [("qwen2", 1), ("gemma3", 2)])
@@ -42,7 +42,7 @@ def test_stale_kv_is_in_no_answer_and_would_be_in_one_of_an_engine_that_does_not
         answers = cluster.replay(AGENT, "poisoned")
         assert [answer.token_ids for answer in answers] == expected
         assert [answer.cached_tokens for answer in answers] == cluster.expected_hits(AGENT)
-        # Chunks load what was stored, and what other chunks have computed.
+        # Chunks load stored KV, and KV that other chunks have computed.
         assert min(answers[-1].cached_tokens, cluster.total("reload_bytes")) > 0
         cluster.kill(poisoned)
         cluster.wait_for(cluster.start_engine(Role.PREFILL, 1, vllm_args=CARELESS))

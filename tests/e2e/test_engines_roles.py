@@ -22,7 +22,7 @@ AGENTS, TURNS, GENERATED = 3, 3, 24
 
 
 class Agent:
-    """Plays one conversation again and again, each time as if nobody had had it before."""
+    """Plays one conversation again and again, each time with a new salt and so without hits."""
 
     def __init__(self, endpoint: str, number: int) -> None:
         self._endpoint = endpoint
@@ -69,7 +69,7 @@ def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(
         for thread in threads:
             thread.start()
         try:
-            # Engines end with the thread that starts them: this one sees to the switch.
+            # Engines end with the thread that starts them: this one supervises the switch.
             more_laps(cluster, agents)
             switch = call_roles(cluster.cluster_url, {}, {"role": "decode", "engine_id": "pe-1"})
             assert switch["engines"] == ["pe-1"]
@@ -91,7 +91,7 @@ def test_a_prefill_engine_becomes_a_decode_engine_and_no_token_changes(
     assert "pe-1" in {note["decode_engine"] for note in after["assignments"]}
     assert after["counters"]["hit_tokens"] > 0
     assert after["counters"]["retries"] == 0
-    assert "pe-1 has ended as it was asked to and is started again at once" in caplog.messages
+    assert "pe-1 has exited as requested and is restarted" in caplog.messages
     print(f"switch: {report['past'][0]['took_s']:.1f} s; laps: {[len(a.laps) for a in agents]}")
 
 
@@ -107,9 +107,9 @@ def more_laps(cluster: LocalCluster, agents: Sequence[Agent]) -> None:
 
 
 def watched(cluster: LocalCluster, true: Callable[[], bool]) -> None:
-    """Look after the cluster as `dualpath serve` does, until something is true."""
+    """Supervise the cluster as `dualpath serve` does, until something is true."""
     end_s = time.monotonic() + START_S
     while not true():
         assert time.monotonic() < end_s, "it takes longer than an engine's start may"
-        cluster.look_after()
+        cluster.supervise()
         time.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Real engines of two ranks beside engines of one: any of them reads what any other has stored."""
+"""Real engines of two ranks and of one: each reads the blocks that the others have stored."""
 
 import json
 import os
@@ -36,12 +36,12 @@ LATENT_ARGS = (
 )
 #: Turns with which the engines of the other kind begin.
 HALF = 2
-#: Tokens of an answer during which nothing happens.
+#: Tokens of an answer before the fault.
 FEW = 20
 
 
 class Talk:
-    """An agent of which one cluster after the other serves some turns."""
+    """An agent whose turns are served by one cluster after the other."""
 
     def __init__(self, rounds: list[Round], salt: str) -> None:
         self._rounds = rounds
@@ -122,7 +122,7 @@ def test_whichever_rank_is_killed_its_engine_ends_and_the_request_is_answered(
 
 
 def computed_in_part(cluster: EngineCluster, prompt: list[int], salt: str) -> Completion:
-    """Return a request that has begun: a chunk of its prompt has been sent."""
+    """Return a request after a chunk of its prompt was sent."""
     before = cluster.total("pe_to_de_bytes")
     request = Completion(cluster.url, prompt, FEW, salt)
     until(lambda: cluster.total("pe_to_de_bytes") > before, "a computed chunk")
@@ -130,7 +130,7 @@ def computed_in_part(cluster: EngineCluster, prompt: list[int], salt: str) -> Co
 
 
 def lose_rank(cluster: EngineCluster, name: str, rank: int) -> None:
-    """Kill one rank; the engine says so, ends and is lost to the router."""
+    """Kill one rank; the engine logs it, ends, and the router loses it."""
     process = local(cluster.supervisor.process(name))
     os.kill(_rank(process.pid, rank), signal.SIGKILL)
     assert process.wait(GUARD_S) is not None

@@ -19,7 +19,7 @@ from dualpath.plan.steps import run_reads
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
-#: Which layers have one.
+#: The layers with a window.
 WINDOWS: dict[TinyKind, list[bool]] = {
     "gemma3": [True, True, True, True, True, False],
     "gpt_oss": [True, False, True, False],
@@ -27,7 +27,7 @@ WINDOWS: dict[TinyKind, list[bool]] = {
 
 
 def hit_bytes(geometry: BlockGeometry, cached_tokens: int) -> int:
-    """What storage reads of a hit, by the plan."""
+    """Bytes that a hit reads from storage, by the plan."""
     blocks = cached_tokens // BLOCK_TOKENS
     run = HitRun(Role.DECODE, BlockRun(0, blocks)).whole_behind(geometry.whole_from(blocks))
     return sum(step.bytes for step in run_reads(geometry, run))

@@ -26,13 +26,13 @@ pytestmark = pytest.mark.engine
 
 PROMPT = [10 + index % 300 for index in range(300)]
 
-#: As pip writes it from pyproject.toml; a checkout that is not installed has none.
+#: As pip writes it from pyproject.toml; a checkout that is not installed has no entry points.
 ENTRY_POINT = "[vllm.general_plugins]\ndualpath = dualpath.vllm.engine_arguments:register\n"
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let vLLM find our plugin, however dualpath came to be importable here."""
+    """Let vLLM find our plugin, however dualpath is installed here."""
     metadata = tmp_path / "site" / "dualpath-0.1.0.dist-info"
     metadata.mkdir(parents=True)
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: dualpath\nVersion: 0.1.0\n")
@@ -41,7 +41,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def existing_command(model: Path, port: int) -> list[str]:
-    """A server as somebody may run it today, without anything of ours."""
+    """A plain vLLM server command, without any dualpath options."""
     return [
         "--model", str(model), "--served-model-name", NAME, "--host", "127.0.0.1",
         "--port", str(port), "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN),
@@ -50,7 +50,7 @@ def existing_command(model: Path, port: int) -> list[str]:
 
 
 def transfer(role: str, cluster: EngineCluster) -> list[str]:
-    """The one argument that is added, at its shortest."""
+    """The one argument that is added, in its shortest form."""
     extra = {
         "role": role,
         "router": f"tcp://127.0.0.1:{cluster.control_port}",
@@ -64,11 +64,11 @@ def transfer(role: str, cluster: EngineCluster) -> list[str]:
     return ["--kv-transfer-config", json.dumps(config)]
 
 
-def no_answer_without_the_router(port: int) -> None:
-    """A prefill engine's layers share regions: asked directly, it would answer garbage."""
+def check_direct_requests_fail(port: int) -> None:
+    """A prefill engine's layers share regions: a direct request would get garbage, so it fails."""
     status, error = post(port, "/v1/completions", {"model": NAME, "prompt": PROMPT})
     assert (status, "send requests to the router" in error) == (421, True)
-    # One that has the form of the router's and cannot be meant: vLLM's scheduler must fail it.
+    # A transfer in the router's form that is invalid: vLLM's scheduler must fail it.
     transfer = PrefillTransfer(
         request_id="forged", prompt_tokens=len(PROMPT), hit_blocks=0, hit_key_tail=b"", hits=(),
         decode_engine="de", decode_epoch="e", de_slots=(0,),
@@ -107,7 +107,7 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
             status = cluster.service.status()
             return all(status[name]["origin"].startswith(origin) for name in ("alpha", "beta"))
 
-        # The router has a thread of its own: an engine is there a moment before its rates count.
+        # The router has a thread of its own: an engine is registered before its rates are used.
         until(measured, "rates of the prefill engine", GUARD_S)
         status = cluster.service.status()
         assert min(status[name]["tokens"] for name in ("alpha", "beta")) > 1000
@@ -118,7 +118,7 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
         assert again.cached_tokens == 256
         assert again.token_ids == first.token_ids
         assert len(stored) == 4
-        no_answer_without_the_router(ports["prefill"])
+        check_direct_requests_fail(ports["prefill"])
         alone = complete(f"http://127.0.0.1:{ports['decode']}", PROMPT, 20)
         assert alone.token_ids == first.token_ids
         assert cluster.ask(PROMPT, 20).token_ids == first.token_ids

@@ -41,7 +41,8 @@ class FrontEndProcess:
 
     async def up(self) -> None:
         """Wait until it serves."""
-        line = await asyncio.to_thread(self.process.wait_for_line, "dualpath front door", GUARD_S)
+        first_words = "dualpath emulated front end"
+        line = await asyncio.to_thread(self.process.wait_for_line, first_words, GUARD_S)
         (self.endpoint,) = re.findall(r"(http://[\d.:]+)/v1", line)
 
     async def get(self, path: str) -> tuple[int, str]:

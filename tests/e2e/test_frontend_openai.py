@@ -210,7 +210,7 @@ def test_what_a_client_says_of_its_session_reaches_the_service_by_any_way(client
     named, headed, hinted = [job.hints for job in service.jobs]
     assert named == headed == SessionHints(session_id="agent-1")
     assert hinted == SessionHints("agent-1", retain_s=30.0, prefetch=False, done=True)
-    # A hint is no state of sampling, and is no engine's business.
+    # A hint is not a sampling parameter and is not sent to engines.
     assert all(job.first_token_from_pe for job in service.jobs)
     sampling = service.jobs[2].payload.sampling
     sent = decode_sampling(sampling, generated=0, max_tokens=2, max_logprobs=20)

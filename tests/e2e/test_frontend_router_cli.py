@@ -1,4 +1,4 @@
-"""`dualpath router` as a user starts it: what it refuses, what it says, how it ends."""
+"""`dualpath router` as a user starts it: errors at start, its log, its shutdown."""
 
 import json
 import logging
@@ -36,14 +36,14 @@ def taken_port():
 
 
 def refused(capfd, *arguments):
-    """Run the command in this process; return the one line it ends with."""
+    """Run the command in this process; return its error line."""
     assert main(["router", *arguments]) == 2
     line = capfd.readouterr().err.strip().splitlines()[-1]
     assert line.startswith("dualpath: ")
     return line
 
 
-def test_a_taken_port_is_named(model, capfd, taken_port):
+def test_a_port_in_use_is_named(model, capfd, taken_port):
     line = refused(capfd, model, "--port", taken_port, "--control-port", "0")
     assert f"127.0.0.1:{taken_port}" in line
     assert "--port" in line
@@ -89,7 +89,7 @@ def test_a_misspelt_flag_of_our_own_is_refused(model, capfd):
 
 
 class Router:
-    """A running `dualpath router` and where it serves."""
+    """A running `dualpath router` and its endpoint."""
 
     def __init__(self, folder, *arguments):
         self.process = ForkedProcess(

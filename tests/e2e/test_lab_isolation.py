@@ -1,4 +1,4 @@
-"""The isolation experiment on a lab: bytes take the lane of their case, nothing is left."""
+"""The isolation experiment on a lab: bytes use the lane of their case, the lab is removed."""
 
 import os
 
@@ -10,14 +10,14 @@ from dualpath.core.errors import ConfigError
 from dualpath.laboratory.experiments.isolation import measure_isolation
 from dualpath.laboratory.experiments.isolation_settings import Case, IsolationSettings, Leg
 from dualpath.laboratory.lab.cluster import lab_status
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine, prefix
 from dualpath.laboratory.lab.settings import Shaping
 from dualpath.laboratory.lab.steps import CNIC
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 
 NAME = f"iso{os.getpid()}"
-#: More than all there is besides the bulk: messages, replies, connections.
+#: An upper bound of all bytes besides the bulk: messages, replies, connections.
 BULK_BYTES = 1 << 20
 SETTINGS = IsolationSettings(
     nodes="1P1D",
@@ -34,7 +34,7 @@ SETTINGS = IsolationSettings(
 
 
 def refusal() -> str:
-    """Why this machine and user cannot have the lab, or nothing."""
+    """Return why this machine and user cannot have the lab, empty if they can."""
     pytest.importorskip("nixl_cu12")
     try:
         shaping = find_machine(SETTINGS.lab_settings).shaping
@@ -47,7 +47,7 @@ needs_lab = pytest.mark.skipif(bool(refusal()), reason=f"lab: {refusal()}")
 
 
 class Lanes:
-    """Bytes that the source of the bulk has sent by lane, looked at after every run."""
+    """Bytes that the source of the bulk has sent by lane, sampled after every run."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, int]] = []
@@ -61,7 +61,7 @@ class Lanes:
 @needs_lab
 @pytest.mark.nixl
 @pytest.mark.parametrize("leg", list(Leg))
-def test_bulk_is_in_the_way_of_inference_only_without_qos(leg: Leg) -> None:
+def test_bulk_delays_inference_only_without_qos(leg: Leg) -> None:
     lanes = Lanes()
     settings = msgspec.structs.replace(SETTINGS, legs=(leg,))
     report = measure_isolation(settings, lanes.look)
@@ -77,14 +77,14 @@ def test_bulk_is_in_the_way_of_inference_only_without_qos(leg: Leg) -> None:
     assert [check["blocks"] for check in report.data["bulk_checks"]] == [
         settings.blocks * settings.in_flight * (1 if leg is Leg.CNIC else 2)
     ] * 2
-    assert find_leftovers(NAME).nothing
+    assert find_remains(NAME).is_empty
 
 
 @needs_lab
-def test_an_experiment_that_is_interrupted_leaves_nothing() -> None:
+def test_the_lab_of_an_interrupted_experiment_is_removed() -> None:
     def interrupt(line: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         measure_isolation(SETTINGS, interrupt)
-    assert find_leftovers(NAME).nothing
+    assert find_remains(NAME).is_empty

@@ -1,4 +1,4 @@
-"""A lab on this machine: links as asked for, bytes that pass through their lanes, nothing left."""
+"""A lab on this machine: rates of links, lanes of bytes, complete removal."""
 
 import hashlib
 import json
@@ -24,7 +24,7 @@ from dualpath.laboratory.lab.cluster import (
     lab_up,
     link_reports,
 )
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import (
     find_machine,
     head_node,
@@ -92,7 +92,7 @@ lab_up(msgspec.json.decode(sys.argv[1], type=LabSettings), count)
 
 
 def refusal(settings: LabSettings) -> str:
-    """Why this machine and user cannot have the lab, or nothing."""
+    """Return why this machine and user cannot have the lab, empty if they can."""
     if settings.shaping is Shaping.ROOT and os.geteuid() != 0:
         return "needs root"
     try:
@@ -106,7 +106,7 @@ needs_root = pytest.mark.skipif(bool(refusal(SETTINGS)), reason=f"lab: {refusal(
 
 
 def surroundings() -> dict[str, list[str]]:
-    """Everything a lab could leave on the machine, without what other labs have made."""
+    """Everything that a lab could leave on the machine, without the parts of other labs."""
     loops = [
         f"{entry.name} {(entry / 'loop' / 'backing_file').read_text()}"
         for entry in Path("/sys/block").glob("loop*")
@@ -136,7 +136,7 @@ def list_of(folder: str) -> list[str]:
 
 
 def pass_stream(state: LabState, source: str, target: str, port: int) -> None:
-    """Send bytes from node to node; they must arrive as sent."""
+    """Send bytes from node to node and compare them on arrival."""
     by_name = {node.name: node for node in lab_nodes(state)}
     address = by_name[target].address
     receive = (sys.executable, "-c", RECEIVE, address, str(port))
@@ -264,7 +264,7 @@ def test_one_lab_of_a_name_at_a_time(lab: LabState) -> None:
 
 
 @needs_root
-def test_down_ends_what_still_runs_on_a_node() -> None:
+def test_down_ends_processes_on_nodes() -> None:
     settings = msgspec.structs.replace(SETTINGS, name=NAME + "b")
     state = lab_up(settings)
     command = (sys.executable, "-c", "import signal; print(1, flush=True); signal.pause()")
@@ -275,7 +275,7 @@ def test_down_ends_what_still_runs_on_a_node() -> None:
         assert process.stdout.readline()
         lab_down(settings.name)
         assert process.wait(timeout=GUARD_S) == -signal.SIGKILL
-    assert find_leftovers(settings.name).nothing
+    assert find_remains(settings.name).is_empty
 
 
 def crash(settings: LabSettings, steps: int) -> None:
@@ -289,7 +289,7 @@ def crash(settings: LabSettings, steps: int) -> None:
 @needs_root
 @pytest.mark.parametrize("part", [0.0, 0.3, 0.9, 0.94, 0.98])
 @pytest.mark.parametrize("record_lost", [False, True])
-def test_a_crash_leaves_nothing_that_down_does_not_find(part: float, record_lost: bool) -> None:
+def test_down_removes_all_parts_that_a_crash_has_left(part: float, record_lost: bool) -> None:
     settings = msgspec.structs.replace(SETTINGS, name=NAME + "c")
     before = surroundings()
     total = len(make_steps(settings, find_machine(settings)))
@@ -297,11 +297,11 @@ def test_a_crash_leaves_nothing_that_down_does_not_find(part: float, record_lost
     if record_lost:
         state_file(settings.name, lab_folder()).unlink()
     if part:
-        with pytest.raises(ConfigError, match="remains of lab"):
+        with pytest.raises(ConfigError, match="parts of lab"):
             lab_up(settings)
     lab_down(settings.name)
     assert surroundings() == before
-    assert find_leftovers(settings.name).nothing
+    assert find_remains(settings.name).is_empty
 
 
 IN_USER_NAMESPACE = msgspec.structs.replace(
@@ -327,7 +327,7 @@ def test_user_namespaces_shape_the_network_alike(
     finally:
         lab_down(IN_USER_NAMESPACE.name)
     assert surroundings() == before
-    assert find_leftovers(IN_USER_NAMESPACE.name).nothing
+    assert find_remains(IN_USER_NAMESPACE.name).is_empty
 
 
 @needs_user_namespaces
@@ -338,13 +338,13 @@ def test_a_crash_in_a_user_namespace_is_found_too(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     crash(IN_USER_NAMESPACE, steps)
     state_file(IN_USER_NAMESPACE.name, lab_folder()).unlink()
-    found = find_leftovers(IN_USER_NAMESPACE.name)
+    found = find_remains(IN_USER_NAMESPACE.name)
     assert len(found.process_ids) == (0 if steps == 0 else 1)
     lab_down(IN_USER_NAMESPACE.name)
-    assert find_leftovers(IN_USER_NAMESPACE.name).nothing
+    assert find_remains(IN_USER_NAMESPACE.name).is_empty
 
 
-def test_token_buckets_say_that_nothing_is_shaped(
+def test_token_buckets_report_that_links_are_not_shaped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
@@ -354,7 +354,7 @@ def test_token_buckets_say_that_nothing_is_shaped(
     assert {node.address for node in lab_nodes(state)} == {"127.0.0.1"}
     assert Path(state.machine.storage).is_dir()
     lab_down(settings.name)
-    assert find_leftovers(settings.name).nothing
+    assert find_remains(settings.name).is_empty
 
 
 @needs_root
@@ -383,4 +383,4 @@ def test_the_command_makes_shows_and_removes(tmp_path: Path) -> None:
         removed = dualpath("down", "--name", name)
     assert removed.returncode == 0
     assert "namespaces 4" in removed.stderr
-    assert "nothing was there" in dualpath("down", "--name", name).stderr
+    assert "nothing to remove" in dualpath("down", "--name", name).stderr

@@ -1,4 +1,4 @@
-"""Processes on the nodes of a lab: what they see, and that they do not hold other labs."""
+"""Processes on the nodes of a lab: the devices they see, and removal of other labs."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.lab.cluster import LabState, enter_node, lab_down, lab_nodes, lab_up
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.lab.steps import CNIC
@@ -19,7 +19,7 @@ SETTINGS = LabSettings(name=NAME, image_bytes=16 << 20, shaping=Shaping.ROOT)
 
 
 def refusal() -> str:
-    """Why this machine and user cannot have the lab, or nothing."""
+    """Return why this machine and user cannot have the lab, empty if they can."""
     try:
         find_machine(SETTINGS)
     except ConfigError as error:
@@ -39,13 +39,13 @@ def lab() -> Iterator[LabState]:
         lab_down(NAME)
 
 
-def test_a_node_shows_its_own_devices_where_ucx_looks(lab: LabState) -> None:
+def test_a_node_shows_its_own_devices_to_ucx(lab: LabState) -> None:
     command = enter_node(lab, lab_nodes(lab)[0], ("ls", "/sys/class/net"))
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert sorted(listed.split()) == [CNIC, "lo"]
 
 
-def test_a_lab_goes_while_processes_of_another_run(lab: LabState) -> None:
+def test_a_lab_is_removed_while_processes_of_another_run(lab: LabState) -> None:
     other = msgspec.structs.replace(SETTINGS, name=NAME + "b")
     lab_up(other)
     command = enter_node(lab, lab_nodes(lab)[0], ("sh", "-c", "echo here; read end"))
@@ -54,6 +54,6 @@ def test_a_lab_goes_while_processes_of_another_run(lab: LabState) -> None:
         assert process.stdout.readline() == b"here\n"
         # Waits for the loop device, which the process must not hold.
         lab_down(other.name)
-        assert find_leftovers(other.name).nothing
+        assert find_remains(other.name).is_empty
         assert process.poll() is None
         process.communicate()

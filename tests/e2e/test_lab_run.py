@@ -1,4 +1,4 @@
-"""Agents on a lab: every block arrives right, links carry what they should, nothing is left."""
+"""Agents on a lab: all blocks are right, bytes use their links, the lab is removed."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from dualpath.laboratory.experiments.report import write_experiment
 from dualpath.laboratory.experiments.runs import LabRun
 from dualpath.laboratory.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
 from dualpath.laboratory.experiments.workload import windows
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.workload.replay.options import ReplayOptions
@@ -41,12 +41,12 @@ NODES = EmulatedNodes(
 )
 WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
 LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
-#: A busy machine spoils times only, which nothing here looks at.
+#: A busy machine affects only times, which are not asserted here.
 ANY_LOAD = 1.0
 
 
 def why_not() -> str:
-    """Why there can be no such lab here, or nothing."""
+    """Return why this machine cannot have such a lab, empty if it can."""
     pytest.importorskip("nixl_cu12")
     try:
         shaping = find_machine(LAB).shaping
@@ -62,7 +62,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"lab: {why_not()}")
 def nothing_left() -> Iterator[None]:
     before = surroundings()
     yield
-    assert find_leftovers(NAME).nothing
+    assert find_remains(NAME).is_empty
     assert surroundings() == before
 
 
@@ -96,7 +96,7 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_the_ranks_of_groups_send_over_their_nodes_link_what_the_plan_says() -> None:
+def test_the_ranks_of_groups_send_the_planned_bytes_over_their_nodes_link() -> None:
     groups = EmulatedEngines(msgspec.structs.replace(NODES, dp=2))
     with LabRun(LAB, groups, windows(WINDOWS), busy_limit=ANY_LOAD) as made:
         measured = made.run(Mode.BASIC, ReplayOptions())
@@ -111,7 +111,7 @@ def test_the_ranks_of_groups_send_over_their_nodes_link_what_the_plan_says() -> 
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_engines_of_one_lab_keep_what_was_asked_for_before_or_seal_what_they_store() -> None:
+def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     replace = msgspec.structs.replace
     nodes = replace(NODES, dram_tier=True, dram_bytes=48 << 20)
     without = EmulatedEngines(replace(nodes, dram_tier=False))
@@ -122,7 +122,7 @@ def test_engines_of_one_lab_keep_what_was_asked_for_before_or_seal_what_they_sto
         others = [
             made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
         ]
-    # The only DE has had every history; nothing is read again.
+    # The only DE has cached every context; nothing is read again.
     assert kept.storage_bytes == 0
     assert dram_share(kept) == 1.0
     hits = kept.client.replay.summary.hit_tokens
@@ -159,7 +159,7 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
+def test_a_run_with_a_dead_engine_ends_with_its_log() -> None:
     broken = msgspec.structs.replace(NODES, batch_cap_tokens=1)
     with (
         LabRun(LAB, EmulatedEngines(broken), windows(WINDOWS)) as made,
@@ -169,7 +169,7 @@ def test_an_engine_that_dies_ends_the_run_with_its_log() -> None:
 
 
 @pytest.mark.usefixtures("nothing_left")
-def test_kill_leaves_nothing_that_the_janitor_does_not_remove(tmp_path: Path) -> None:
+def test_the_janitor_removes_the_lab_of_a_killed_process(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
     small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
     source = str(Path(__file__).parents[2] / "src")
@@ -181,14 +181,14 @@ def test_kill_leaves_nothing_that_the_janitor_does_not_remove(tmp_path: Path) ->
     )
     try:
         maker.wait_for_line("storing the agents' histories", GUARD_S)
-        engines = _ends(find_leftovers(NAME).process_ids)
+        engines = _ends(find_remains(NAME).process_ids)
         janitor = _ends(_janitors())
     finally:
         maker.send_signal(signal.SIGKILL)
         maker.wait(GUARD_S)
     _wait(engines)
     _wait(janitor)
-    # What the fixture now looks for is gone: nobody has called `lab down`.
+    # The fixture now expects no lab, and `lab down` was not called.
 
 
 def _janitors() -> list[int]:

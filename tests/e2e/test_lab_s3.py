@@ -1,4 +1,4 @@
-"""A lab whose storage NICs lead to a real S3 server; blocks pass them, nothing is left."""
+"""A lab with a real S3 server behind shaped storage NICs: blocks use them, the lab is removed."""
 
 import contextlib
 import os
@@ -24,7 +24,7 @@ from dualpath.laboratory.lab.cluster import (
     node_environment,
     storage_url,
 )
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine, lab_folder, prefix, state_file
 from dualpath.laboratory.lab.runner import enter_user_namespace
 from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
@@ -82,7 +82,7 @@ needs_user_namespaces = pytest.mark.skipif(
 
 
 def remains(name: str) -> list[str]:
-    """What carries a lab's prefix, found without the code under test."""
+    """Return everything with a lab's prefix, found without the code under test."""
     start = prefix(name)
     named = [*list_of("/run/netns"), *list_of("/dev/shm"), *list_of(str(lab_folder()))]
     named += Path("/proc/mounts").read_text().split()
@@ -93,7 +93,7 @@ def remains(name: str) -> list[str]:
 
 
 def move(state: LabState, node: int, what: str) -> str:
-    """Write or read the blocks on a node; what it says."""
+    """Write or read the blocks on a node; return its output."""
     namespace = msgspec.json.encode(NAMESPACE).decode()
     command = (sys.executable, "-c", MOVE, storage_url(state), namespace, what, str(BLOCKS))
     done = subprocess.run(
@@ -107,7 +107,7 @@ def move(state: LabState, node: int, what: str) -> str:
 
 
 def snic(state: LabState, port: str) -> tuple[int, int]:
-    """Rate in bits per second and bytes sent of what leads from the server to a node."""
+    """Rate in bits per second and bytes sent of the link from the server to a node."""
     switch = storage_switch_name(state.settings.name)
     argv = ("tc", "-s", "-n", switch, "class", "show", "dev", port)
     shown = subprocess.run(
@@ -125,7 +125,7 @@ def lab() -> Iterator[LabState]:
     finally:
         lab_down(NAME)
     assert not remains(NAME)
-    assert find_leftovers(NAME).nothing
+    assert find_remains(NAME).is_empty
 
 
 @needs_root
@@ -140,7 +140,7 @@ def test_blocks_that_one_node_writes_another_reads_over_its_own_storage_nic(lab:
 
 
 @needs_root
-def test_a_stranger_without_keys_is_refused(lab: LabState) -> None:
+def test_a_client_without_keys_is_refused(lab: LabState) -> None:
     keyless = {name: "wrong" for name in node_environment(lab) if name.startswith("AWS_")}
     done = subprocess.run(
         enter_node(
@@ -173,7 +173,7 @@ def test_nodes_do_not_reach_each_other_over_storage_nics(lab: LabState) -> None:
 
 
 @needs_root
-def test_the_report_and_the_record_say_so(lab: LabState) -> None:
+def test_the_report_and_the_record_have_the_server(lab: LabState) -> None:
     report = {report.link: report for report in link_reports(lab)}["SNIC"]
     assert report.shaped
     assert "S3 over TCP" in report.how
@@ -184,26 +184,26 @@ def test_the_report_and_the_record_say_so(lab: LabState) -> None:
 
 
 @needs_root
-def test_a_crash_before_the_server_leaves_nothing() -> None:
+def test_after_a_crash_before_the_server_started_down_removes_all_parts() -> None:
     settings = msgspec.structs.replace(SETTINGS, name=NAME + "c")
     crash(settings, len(make_steps(settings, find_machine(settings))) - 1)
-    assert not find_leftovers(settings.name).process_ids
+    assert not find_remains(settings.name).process_ids
     lab_down(settings.name)
     assert not remains(settings.name)
-    assert find_leftovers(settings.name).nothing
+    assert find_remains(settings.name).is_empty
 
 
 @needs_root
-def test_a_server_whose_maker_was_killed_is_found_without_a_record() -> None:
+def test_the_server_of_a_killed_process_is_found_without_a_record() -> None:
     settings = msgspec.structs.replace(SETTINGS, name=NAME + "k")
     argv = (sys.executable, "-c", MAKE_AND_DIE, msgspec.json.encode(settings).decode())
     died = subprocess.run(argv, env={**os.environ, "PYTHONPATH": SOURCE}, timeout=GUARD_S)
     assert died.returncode == -signal.SIGKILL
     state_file(settings.name, lab_folder()).unlink()
-    assert len(find_leftovers(settings.name).process_ids) == 1
+    assert len(find_remains(settings.name).process_ids) == 1
     lab_down(settings.name)
     assert not remains(settings.name)
-    assert find_leftovers(settings.name).nothing
+    assert find_remains(settings.name).is_empty
 
 
 @needs_user_namespaces
@@ -217,4 +217,4 @@ def test_user_namespaces_shape_storage_too(tmp_path: Path, monkeypatch: pytest.M
     finally:
         lab_down(IN_USER_NAMESPACE.name)
     assert not remains(IN_USER_NAMESPACE.name)
-    assert find_leftovers(IN_USER_NAMESPACE.name).nothing
+    assert find_remains(IN_USER_NAMESPACE.name).is_empty

@@ -1,7 +1,7 @@
-"""A scheduler's machine is lost without a word: whoever it served finds the next one soon.
+"""A scheduler's machine fails silently: its front ends and engines find the next one soon.
 
-Machines are network namespaces here.  One that is lost sends nothing any more, not even that it has
-got something.
+Machines are network namespaces here.  A lost machine sends no packets any more, no
+acknowledgement either.
 """
 
 import os
@@ -25,7 +25,7 @@ from dualpath.engine.dealer import prepare_dealer
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor
 from dualpath.transport.cluster_secret import SECRET_VARIABLE
 
-#: Of the scheduler that serves, as that of a Kubernetes Service.
+#: Address of the serving scheduler, as that of a Kubernetes Service.
 ADDRESS = "10.217.0.1"
 CLIENTS, FIRST, SECOND = MACHINES = ("clients", "first", "second")
 
@@ -49,7 +49,7 @@ class Network:
             ip(CLIENTS, "rule", "add", *table, "priority", str(number + 100))
 
     def lose(self, machine: str) -> None:
-        """Let nothing come from a machine any more."""
+        """Drop all packets from a machine."""
         ip(machine, "route", "add", "blackhole", "10.217.1.1/32")
 
     def move(self) -> None:
@@ -137,7 +137,7 @@ def test_engines_and_front_ends_of_a_lost_machine_find_the_scheduler_that_follow
         for line in joined:
             first.wait_for_line(line, GUARD_S)
         network.lose(FIRST)
-        # Both give their connection up, and begin others, to the machine that is lost as yet.
+        # Both close their connection and open others, still to the lost machine.
         until(
             lambda: not network.ports("established") and len(network.ports("syn-sent")) == 2,
             "both connections are given up",
@@ -145,7 +145,7 @@ def test_engines_and_front_ends_of_a_lost_machine_find_the_scheduler_that_follow
         network.move()
         for line in joined:
             second.wait_for_line(line, GUARD_S)
-        processes.end(hard=True)  # engines would say goodbye, and wait for who stays unmoved
+        processes.end(hard=True)  # engines would leave, and wait for an answer
 
 
 def test_the_kernel_gives_a_connection_up_before_its_session_ends() -> None:

@@ -1,4 +1,4 @@
-"""Reports fit into any window, and who takes pictures of pages hears of those that do not."""
+"""Reports fit into any window; the picture command reports pages that do not."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ from dualpath.report.model import Table
 
 pytestmark = pytest.mark.skipif(find_chromium() is None, reason="no Chromium is installed")
 
-#: Of as many columns as no telephone shows.
+#: A table with more columns than a telephone can show.
 WIDE = Table("Wide", tuple(f"column {n}" for n in range(20)), (("1.5",) * 20,))
 
 

@@ -1,4 +1,4 @@
-"""Pages that measure, break or shape: typed as they stand, but for how much of it is done."""
+"""Pages on measuring, faults and traffic shaping: their commands, with smaller sizes."""
 
 import os
 import shutil
@@ -13,7 +13,7 @@ from tests.e2e.typed_pages import TypedPages, types
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.lab.cluster import lab_down
-from dualpath.laboratory.lab.leftovers import find_leftovers
+from dualpath.laboratory.lab.leftovers import find_remains
 from dualpath.laboratory.lab.machine import find_machine
 from dualpath.laboratory.lab.settings import LabSettings, Shaping
 from dualpath.laboratory.models.tiny import make_tiny_model
@@ -21,7 +21,7 @@ from dualpath.laboratory.models.tiny import make_tiny_model
 HOW_TO = ROOT / "docs" / "how-to"
 #: Others may have the page's lab here.
 LAB = f"pages{os.getpid()}"
-#: What makes a campaign or a run small.
+#: Arguments that make a campaign or a run small.
 FEW_FAULTS = ("--faults", "1", "--agents", "4")
 SMALL_RUN = ("--agents-per-node", "1", "--turns", "2", "--scale", "0.03", "--busy-limit", "1")
 
@@ -74,7 +74,7 @@ def test_what_a_profile_measured_is_simulated(
 
 
 def no_lab() -> str:
-    """Why this machine has no lab with everything shaped, or nothing."""
+    """Why this machine cannot have a lab with everything shaped; empty if it can."""
     try:
         shaping = find_machine(LabSettings(name=LAB)).shaping
     except ConfigError as error:
@@ -84,12 +84,12 @@ def no_lab() -> str:
 
 @pytest.fixture
 def pages(tmp_path: Path) -> Iterator[TypedPages]:
-    """A reader who may make labs, of which none is left."""
+    """A reader who may create labs; none may be left."""
     if why := no_lab():
         pytest.skip(f"lab: {why}")
     yield TypedPages(tmp_path)
     lab_down(LAB)
-    assert find_leftovers(LAB).nothing
+    assert find_remains(LAB).is_empty
 
 
 def test_a_lab_is_made_looked_at_and_removed(
@@ -120,7 +120,7 @@ def test_agents_run_on_a_lab(pages: TypedPages, capsys: pytest.CaptureFixture[st
     (run,) = pages.commands("lab.md", types("dualpath", "lab", "run"))
     ended = main([*run[1:], "--name", LAB, *SMALL_RUN])
     said = capsys.readouterr().out
-    # As the page says: a machine that was busy spoils the figures, at which nobody looks here.
+    # As on the page: a busy machine spoils the figures, which are not asserted here.
     assert ended == ("TOO BUSY" in said)
     assert "Layer Blocks compared on arrival, none wrong" in said
     assert {"basic", "dualpath", "oracle"} <= set(said.split())

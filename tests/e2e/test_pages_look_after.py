@@ -1,4 +1,4 @@
-"""Pages on a cluster that serves already, typed as they stand, beside emulated engines."""
+"""Pages on a cluster that serves already: their commands, with emulated engines."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from dualpath.storage.directory import namespaces_in
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl
 
-#: What pages leave to their readers.
+#: Values that pages leave to their readers.
 SALT, SESSION = "SALT", "agent-7"
 
 
@@ -71,7 +71,7 @@ def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
     with Supervisor() as processes:
         janitor = processes.add(pages.spawn("janitor", words))
         line = janitor.wait_for_line("this is the janitor", GUARD_S)
-        # It goes on for weeks: without a time nobody would know when.
+        # It runs for weeks, so log lines need a time.
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO dualpath\.", line), line
         janitor.terminate()
         assert janitor.wait(GUARD_S) == 0, janitor.log_tail()

@@ -1,4 +1,4 @@
-"""Pages on what a cluster is asked, decides and stands on, typed as they stand; it is emulated."""
+"""Pages on traces, decisions and checks of a cluster: their commands, with emulated engines."""
 
 import json
 import re
@@ -72,7 +72,7 @@ def test_a_node_is_checked_for_what_the_page_says(
     assert f"`--skip {left_out}" in page
     ended = main([*doctor[1:], *skip, "--json", "-"])
     found = json.loads(capsys.readouterr().out)
-    # What is wrong here is the machine's affair; that it can be seen is not.
+    # Failed checks depend on the machine; the report must show them.
     assert ended == any(finding["status"] == "error" for finding in found)
     rows = {*re.findall(r"^\| ([^|`]+?) \|", page, re.MULTILINE)} - {"check"}
     # "Storage reads" is a row's "Storage", "vLLM plugin" has a row of its own.

@@ -1,4 +1,4 @@
-"""Pages on roles and on sizes of groups, typed as they stand; the engines are emulated."""
+"""Pages on roles and on sizes of groups: their commands, with emulated engines."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from tests.guard import GUARD_S
 from dualpath.cli.main import main
 from dualpath.ops.launch.local_cluster import LocalCluster
 
-#: What each command of a page has made of `pe-1`, and of the cluster.
+#: The state of `pe-1`, and of the cluster, after each command of a page.
 STEPS = {
     "roles.md": ["3P1D", "2P2D", "1P3D", "2P2D"],
     "groups.md": ["pe-1 prefill 4", "pe-1 decode 2", "pe-1 decode 4"],
@@ -31,7 +31,7 @@ async def typed(words: list[str], endpoint: str) -> None:
 
 
 async def roles(endpoint: str) -> dict[str, object]:
-    """Return what the router says of roles."""
+    """Return the router's report on roles."""
     said = await asyncio.to_thread(curl, ["curl", f"{endpoint}/dualpath/v1/roles"])
     return dict(json.loads(said))
 

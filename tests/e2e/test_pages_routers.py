@@ -1,4 +1,4 @@
-"""Pages with vLLM's front end of their own options, typed as they stand before emulated engines."""
+"""Pages on options of vLLM's front end: their commands, with emulated engines."""
 
 import functools
 import http.client
@@ -23,12 +23,12 @@ from dualpath.ops.launch.process import Supervisor
 pytestmark = [pytest.mark.engine, pytest.mark.nixl, pytest.mark.long, pytest.mark.timeout(580)]
 
 HOW_TO = ROOT / "docs" / "how-to"
-#: The model's own, of which chats use everything.
+#: The model's own context length, which chats use in full.
 VOCABULARY = ("--vocab-size", "512")
 
 
 def listens(endpoint: str) -> bool:
-    """Whether a server answers there, whatever it says."""
+    """Whether a server answers there, with any status."""
     connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=GUARD_S)
     try:
         connection.request("GET", "/health")
@@ -90,14 +90,14 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
     told = set(", ".join(names).split(", "))
     assert {"request", "schedule", "storage_read", "h2d"} <= told
     with span_server(port) as spans, Supervisor() as processes:
-        # What is kept in DRAM is not read.
+        # Blocks cached in DRAM are not read.
         traced = pages.spawn("router", [*router, "--no-dram-tier"])
         processes.add(traced, ends_last=True)
         starts_engines(pages, processes)
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
         until(lambda: len(stored(pages)) == 4, "the blocks of the answer")
-        # Reads are those of what is stored.
+        # Reads are of stored blocks.
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
-        # The root is over last.
+        # The root span ends last.
         until(lambda: spans.names.count("request") == 2, "the spans of both requests")
         assert {*spans.names} == told

@@ -1,4 +1,4 @@
-"""The page on security typed as it stands, and KV in a lane of its own; engines are emulated."""
+"""The commands of the page on security, and KV in its own traffic class; engines are emulated."""
 
 import http.client
 import re
@@ -22,12 +22,12 @@ PAGE = ROOT / "docs" / "how-to" / "security.md"
 
 
 def makes_keys(block: Block) -> bool:
-    """Want what makes a secret or a key."""
+    """Select commands that create a secret or a key."""
     return block.language == "console" and "openssl rand" in block.text
 
 
 def status(url: str, *headers: tuple[str, str]) -> int:
-    """Return what a GET is answered with."""
+    """Return the status of a GET."""
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.netloc, timeout=GUARD_S)
     try:
@@ -55,7 +55,7 @@ def test_a_cluster_with_a_secret_keys_and_sealed_blocks_serves_who_has_a_key(
         paths = re.findall(r"`(/\w+)`", " ".join(opened))
         assert len(paths) >= 4
         endpoint = reader.pages.endpoint
-        # The light router has no /ping; it says so to everybody.
+        # The light router has no /ping and answers 404 with any key.
         assert not [path for path in paths if status(endpoint + path) == 401]
         for path in ("/v1/models", "/dualpath/v1/status", "/nowhere"):
             assert status(endpoint + path) == 401

@@ -1,4 +1,4 @@
-"""Pages that serve by one command, and front ends that are vLLM's, typed as they stand."""
+"""Pages that serve with one command, and with vLLM's front ends: their commands."""
 
 import functools
 import http.client
@@ -27,12 +27,12 @@ VOCABULARY = ("--vocab-size", "400")
 
 
 def serves(block: Block) -> bool:
-    """Want every `dualpath serve`."""
+    """Select every `dualpath serve`."""
     return block.language == "console" and "$ dualpath serve MODEL" in block.text
 
 
 def stored(pages: TypedPages) -> list[Path]:
-    """Return the blocks of requests, without those an engine measures its reads with."""
+    """Return the blocks of requests, without the blocks of an engine's read measurement."""
     found = (pages.folder / "kv").rglob("*.kv")
     return [path for path in found if "read-probe" not in str(path)]
 
@@ -90,13 +90,13 @@ def test_front_ends_serve_engines_that_are_emulated(
 
 
 def missing(endpoint: str) -> str:
-    """Say why nothing is served yet, if so."""
+    """Return why nothing is served yet; empty if it is."""
     connection = http.client.HTTPConnection(urlsplit(endpoint).netloc, timeout=5)
     try:
         connection.request("GET", "/health")
         response = connection.getresponse()
         return "" if response.status == 200 else response.read().decode()
     except OSError as error:
-        return f"nobody answers ({error})"
+        return f"no server answers ({error})"
     finally:
         connection.close()

@@ -1,4 +1,4 @@
-"""Every page's own `dualpath serve`, typed as it stands: what the option is there for is seen."""
+"""Every page's own `dualpath serve` command: the effect of its option is checked."""
 
 import contextlib
 import json
@@ -35,12 +35,12 @@ TRACE = '{"session_id": "a", "rounds": [[256, 20], [30, 10]]}\n'
 
 
 def shows_serve(block: Block) -> bool:
-    """Want blocks with a `dualpath serve`."""
+    """Select blocks with a `dualpath serve`."""
     return block.language == "console" and "$ dualpath serve" in block.text
 
 
 def exports(block: Block) -> bool:
-    """Want the block that exports the cluster's secret."""
+    """Select the block that exports the cluster's secret."""
     return block.language == "console" and f"export {SECRET_VARIABLE}" in block.text
 
 
@@ -54,7 +54,7 @@ def pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TypedPages:
 
 @contextlib.contextmanager
 def serving(pages: TypedPages, page: str, more: Sequence[str] = ()) -> Iterator[list[list[str]]]:
-    """Type the page's first `dualpath serve`, and Ctrl-C after the block; yields what follows it.
+    """Run the page's first `dualpath serve`, and end it after the block; yields the later commands.
 
     ``more`` is appended: what a machine without GPUs needs.
     """
@@ -69,7 +69,7 @@ def serving(pages: TypedPages, page: str, more: Sequence[str] = ()) -> Iterator[
 
 
 def hits_what_it_stored(pages: TypedPages, prompt: Sequence[int] = PROMPT, model: str = "") -> None:
-    """Ask twice: what the first answer stored the second one finds."""
+    """Ask twice: the second request hits the blocks that the first one stored."""
     before = len(stored(pages))
     first = complete(pages.endpoint, prompt, 20, model=model or pages.model)
     # 319 tokens have KV: four blocks of 64, of which the same prompt can hit all.

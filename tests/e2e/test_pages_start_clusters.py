@@ -27,12 +27,12 @@ ENGINE_MODULE = ENGINE_ENTRY.partition(":")[0]
 
 
 def is_for_cpus(block: Block) -> bool:
-    """Want what a reader with vLLM's CPU build types."""
+    """Select the commands for vLLM's CPU build."""
     return block.language == "console" and "vllm serve" not in block.text
 
 
 def started(name: str, pages: TypedPages, processes: Supervisor) -> list[str]:
-    """Start what the page starts; return the names, router first."""
+    """Start the processes of the page; return their names, router first."""
     exported: dict[str, str] = {}
     for words in pages.commands(name, is_for_cpus):
         match words:
@@ -68,7 +68,7 @@ def is_healthy(endpoint: str, processes: Supervisor) -> bool:
 
 
 def stored(storage: Path) -> list[Path]:
-    """Return the blocks of requests, without those an engine measures its reads with."""
+    """Return the blocks of requests, without the blocks of an engine's read measurement."""
     return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
 
 

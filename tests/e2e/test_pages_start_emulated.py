@@ -1,4 +1,4 @@
-"""Pages that start a cluster of emulated engines, typed as they stand; then agents are replayed."""
+"""Pages that start a cluster of emulated engines: their commands, then a replay of agents."""
 
 import re
 from collections.abc import Callable
@@ -19,17 +19,17 @@ ROUTER = types("dualpath", "emulate", "router")
 
 
 def scheduler(block: Block) -> bool:
-    """Want a scheduler with front ends that are light."""
+    """Select the scheduler with light front ends."""
     return types("dualpath", "scheduler")(block) and "emulate" in block.text
 
 
 def emulated(block: Block) -> bool:
-    """Want every cluster of the page."""
+    """Select every cluster of the page."""
     return block.language == "console"
 
 
 def has_hits(replayed: str) -> bool:
-    """Whether the second turn loaded what the first had stored."""
+    """Whether the second turn loaded the blocks that the first had stored."""
     return re.search(r"hit rate +│ +[1-9][0-9.]*%", replayed) is not None
 
 

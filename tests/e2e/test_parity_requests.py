@@ -37,7 +37,7 @@ from dualpath.core.modes import Mode
 
 pytestmark = pytest.mark.engine
 
-#: What plain server, router and engines are all started with.
+#: Arguments of the plain server, the router and the engines.
 VLLM_ARGUMENTS = (
     "--enable-auto-tool-choice", "--tool-call-parser", "hermes",
     "--reasoning-parser", "qwen3",
@@ -150,6 +150,6 @@ def test_a_client_that_leaves_frees_both_engines(case: Case, servers: Servers) -
 
 
 def free_hbm_tokens(cluster: EngineCluster) -> dict[str, int]:
-    """Return what each engine last reported."""
+    """Return the free HBM that each engine last reported."""
     reports = {state.info.engine_id: state.report for state in cluster.service.registry.all()}
     return {name: report.free_hbm_tokens for name, report in reports.items() if report is not None}

@@ -1,4 +1,4 @@
-"""A cluster of emulated engines on two raylets: it answers, loses a node, and gets it back."""
+"""A cluster of emulated engines on two raylets: it answers, loses a node, and recovers."""
 
 import os
 import threading
@@ -77,10 +77,10 @@ def answer(cluster: LocalCluster, generate: int) -> Answer:
 
 
 def looked_after(cluster: LocalCluster, true: Callable[[], object], what: str) -> None:
-    """Wait for a condition while the cluster is watched, as `dualpath serve` does."""
+    """Wait for a condition while the cluster is supervised as by `dualpath serve`."""
 
     def look() -> object:
-        cluster.look_after()
+        cluster.supervise()
         return true()
 
     until(look, what, GUARD_S)
@@ -109,9 +109,9 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     looked_after(cluster, lambda: not all(p.alive for p in cluster.processes), "a lost process")
     (lost,) = (process for process in cluster.processes if not process.alive)
     assert lost.name in ("pe-0", "de-0")
-    assert "lost on its way or with its node: ActorDiedError" in lost.log_tail()
+    assert "lost with its actor or node: ActorDiedError" in lost.log_tail()
     until(lambda: lost.name not in alive(cluster), "the engine is lost")
-    waits = f"{lost.name} waits until Ray has a place for it"
+    waits = f"{lost.name} waits for Ray to place it"
     looked_after(
         cluster, lambda: waits in caplog.messages[before:], "a process that waits for its place"
     )
@@ -119,7 +119,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     ray_cluster.join()
     looked_after(cluster, lambda: alive(cluster) == {"pe-0", "de-0"}, "both engines")
     since = caplog.messages[before:]
-    assert any(text.startswith(f"{lost.name} has a place, on ") for text in since)
+    assert any(text.startswith(f"{lost.name} was placed on ") for text in since)
     looked_after(cluster, lambda: under_way.over, "the end of the stream")
     assert (under_way.error, len(under_way.token_ids)) == ("", 100)
     assert under_way.token_ids[:40] == first.token_ids
@@ -166,7 +166,7 @@ def test_ray_gives_engines_their_devices_and_what_it_cannot_place_is_refused(
 
 
 def spoken(secret: str, ray_cluster: RayCluster) -> list[str]:
-    """Return where a secret can be read: in files of Ray, on a command line."""
+    """Return where a secret can be read: files of Ray, command lines."""
     found = [
         str(path)
         for path in Path(ray_cluster.folder).rglob("*")

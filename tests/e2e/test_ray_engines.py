@@ -1,4 +1,4 @@
-"""Real vLLM engines on two raylets: what one request stores the next one loads."""
+"""Real vLLM engines on two raylets: a request loads the blocks that an earlier one stored."""
 
 from pathlib import Path
 

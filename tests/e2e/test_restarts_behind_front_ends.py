@@ -1,7 +1,7 @@
 """Scheduler, front ends and engines are restarted one after another under agents.
 
-Nobody is turned away, so that a client needs no second try, but for a connection that comes in the
-moment in which a front end's listener goes, which the kernel resets.
+No request is refused, so clients do not retry.  The exception is a connection that arrives at the
+moment at which a front end's listener closes; the kernel resets it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ ROUNDS = 2
 
 
 class Restarts:
-    """Restarts processes under agents: the next one when the one before is back and serves."""
+    """Restarts processes under agents, each one after the previous one serves again."""
 
     def __init__(self, made: Router, processes: Processes, agents: Sequence[Agents]) -> None:
         self._made = made
@@ -91,7 +91,7 @@ class Restarts:
 
 @contextlib.asynccontextmanager
 async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Restarts]:
-    """A cluster under agents; in the end nobody was turned away and every token was right."""
+    """A cluster under agents; in the end no request was refused and every token was right."""
     made = await scaled(folder, processes, ENGINES)
     # Some keep their connection from request to request, some have a new one for each.
     async with (

@@ -1,4 +1,4 @@
-"""Engines change their role under agents, asked by a call; no request fails, no byte is wrong."""
+"""Engines change their role under agents by an HTTP call; no request fails, no byte is wrong."""
 
 import asyncio
 import contextlib
@@ -28,19 +28,19 @@ from dualpath.core.errors import DualPathError
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.ops.launch.restarts import Restarts
-from dualpath.ops.launch.role_wishes import RoleWishes
+from dualpath.ops.launch.role_wishes import RequestedRoles
 from dualpath.router.control.roles_client import call_roles
 
 
 class Supervised(Cluster):
-    """A cluster whose engines are started again in the role that the router wishes."""
+    """A cluster whose engines are restarted in the role that the router requests."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)
         self.shapes = {name: UnitShape(Role(name.partition("-")[0])) for name in ENGINES}
         self._restarts = Restarts(self._start_again)
         units = {name: name for name in ENGINES}
-        self._wishes = RoleWishes(self._ask, units, self.shapes, lambda role: 1, self._change)
+        self._wishes = RequestedRoles(self._ask, units, self.shapes, lambda role: 1, self._change)
 
     def start(self, name: str) -> LocalProcess:
         if name not in self.shapes:
@@ -59,18 +59,18 @@ class Supervised(Cluster):
 
     def _change(self, name: str, shape: UnitShape) -> None:
         self.shapes[name] = shape
-        self._restarts.ask(name, time.monotonic())
+        self._restarts.expect_exit(name, time.monotonic())
         self._processes.process(name).terminate()
 
     @contextlib.asynccontextmanager
     async def supervised(self) -> AsyncIterator[None]:
-        """Watch the engines in the block, as ``dualpath serve`` does."""
+        """Supervise the engines in the block, as ``dualpath serve`` does."""
 
         async def watch() -> None:
             while True:
                 engines = [self._processes.process(name) for name in ENGINES]
-                self._restarts.turn(engines, time.monotonic())
-                self._wishes.turn(time.monotonic())
+                self._restarts.poll(engines, time.monotonic())
+                self._wishes.poll(time.monotonic())
                 await asyncio.sleep(0.05)
 
         watching = asyncio.create_task(watch())
@@ -114,8 +114,8 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
             counted = await answer.text()
     assert set(agents.ends) == {"well"}, agents.ends
     assert 'outcome="joined",reason="asked",to_role="decode"} 1.0' in counted
-    restarted = "prefill-1 has ended as it was asked to and is started again at once"
+    restarted = "prefill-1 has exited as requested and is restarted"
     ended = [r.message for r in caplog.records if r.name.endswith(".restarts")]
     assert ended[0] == restarted
-    assert len(ended) == 2  # and nothing ended by itself
+    assert len(ended) == 2  # and no process ended by itself
     print(dict(agents.ends), said.out)

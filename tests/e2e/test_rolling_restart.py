@@ -14,7 +14,7 @@ from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.guard import GUARD_S
 
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
-from dualpath.laboratory.chaos.settings import EmulatedVictims
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
@@ -22,13 +22,13 @@ from dualpath.router.standby.turn import STANDS_BY
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")
 AGENTS = 6
-#: As OpenAI's clients: what is said to be temporary is tried again.
+#: Statuses that OpenAI's clients retry as temporary.
 RETRIED = (429, 503)
-RETRIED_ENDS = {"turned away", "not there", "not answered"}
+RETRIED_ENDS = {"refused", "not there", "not answered"}
 
 
 class Cluster:
-    """Two routers that take turns, and engines; each can be restarted."""
+    """Two routers, one of them on standby, and engines; each can be restarted."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         self._folder = folder
@@ -60,15 +60,15 @@ class Cluster:
         self.start(name)
 
     async def router(self) -> str:
-        """Return the name of the router that serves, once the other one stands by."""
+        """Return the name of the router that serves, once the other one is on standby."""
         routers = [self._processes.process(name) for name in ROUTERS]
         for router in routers:
             await asyncio.to_thread(router.wait_for_line, STANDS_BY, GUARD_S)
-        return next(r.name for r in routers if r.find_line("front door"))
+        return next(r.name for r in routers if r.find_line("dualpath emulated router"))
 
 
 class Agents:
-    """Clients of emulated engines: ask again what was turned away, count how everything ended."""
+    """Clients of emulated engines that retry refused requests and count the outcomes."""
 
     def __init__(self, http: aiohttp.ClientSession, endpoint: str) -> None:
         self._http = http
@@ -77,7 +77,7 @@ class Agents:
         self.over = asyncio.Event()
 
     async def play(self, agent: int) -> None:
-        """Ask turn after turn, each with all that was said before."""
+        """Send turn after turn, each with the whole conversation so far."""
         context = [agent + 1]
         while not self.over.is_set():
             context += [7] * 40 if len(context) < 600 else []
@@ -96,7 +96,7 @@ class Agents:
                 url = f"{self._endpoint}/v1/completions"
                 async with self._http.post(url, json=body) as answer:
                     if answer.status in RETRIED:
-                        self.ends["turned away"] += 1
+                        self.ends["refused"] += 1
                         await asyncio.sleep(float(answer.headers["Retry-After"]) / 10)
                         continue
                     if answer.status != 200:
@@ -109,7 +109,7 @@ class Agents:
                 self.ends["not there"] += 1  # nothing was sent
                 await asyncio.sleep(0.05)
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                # An idle connection was closed just when it was used again; no byte of an answer.
+                # An idle connection was closed just when it was reused; no byte of an answer came.
                 self.ends["not answered"] += 1
             except aiohttp.ClientError as error:
                 self.ends[f"broken off: {error!r}"] += 1
@@ -117,8 +117,8 @@ class Agents:
 
 
 def right_answer(prompt: Sequence[int], tokens: int) -> list[int]:
-    """Return what emulated engines answer, whichever of them does."""
-    return list(islice(EmulatedEngines(EmulatedVictims()).following(prompt), tokens))
+    """Return the answer that any emulated engine gives."""
+    return list(islice(EmulatedEngines(EmulatedEnginesSettings()).expected_tokens(prompt), tokens))
 
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> float:
@@ -169,7 +169,7 @@ async def under_load(made: Cluster) -> AsyncIterator[tuple[aiohttp.ClientSession
 
 
 async def well_after(agents: Agents, more: int) -> None:
-    """Wait for so many more answers."""
+    """Wait for this many more answers."""
     wanted = agents.ends["well"] + more
 
     async def there() -> bool:
@@ -232,5 +232,5 @@ async def test_after_a_kill_of_the_router_the_one_that_stood_by_answers(
             print(f"healthy {health_s:.2f} s and an answer {answer_s:.2f} s after the kill")
             await well_after(agents, AGENTS)
     assert set(agents.ends) <= RETRIED_ENDS | {"well"}, agents.ends
-    # Only what was open when a router was killed.
+    # Only requests that were open when a router was killed.
     assert agents.ends["not answered"] <= 3 * AGENTS

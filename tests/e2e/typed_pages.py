@@ -1,4 +1,4 @@
-"""Pages that start a cluster, typed as they stand, with this machine's own folders and ports."""
+"""Commands of pages that start a cluster, with this machine's own folders and ports."""
 
 import http.client
 import os
@@ -14,12 +14,12 @@ from tests.guard import GUARD_S
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess
 
-#: Ports that pages speak of; others may have them here.
+#: Ports that pages name; other programs may use them here.
 PORTS = ("5700", "5701", "8000", "8001", "8002")
 
 
 class TypedPages:
-    """What a reader of some pages types in ``folder``.
+    """The commands of some pages, run in ``folder``.
 
     ``model`` is where they say MODEL or FOLDER; ``also`` has more of what has another name here.
     """
@@ -32,7 +32,7 @@ class TypedPages:
         self._here = {port: str(claim_port()) for port in PORTS}
         self.endpoint = f"http://127.0.0.1:{self._here['8000']}"
         control = self._here["5700"]
-        #: What commands leave at its default is said by variables: they stay as they are.
+        #: Values set by environment variables, which commands leave at their defaults.
         self._variables = {
             "serve": {"DUALPATH_CLUSTER_PORT": self._here["8000"]},
             "scheduler": {
@@ -72,7 +72,7 @@ class TypedPages:
         )
 
     def port(self, named: str) -> str:
-        """Return which port here is the one that pages call ``named``."""
+        """Return the port that is used here for the port ``named`` of the pages."""
         return self._here[named]
 
     def _translated(self, word: str) -> str:
@@ -82,7 +82,7 @@ class TypedPages:
 
 
 def types(*beginning: str) -> Callable[[Block], bool]:
-    """Want the blocks whose first command begins so."""
+    """Select the blocks whose first command begins so."""
 
     def wanted(block: Block) -> bool:
         return block.language == "console" and commands(block)[0][: len(beginning)] == [*beginning]
@@ -91,7 +91,7 @@ def types(*beginning: str) -> Callable[[Block], bool]:
 
 
 def curl(words: list[str]) -> bytes:
-    """Ask what a `curl` command asks; return the body of a good answer."""
+    """Send the request of a `curl` command; return the body of a successful answer."""
     headers: dict[str, str] = {}
     method, body = "", None
     url = next(word for word in words if "://" in word)

@@ -100,7 +100,7 @@ class CompiledScheduler:
         scheduler.submit(
             self._state, number, request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         )
-        blocks = {prefix.engine_id: prefix.blocks for prefix in request.kept}
+        blocks = {prefix.engine_id: prefix.blocks for prefix in request.cached}
         for engine_id, engine in self._engines.items():
             tokens = min(blocks.get(engine_id, 0) * self._block_tokens, request.hit_tokens)
             scheduler.keep(self._state, number, engine, tokens)

@@ -117,7 +117,7 @@ def test_one_run_kept_what_agents_came_back_for():
     decided = assignments(LOGS["dualpath-kept"])
     assert [a.read_reason for a in decided].count("kept") >= 40
     assert "kept" in {a.de_reason for a in decided}
-    sources = {tuple((run.side, run.kept) for run in a.reads) for a in decided}
+    sources = {tuple((run.side, run.cached) for run in a.reads) for a in decided}
     assert sources >= {
         ((Role.DECODE, True),),
         ((Role.DECODE, True), (Role.PREFILL, False)),
@@ -139,11 +139,11 @@ def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
 
 @pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
 def test_the_others_read_every_hit_from_storage(name):
-    assert not any(run.kept for a in assignments(LOGS[name]) for run in a.reads)
+    assert not any(run.cached for a in assignments(LOGS[name]) for run in a.reads)
 
 
 def all_kept(assignment: Assignment) -> bool:
-    return all(run.kept for run in assignment.reads)
+    return all(run.cached for run in assignment.reads)
 
 
 def test_one_run_lost_an_engine_with_requests_on_it():
@@ -230,7 +230,7 @@ def test_a_changed_load_is_found(driver):
 def test_what_engines_keep_unheard_is_found(driver):
     def unheard(event: Event) -> Event:
         if isinstance(event, Submitted):
-            return Submitted(msgspec.structs.replace(event.request, kept=()))
+            return Submitted(msgspec.structs.replace(event.request, cached=()))
         return event
 
     tampered = changed(before_losses(LOGS["dualpath-kept"]), unheard)

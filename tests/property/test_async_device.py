@@ -1,4 +1,4 @@
-"""Layerwise prefill on a device that computes behind the host's back (``tests/async_device.py``).
+"""Layerwise prefill on a device that computes asynchronously (``tests/async_device.py``).
 
 For any order in which kernels, copies, transfers and threads may run: a layer's KV has arrived when
 attention reads it, nothing overwrites it before attention is through, and what is sent is what was
@@ -49,7 +49,7 @@ from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 
 HBM_BLOCKS, SLOTS = 8, 10
-#: Two looks of a wait.
+#: Two polls of a wait.
 DEADLINE_S = 0.5
 SIZE = GEOMETRY.bytes_of(0)
 #: As DeepSeek-V3.2 has them; a Layer Block has the same bytes as in GEOMETRY.
@@ -154,45 +154,45 @@ class Engine:
         work: Batch,
         layers: LayerSettings,
         at_layer: Callable[[int], None] = lambda _: None,
-        begins_unseen: bool = False,
+        read_before_hook: bool = False,
     ) -> WorldLayerStream:
         """A forward pass as vLLM queues it: new KV, wait for loaded KV, attention.
 
-        A layer that ``begins_unseen`` reads its KV before that wait, too; then each is waited for
-        when the one before is computed.
+        With ``read_before_hook`` a layer reads its KV before that wait, too; then each is waited
+        for when the one before is computed.
         """
         for chunk, _ in work:
             computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
             resident = chunk.chunk.first if computed_before and not layers.overlap else 0
-            for layer in range(GEOMETRY.layers):  # somebody else's pass, still under way
+            for layer in range(GEOMETRY.layers):  # another pass, still under way
                 for block in chunk.hbm_blocks[resident:]:
                     self.kernel_writes(layer, block, GARBAGE)
         stream = self.stream([chunk for chunk, _ in work], layers)
         stream.begin()
-        if begins_unseen:
+        if read_before_hook:
             stream.wait_loaded(0)
         for layer in range(GEOMETRY.layers):
             at_layer(layer)
-            self.one_layer(stream, work, layer, begins_unseen)
+            self.one_layer(stream, work, layer, read_before_hook)
         stream.finish()
         return stream
 
     def one_layer(
-        self, stream: WorldLayerStream, work: Batch, layer: int, begins_unseen: bool = False
+        self, stream: WorldLayerStream, work: Batch, layer: int, read_before_hook: bool = False
     ) -> None:
         """Queue one layer of a pass."""
         self.world.drift(8)
         for chunk, keys in work:
             for block in range(chunk.chunk.first, chunk.chunk.end):
                 self.kernel_writes(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
-        if begins_unseen:
+        if read_before_hook:
             self.attention(stream, work, layer)
         stream.wait_loaded(layer)
         for _ in range(2):  # a kernel reads for a while
             self.attention(stream, work, layer)
         self.world.drift(8)
         stream.computed(layer)
-        if begins_unseen and layer + 1 < GEOMETRY.layers:
+        if read_before_hook and layer + 1 < GEOMETRY.layers:
             stream.wait_loaded(layer + 1)
 
     def attention(self, stream: WorldLayerStream, work: Batch, layer: int) -> None:
@@ -265,7 +265,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
             decode_agents=("de",),
         )
-        assert engine.forward([(chunk, keys)], layers, begins_unseen=two_parts).failures == {}
+        assert engine.forward([(chunk, keys)], layers, read_before_hook=two_parts).failures == {}
     assert engine.wrong == []
     for block, key in enumerate(keys):
         assert engine.de_buffer.view(block).tobytes() == full_block(key), block
@@ -417,7 +417,7 @@ def prompt_of(
     st.integers(0, GEOMETRY.layers - 1),
     st.integers(0, 2**32),
 )
-def test_an_agent_that_stalls_fails_its_own_request_and_its_late_bytes_hit_nobody(
+def test_an_agent_that_stalls_fails_its_own_request_and_its_late_bytes_reach_no_other(
     layer_buffers: int, own_copier: bool, stalls_at: int, wakes_at: int, seed: int
 ) -> None:
     overlap = layer_buffers > 0
@@ -457,7 +457,7 @@ def test_an_agent_that_stalls_fails_its_own_request_and_its_late_bytes_hit_nobod
 
 @settings(max_examples=60, deadline=None)
 @given(st.booleans(), st.integers(0, 2**32))
-def test_a_prompt_is_copied_in_after_the_blocks_last_user_and_read_when_it_is_there(
+def test_a_prompt_is_copied_after_the_last_use_of_its_blocks_and_read_when_complete(
     own_copier: bool, seed: int
 ) -> None:
     engine = Engine(seed, GEOMETRY.layers, own_copier)
@@ -510,9 +510,9 @@ def test_generated_blocks_are_copied_out_as_computed_before_the_next_step_overwr
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**32))
-def test_a_step_is_held_by_its_own_copies_and_little_of_a_prompt_that_is_loaded(seed: int) -> None:
+def test_a_step_waits_for_its_own_copies_and_little_of_a_loaded_prompt(seed: int) -> None:
     engine = Engine(seed, GEOMETRY.layers, own_copier=False)
-    # As on a CPU, or where a GPU is idle: what waits for computation need not wait.
+    # As on a CPU or an idle GPU: all computation is over at once.
     engine.after, engine.device = EventWaiter(HostDevice(), "idle"), HostDevice()
     copier = engine.copier()
     layer_bytes = 3 * SIZE
@@ -521,7 +521,7 @@ def test_a_step_is_held_by_its_own_copies_and_little_of_a_prompt_that_is_loaded(
     prompt = PromptLayout(GEOMETRY, 3 * GEOMETRY.block_tokens, de_slots=(0, 1, 2))
     for name in ("a", "b"):
         copier.into_hbm(name, decode_steps(prompt), [6, 1, 4], loading.append)
-    assert engine.transport.moving_bytes == 0  # the step goes on at once
+    assert engine.transport.moving_bytes == 0  # the step does not wait
     engine.world.drift(50)
     left: list[str | None] = []
     block_out = BlockOut(generated_steps(GEOMETRY, 0)[:-1], 5, left.append)
@@ -533,16 +533,16 @@ def test_a_step_is_held_by_its_own_copies_and_little_of_a_prompt_that_is_loaded(
     assert left == [None]
 
 
-#: Layers 1, 2 and 4 look back over a window, and have block ids of their own.
+#: Layers 1, 2 and 4 have a sliding window and separate block ids.
 GROUP_OF_LAYER = (0, 1, 1, 0, 1)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.booleans(), st.integers(0, 3), st.integers(0, 4), st.booleans(), st.integers(0, 2**32))
-def test_layers_with_windows_get_the_blocks_they_look_at_and_no_other_is_touched(
+def test_layers_with_windows_get_only_the_blocks_in_their_windows(
     own_copier: bool, behind: int, found: int, last_is_computed: bool, seed: int
 ) -> None:
-    """As at a hybrid decode engine: a group's last blocks, in ids that no other group has.
+    """As at a hybrid decode engine: the last blocks of a group, in ids of that group only.
 
     What it found in HBM has no ids, in no group.
     """

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys, chain_root
 from dualpath.core.key_extras import KeyExtras, PromptItem
-from dualpath.core.key_memory import RUN_TOKENS, KeyMemory
+from dualpath.core.key_memory import RUN_TOKENS, KeyCache
 from dualpath.core.token_encoding import encoded_blocks
 
-#: Around every width of CBOR's integers, and beyond those that are encoded at once.
+#: Around every width of CBOR's integers, and beyond those that numpy encodes.
 EDGES = [n for edge in (24, 1 << 8, 1 << 16, 1 << 32) for n in (edge - 1, edge)]
 TOKENS = st.one_of(st.sampled_from([0, 1, *EDGES[:-1]]), st.integers(0, 200_000))
 ANY_IDS = st.one_of(TOKENS, st.sampled_from([-1, EDGES[-1], 1 << 64]))
@@ -59,11 +59,9 @@ def test_block_keys_are_the_chain(tokens, salt, extra):
     capacity_runs=st.integers(0, 5),
     block_tokens=st.sampled_from([64, 400, 2 * RUN_TOKENS]),
 )  # fmt: skip
-def test_what_is_remembered_of_a_prompt_is_what_would_be_computed(
-    turns, capacity_runs, block_tokens
-):
+def test_cached_keys_equal_computed_keys(turns, capacity_runs, block_tokens):
     """Prompts share prefixes, differ in a token or in salt only, and push each other out."""
-    memory = KeyMemory(block_tokens, capacity_runs)
+    memory = KeyCache(block_tokens, capacity_runs)
     for agent, salt, length, odd_one in turns:
         prompt = list(range(agent, agent + length))
         if odd_one < length:
@@ -76,7 +74,7 @@ def test_what_is_remembered_of_a_prompt_is_what_would_be_computed(
 
 @st.composite
 def images(draw):
-    """Images of a prompt, one after the other, of few contents so that prompts share some."""
+    """Consecutive images of a prompt, with few contents so that prompts share some."""
     found, at = [], 0
     places = st.tuples(st.integers(0, 700), st.integers(1, 300))
     for gap, length in draw(st.lists(places, max_size=5)):
@@ -94,11 +92,11 @@ def images(draw):
     length=st.integers(0, 3 * RUN_TOKENS),
     block_tokens=st.sampled_from([64, 400]),
 )  # fmt: skip
-def test_prompts_of_equal_tokens_share_keys_up_to_what_differs_beside_them(
+def test_prompts_of_equal_tokens_share_keys_up_to_the_first_different_extra(
     prompts, length, block_tokens
 ):
-    """Images move, adapters and salts change; what one prompt left is never another's."""
-    memory, tokens = KeyMemory(block_tokens), list(range(length))
+    """With other images, adapters or salts a prompt never gets another prompt's cached keys."""
+    memory, tokens = KeyCache(block_tokens), list(range(length))
     for items, salt, every in prompts:
         extras = KeyExtras(every, salt, items)
         expected = defined(tokens, block_tokens, salt, every, items)
@@ -106,8 +104,8 @@ def test_prompts_of_equal_tokens_share_keys_up_to_what_differs_beside_them(
         assert memory.keys(tokens, extras) == expected
 
 
-def test_a_remembered_prefix_is_not_computed_again(monkeypatch):
-    memory = KeyMemory(64)
+def test_a_cached_prefix_is_not_computed_again(monkeypatch):
+    memory = KeyCache(64)
     context = list(range(10 * RUN_TOKENS))
     memory.keys(context)
     computed = []
@@ -122,8 +120,8 @@ def test_a_remembered_prefix_is_not_computed_again(monkeypatch):
     assert computed == [100, 10 * RUN_TOKENS + 100]
 
 
-def test_the_first_run_of_a_prompt_is_the_last_to_be_forgotten(monkeypatch):
-    memory = KeyMemory(64, capacity_runs=2)
+def test_the_first_run_of_a_prompt_is_evicted_last(monkeypatch):
+    memory = KeyCache(64, capacity_runs=2)
     context = list(range(4 * RUN_TOKENS))
     memory.keys(context)
     monkeypatch.setattr(
@@ -134,8 +132,8 @@ def test_the_first_run_of_a_prompt_is_the_last_to_be_forgotten(monkeypatch):
 
 
 @given(st.integers(8, 40), st.integers(0, 40), st.sampled_from([None, "salt"]), st.booleans())
-def test_a_chain_goes_on_behind_the_keys_that_are_known(length, known_tokens, salt, pictured):
-    tokens, memory = list(range(length)), KeyMemory(8)
+def test_a_chain_continues_after_known_keys(length, known_tokens, salt, pictured):
+    tokens, memory = list(range(length)), KeyCache(8)
     items = (PromptItem("picture", 13, 7),) if pictured else ()
     known = defined(tokens[:known_tokens], 8, salt, items=items)
     extras = KeyExtras(cache_salt=salt, items=items)

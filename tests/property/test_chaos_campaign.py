@@ -1,4 +1,4 @@
-"""Two thousand clusters on virtual time, each with the faults of its seed."""
+"""Two thousand simulated clusters, each with the faults of its seed."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from dualpath.laboratory.chaos.simulation.campaign import outcomes
 
 SEEDS = 2000
-#: Seeds of one test: a minute or two of two slow cores.
+#: Seeds per test: a minute or two on two slow cores.
 AT_ONCE = 500
 
 
@@ -16,7 +16,7 @@ AT_ONCE = 500
     "first",
     [0, *(pytest.param(first, marks=pytest.mark.long) for first in range(AT_ONCE, SEEDS, AT_ONCE))],
 )
-def test_nothing_is_lost_nothing_hangs_and_nothing_is_wrong(first: int) -> None:
+def test_no_request_is_lost_hangs_or_gets_wrong_tokens(first: int) -> None:
     failing = [o for o in outcomes(first, AT_ONCE, os.cpu_count() or 1) if o.problems]
-    told = [f"seed {o.seed}: {'; '.join(o.problems[:3])}" for o in failing]
-    assert not failing, "\n".join(told)
+    messages = [f"seed {o.seed}: {'; '.join(o.problems[:3])}" for o in failing]
+    assert not failing, "\n".join(messages)

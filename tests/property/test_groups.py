@@ -73,7 +73,7 @@ class Group:
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
         self.greetings = [1] * SIZE
-        self.said: list[control.Hello] = []
+        self.said: list[control.Register] = []
 
     def step(self, what: str, number: int) -> None:
         engine_id = f"p{number}"
@@ -93,8 +93,8 @@ class Group:
         elif what == "dead" and (state := self.registry.get(engine_id)):
             self.server.declare_dead(state.info.writer)
         elif what == "goodbye" and (state := self.registry.get(engine_id)):
-            goodbye = control.Goodbye("test")
-            self.server._heard(state, b"", envelopes.outside(goodbye, state.talk.session))
+            goodbye = control.Deregister("test")
+            self.server._heard(state, b"", envelopes.unnumbered(goodbye, state.talk.session))
         elif what == "drained" and (state := self.registry.get(engine_id)):
             state.drained = state.alive
         elif what == "silence":
@@ -113,8 +113,8 @@ class Group:
         self.said.append(hello)
         self.hear(hello)
 
-    def hear(self, hello: control.Hello) -> None:
-        self.server._handle(b"peer", [envelopes.encode(envelopes.outside(hello))])
+    def hear(self, hello: control.Register) -> None:
+        self.server._handle(b"peer", [envelopes.encode(envelopes.unnumbered(hello))])
 
 
 @settings(max_examples=300)
@@ -139,7 +139,7 @@ def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
     group.step("start all", 0)
     for hello in late:
         group.hear(hello)
-    for rank in range(SIZE):  # a late greeting may have ended a session: they greet anew
+    for rank in range(SIZE):  # a late registration may have ended a session: they greet anew
         group.step("greet", rank)
     group.step("greet", 0)
     for rank in range(1, SIZE):

@@ -45,7 +45,7 @@ Bytes = NDArray[np.uint8]
 
 
 class Cut:
-    """How an engine of ``ranks`` shares KV ``heads``; ranks that have the same heads are replicas.
+    """An engine of ``ranks`` that divide KV ``heads``; ranks with the same heads are replicas.
 
     ``latent``: parts that every rank has whole.
     """
@@ -62,7 +62,7 @@ class Cut:
 
 
 class Rank:
-    """One mover: its HBM, and what it sees of its engine's buffers of whole blocks."""
+    """One rank: its HBM, and its views of its engine's buffers of Full Blocks."""
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ def divide(heads: int, ranks: int) -> bool:
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[BlockGeometry, int, set[tuple[int, int]]]:
-    """Blocks of unequal layers, the KV heads of parts that have some, and those that have none."""
+    """Blocks of unequal layers, with KV heads of their parts, or without heads."""
     heads = draw(st.sampled_from([1, 2, 4, 6, 12]))
     layers, latent = [], set()
     for layer in range(draw(st.integers(1, 4))):
@@ -245,7 +245,7 @@ def models(draw: st.DrawFn) -> tuple[BlockGeometry, int, set[tuple[int, int]]]:
 
 @settings(max_examples=60, deadline=None)
 @given(models(), st.sampled_from(RANKS), st.sampled_from(RANKS))
-def test_engines_cut_in_any_way_move_the_same_whole_blocks(
+def test_engines_of_any_tensor_parallelism_move_the_same_full_blocks(
     model: tuple[BlockGeometry, int, set[tuple[int, int]]], prefill: int, decode: int
 ) -> None:
     geometry, heads, latent = model
@@ -272,7 +272,7 @@ def test_nixl_moves_slices_of_registered_blocks(nixl: Opener) -> None:
     every_path_moves_whole_blocks(nixl, geometry, Cut(2, 2, latent), Cut(1, 2, latent))
 
 
-def test_ranks_and_heads_are_given_out_evenly_or_not_at_all() -> None:
+def test_ranks_and_heads_are_divided_evenly_or_refused() -> None:
     given_out = {(1, 8): 1, (4, 8): 4, (3, 6): 3, (8, 2): 2, (3, 1): 1}
     assert {(r, h): slices_of(r, h) for r, h in given_out} == given_out
     for ranks, heads in ((3, 2), (4, 6), (6, 4)):
@@ -280,7 +280,7 @@ def test_ranks_and_heads_are_given_out_evenly_or_not_at_all() -> None:
             slices_of(ranks, heads)
 
 
-def test_a_part_is_cut_evenly_or_not_at_all() -> None:
+def test_a_part_is_divided_evenly_or_refused() -> None:
     (part,) = BlockGeometry.uniform(1, 4, 30).parts
     assert [PartSlice(i, 3).of(part)[2:] for i in range(3)] == [(0, 10), (10, 10), (20, 10)]
     with pytest.raises(ConfigError, match="30 bytes, which 4 ranks cannot share"):
@@ -289,7 +289,7 @@ def test_a_part_is_cut_evenly_or_not_at_all() -> None:
         PartSlice(3, 3).of(part)
 
 
-def test_hbm_that_is_not_of_these_blocks_is_refused() -> None:
+def test_hbm_that_does_not_match_the_blocks_is_refused() -> None:
     geometry = BlockGeometry(4, ((64, 32),))
     whole, half = (HbmPart(RegionInfo("hbm", 4096, size, size, 1)) for size in (64, 32))
     with pytest.raises(ConfigError, match="blocks have 1"):

@@ -58,13 +58,13 @@ def test_before_every_chunk_all_kv_before_it_is_loaded_or_resident(data, residen
 
 
 @given(st.integers(0, 90), st.integers(0, 40), st.integers(1, 9))
-def test_a_window_sees_the_blocks_of_its_last_tokens(tokens, window, block_tokens):
+def test_a_window_has_the_blocks_of_its_last_tokens(tokens, window, block_tokens):
     seen = {t // block_tokens for t in range(tokens + 1) if not window or tokens - t < window}
     assert first_seen_block(tokens, window, block_tokens) == min(seen)
 
 
 @given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 20))
-def test_of_a_run_the_blocks_from_the_first_seen_one_on_are_seen(first, run, seen_from):
+def test_seen_blocks_of_a_run_begin_with_the_first_seen_one(first, run, seen_from):
     seen = [block for block in range(first, first + run) if block >= seen_from]
     assert counts.seen_blocks(first, run, seen_from) == len(seen)
 

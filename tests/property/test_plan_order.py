@@ -1,4 +1,4 @@
-"""Engines execute the plan, all of it: no step begins before its KV lies where it begins."""
+"""Engines execute the whole plan: no step begins before its KV is at its source."""
 
 import json
 import tempfile
@@ -66,7 +66,7 @@ def traced(path: Path, geometry: BlockGeometry = GEOMETRY) -> list[Executed]:
 def run_traced(
     prompt: Prompt, folder: Path, mode: Mode, layer_buffers: int, geometry: BlockGeometry
 ) -> tuple[list[Executed], list[Present], Tally[str]]:
-    """Run a prompt; return what was executed, what KV came otherwise, and both engines' counters.
+    """Run a prompt; return the executed steps, other KV, and the counters of both engines.
 
     One generated block follows; its steps call it block 0, so they come last and alone.
     """
@@ -111,7 +111,7 @@ def layer_blocks(plan: list[Step]) -> Tally[tuple[str, int, int | None, bool]]:
     st.sampled_from([Mode.DUALPATH, Mode.BASIC]),
     st.sampled_from([GEOMETRY, WINDOWED]),
 )
-def test_the_plan_is_executed_all_of_it_in_an_order_that_may_be(
+def test_the_whole_plan_is_executed_in_a_valid_order(
     prompt: Prompt, layer_buffers: int, mode: Mode, geometry: BlockGeometry
 ) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -168,14 +168,14 @@ SPLIT = PromptLayout(
 
 @pytest.mark.parametrize("layout", [SPLIT, PromptLayout(SMALL, 9)])
 @pytest.mark.parametrize("chunks", [(), (1, 1)])
-def test_the_order_of_a_plan_may_be(layout: PromptLayout, chunks: tuple[int, ...]) -> None:
+def test_the_order_of_a_plan_is_valid(layout: PromptLayout, chunks: tuple[int, ...]) -> None:
     if not layout.hits:
         chunks = (*chunks, 1) if chunks else ()
     plan = list(whole_plan(layout, chunks))
     assert begun_too_early(one_by_one(plan), present_from_the_start(layout), SMALL) == []
 
 
-def test_a_step_before_the_one_that_brings_its_kv_is_found() -> None:
+def test_a_step_before_its_dependency_is_found() -> None:
     plan = list(whole_plan(SPLIT))
     present = present_from_the_start(SPLIT)
     for position, step in enumerate(plan):
@@ -200,7 +200,7 @@ def test_a_step_before_the_one_that_brings_its_kv_is_found() -> None:
         ("persist", ("miss",)),
     ],
 )
-def test_what_a_step_waits_for_follows_from_where_its_blocks_lie(
+def test_the_dependencies_of_a_step_follow_from_its_source(
     label: str, expected: tuple[str, ...]
 ) -> None:
     plan = list(whole_plan(SPLIT, (1, 1)))

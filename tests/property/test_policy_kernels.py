@@ -321,16 +321,16 @@ def test_runs_cover_the_hit_in_order_whatever_is_kept(rule, p, d, hit, block, da
     ]
     assert sum(run.tokens(block, hit) for run in runs) == hit
     at_decode, at_prefill = (
-        sum(run.tokens(block, hit) for run in runs if run.kept and run.side is side)
+        sum(run.tokens(block, hit) for run in runs if run.cached and run.side is side)
         for side in (Role.DECODE, Role.PREFILL)
     )
     assert at_decode == (0 if rule == PE_READS else kept[1])
     assert at_prefill == max(kept[0] - at_decode, 0)
-    assert [run.kept for run in runs] == sorted((run.kept for run in runs), reverse=True)
-    assert (reason == "kept") == (hit > 0 and all(run.kept for run in runs))
+    assert [run.cached for run in runs] == sorted((run.cached for run in runs), reverse=True)
+    assert (reason == "kept") == (hit > 0 and all(run.cached for run in runs))
     # What is not kept is divided as if it were the whole hit.
     rest, _ = chosen(rule, Reader(*p), Reader(*d), hit - at_decode - at_prefill, block)
-    assert [(run.side, run.blocks.count) for run in runs if not run.kept] == [
+    assert [(run.side, run.blocks.count) for run in runs if not run.cached] == [
         (run.side, run.blocks.count) for run in rest
     ]
 

@@ -6,7 +6,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -110,7 +110,7 @@ class Cluster(RuleBasedStateMachine):
             tokens = run.tokens(BLOCK_TOKENS, request.hit_tokens)
             assert run.blocks.first * BLOCK_TOKENS == position
             position += tokens
-            if run.kept:
+            if run.cached:
                 continue
             assert tokens == read_tokens.pop(run.side) > 0
             reader = prefill if run.side is Role.PREFILL else decode
@@ -139,7 +139,7 @@ class Cluster(RuleBasedStateMachine):
         """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
         blocks = int((prompt - 1) * share) // BLOCK_TOKENS
         kept = tuple(
-            KeptPrefix(spec.engine_id, round(part * blocks))
+            CachedPrefix(spec.engine_id, round(part * blocks))
             for spec, part in keepers.items()
             if round(part * blocks)
         )

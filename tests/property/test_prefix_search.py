@@ -18,7 +18,7 @@ def run(search: PrefixSearch, stored: set[int]) -> tuple[int, int]:
     return questions, rounds
 
 
-def test_a_thousand_blocks_take_eleven_questions_or_six_rounds_of_four() -> None:
+def test_a_thousand_blocks_take_eleven_queries_or_six_rounds_of_four() -> None:
     for width, most_questions, most_rounds in ((1, 11, 11), (4, 20, 6)):
         for stored in range(1001):
             search = PrefixSearch(1000, width)
@@ -28,7 +28,7 @@ def test_a_thousand_blocks_take_eleven_questions_or_six_rounds_of_four() -> None
             assert rounds <= most_rounds
 
 
-def test_a_chain_that_has_not_grown_takes_one_question() -> None:
+def test_a_chain_that_has_not_grown_takes_one_query() -> None:
     search = PrefixSearch(1000, 1)
     search.advance(700)
     assert run(search, set(range(700))) == (1, 1)
@@ -36,7 +36,7 @@ def test_a_chain_that_has_not_grown_takes_one_question() -> None:
 
 
 @given(st.sets(st.integers(0, 60)), st.integers(0, 61), st.integers(1, 6))
-def test_with_holes_it_ends_at_an_absent_block_behind_a_stored_one(
+def test_with_gaps_it_ends_at_an_absent_block_after_a_stored_one(
     stored: set[int], count: int, width: int
 ) -> None:
     search = PrefixSearch(count, width)
@@ -47,7 +47,7 @@ def test_with_holes_it_ends_at_an_absent_block_behind_a_stored_one(
 
 
 @given(st.integers(0, 30), st.integers(0, 30), st.integers(1, 4))
-def test_blocks_written_meanwhile_carry_it_on(first: int, more: int, width: int) -> None:
+def test_blocks_written_meanwhile_advance_the_search(first: int, more: int, width: int) -> None:
     search = PrefixSearch(64, width)
     run(search, set(range(first)))
     search.advance(first + more)

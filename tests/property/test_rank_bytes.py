@@ -19,11 +19,11 @@ from dualpath.transport.nixl import NixlTransport
 
 Prompt = tuple[int, int, int, tuple[int, ...]]
 
-#: Hits at both sides and two chunks, for ranks that all, or two by two, hold the same.
+#: Hits at both sides and two chunks, for ranks that are replicas, all or in pairs.
 HITS: Prompt = (30, 2, 3, (7, 8))
 LATENT, TWO_BY_TWO = Cut(2, heads=1), Cut(4, heads=2)
 
-#: PE and DE of one model, with ranks that divide its heads or are a multiple of them.
+#: PE and DE of one model, with numbers of ranks that divide its heads or are multiples of them.
 MODELS = st.sampled_from([1, 2, 4]).flatmap(
     lambda heads: st.tuples(
         st.builds(Cut, st.sampled_from([1, 2, 4]), st.just(heads)),
@@ -145,7 +145,7 @@ def test_each_rank_moves_its_share_and_the_engine_counts_each_byte_once(
             counted[name] for name in ("h2d_bytes", "de_to_pe_bytes", "pe_to_de_bytes")
         )
         loads = hits * size / pe.cut.slices * copies / pe.cut.replicas
-        # Runs of blocks that replicas share begin with any of them: hits at either side, misses.
+        # Runs of blocks divided among replicas begin with any replica: hits at either side, misses.
         uneven = (2 + (2 if share_loads else 0)) * size / pe.cut.slices
         for transport in pe.transports:
             even = loads + (blocks - de_hits) * size / pe.cut.ranks

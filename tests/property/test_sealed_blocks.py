@@ -1,4 +1,4 @@
-"""What a block's seal vouches for: every bit of it, its place, and who wrote it."""
+"""Sealed blocks authenticate every bit of the block, its key and namespace, and the writer."""
 
 import msgspec
 import pytest
@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockOrigin, Protection, tenant_tag
 from dualpath.core.errors import ConfigError
-from dualpath.storage.block_file import BlockForm, PlainBlocks, defect_of_file
+from dualpath.storage.block_file import BlockCodec, PlainBlocks, defect_of_file
 from dualpath.storage.block_header import HEADER_BYTES, decode_header, packed_header
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.sealed_blocks import SealedBlocks
@@ -18,7 +18,7 @@ DIGEST = "0123456789abcdef"
 HEAD, TAIL = bytes(range(256)) * 4, bytes(range(255, -1, -1))
 ORIGIN = BlockOrigin(bytes(range(1, 33)), tenant_tag("a tenant's salt"))
 OLD, NEW = "0" * 64, "1" * 64
-#: Header fields end here; zeros follow, for which nobody vouches and which nobody reads.
+#: End of the header fields; the zeros after it are not authenticated and not read.
 FIELDS_BYTES = 236
 KINDS = st.sampled_from(list(Protection))
 
@@ -27,13 +27,13 @@ def sealing(protection: Protection, keys: str = OLD) -> SealedBlocks:
     return SealedBlocks(DIGEST, protection, KeyRing(keys, "a test"))
 
 
-def stored(form: BlockForm, origin: BlockOrigin = ORIGIN) -> bytes:
+def stored(form: BlockCodec, origin: BlockOrigin = ORIGIN) -> bytes:
     payload = Sections([HEAD[:100], HEAD[100:]], [TAIL])
     return b"".join(form.encoded(KEY, payload, origin))
 
 
-def read(form: BlockForm, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
-    """Return what is wrong, and what lies in memory after the read."""
+def read(form: BlockCodec, file: bytes, *, whole: bool = True) -> tuple[str | None, bytes]:
+    """Return the defect, and the memory after the read."""
     head_end = HEADER_BYTES + len(HEAD)
     head, tail = bytearray(file[HEADER_BYTES:head_end]), bytearray(file[head_end:])
     reason = form.defect(
@@ -45,7 +45,7 @@ def read(form: BlockForm, file: bytes, *, whole: bool = True) -> tuple[str | Non
 
 
 @given(KINDS)
-def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
+def test_blocks_are_readable_with_the_key(protection: Protection) -> None:
     form = sealing(protection)
     assert read(form, stored(form)) == (None, HEAD + TAIL)
     reason, memory = read(form, stored(form), whole=False)
@@ -54,10 +54,10 @@ def test_who_has_the_key_reads_what_was_written(protection: Protection) -> None:
 
 
 @given(KINDS, st.booleans())
-def test_a_block_is_opened_as_its_header_says_whoever_asks(
+def test_a_block_is_opened_by_the_tenant_in_its_header(
     protection: Protection, names_tenant: bool
 ) -> None:
-    """Older engines sealed blocks of generated tokens as those without a tenant."""
+    """Older engines sealed blocks of generated tokens without a tenant."""
     origin = BlockOrigin(ORIGIN.parent, ORIGIN.tenant if names_tenant else "")
     file = stored(sealing(protection), origin)
     assert read(sealing(protection), file) == (None, HEAD + TAIL)
@@ -66,7 +66,7 @@ def test_a_block_is_opened_as_its_header_says_whoever_asks(
     assert header.origin == origin
 
 
-def test_encrypted_blocks_show_nothing_of_their_payload() -> None:
+def test_encrypted_blocks_do_not_contain_their_payload() -> None:
     file = stored(sealing(Protection.ENCRYPTED))
     windows = {(HEAD + TAIL)[i : i + 16] for i in range(len(HEAD + TAIL) - 15)}
     payload = file[HEADER_BYTES:]
@@ -88,7 +88,9 @@ def test_every_flipped_bit_is_found(protection: Protection, place: int, bit: int
     KINDS,
     st.sampled_from(["parent", "tenant", "salt", "head_checksum", "tail_checksum", "kind"]),
 )
-def test_a_header_made_to_look_intact_is_not_believed(protection: Protection, field: str) -> None:
+def test_a_forged_header_with_a_valid_checksum_is_rejected(
+    protection: Protection, field: str
+) -> None:
     form = sealing(protection)
     file = stored(form)
     header = decode_header(file)
@@ -155,7 +157,7 @@ def test_no_two_writes_share_a_key() -> None:
     assert len({key.block_key(*one) for one in asked}) == len(asked)
 
 
-def test_writing_leaves_the_payload_as_it_is() -> None:
+def test_writing_does_not_change_the_payload() -> None:
     payload = Sections([memoryview(bytearray(HEAD))], [memoryview(bytearray(TAIL))])
     sealing(Protection.ENCRYPTED).encoded(KEY, Sections(*payload))
     assert payload == Sections([HEAD], [TAIL])
@@ -164,12 +166,12 @@ def test_writing_leaves_the_payload_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "has 0 characters, at least 64"),
-        ("# nothing", "has 0 characters, at least 64"),
-        (f"{OLD}\nshort", "has 5 characters, at least 64"),
+        ("", "has 0 characters, must have at least 64"),
+        ("# nothing", "has 0 characters, must have at least 64"),
+        (f"{OLD}\nshort", "has 5 characters, must have at least 64"),
         (f"{OLD}\n{OLD}", "has 2 storage keys, 1 of them different"),
     ],
 )
-def test_keys_that_are_none_are_refused(text: str, complaint: str) -> None:
+def test_invalid_keys_are_refused(text: str, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         KeyRing(text, "a test")

@@ -1,4 +1,4 @@
-"""Sessions: nothing is lost, doubled or out of order, whatever becomes of the connection."""
+"""Sessions: nothing is lost, doubled or out of order, whatever happens to the connection."""
 
 from collections import deque
 
@@ -11,53 +11,53 @@ from dualpath.core.envelopes import FromEngine, FromRouter
 from dualpath.core.request_messages import Released
 from dualpath.core.sessions import (
     ENGINE_TABLE,
-    REPEAT_AFTER_S,
+    RESEND_AFTER_S,
     ROUTER_TABLE,
     Action,
-    Conversation,
-    EngineEnd,
+    Channel,
+    EngineSideState,
     Event,
-    Machine,
-    RouterEnd,
+    RouterSideState,
+    StateMachine,
 )
 
 
 class Line:
-    """Both ends of a session and the messages between them, which may be lost or come twice."""
+    """Both ends of a session and the messages between them, which may be lost or duplicated."""
 
     def __init__(self) -> None:
-        self.router: Conversation[RouterMessage, EngineMessage] = Conversation("s")
-        self.engine: Conversation[EngineMessage, RouterMessage] = Conversation("s")
+        self.router: Channel[RouterMessage, EngineMessage] = Channel("s")
+        self.engine: Channel[EngineMessage, RouterMessage] = Channel("s")
         self.to_engine: deque[FromRouter] = deque()
         self.to_router: deque[FromEngine] = deque()
-        self.said: dict[str, list[int]] = {"router": [], "engine": []}
-        self.taken: dict[str, list[int]] = {"router": [], "engine": []}
+        self.sent: dict[str, list[int]] = {"router": [], "engine": []}
+        self.delivered: dict[str, list[int]] = {"router": [], "engine": []}
         self.now_s = 0.0
 
-    def say(self, end: str, number: int) -> None:
+    def send(self, end: str, number: int) -> None:
         if end == "router":
-            self.to_engine.append(self.router.say(Sync(number), self.now_s))
+            self.to_engine.append(self.router.send(Sync(number), self.now_s))
         else:
-            self.to_router.append(self.engine.say(Released(str(number)), self.now_s))
-        self.said[end].append(number)
+            self.to_router.append(self.engine.send(Released(str(number)), self.now_s))
+        self.sent[end].append(number)
 
-    def mention(self) -> None:
+    def heartbeat(self) -> None:
         """Heartbeats of both ends."""
-        self.to_engine.append(self.router.mention(Sync(-1)))
-        self.to_router.append(self.engine.mention(Released("-1")))
+        self.to_engine.append(self.router.send_lossy(Sync(-1)))
+        self.to_router.append(self.engine.send_lossy(Released("-1")))
 
     def arrive(self) -> None:
         """Let everything under way arrive."""
         while self.to_engine:
-            message, again = self.engine.hear(self.to_engine.popleft(), self.now_s)
+            message, again = self.engine.receive(self.to_engine.popleft(), self.now_s)
             self.to_router.extend(again)
             if isinstance(message, Sync) and message.call_id >= 0:
-                self.taken["router"].append(message.call_id)
+                self.delivered["router"].append(message.call_id)
         while self.to_router:
-            answer, missing = self.router.hear(self.to_router.popleft(), self.now_s)
+            answer, missing = self.router.receive(self.to_router.popleft(), self.now_s)
             self.to_engine.extend(missing)
             if isinstance(answer, Released) and answer.request_id != "-1":
-                self.taken["engine"].append(int(answer.request_id))
+                self.delivered["engine"].append(int(answer.request_id))
 
     def reset(self) -> None:
         self.to_engine.clear()
@@ -72,63 +72,68 @@ class Line:
         self.to_router.reverse()
 
 
-STEPS = ["router", "engine", "mention", "arrive", "reset", "twice", "reorder", "wait"]
+STEPS = ["router", "engine", "heartbeat", "arrive", "reset", "twice", "reorder", "wait"]
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=60))
-def test_what_was_said_is_taken_up_once_and_in_order(steps):
+def test_every_message_is_delivered_once_and_in_order(steps):
     line = Line()
     for number, step in enumerate(steps):
         if step in ("router", "engine"):
-            line.say(step, number)
+            line.send(step, number)
         elif step == "wait":
-            line.now_s += REPEAT_AFTER_S
+            line.now_s += RESEND_AFTER_S
         else:
             getattr(line, step)()
-        for end, taken in line.taken.items():
-            assert taken == line.said[end][: len(taken)]
-    for _ in range(4):  # heartbeats go on, and the connection is there again
-        line.now_s += REPEAT_AFTER_S
-        line.mention()
+        for end, delivered in line.delivered.items():
+            assert delivered == line.sent[end][: len(delivered)]
+    for _ in range(4):  # heartbeats go on, and the connection works again
+        line.now_s += RESEND_AFTER_S
+        line.heartbeat()
         line.arrive()
         line.arrive()
-    assert line.taken == line.said
-    line.mention()
+    assert line.delivered == line.sent
+    line.heartbeat()
     line.arrive()
     assert line.router.unacknowledged == line.engine.unacknowledged == 0
 
 
 @given(st.lists(st.sampled_from(STEPS), max_size=60))
-def test_nothing_is_said_again_while_the_other_end_is_silent_or_just_slow(steps):
+def test_nothing_is_resent_while_the_other_end_is_silent_or_just_slow(steps):
     line = Line()
     for number, step in enumerate(steps):
         if step in ("router", "engine"):
-            line.say(step, number)
+            line.send(step, number)
     before = len(line.to_engine), len(line.to_router)
-    line.now_s += REPEAT_AFTER_S / 2
-    line.router.hear(line.engine.mention(Released("-1")), line.now_s)
+    line.now_s += RESEND_AFTER_S / 2
+    line.router.receive(line.engine.send_lossy(Released("-1")), line.now_s)
     assert (len(line.to_engine), len(line.to_router)) == before
 
 
-@pytest.mark.parametrize(("table", "ends"), [(ENGINE_TABLE, EngineEnd), (ROUTER_TABLE, RouterEnd)])
-def test_a_table_says_one_thing_for_each_state_and_event(table, ends):
+@pytest.mark.parametrize(
+    ("table", "ends"), [(ENGINE_TABLE, EngineSideState), (ROUTER_TABLE, RouterSideState)]
+)
+def test_a_table_has_at_most_one_transition_for_each_state_and_event(table, ends):
     keys = [(row.state, row.event) for row in table]
     assert len(set(keys)) == len(keys)
-    assert {row.state for row in table} | {row.following for row in table} == set(ends)
+    assert {row.state for row in table} | {row.next_state for row in table} == set(ends)
 
 
 @given(st.lists(st.sampled_from(list(Event)), max_size=40))
 def test_sessions_open_and_end_in_turn_at_both_ends(events):
-    """Whatever happens in whatever order: nothing ends twice, nothing opens over another one."""
-    engine, router = Machine(ENGINE_TABLE, EngineEnd.AWAY), Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
+    """In any order of events nothing ends twice, and nothing opens while another one is open."""
+    engine, router = (
+        StateMachine(ENGINE_TABLE, EngineSideState.UNREGISTERED),
+        StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN),
+    )
     for on, opens, ends in (
-        (engine.on, Action.BEGIN, Action.END),
-        (router.on, Action.JOIN, Action.LOSE),
+        (engine.on, Action.BEGIN_SESSION, Action.END_SESSION),
+        (router.on, Action.ADD_ENGINE, Action.REMOVE_ENGINE),
     ):
         turns = [a for event in events for a in on(event) if a in (opens, ends)]
         assert turns == [opens if i % 2 == 0 else ends for i in range(len(turns))]
 
 
-def test_every_event_has_a_row() -> None:
-    """One without a row would be none, and stand in no table of the reference."""
+def test_every_event_has_a_transition() -> None:
+    """An event without a transition would have no effect and be missing in the reference."""
     assert {row.event for table in (ENGINE_TABLE, ROUTER_TABLE) for row in table} == set(Event)

@@ -68,7 +68,7 @@ def prompts(draw: Any) -> Prompt:
         (Role.DECODE, tail, False),
     ):
         if count:
-            run = HitRun(side, BlockRun(first, count), kept=kept)
+            run = HitRun(side, BlockRun(first, count), cached=kept)
             runs.append(run.whole_behind(whole_from))
         first += count
     prompt_tokens = hit_blocks * BLOCK_TOKENS + draw(st.integers(1, 100))

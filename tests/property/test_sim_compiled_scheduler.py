@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.accounts import (
     EXTRA_TOKENS,
     FREE_HBM,
@@ -175,8 +175,8 @@ class Twins(RuleBasedStateMachine):
             self.specs[place % len(self.specs)].engine_id: round(kept * holding_blocks(hit, 64))
             for place, kept in keepers
         }
-        kept = tuple(KeptPrefix(engine, count) for engine, count in blocks.items() if count)
-        self.live.submit(Request(str(number), prompt, hit, new, kept=kept))
+        kept = tuple(CachedPrefix(engine, count) for engine, count in blocks.items() if count)
+        self.live.submit(Request(str(number), prompt, hit, new, cached=kept))
         scheduler.submit(self.tables, number, prompt, hit, new)
         for engine_id, engine in self.numbers.items():
             tokens = min(blocks.get(engine_id, 0) * 64, hit)
@@ -216,7 +216,7 @@ class Twins(RuleBasedStateMachine):
 
     def kept_tokens(self, assignment: Assignment, side: Role) -> int:
         hit = int(self.tables.requests[int(assignment.request_id), tables.HIT])
-        return sum(r.tokens(64, hit) for r in assignment.reads if r.kept and r.side is side)
+        return sum(r.tokens(64, hit) for r in assignment.reads if r.cached and r.side is side)
 
     def accept(self, assignment: Assignment) -> None:
         request_id = assignment.request_id

@@ -136,7 +136,7 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
             (Role.PREFILL, decisions.prefill_read_tokens[row], False),
             (Role.DECODE, decisions.decode_read_tokens[row], False),
         ):
-            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), kept=kept))
+            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), cached=kept))
             first += int(tokens) // 64
         assert first * 64 == (agents.hit_tokens[r] if mode.moves_bytes else 0)
         whole_from = geometry.whole_from(first)

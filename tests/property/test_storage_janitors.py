@@ -1,4 +1,4 @@
-"""Whatever ends, fails or doubles: only what was evicted is gone, and the quota holds again."""
+"""After crashes, failures and duplicates only evicted blocks are missing, and quotas hold again."""
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +29,7 @@ _EVENTS = st.lists(
 
 
 class Cluster:
-    """Two engines and two candidates; any of them may end at any change of the storage."""
+    """Two engines and two candidates; each may die at any change of the storage."""
 
     def __init__(self) -> None:
         self.story = Story(LIMITS)
@@ -38,7 +38,7 @@ class Cluster:
         self.told_all = True
 
     def step(self, number: int, steps_left: int, *, refuses: bool) -> None:
-        """A candidate's step, which ends after so many changes; 40 is never reached in most."""
+        """Run a candidate's step that dies after this many changes; 40 is rarely reached."""
         tree = self.story.tree
         tree.steps_left, tree.refuses = steps_left, refuses
         try:
@@ -51,7 +51,7 @@ class Cluster:
             tree.steps_left = None
 
     def settle(self) -> Janitor:
-        """Everybody tells what is new, and one is janitor for long enough."""
+        """All engines write their journals, and one candidate is janitor for long enough."""
         for engine in self.engines:
             engine.journal.flush()
         for _ in range(6):
@@ -61,14 +61,14 @@ class Cluster:
         survey = holders[0].survey
         assert survey is not None
         self.story.now_s += CALM_S
-        survey.whole()
+        survey.run_to_end()
         holders[0].step()
         return holders[0]
 
 
 @settings(max_examples=120, deadline=None)
 @given(_EVENTS, st.booleans())
-def test_a_storage_comes_back_within_its_quota_whatever_ends(
+def test_a_storage_returns_within_its_quota_after_any_crash(
     events: list[tuple[str, int, int]], refuses: bool
 ) -> None:
     cluster = Cluster()
@@ -90,7 +90,7 @@ def test_a_storage_comes_back_within_its_quota_whatever_ends(
             case _:
                 for janitor in cluster.candidates:
                     if janitor.survey is not None and janitor.lease.is_held():
-                        janitor.survey.whole()
+                        janitor.survey.run_to_end()
         if what != "janitor":
             assert before <= story.stored(), "only a janitor removes blocks"
         _has_no_holes(cluster)
@@ -133,7 +133,7 @@ def test_with_a_janitor_at_work_only_what_is_in_flight_exceeds_the_high_watermar
 
 
 @pytest.mark.parametrize("steps_left", range(30))
-def test_a_janitor_that_ends_at_any_change_leaves_a_storage_another_goes_on_with(
+def test_another_janitor_continues_after_a_crash_at_any_change(
     steps_left: int,
 ) -> None:
     cluster = Cluster()

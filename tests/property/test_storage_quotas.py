@@ -1,4 +1,4 @@
-"""Quotas hold when blocks are written, but for what others have written and nobody has heard of."""
+"""Quotas hold for writes, except for blocks of other engines that are not in the status yet."""
 
 import msgspec
 import pytest
@@ -24,36 +24,36 @@ _STEPS = st.lists(
 
 
 class Storage:
-    """Two engines that beat when they are told, a janitor, and what they do not know yet."""
+    """Two engines with explicit ticks, a janitor, and the blocks that they do not know yet."""
 
     def __init__(self, limits: StorageLimits) -> None:
         self.story = Story(limits)
         self.engines = [self.story.engine(), self.story.engine()]
         self.janitor = self.story.janitor()
-        #: By tenant: written and not told, told and not counted, counted and not heard, by writer.
+        #: By writer and tenant: written, journaled, and counted blocks not in the status yet.
         self.untold: list[list[str]] = [[], []]
         self.told: list[list[str]] = [[], []]
         self.counted: list[list[str]] = [[], []]
         self.janitor.step()
         for engine in self.engines:
-            engine.keeper.beat()
+            engine.maintenance.tick()
 
     def beat(self, number: int) -> None:
-        """An engine hears how the storage is, and tells what it has written."""
-        self.engines[number].keeper.beat()
+        """Tick an engine: it reads the status and writes its journal."""
+        self.engines[number].maintenance.tick()
         self.counted[1 - number].clear()
         self.told[number] += self.untold[number]
         self.untold[number].clear()
 
     def count(self) -> None:
-        """The janitor takes in what it was told."""
+        """Run a step of the janitor: it applies the journals."""
         self.janitor.step()
         for counted, told in zip(self.counted, self.told, strict=True):
             counted += told
             told.clear()
 
     def stored(self) -> StoredBytes:
-        """What lies there, as an index knows that has heard of everything."""
+        """An index with all events applied."""
         index = self.janitor.index
         assert index is not None
         late = [*self.told[0], *self.told[1], *self.untold[0], *self.untold[1]]
@@ -62,7 +62,7 @@ class Storage:
         return index.stored_bytes().plus(StoredBytes(known, {PLACE: known}, by_tenant))
 
     def unheard_by(self, number: int) -> list[str]:
-        """Return the tenants of all blocks of the other engine that this one has not heard of."""
+        """Return the tenants of the other engine's blocks that this one does not know of."""
         other = 1 - number
         return [*self.untold[other], *self.told[other], *self.counted[other]]
 
@@ -73,7 +73,7 @@ class Storage:
     ids=["tenants", "namespaces", "all"],
 )
 @given(steps=_STEPS)
-def test_nobody_writes_beyond_a_quota_that_it_knows_to_be_used_up(more, steps) -> None:
+def test_no_engine_writes_beyond_a_quota_it_knows_to_be_exhausted(more, steps) -> None:
     storage = Storage(msgspec.structs.replace(LIMITS, **more))
     for step in steps:
         match step:
@@ -105,7 +105,7 @@ def _serve(
 
 
 def _comes_back(storage: Storage) -> None:
-    """When all is told and nothing protected any more, no quota is above its high watermark."""
+    """With all events applied and nothing protected, no quota is above its high watermark."""
     for _ in range(2):
         for number in (0, 1):
             storage.beat(number)

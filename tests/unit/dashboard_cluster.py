@@ -7,7 +7,7 @@ from tests.unit.router_fakes import NAMESPACE
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import GroupRank, Role
-from dualpath.core.control import PROTOCOL_VERSION, Hello, Report
+from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.control.engine_state import EngineState
@@ -21,7 +21,7 @@ BUFFER_TOKENS, HBM_TOKENS = 1000, 4000
 
 
 class ReportedCluster:
-    """Engines with counters that a test moves; ``service`` is what a front door needs of it."""
+    """Engines with counters that a test moves; ``service`` is what an HTTP server needs of it."""
 
     def __init__(self) -> None:
         self.now_s = 100.0
@@ -52,7 +52,7 @@ class ReportedCluster:
         dp: GroupRank | None = None,
     ) -> EngineState:
         address = EngineAddress(engine_id, epoch, role, (AgentAddress("agent", b"", ()),))
-        hello = Hello(
+        hello = Register(
             version=PROTOCOL_VERSION,
             address=address,
             namespace=NAMESPACE,
@@ -68,7 +68,7 @@ class ReportedCluster:
         admission = self.registry.admit(hello)
         assert admission is not None
         admission.engine.machine.on(admission.event)
-        admission.engine.machine.on(Event.COMPLETE)
+        admission.engine.machine.on(Event.GROUP_COMPLETE)
         admission.engine.open(engine_id, b"", self.now_s)
         return admission.engine
 

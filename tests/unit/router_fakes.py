@@ -19,7 +19,7 @@ from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.message import Message
 from dualpath.core.rates import Rates
-from dualpath.core.sessions import HELLO_GAP_S
+from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.engine.router_session import RouterSession
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
@@ -132,11 +132,11 @@ class FakeEngine:
 
     async def join(self, network: Network) -> "FakeEngine":
         await self.start(network)
-        await self.saw(control.Welcome)
+        await self.saw(control.Registered)
         return self
 
-    def hello(self, greeting: int = 1) -> control.Hello:
-        return control.Hello(
+    def hello(self, registration: int = 1) -> control.Register:
+        return control.Register(
             version=self.version,
             address=addresses.EngineAddress(
                 engine_id=self.engine_id,
@@ -154,7 +154,7 @@ class FakeEngine:
             buffer_tokens=self.buffer_blocks * BLOCK_TOKENS,
             limits=self.limits,
             rates=self.rates,
-            greeting=greeting,
+            registration=registration,
             quarantined=tuple(self.quarantined),
             writers=tuple(self.writers.values()),
             dp=self.dp,
@@ -173,7 +173,7 @@ class FakeEngine:
 
     async def leave(self, *, settled: bool = True) -> None:
         """End in good order: a goodbye, if there is a session to say it in."""
-        goodbye = control.Goodbye(reason="it shuts down", settled=settled)
+        goodbye = control.Deregister(reason="it shuts down", settled=settled)
         self._post(self.session.leave(goodbye, _now_s()))
         await self.kill()
 
@@ -195,7 +195,7 @@ class FakeEngine:
             await self._arrived.wait()
 
     def send(self, message: control.EngineMessage) -> None:
-        self._post(self.session.say(message, _now_s()))
+        self._post(self.session.send(message, _now_s()))
 
     def send_raw(self, *frames: bytes) -> None:
         self.connection.send(*frames)
@@ -228,7 +228,7 @@ class FakeEngine:
 
     async def _tick(self) -> None:
         while True:
-            await asyncio.sleep(HELLO_GAP_S)
+            await asyncio.sleep(REGISTER_INTERVAL_S)
             if self.heartbeats:
                 self._post(self.session.due(_now_s()))
 
@@ -237,7 +237,7 @@ class FakeEngine:
             envelope = envelopes.decode_router_message(await self.connection.receive())
             if isinstance(envelope.message, control.Refused):
                 self._note(envelope.message)
-            self._post(self.session.hear(envelope, _now_s()))
+            self._post(self.session.receive(envelope, _now_s()))
 
     def _take(self, message: control.RouterMessage) -> None:
         self._note(message)
@@ -245,7 +245,7 @@ class FakeEngine:
             self.answer(message)
 
     def _note(self, message: control.RouterMessage) -> None:
-        if not isinstance(message, control.Heard):
+        if not isinstance(message, control.Ack):
             self.received.append(message)
             self._arrived.set()
 
@@ -291,7 +291,7 @@ class FakeEngine:
                 self._persist(message)
             case request_messages.Release():
                 self._release(message)
-            case control.Welcome():
+            case control.Registered():
                 for peer in message.peers:
                     self.writers[peer.epoch] = peer.writer
             case control.PeerUp():

@@ -8,7 +8,7 @@ from dualpath.core.blocks import BlockGeometry, LayerPart, StoreNamespace
 UNEQUAL = BlockGeometry(4, ((700, 50), (100,), (30, 20, 10)))
 
 
-def test_parts_lie_one_behind_the_other() -> None:
+def test_parts_are_adjacent() -> None:
     assert UNEQUAL.parts == (
         LayerPart(0, 0, 0, 700),
         LayerPart(0, 1, 700, 50),
@@ -35,7 +35,7 @@ def test_only_layers_with_a_window_are_window_layers() -> None:
     assert not any(map(UNEQUAL.is_window_layer, range(3)))
 
 
-def test_of_a_hit_the_blocks_that_the_longest_window_sees_have_to_be_whole() -> None:
+def test_blocks_of_a_hit_within_the_longest_window_need_all_layers() -> None:
     windowed = msgspec.structs.replace(UNEQUAL, layer_windows=(0, 4, 9))
     # Token 40 is computed next: a window of 4 sees 37 to 40, one of 9 sees 32 to 40.
     assert [windowed.seen_from(layer, 40) for layer in range(3)] == [0, 9, 8]

@@ -1,4 +1,4 @@
-"""What a campaign does to a process: its steps are watched, its disk fails, connections break."""
+"""Fault injection into a process: failpoints, a faulty disk, connection resets."""
 
 import asyncio
 import errno
@@ -11,17 +11,17 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.laboratory.chaos.ask import Listener, Outcome
-from dualpath.laboratory.chaos.bad_disk import BadDisk
+from dualpath.laboratory.chaos.ask import AnswerChecker, Outcome
+from dualpath.laboratory.chaos.bad_disk import FaultyDisk
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
-from dualpath.laboratory.chaos.gate import Disk, Gate
+from dualpath.laboratory.chaos.gate import DiskFault, FailpointClient
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
-from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Cast, Component, Fault, Step
-from dualpath.laboratory.chaos.points import POINTS, EngineKind, Point, watch_points
+from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, ProcessNames, Step
+from dualpath.laboratory.chaos.points import FAILPOINTS, EngineKind, Failpoint, install_failpoints
 from dualpath.laboratory.chaos.proxy import Relay
-from dualpath.laboratory.chaos.settings import EmulatedVictims
-from dualpath.laboratory.chaos.tally import Tally, loaded_blocks
-from dualpath.laboratory.chaos.watch import Watch
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings
+from dualpath.laboratory.chaos.tally import BlockCounter, loaded_blocks
+from dualpath.laboratory.chaos.watch import FailpointServer
 from dualpath.storage import factory
 from dualpath.storage.posix import PosixStorage
 
@@ -33,25 +33,25 @@ DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
 # ---------------------------------------------------------------------- steps
 
 
-def test_every_step_of_every_component_is_watched_somewhere() -> None:
-    alone = Cast("router", ("pe",), ("de",), ("pe/1",), ("de/1",))
-    apart = Cast("router", ("pe",), ("de",), front_ends=("front end",))
-    for component, points in POINTS[EngineKind.EMULATED].items():
-        cast = apart if component is Component.FRONT_END else alone
-        wanted = {step for step in Step if cast.passing(component, step)}
+def test_every_step_of_every_component_has_a_failpoint() -> None:
+    alone = ProcessNames("router", ("pe",), ("de",), ("pe/1",), ("de/1",))
+    apart = ProcessNames("router", ("pe",), ("de",), front_ends=("front end",))
+    for component, points in FAILPOINTS[EngineKind.EMULATED].items():
+        process_names = apart if component is Component.FRONT_END else alone
+        wanted = {step for step in Step if process_names.passing(component, step)}
         in_a_file = {Step.PERSISTING} if component is Component.DECODE else set()
         assert wanted <= {point.step for point in points} | in_a_file
 
 
-def test_all_points_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
-    for points in POINTS[EngineKind.EMULATED].values():
+def test_all_failpoints_name_functions_that_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    for points in FAILPOINTS[EngineKind.EMULATED].values():
         for point in points:
             module, _, path = point.function.partition(":")
             monkeypatch.setattr(f"{module}.{path}", lambda *args: None)  # raises if it is not there
 
 
 class Steps:
-    """A class of the system, as far as points know."""
+    """Stands for a class of the system with a failpoint."""
 
     def __init__(self) -> None:
         self.done: list[object] = []
@@ -64,49 +64,49 @@ def test_a_step_is_reached_before_its_function_runs(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Steps, "handle", Steps.handle)
     steps = Steps()
     seen: list[tuple[Step, int]] = []
-    point = Point(Step.READING, f"{__name__}:Steps.handle", "int")
-    watch_points((point,), lambda step: seen.append((step, len(steps.done))))
+    point = Failpoint(Step.READING, f"{__name__}:Steps.handle", "int")
+    install_failpoints((point,), lambda step: seen.append((step, len(steps.done))))
     steps.handle(1)
     steps.handle("other")
     steps.handle(2)
     assert seen == [(Step.READING, 0), (Step.READING, 2)]
 
 
-def test_a_point_that_is_gone_is_said_at_once() -> None:
-    point = Point(Step.READING, f"{__name__}:Steps.gone")
-    with pytest.raises(ConfigError, match=r"'reading' is where .*Steps.gone"):
-        watch_points((point,), lambda step: None)
+def test_a_failpoint_whose_function_is_gone_is_an_error_at_once() -> None:
+    point = Failpoint(Step.READING, f"{__name__}:Steps.gone")
+    with pytest.raises(ConfigError, match=r"step 'reading' is .*Steps.gone"):
+        install_failpoints((point,), lambda step: None)
 
 
-async def test_a_process_stands_at_the_step_until_it_may_go_on(tmp_path: Path) -> None:
-    async with Watch(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
+async def test_a_process_pauses_at_the_step_until_it_is_resumed(tmp_path: Path) -> None:
+    async with FailpointServer(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
         gate = await connected(watch, tmp_path / "gates")
-        reaching = asyncio.create_task(watch.reach("pe-0", Step.READING, 2, GUARD_S))
+        reaching = asyncio.create_task(watch.pause_at("pe-0", Step.READING, 2, GUARD_S))
         await until(lambda: gate.expects(Step.READING))
         gate.reached(Step.DECODING)
         gate.reached(Step.READING)  # the first pass of two
         passing = asyncio.create_task(asyncio.to_thread(gate.reached, Step.READING))
-        standing = await reaching
-        assert standing is not None
-        assert standing.pid == os.getpid()
+        paused = await reaching
+        assert paused is not None
+        assert paused.pid == os.getpid()
         assert not passing.done()
-        standing.go_on()
+        paused.resume()
         await passing
 
 
-async def test_a_step_that_is_not_reached_is_forgotten(tmp_path: Path) -> None:
-    async with Watch(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
+async def test_a_step_that_is_not_reached_is_disarmed(tmp_path: Path) -> None:
+    async with FailpointServer(tmp_path / "gates") as watch, asyncio.timeout(GUARD_S):
         gate = await connected(watch, tmp_path / "gates")
-        assert await watch.reach("pe-0", Step.READING, 1, 0.0) is None
+        assert await watch.pause_at("pe-0", Step.READING, 1, 0.0) is None
         await until(lambda: not gate.expects(Step.READING))
-        watch.trouble(Disk(Fault.FULL))  # behind it on the same connection
+        watch.set_disk_fault(DiskFault(Fault.FULL))  # sent after it on the same connection
         await until(lambda: gate.disk.fault is Fault.FULL)
         gate.reached(Step.READING)  # does not wait
 
 
-async def connected(watch: Watch, path: Path) -> Gate:
-    gate = Gate(path, "pe-0")
-    watch.trouble(Disk(Fault.SLOW))
+async def connected(watch: FailpointServer, path: Path) -> FailpointClient:
+    gate = FailpointClient(path, "pe-0")
+    watch.set_disk_fault(DiskFault(Fault.SLOW))
     await until(lambda: gate.disk.fault is Fault.SLOW)
     return gate
 
@@ -121,16 +121,18 @@ async def until(true: object) -> None:
 
 
 @pytest.fixture
-def disk(monkeypatch: pytest.MonkeyPatch) -> list[Disk]:
-    """The trouble of this process's storage: its last entry counts."""
-    troubles = [Disk()]
+def disk(monkeypatch: pytest.MonkeyPatch) -> list[DiskFault]:
+    """Faults of this process's disk, of which the last entry is the current one."""
+    faults = [DiskFault()]
     monkeypatch.setattr(factory, "PosixStorage", PosixStorage)
-    BadDisk(lambda: troubles[-1], lambda step: None, lambda step: False, random.Random(0)).install()
-    return troubles
+    FaultyDisk(
+        lambda: faults[-1], lambda step: None, lambda step: False, random.Random(0)
+    ).install()
+    return faults
 
 
 @pytest.fixture
-def storage(tmp_path: Path, disk: list[Disk]) -> PosixStorage:
+def storage(tmp_path: Path, disk: list[DiskFault]) -> PosixStorage:
     return opened(tmp_path)
 
 
@@ -153,60 +155,62 @@ def read(storage: PosixStorage, place: int) -> str | None:
         (Fault.IO_ERROR, errno.EIO),
     ],
 )
-def test_a_disk_that_refuses_says_so_and_is_as_before_afterwards(
-    storage: PosixStorage, disk: list[Disk], fault: Fault, code: int
+def test_a_disk_that_refuses_writes_is_reported_and_works_again_afterwards(
+    storage: PosixStorage, disk: list[DiskFault], fault: Fault, code: int
 ) -> None:
-    disk.append(Disk(fault))
+    disk.append(DiskFault(fault))
     with pytest.raises(StorageError, match=os.strerror(code)):
         storage.write(KEYS[:1], DATA[:1])
-    disk.append(Disk())
+    disk.append(DiskFault())
     assert not storage.is_stored(KEYS[0])
     assert storage.write(KEYS, DATA) == 4
-    disk.append(Disk(fault))
+    disk.append(DiskFault(fault))
     assert read(storage, 0) == ("read error: Input/output error" if code == errno.EIO else None)
 
 
 @pytest.mark.parametrize("fault", [Fault.FULL, Fault.READ_ONLY])
-def test_an_engine_starts_on_a_disk_that_takes_nothing_and_reads_what_is_there(
-    storage: PosixStorage, disk: list[Disk], fault: Fault
+def test_an_engine_starts_on_a_disk_that_refuses_writes_and_reads_stored_blocks(
+    storage: PosixStorage, disk: list[DiskFault], fault: Fault
 ) -> None:
     storage.write(KEYS, DATA)
-    disk.append(Disk(fault))
+    disk.append(DiskFault(fault))
     assert read(opened(storage.path.parent.parent), 0) is None
 
 
 def test_a_process_may_die_when_half_of_a_block_is_written(
-    tmp_path: Path, disk: list[Disk]
+    tmp_path: Path, disk: list[DiskFault]
 ) -> None:
     sizes: list[int] = []
 
     def look(step: Step) -> None:
-        (half,) = (kept.path / "tmp").iterdir()
+        (half,) = (storage.path / "tmp").iterdir()
         sizes.append(half.stat().st_size)
 
     expected: list[Step] = []
-    BadDisk(Disk, look, expected.__contains__, random.Random(0)).install()
-    kept = opened(tmp_path)
+    FaultyDisk(DiskFault, look, expected.__contains__, random.Random(0)).install()
+    storage = opened(tmp_path)
     expected.append(Step.PERSISTING)
-    assert kept.write(KEYS[:1], DATA[:1]) == 1
+    assert storage.write(KEYS[:1], DATA[:1]) == 1
     assert min(sizes) < 4096 < max(sizes) < 4096 + GEOMETRY.full_block_bytes
-    assert read(kept, 0) is None
+    assert read(storage, 0) is None
 
 
 @pytest.mark.parametrize("fault", sorted(CORRUPTIONS))
-def test_damage_is_found_by_who_reads(storage: PosixStorage, fault: Fault, tmp_path: Path) -> None:
+def test_damage_is_found_when_a_block_is_read(
+    storage: PosixStorage, fault: Fault, tmp_path: Path
+) -> None:
     storage.write(KEYS, DATA)
     files = block_files(tmp_path / "kv", KEYS)
     assert len(files) == 4
-    # Bits of the padding behind a header belong to nobody: a seed that hits others.
+    # The seed avoids the padding after a header, whose bits are not verified.
     assert corrupt(files[:2], fault, random.Random(3)) == 2
     found = [read(storage, place) for place in range(4)]
     assert None not in found[:2]
     assert found[2:] == [None, None]
 
 
-def test_loads_are_counted_beyond_the_death_of_a_process(tmp_path: Path) -> None:
-    one, other = Tally(tmp_path / "pe-0-1"), Tally(tmp_path / "pe-0-2")
+def test_counts_of_loaded_blocks_survive_the_process(tmp_path: Path) -> None:
+    one, other = BlockCounter(tmp_path / "pe-0-1"), BlockCounter(tmp_path / "pe-0-2")
     for good in (True, True, False):
         one.add(good=good)
     other.add(good=True)
@@ -216,7 +220,7 @@ def test_loads_are_counted_beyond_the_death_of_a_process(tmp_path: Path) -> None
 # ---------------------------------------------------------------------- connections and answers
 
 
-async def test_a_reset_is_felt_at_both_ends_and_new_connections_pass() -> None:
+async def test_a_reset_is_seen_at_both_ends_and_new_connections_work() -> None:
     reset: asyncio.Future[type[BaseException] | None] = asyncio.get_running_loop().create_future()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -249,8 +253,8 @@ def events(*payloads: str) -> bytes:
 
 
 PROMPT = [1, 2, 3]
-KNOWN = EmulatedEngines(EmulatedVictims())
-TOKENS = [token for token, _ in zip(KNOWN.following(PROMPT), range(3), strict=False)]
+KNOWN = EmulatedEngines(EmulatedEnginesSettings())
+TOKENS = [token for token, _ in zip(KNOWN.expected_tokens(PROMPT), range(3), strict=False)]
 FIRST = f'{{"choices": [{{"token_ids": {TOKENS[:2]}}}]}}'
 LAST = f'{{"choices": [{{"token_ids": {TOKENS[2:]}}}]}}'
 USAGE = '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}}}'
@@ -270,9 +274,9 @@ USAGE = '{"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 2}
 def test_an_answer_is_well_only_if_all_its_tokens_are_right(
     stream: bytes, outcome: Outcome, tokens: int
 ) -> None:
-    listener = Listener(3, KNOWN.following(PROMPT), lambda: 7.0)
-    listener.feed(stream)
-    answer = listener.answer()
+    checker = AnswerChecker(3, KNOWN.expected_tokens(PROMPT), lambda: 7.0)
+    checker.feed(stream)
+    answer = checker.answer()
     assert (answer.outcome, len(answer.token_ids)) == (outcome, tokens)
     assert answer.first_token_s == 7.0
     assert answer.cached_tokens == (2 if outcome is Outcome.WELL else 0)

@@ -1,4 +1,4 @@
-"""Simulated threads and clusters: what chance decides, and that a seed gives the same run again."""
+"""Simulated threads and clusters: random order of events, and equal runs of equal seeds."""
 
 import gc
 from pathlib import Path
@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.chaos.simulation.adversary import KINDS
-from dualpath.laboratory.chaos.simulation.plants import PLANTS, planted
-from dualpath.laboratory.chaos.simulation.play import play
+from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
+from dualpath.laboratory.chaos.simulation.plants import PLANTED_BUGS, planted
+from dualpath.laboratory.chaos.simulation.play import run_seed
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
 
@@ -29,7 +29,7 @@ class Machine:
         return self.seen
 
 
-def test_a_thread_that_waits_for_an_event_goes_on_when_it_is_set() -> None:
+def test_a_thread_that_waits_for_an_event_continues_when_it_is_set() -> None:
     machine = Machine()
     event = machine.threads.event()
 
@@ -47,7 +47,7 @@ def test_a_thread_that_waits_for_an_event_goes_on_when_it_is_set() -> None:
     assert machine.run() == ["sets", "woken"]
 
 
-def test_a_wait_ends_after_its_time() -> None:
+def test_a_wait_ends_after_its_time_out() -> None:
     machine = Machine()
     condition = machine.threads.condition()
 
@@ -60,7 +60,7 @@ def test_a_wait_ends_after_its_time() -> None:
     assert machine.run() == ["False", "False"]
 
 
-def test_who_holds_a_lock_is_alone() -> None:
+def test_a_lock_excludes_other_threads() -> None:
     machine = Machine()
     lock = machine.threads.lock()
 
@@ -78,7 +78,7 @@ def test_who_holds_a_lock_is_alone() -> None:
     assert all(a.replace("in", "out") == b for a, b in zip(seen[::2], seen[1::2], strict=True))
 
 
-def test_the_order_of_threads_is_left_to_the_seed() -> None:
+def test_the_seed_decides_the_order_of_threads() -> None:
     def order(seed: int) -> list[str]:
         machine = Machine(seed)
         for name in "abcdef":
@@ -89,7 +89,7 @@ def test_the_order_of_threads_is_left_to_the_seed() -> None:
     assert order(3) == order(3)
 
 
-def test_a_process_that_stands_still_goes_on_where_it_was_and_a_dead_one_never() -> None:
+def test_a_stopped_process_continues_where_it_was_and_a_dead_one_never() -> None:
     for dies in (False, True):
         machine = Machine()
 
@@ -100,7 +100,7 @@ def test_a_process_that_stands_still_goes_on_where_it_was_and_a_dead_one_never()
 
         machine.threads.start("ticks", ticks)
         machine.world.after(2.5, machine.process.stop)
-        machine.world.after(7.5, machine.process.kill if dies else machine.process.go_on)
+        machine.world.after(7.5, machine.process.kill if dies else machine.process.resume)
         assert machine.run(9.1) == (["1.0", "2.0"] if dies else ["1.0", "2.0", "7.5", "8.5"])
         machine.world.end()
 
@@ -113,24 +113,24 @@ def test_a_thread_that_raises_is_a_problem() -> None:
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_nothing_is_lost_nothing_hangs_and_nothing_is_wrong(seed: int) -> None:
-    outcome = play(seed)
+def test_no_request_is_lost_hangs_or_gets_wrong_tokens(seed: int) -> None:
+    outcome = run_seed(seed)
     assert not outcome.problems, "\n".join(outcome.story)
 
 
-def test_a_seed_gives_the_same_run_again() -> None:
-    # 15 and 25 have look-ups that are late at one moment.
+def test_equal_seeds_give_equal_runs() -> None:
+    # 15 and 25 have look-ups that time out at the same time.
     for seed in (*range(4), 15, 25):
-        assert play(seed).digest == play(seed).digest
+        assert run_seed(seed).digest == run_seed(seed).digest
 
 
 def test_a_run_leaves_nothing_in_memory() -> None:
-    play(0)
+    run_seed(0)
     gc.collect()
     before = len(gc.get_objects())
     for seed in range(1, 4):
-        play(seed)
-    assert len(gc.get_objects()) - before < 1000  # a world is some thousands
+        run_seed(seed)
+    assert len(gc.get_objects()) - before < 1000  # a run has some thousands
 
 
 @pytest.mark.parametrize(
@@ -142,9 +142,9 @@ def test_a_run_leaves_nothing_in_memory() -> None:
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
-    kinds = [kind for kind in KINDS if kind.name == fault]
+    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
-        assert any(play(seed, kinds=kinds).problems for seed in range(30))
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
 
 
 def test_an_unknown_bug_cannot_be_planted() -> None:
@@ -152,8 +152,8 @@ def test_an_unknown_bug_cannot_be_planted() -> None:
         pass
 
 
-def test_every_bug_is_in_the_reference_with_what_it_takes_back() -> None:
+def test_every_bug_is_in_the_reference_with_its_description() -> None:
     text = " ".join(PAGE.read_text().split())
-    rows = {name: f"| `{name}` | {plant.what} |" for name, plant in PLANTS.items()}
-    rest = {name: f"`{name}` ({plant.what}" for name, plant in PLANTS.items()}
-    assert [n for n in PLANTS if rows[n] not in text and rest[n] not in text] == []
+    rows = {name: f"| `{name}` | {plant.what} |" for name, plant in PLANTED_BUGS.items()}
+    rest = {name: f"`{name}` ({plant.what}" for name, plant in PLANTED_BUGS.items()}
+    assert [n for n in PLANTED_BUGS if rows[n] not in text and rest[n] not in text] == []

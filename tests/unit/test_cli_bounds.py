@@ -47,12 +47,12 @@ def test_the_papers_default_is_free_of_bottlenecks(capsys):
     assert "2P4D, g = 8, B = 50 GB/s, s = 1" in text
     assert all(f"Eq. {number}" in text for number in range(1, 10))
     assert "0.143 to 3.5" in text
-    assert "Nothing binds" in text
-    assert "DE CNIC write (Eq. 7) and DE DRAM (Eq. 8) bind first, at 3.5" in text
+    assert "No bottleneck" in text
+    assert "DE CNIC write (Eq. 7) and DE DRAM (Eq. 8) become the bottleneck at 3.5" in text
     assert "splits of 6 nodes: 1P5D to 4P2D" in text
 
 
-def test_an_equation_and_its_solution_for_p_over_d_say_the_same():
+def test_an_equation_and_its_solution_for_p_over_d_agree():
     loads = {bound.link: bound for bound in link_bounds(shape(1, 9))}
     p_over_d = 1 / 9
     for bound in ratio_bounds(shape(1, 9)):
@@ -61,15 +61,15 @@ def test_an_equation_and_its_solution_for_p_over_d_say_the_same():
     assert loads[Link.PE_CNIC_WRITE].margin == pytest.approx(1 - 10 / 8)
 
 
-def test_too_few_prefill_nodes_bind_and_the_usable_share_is_shown(capsys):
+def test_too_few_prefill_nodes_are_the_bottleneck_and_the_usable_share_is_printed(capsys):
     text = printed(capsys, "bounds", "--nodes", "1P9D")
-    assert "Binds: PE CNIC write (Eq. 2)" in text
-    assert "used to 80 % of their bandwidth" in text
+    assert "Bottleneck: PE CNIC write (Eq. 2)" in text
+    assert "limits the storage NICs to 80 % of their bandwidth" in text
 
 
 def test_a_storage_nic_beyond_half_the_compute_nics_fits_no_ratio(capsys):
     text = printed(capsys, "bounds", "--nodes", "1P1D", "--snic-bytes-per-s", "250GB")
-    assert "PE CNIC read does not depend on P/D; it needs an SNIC of at most" in text
+    assert "PE CNIC read does not depend on P/D; it requires an SNIC of at most" in text
     assert "200 GB/s" in text
     result = printed_json(capsys, "bounds", "--snic-bytes-per-s", "250GB")
     assert result["bottleneck_free_range"] is None
@@ -82,7 +82,7 @@ def test_two_storage_nics_narrow_the_range(capsys):
 
 def test_misses_push_the_upper_edge_over_the_limit(capsys):
     edge = ("bounds", "--nodes", "7P2D")
-    assert "Nothing binds" in printed(capsys, *edge)
+    assert "No bottleneck" in printed(capsys, *edge)
     text = printed(capsys, *edge, "--model", "ds-v3.2", "--hit-rate", "0.987")
     assert "Over the limit with misses counted: DE CNIC write, DE DRAM." in text
 
@@ -117,9 +117,9 @@ def test_kv_that_every_gpu_of_an_engine_loads_is_counted_for_each(capsys):
     assert own["link_bounds"] == printed_json(capsys, "bounds")["link_bounds"]
 
 
-def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
+def test_an_snic_too_fast_for_every_ratio_is_reported_with_replicas(capsys):
     text = printed(capsys, "bounds", "--model", "kimi-k2", "--prefill-tp", "8")
-    assert "needs an SNIC of at most g/9 · B = 44.4 GB/s" in text
+    assert "requires an SNIC of at most g/9 · B = 44.4 GB/s" in text
 
 
 @pytest.mark.parametrize(
@@ -147,13 +147,13 @@ def test_an_snic_that_no_ratio_can_take_is_said_with_replicas(capsys):
         (("table1", "--model", "gpt-5"), "'gpt-5' is not among"),
     ],
 )
-def test_wrong_input_is_one_line_with_value_limit_and_remedy(capsys, arguments, message):
+def test_invalid_input_is_one_line_with_value_limit_and_remedy(capsys, arguments, message):
     error = refusal(capsys, *arguments)
     assert message in error
     assert error.count("\n") == 1
 
 
-def test_table_1_stands_beside_the_papers_figures(capsys):
+def test_table_1_is_printed_with_the_papers_figures(capsys):
     text = printed(capsys, "table1")
     assert "with 245,760 FLOP per pair" in text
     result = printed_json(capsys, "table1", "--model", "smollm2-135m")

@@ -31,7 +31,7 @@ def replay(monkeypatch):
     return module
 
 
-def test_the_chosen_subcommand_gets_its_arguments_and_gives_the_exit_code(replay):
+def test_the_subcommand_gets_its_arguments_and_returns_the_exit_code(replay):
     seen = []
 
     def run(args):
@@ -72,7 +72,7 @@ def test_a_defect_keeps_its_traceback_and_is_exit_code_1(replay, capsys):
     assert "ZeroDivisionError: a defect" in capsys.readouterr().err
 
 
-def test_what_any_command_logs_has_time_and_level(replay, monkeypatch, capsys):
+def test_log_lines_of_commands_have_time_and_level(replay, monkeypatch, capsys):
     def run(args):
         logging.getLogger("dualpath.router.control").info("engine pe-0 joined")
         logging.getLogger("asyncio").info("of interest to nobody")
@@ -157,7 +157,7 @@ def test_every_subcommand_has_its_module_and_help(name, capsys):
     assert f"dualpath {name}" in capsys.readouterr().out
 
 
-def test_preparing_a_model_where_it_cannot_be_written_says_so(tmp_path, capsys):
+def test_a_model_that_cannot_be_written_is_reported(tmp_path, capsys):
     (tmp_path / "notes.txt").touch()
     assert main(["model", "tiny-qwen2", "--out", str(tmp_path)]) == 2
     message = capsys.readouterr().err

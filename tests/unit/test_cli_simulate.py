@@ -59,7 +59,7 @@ def simulate(*more, trace="t.jsonl", core="reference"):
 def test_all_modes_are_compared_and_called_simulated(files, capsys):
     assert simulate() == 0
     captured = capsys.readouterr()
-    assert captured.out.startswith("Simulated: figures of a model, nothing was served.")
+    assert captured.out.startswith("Simulated results.")
     for text in (*Mode, "speed-up over Basic", "TTFT p99, ms", "hit tokens", "what binds"):
         assert text in captured.out
     assert "2 agents all at once, 5 rounds" in captured.out
@@ -76,7 +76,7 @@ def test_modes_come_once_in_the_order_of_the_ablation(files, capsys):
     assert "dualpath" not in heading
 
 
-def test_equal_commands_write_equal_bytes_and_say_everything(files):
+def test_equal_commands_write_equal_and_complete_documents(files):
     command = (
         "--quiet",
         "--agents",
@@ -114,7 +114,7 @@ def test_settings_of_the_cluster_can_be_replaced(files, capsys):
     assert "what binds" in capsys.readouterr().out
 
 
-def test_engines_of_several_gpus_are_named(files, capsys):
+def test_engines_of_several_gpus_are_printed(files, capsys):
     engines = ("--gpus-per-node", "8", "--prefill-tp", "4")
     assert simulate("--mode", "dualpath", *engines) == 0
     assert "of 8 GPUs, 4 for a PE and 1 for a DE" in " ".join(capsys.readouterr().out.split())
@@ -123,7 +123,7 @@ def test_engines_of_several_gpus_are_named(files, capsys):
     assert "--decode-dp is 3 engines of 1 GPUs" in error
 
 
-def test_a_run_can_be_cut_and_says_so(files, capsys):
+def test_a_run_can_be_cut_and_reports_it(files, capsys):
     assert simulate("--mode", "basic", "--until-s", "0.5") == 0
     assert "rounds unfinished" in capsys.readouterr().out
 
@@ -153,7 +153,7 @@ def test_generated_trajectories_need_no_file(files, capsys):
         (["--trace-format", "xml"], "--trace-format is 'xml'; it must be one of auto, rounds"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_before_anything_runs(files, capsys, arguments, said):
+def test_invalid_input_is_refused_in_one_line_before_anything_runs(files, capsys, arguments, said):
     assert simulate(*arguments) == 2
     captured = capsys.readouterr()
     assert said in captured.err
@@ -196,7 +196,7 @@ def test_without_numba_the_compiled_core_points_to_the_reference(files, capsys, 
     assert "--core reference" in capsys.readouterr().err
 
 
-def test_the_plan_of_a_small_cluster_names_the_best_division(files, capsys):
+def test_the_plan_of_a_small_cluster_names_the_best_split(files, capsys):
     plan = ["plan", "--total-nodes", "3", "--cluster", "c.toml", "--model", "costs.toml"]
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference", "--json", "p.json"]
     assert main(plan) == 0
@@ -214,4 +214,4 @@ def test_a_capacity_has_no_number_of_agents(files, capsys):
     plan = ["plan", "--total-nodes", "3", "--cluster", "c.toml", "--model", "costs.toml"]
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference"]
     assert main([*plan, "--objective", "capacity"]) == 2
-    assert "leave --agents out" in capsys.readouterr().err
+    assert "omit --agents" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""`dualpath storage` counts, checks, pins and removes what lies in a real directory."""
+"""`dualpath storage` lists, verifies, pins and removes blocks in a real directory."""
 
 import json
 import os
@@ -94,7 +94,7 @@ def test_namespaces_tenants_and_ages_are_counted(
     assert table.splitlines()[-1].startswith("all")
 
 
-def test_every_block_is_read_and_a_bad_one_is_named_and_removed(
+def test_every_block_is_verified_and_a_corrupt_one_is_reported_and_removed(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert "16 blocks" in run(capsys, "verify", storage.root, "--rate", "1GB")
@@ -103,14 +103,14 @@ def test_every_block_is_read_and_a_bad_one_is_named_and_removed(
     found = run(capsys, "verify", storage.root, "--rate", "0", code=1)
     assert f"{storage.place}/{chain(2)[1].hex()}: checksum" in found
     assert storage.head(2) == 4
-    assert "1 bad and removed" in run(
+    assert "1 corrupt and removed" in run(
         capsys, "verify", storage.root, "--rate", "0", "--remove", code=1
     )
     assert storage.head(2) == 3
     assert "15 blocks" in run(capsys, "verify", storage.root, "--rate", "0")
 
 
-def test_what_is_chosen_is_removed_once_it_is_confirmed(
+def test_selected_blocks_are_removed_after_confirmation(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     chosen = ("--cache-salt", "mine", "--unused-for", "7d")
@@ -123,10 +123,10 @@ def test_what_is_chosen_is_removed_once_it_is_confirmed(
     assert all(storage.other.is_stored(key) for key in chain(1))
 
 
-def test_a_customer_is_forgotten_with_blocks_that_do_not_name_them(
+def test_removing_a_tenant_includes_blocks_that_inherit_it(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Older engines did not say whose the blocks of generated tokens are; nobody kept an index."""
+    """Older engines did not record the tenant of generated blocks; there is no saved index."""
     answer = block_keys([1, 1, 1, 1, *range(20)], 1)
     content = memoryview(bytes(GEOMETRY.full_block_bytes))
     storage.tiny.write(answer[4:], [content] * 20, BlockOrigin(answer[3]))
@@ -140,17 +140,17 @@ def test_a_customer_is_forgotten_with_blocks_that_do_not_name_them(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("rm", "."), "nothing is chosen"),
-        (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks there"),
+        (("rm", "."), "no blocks are selected"),
+        (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks in this storage"),
         (("rm", ".", "--unused-for", "soon"), "a time such as 12h"),
         (("pin", ".", "--chain", "ab"), "--chain needs --namespace"),
         (("pin", ".", "--tenant", "../x"), "cannot be pinned"),
-        (("gc", "."), "there is no limit"),
+        (("gc", "."), "no limit is given"),
         (("verify", ".", "--rate", "fast"), "--rate is 'fast'"),
-        (("ls", "./nowhere"), "nothing lies at"),
+        (("ls", "./nowhere"), "there is no storage at"),
     ],
 )
-def test_what_cannot_be_meant_is_said(
+def test_invalid_arguments_are_refused_with_a_remedy(
     storage: Storage,
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
@@ -163,7 +163,7 @@ def test_what_cannot_be_meant_is_said(
     assert storage.head(1) == 4
 
 
-def test_a_cleaning_keeps_what_is_pinned_and_the_index_it_made(
+def test_gc_keeps_pinned_blocks_and_saves_its_index(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pinned = chain(1)[2].hex()

@@ -1,4 +1,4 @@
-"""Who hears whom on the control connection, with and without the cluster's secret."""
+"""Authentication of the control connection, with and without the cluster's secret."""
 
 import asyncio
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import (
-    LEAST_CHARACTERS,
+    MIN_SECRET_CHARACTERS,
     SECRET_VARIABLE,
     ClusterSecret,
     check_control_url,
@@ -47,7 +47,7 @@ class WatchedRefusals(ControlRefusals):
 
 
 class Router:
-    """A control server that remembers who joined."""
+    """A control server that records registered engines."""
 
     def __init__(self) -> None:
         self.joined: asyncio.Queue[str] = asyncio.Queue()
@@ -108,18 +108,18 @@ class Engine(FakeEngine):
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        await asyncio.to_thread(self.link.close, control.Goodbye(reason="test over"))
+        await asyncio.to_thread(self.link.close, control.Deregister(reason="test over"))
 
 
-async def test_engine_and_router_with_one_secret_hear_each_other():
+async def test_engine_and_router_with_the_same_secret_connect():
     async with Router() as router, Engine("pe", router.server.address, SECRET) as engine:
         async with asyncio.timeout(GUARD_S):
             assert await router.joined.get() == "pe"
-            assert isinstance(await engine.arrived.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Registered)
 
 
 @pytest.mark.parametrize("secret", [OTHER, None], ids=["another secret", "no secret"])
-async def test_a_router_hears_nobody_without_its_secret(secret, caplog):
+async def test_a_router_rejects_engines_without_its_secret(secret, caplog):
     async with Router() as router:
         server = router.server
         async with (
@@ -137,7 +137,7 @@ async def test_a_router_hears_nobody_without_its_secret(secret, caplog):
 
 
 async def test_knowing_the_routers_public_key_is_not_enough():
-    """The keys of the router's end are one half of the secret; the engines' key is asked for."""
+    """The router also checks the engines' key."""
     async with Router() as router:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -146,14 +146,14 @@ async def test_knowing_the_routers_public_key_is_not_enough():
         socket.connect(router.server.address)
         hello = FakeEngine("thief", Role.PREFILL, set())
         hello.generation = 1
-        await socket.send(envelopes.encode(envelopes.outside(hello.hello())))
+        await socket.send(envelopes.encode(envelopes.unnumbered(hello.hello())))
         async with asyncio.timeout(GUARD_S):
             assert await router.refused.reasons.get() is ControlRefusal.SECRET
         assert router.joined.empty()
         context.destroy(linger=0)
 
 
-async def test_an_engine_believes_no_router_without_its_secret():
+async def test_an_engine_rejects_a_router_without_its_secret():
     router = Router()
     router.secret = None
     async with router, Engine("pe", router.server.address, SECRET) as engine:
@@ -162,7 +162,7 @@ async def test_an_engine_believes_no_router_without_its_secret():
         assert engine.arrived.empty()
 
 
-async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
+async def test_an_engine_joins_a_router_that_restarts_with_the_right_secret():
     plain = Router()
     plain.secret = None
     async with plain, Engine("pe", plain.server.address, SECRET) as engine:
@@ -173,10 +173,10 @@ async def test_an_engine_joins_a_router_that_comes_back_with_the_right_secret():
         await plain.server.stop()
         async with right, asyncio.timeout(GUARD_S):
             assert await right.joined.get() == "pe"
-            assert isinstance(await engine.arrived.get(), control.Welcome)
+            assert isinstance(await engine.arrived.get(), control.Registered)
 
 
-async def test_nothing_readable_crosses_the_wire():
+async def test_messages_are_encrypted_on_the_wire():
     """A proxy between the two sees neither the engine's name nor its address."""
     seen = bytearray()
 
@@ -205,10 +205,12 @@ async def test_nothing_readable_crosses_the_wire():
     assert b"engine-with-a-name" not in seen
 
 
-async def test_an_open_control_address_needs_a_secret():
+async def test_a_reachable_control_address_needs_a_secret():
     server = ControlServer(Registry(), Router(), lambda: 0.0, 1000.0)
     for host in ("0.0.0.0", "10.0.0.1", "*", "router.example"):
-        with pytest.raises(ConfigError, match=r"no cluster secret.*use 127.0.0.1, or a secret"):
+        with pytest.raises(
+            ConfigError, match=r"no cluster secret.*use 127.0.0.1, or create a secret"
+        ):
             await server.start(host, 0)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*DUALPATH_CLUSTER_SECRET"):
         ZmqRouterConnection("tcp://10.0.0.1:5700")
@@ -232,7 +234,7 @@ async def test_an_open_control_address_needs_a_secret():
         ("localhost.example", False),
     ],
 )
-def test_loopback_is_an_address_of_this_machine_alone(host, here):
+def test_only_addresses_of_this_machine_are_loopback(host, here):
     assert is_loopback(host) is here
 
 
@@ -255,12 +257,14 @@ def test_the_secret_comes_from_the_file_before_the_environment(tmp_path: Path, c
     assert "chmod 600" in caplog.text
 
 
-def test_secrets_that_are_no_secrets_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=rf"has 5 characters, at least {LEAST_CHARACTERS}"):
+def test_invalid_secrets_are_refused(tmp_path: Path):
+    with pytest.raises(
+        ConfigError, match=rf"has 5 characters, must have at least {MIN_SECRET_CHARACTERS}"
+    ):
         load_secret("", {SECRET_VARIABLE: "short"})
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="has 0 characters"):
         load_secret(str(tmp_path / "empty"))
-    assert len(new_secret()) > LEAST_CHARACTERS
+    assert len(new_secret()) > MIN_SECRET_CHARACTERS

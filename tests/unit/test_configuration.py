@@ -1,4 +1,4 @@
-"""Settings from flags, environment and file: who wins, what is refused, what is never printed."""
+"""Settings from flags, environment and file: precedence, refusals, and secrets."""
 
 import argparse
 import enum
@@ -79,7 +79,7 @@ def test_the_last_layer_that_has_a_value_wins(origins):
     assert winner.value == order.index(winner.origin)
 
 
-def test_every_source_speaks_of_the_same_keys():
+def test_every_source_has_the_same_keys():
     found = layered(
         from_tables(SCHEMA, {"part": {"name": "file", "colour": "red", "share": 1}}, "c.toml"),
         from_environment(SCHEMA, {"DUALPATH_PART_COUNT": "7", "OTHER": "x"}),
@@ -141,7 +141,7 @@ parts = st.builds(
 
 
 @given(parts)
-def test_a_command_line_written_from_settings_says_the_same(settings):
+def test_a_command_line_built_from_settings_is_equivalent(settings):
     """Only what differs from the defaults is written; read back it gives equal settings."""
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_settings(parser, Part)
@@ -189,7 +189,7 @@ def test_what_the_settings_refuse_themselves_names_its_origin():
         build(Part, "part", given, {"count": "--count"})
 
 
-def test_a_missing_key_is_asked_for_in_all_three_ways():
+def test_a_missing_key_is_requested_in_all_three_ways():
     with pytest.raises(ConfigError, match=r"--name is missing.*DUALPATH_PART_NAME.*\[part\]"):
         build(Part, "part", {}, {"name": "--name"})
 
@@ -206,7 +206,7 @@ def test_a_key_is_neither_printed_nor_quoted_in_a_refusal():
 
 
 def test_every_variable_named_in_the_code_is_known():
-    """A variable that the environment check does not know would be refused by every command."""
+    """A variable unknown to the environment check would be refused by every command."""
     named = set()
     for file in (ROOT / "src").rglob("*.py"):
         text = file.read_text(encoding="utf-8")
@@ -242,7 +242,7 @@ def parsed(command, *arguments):
         ),
     ],
 )
-def test_what_is_not_typed_counts_as_default(command, arguments, places, monkeypatch):
+def test_omitted_settings_have_their_defaults(command, arguments, places, monkeypatch):
     for name in OTHER_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     layers = command.checked_layers(parsed(command, *arguments)).layers
@@ -268,7 +268,7 @@ def test_serve_takes_flags_over_variables_over_the_file(file, monkeypatch):
     assert (settings.model, settings.block_tokens) == ("m", 64)
 
 
-def test_serve_hands_the_file_on_to_router_and_engines(file):
+def test_serve_passes_the_file_to_router_and_engines(file):
     from dualpath.core.cluster import Role
     from dualpath.ops.launch.commands import engine_command, router_command
     from dualpath.vllm.engine_settings import engine_settings
@@ -290,7 +290,7 @@ def test_serve_hands_the_file_on_to_router_and_engines(file):
 )
 def test_serve_refuses_what_its_own_commands_would_override(name, file, monkeypatch):
     monkeypatch.setenv(name, "5000")
-    with pytest.raises(ConfigError, match=rf"{name} does not count here.*\[cluster\]"):
+    with pytest.raises(ConfigError, match=rf"{name} has no effect.*\[cluster\]"):
         serve.cluster_settings(parsed(serve, "--config", file))
 
 

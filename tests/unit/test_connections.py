@@ -179,7 +179,7 @@ async def test_a_body_that_trickles_ends_at_its_time():
     assert bodies.held_bytes == 0
 
 
-# ---------------------------------------------------------------------- the light front door
+# ---------------------------------------------------------------------- the light router
 
 
 async def sent(url: str, request: bytes) -> bytes:
@@ -210,7 +210,7 @@ async def test_a_body_may_be_large_and_come_fast(tmp_path: Path) -> None:
         assert (await sent(made.endpoint, post(body=body))).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_connections_of_a_front_door_end_by_themselves(tmp_path: Path) -> None:
+async def test_connections_of_a_light_router_end_by_themselves(tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, quiet_timeout_s=0.2, body_timeout_s=0.2)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         assert await sent(made.endpoint, b"") == b""
@@ -220,7 +220,7 @@ async def test_connections_of_a_front_door_end_by_themselves(tmp_path: Path) -> 
         await served_as_before(made)
 
 
-async def test_a_front_door_refuses_connections_beyond_its_limit(tmp_path: Path) -> None:
+async def test_a_light_router_refuses_connections_beyond_its_limit(tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, max_connections=2)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         host, _, port = made.endpoint.removeprefix("http://").partition(":")

@@ -11,7 +11,7 @@ from dualpath.model.catalog.load import MODELS, load_model, names
 
 
 def small(**changes: Any) -> ModelGeometry:
-    """Two full layers and two that see 4 tokens; two dense layers and two of experts."""
+    """Two full layers and two with a window of 4 tokens; two dense layers and two of experts."""
     attention: dict[str, Any] = {
         "layers": 2,
         "heads": 4,

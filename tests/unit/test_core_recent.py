@@ -1,16 +1,16 @@
-"""A memory that keeps what was noted last."""
+"""A bounded map of the most recent keys."""
 
 from dualpath.core.recent import Recent
 
 
-def test_the_last_value_counts_and_what_is_forgotten_is_gone() -> None:
+def test_the_last_value_counts_and_removed_keys_are_gone() -> None:
     recent: Recent[str, int] = Recent(limit=10)
     recent.note("ab", 1)
     recent.age()
     recent.note("b", 2)
     assert (recent.last("xa"), recent.last("abc"), recent.last("xy")) == (1, 2, None)
     assert (recent.head("abc"), recent.head("abc", 1), recent.head("xab")) == (2, 2, 0)
-    recent.forget("b")
+    recent.remove("b")
     assert "a" in recent
     assert "b" not in recent
 
@@ -23,7 +23,7 @@ def test_it_keeps_the_limit_and_never_more_than_twice_that() -> None:
         assert sum(old in recent for old in range(100)) <= 6
 
 
-def test_two_generations_without_a_word_are_forgotten() -> None:
+def test_keys_unused_for_two_generations_are_dropped() -> None:
     recent: Recent[str, None] = Recent(limit=10)
     recent.note("a", None)
     recent.age()

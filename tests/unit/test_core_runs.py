@@ -1,10 +1,10 @@
-"""A run of hits is one value from the assignment to the transfer; one that cannot be is refused."""
+"""A run of hits is used from assignment to transfer; an inconsistent one is refused."""
 
 import msgspec
 import pytest
 
 from dualpath.core.cluster import Role
-from dualpath.core.envelopes import decode_router_message, encode, outside
+from dualpath.core.envelopes import decode_router_message, encode, unnumbered
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.request_messages import Read
 from dualpath.core.runs import BlockRun, HitRun
@@ -12,8 +12,8 @@ from dualpath.core.runs import BlockRun, HitRun
 RUN = HitRun(Role.DECODE, BlockRun(3, 4))
 
 
-def test_what_becomes_known_is_added_and_nothing_is_dropped() -> None:
-    reserved = RUN.lying_in([7, 5, 9, 1])
+def test_each_stage_adds_to_a_run_and_drops_nothing() -> None:
+    reserved = RUN.with_slots([7, 5, 9, 1])
     assert (reserved.side, reserved.blocks, reserved.slots) == (
         Role.DECODE,
         BlockRun(3, 4),
@@ -23,19 +23,19 @@ def test_what_becomes_known_is_added_and_nothing_is_dropped() -> None:
     assert (good.blocks, good.slots) == (BlockRun(3, 2), (7, 5))
     assert reserved.head(9) == reserved
     assert not reserved.head(0).blocks
-    kept = HitRun(Role.DECODE, BlockRun(0, 2), kept=True)
-    assert kept.lying_in([4, 3]).head(1) == HitRun(Role.DECODE, BlockRun(0, 1), (4,), kept=True)
+    kept = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
+    assert kept.with_slots([4, 3]).head(1) == HitRun(Role.DECODE, BlockRun(0, 1), (4,), cached=True)
 
 
-def test_a_run_says_which_of_its_blocks_came_without_their_window_layers() -> None:
-    read = RUN.lying_in([7, 5, 9, 1]).whole_behind(5)
+def test_a_run_has_the_number_of_its_windowless_blocks() -> None:
+    read = RUN.with_slots([7, 5, 9, 1]).whole_behind(5)
     assert (read.windowless, read.whole_from) == (2, 5)
     assert [read.head(blocks).windowless for blocks in (1, 2, 3)] == [1, 2, 2]
     assert read.part(BlockRun(4, 3)) == HitRun(Role.DECODE, BlockRun(4, 3), (5, 9, 1), windowless=1)
     assert read.part(BlockRun(6, 1)).windowless == 0
-    # Before the run all of it is whole, behind it nothing is.
+    # With a block before the run all its blocks are whole, with one after it none is.
     assert [RUN.whole_behind(block).windowless for block in (0, 3, 7, 90)] == [0, 0, 4, 4]
-    kept = HitRun(Role.DECODE, BlockRun(0, 2), kept=True)
+    kept = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
     assert kept.whole_behind(2) == kept
 
 
@@ -44,7 +44,7 @@ def test_a_run_does_not_lack_windows_of_blocks_it_does_not_read(
     windowless: int, kept: bool
 ) -> None:
     with pytest.raises(ValueError, match=f"{windowless} blocks without windows in a run of 4"):
-        msgspec.structs.replace(RUN, windowless=windowless, kept=kept)
+        msgspec.structs.replace(RUN, windowless=windowless, cached=kept)
 
 
 def test_only_the_last_block_of_the_hits_can_be_partial() -> None:
@@ -55,21 +55,21 @@ def test_only_the_last_block_of_the_hits_can_be_partial() -> None:
 @pytest.mark.parametrize(
     ("blocks", "slots", "error"),
     [
-        ((0, 2), (1,), "2 hit blocks lie in 1 slots"),
-        ((0, 0), (1,), "0 hit blocks lie in 1 slots"),
+        ((0, 2), (1,), "2 hit blocks have 1 slots"),
+        ((0, 0), (1,), "0 hit blocks have 1 slots"),
         ((-1, 2), (), "a run of hits holds the blocks"),
         ((0, -2), (), "a run of hits holds the blocks"),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_also_in_a_message(
+def test_an_inconsistent_run_is_refused_also_in_a_message(
     blocks: tuple[int, int], slots: tuple[int, ...], error: str
 ) -> None:
     with pytest.raises(ValueError, match=error):
         HitRun(Role.PREFILL, BlockRun(*blocks), slots)
     sent = Read("r", RUN, (b"k",) * 4, 1.0)
-    received = decode_router_message(encode(outside(sent))).message
+    received = decode_router_message(encode(unnumbered(sent))).message
     assert received == sent
-    *envelope, read = msgspec.to_builtins(outside(sent), builtin_types=(bytes,))
+    *envelope, read = msgspec.to_builtins(unnumbered(sent), builtin_types=(bytes,))
     read["run"]["blocks"] = {"first": blocks[0], "count": blocks[1]}
     read["run"]["slots"] = slots
     with pytest.raises(IncompatibleError, match=error):

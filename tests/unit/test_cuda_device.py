@@ -1,7 +1,7 @@
-"""The CUDA device without a GPU: torch's streams and the driver are small ones that work.
+"""The CUDA device without a GPU: small working fakes of torch's streams and of the driver.
 
-Streams here run nothing until somebody synchronises, so code that trusts in a queued copy fails.
-The driver's calls are those of cuda-bindings, of both its forms, and copy in host memory.  What
+Streams here run nothing until a synchronisation, so code that relies on a queued copy fails.
+The driver's calls have both forms of cuda-bindings, and copy in host memory.  What
 this cannot show is how a GPU behaves.
 """
 
@@ -38,7 +38,7 @@ PIECE = 64
 
 
 class LazyStream:
-    """Work that runs when somebody waits for it."""
+    """Work that runs when it is waited for."""
 
     handles: ClassVar[dict[int, "LazyStream"]] = {}
 
@@ -76,11 +76,11 @@ class LazyEvent:
 
 
 class Runtime:
-    """The part of the CUDA runtime that pins; refuses above a size."""
+    """The pinning calls of the CUDA runtime; fails above a size."""
 
-    def __init__(self, most_bytes=1 << 20):
+    def __init__(self, max_bytes=1 << 20):
         self.pinned = set()
-        self._most_bytes = most_bytes
+        self._most_bytes = max_bytes
 
     def cudaHostRegister(self, address, size_bytes, flags):
         if size_bytes > self._most_bytes:
@@ -100,7 +100,7 @@ class Pointer:
 
 
 def driver_bindings(*, batches=True, status=0, major=13):
-    """What is used of ``cuda.bindings.driver``; ``calls`` lists what was called."""
+    """The functions of ``cuda.bindings.driver`` that are used; ``calls`` lists the calls."""
     calls = []
 
     def copy(destination, source, size, stream):
@@ -135,7 +135,7 @@ def driver_bindings(*, batches=True, status=0, major=13):
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A namespace in torch's place; ``gpu.compute`` is the stream of the forward pass."""
+    """A namespace in place of torch; ``gpu.compute`` is the stream of the forward pass."""
     compute, runtime = LazyStream(), Runtime()
     cuda = SimpleNamespace(
         Stream=LazyStream,
@@ -149,7 +149,7 @@ def gpu(monkeypatch):
 
 
 def two_regions(pieces=8):
-    """DRAM with pieces 0, 1, 2, … and HBM of a wider stride, which on a GPU would be VRAM."""
+    """DRAM with pieces 0, 1, 2, … and HBM with a wider stride; on a GPU it would be VRAM."""
     dram, hbm = allocate_registered(pieces * PIECE), allocate_registered(pieces * 2 * PIECE)
     dram.array.reshape(pieces, PIECE)[:] = np.arange(pieces, dtype=np.uint8)[:, None]
     infos = (
@@ -168,7 +168,7 @@ def with_copier(bindings, infos):
 
 
 @pytest.mark.parametrize(("batches", "major"), [(True, 12), (True, 13), (False, 13)])
-def test_a_copy_is_one_call_if_the_driver_can_and_over_when_its_event_is(gpu, batches, major):
+def test_a_copy_is_one_call_if_supported_and_ends_with_its_event(gpu, batches, major):
     bindings = driver_bindings(batches=batches, major=major)
     _, hbm, infos = two_regions()
     device = with_copier(bindings, infos)
@@ -191,7 +191,7 @@ def test_computation_queued_after_wait_finds_the_copy_and_a_copy_finds_what_was_
     device.wait(into.event)
     gpu.compute.work.append(lambda: np.copyto(hbm[6], hbm[6] + 100))
     out = device.copier.copy("hbm.0", [6], "buffer", [0], device.record())
-    assert int(dram[0, 0]) == 0  # the host has waited for nothing
+    assert int(dram[0, 0]) == 0  # the host has not waited
     out.event.wait()
     assert int(dram[0, 0]) == 104
 
@@ -203,7 +203,7 @@ def test_a_driver_that_refuses_is_an_error_that_names_the_setting(gpu):
         device.copier.copy("buffer", [1], "hbm.0", [1], PASSED)
 
 
-def test_a_machine_without_driver_or_bindings_is_told_what_to_set(monkeypatch):
+def test_errors_without_driver_or_bindings_name_the_setting(monkeypatch):
     def no_driver():
         raise RuntimeError("DynamicLibNotFoundError: libcuda")
 
@@ -304,19 +304,19 @@ def test_a_block_major_tensor_is_one_region_whatever_the_order_inside_a_block():
     assert layout_of(inside).stride_bytes == region.stride_bytes
 
 
-def test_the_null_block_counts_for_nothing():
-    """Else an idle engine reports less than it has: what needs all waits for ever."""
+def test_the_null_block_does_not_count():
+    """Otherwise an idle engine reports too little: requests that need all HBM wait for ever."""
     cache = torch.zeros(10, 4, 64, 32, dtype=torch.float16)
     assert hbm_layout([[cache]], 10, GEOMETRY).capacity_tokens == 9 * 64
 
 
-def test_kernel_blocks_smaller_than_the_engines_are_put_together():
+def test_kernel_blocks_smaller_than_the_engines_are_combined():
     cache = torch.zeros(40, 4, 16, 32, dtype=torch.float16)
     region = layout_of(cache)
     assert (region.pieces, region.stride_bytes) == (10, GEOMETRY.bytes_of(0))
 
 
-def test_layers_may_lie_between_the_blocks_of_a_layer():
+def test_layers_may_be_between_the_blocks_of_a_layer():
     cache = torch.zeros(10, 3, 4, 64, 32, dtype=torch.float16)[:, 1]
     region = layout_of(cache)
     assert region.stride_bytes == 3 * GEOMETRY.bytes_of(0)

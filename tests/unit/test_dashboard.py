@@ -13,7 +13,7 @@ from tests.unit.dashboard_cluster import BUFFER_TOKENS, ReportedCluster, large_c
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.sessions import Event
-from dualpath.laboratory.emulated.front_door import FrontDoor
+from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.board import SCHEMA
 from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample
@@ -172,7 +172,7 @@ def test_all_scripts_of_the_package_are_in_the_page():
 
 
 async def test_the_light_router_serves_page_and_data(cluster):
-    app = FrontDoor(cluster.service).app()
+    app = RouterServer(cluster.service).app()
     async with serving_app(app, "127.0.0.1", 0) as port, aiohttp.ClientSession() as http:
         base = f"http://127.0.0.1:{port}"
         async with http.get(f"{base}/dashboard") as page:

@@ -1,4 +1,4 @@
-"""The plan says what Fig. 4 draws."""
+"""The plan has the steps of Fig. 4."""
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
@@ -69,10 +69,10 @@ def test_a_split_gives_each_run_the_path_of_its_side() -> None:
     ]
 
 
-def test_what_a_buffer_has_kept_is_not_read_but_takes_its_side_s_path() -> None:
+def test_cached_blocks_are_not_read_but_take_the_path_of_their_side() -> None:
     read = layout(HitRun(Role.DECODE, BlockRun(0, 5)), HitRun(Role.PREFILL, BlockRun(5, 3)))
     kept = layout(
-        HitRun(Role.DECODE, BlockRun(0, 5), kept=True), HitRun(Role.PREFILL, BlockRun(5, 3))
+        HitRun(Role.DECODE, BlockRun(0, 5), cached=True), HitRun(Role.PREFILL, BlockRun(5, 3))
     )
     (step,) = read_steps(kept)
     assert (step.label, step.blocks) == ("4a.1-2", BlockRun(5, 3))
@@ -127,7 +127,7 @@ def test_window_layers_are_read_of_the_last_blocks_of_a_hit_only() -> None:
     assert [(s.blocks, s.whole) for s in read_steps(short)] == [(BlockRun(0, 2), True)]
 
 
-def test_of_a_window_layer_only_what_is_seen_is_loaded_sent_and_copied() -> None:
+def test_of_a_window_layer_only_blocks_in_the_window_are_loaded_sent_and_copied() -> None:
     prompt, chunk = windowed(HitRun(Role.PREFILL, BlockRun(0, 8))), BlockRun(8, 3)
     loads = [load_steps(prompt, layer, chunk)[0] for layer in range(3)]
     assert [load.blocks for load in loads] == [BlockRun(0, 8), BlockRun(6, 2), BlockRun(4, 4)]
@@ -147,7 +147,7 @@ def test_of_a_window_layer_only_what_is_seen_is_loaded_sent_and_copied() -> None
     assert (persist.blocks, persist.whole, persist.bytes) == (BlockRun(8, 2), True, 2 * 860)
 
 
-def test_a_later_chunk_loads_of_a_window_layer_what_it_sees_itself() -> None:
+def test_a_later_chunk_loads_the_blocks_in_its_own_window() -> None:
     prompt = windowed(HitRun(Role.DECODE, BlockRun(0, 4)))
     loads = [load_steps(prompt, layer, BlockRun(6, 5)) for layer in range(3)]
     assert [[(s.label, s.blocks) for s in steps] for steps in loads] == [

@@ -1,4 +1,4 @@
-"""The demo: agents met in the middle, the storage rate, the time left."""
+"""The demo: agents that start in mid-session, the storage rate, the time left."""
 
 import argparse
 import asyncio
@@ -22,7 +22,7 @@ from dualpath.laboratory.demo.run import DemoRun
 from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
 from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.midway import Midway, met_midway
+from dualpath.laboratory.workload.conversation.midway import MidSessionAgent, mid_session_agents
 from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
@@ -45,8 +45,8 @@ def encode(text: str) -> list[int]:
     return [ord(character) for character in text]
 
 
-def first_prompts(agent: Midway) -> tuple[list[int], list[int]]:
-    """Return what is stored and what the first turn sends."""
+def first_prompts(agent: MidSessionAgent) -> tuple[list[int], list[int]]:
+    """Return the stored tokens and the prompt of the first turn."""
     contents = Contents(Vocabulary(encode=encode))
     history, rest = (s.start(AgentSettings(), contents) for s in (agent.history, agent.rest))
     stored, sent = history.next_turn(), rest.next_turn()
@@ -60,7 +60,7 @@ def rounds(name: str, *pairs: tuple[int, int]) -> TokenSession:
 
 
 def talk(name: str, *sizes: int, tail: bool = False) -> TextSession:
-    """A turn appends an answer and a result of ``sizes`` characters; ``tail`` is never kept."""
+    """A turn appends an answer and a result of ``sizes`` characters; ``tail`` is dropped."""
     messages, turns = [Message("system", "s" * 50)], []
     for index, size in enumerate(sizes):
         messages += [Message("assistant", "a" * 10), Message("tool", chr(65 + index) * size)]
@@ -70,13 +70,13 @@ def talk(name: str, *sizes: int, tail: bool = False) -> TextSession:
 
 
 @pytest.mark.parametrize("tail", [False, True])
-def test_an_agent_of_text_goes_on_from_the_newest_of_what_it_had(tail):
-    (agent,) = met_midway([talk("t", 100, 100, 5, 5, 100, tail=tail)], 1, 2, 60, encode)
+def test_an_agent_of_text_continues_after_the_last_tokens_of_its_context(tail):
+    (agent,) = mid_session_agents([talk("t", 100, 100, 5, 5, 100, tail=tail)], 1, 2, 60, encode)
 
     assert agent.rest.session_id == agent.history.session_id == "t@2"
     assert agent.rest.turns == 2
     stored, sent = first_prompts(agent)
-    # All but the reminder and the opening of the answer goes on.
+    # The next turn continues all but the reminder and the opening of the answer.
     shared = len(stored) - len("turn 1<|im_end|>\n<|im_start|>user\n" if tail else "") - 30
     assert sent[:shared] == stored[:shared]
     text = "".join(map(chr, stored))
@@ -87,7 +87,7 @@ def test_an_agent_of_text_goes_on_from_the_newest_of_what_it_had(tail):
 
 def test_agents_of_token_counts_have_their_history_as_a_prefix():
     session = rounds("r", (500, 5), (300, 5), (7, 5), (9, 5), (400, 5))
-    (agent,) = met_midway([session], 1, 2, 256, encode)
+    (agent,) = mid_session_agents([session], 1, 2, 256, encode)
 
     assert agent.rest.session_id == "r@2"
     stored, sent = first_prompts(agent)
@@ -96,31 +96,31 @@ def test_agents_of_token_counts_have_their_history_as_a_prefix():
     assert sent[:256] == stored
 
 
-def test_windows_that_append_least_are_taken_and_no_turn_twice():
+def test_windows_that_append_least_are_chosen_and_no_turn_twice():
     session = rounds("r", (500, 1), (90, 1), (1, 1), (2, 1), (3, 1), (80, 1))
-    names = [agent.rest.session_id for agent in met_midway([session], 2, 2, 64, encode)]
+    names = [agent.rest.session_id for agent in mid_session_agents([session], 2, 2, 64, encode)]
     assert names == ["r@2", "r@4"]
 
 
-def test_an_agent_that_edits_its_history_is_not_met_there():
+def test_windows_in_which_an_agent_edits_its_history_are_skipped():
     plain = talk("t", 100, 100, 5)
     edited = (Message("system", "other"), *plain.text_turns[2].messages[1:])
     turns = (*plain.text_turns[:2], msgspec.structs.replace(plain.text_turns[2], messages=edited))
-    with pytest.raises(ConfigError, match=r"0 windows of 1 turns.*take fewer agents"):
-        met_midway([TextSession("t", turns[1:])], 1, 1, 60, encode)
+    with pytest.raises(ConfigError, match=r"0 windows of 1 turns.*use fewer agents"):
+        mid_session_agents([TextSession("t", turns[1:])], 1, 1, 60, encode)
 
 
-def test_sessions_that_cannot_be_met_in_the_middle_are_refused():
+def test_sessions_that_cannot_start_in_the_middle_are_refused():
     class Blocks:
         session_id, turns = "b", 3
 
     blocks: list[Session] = [Blocks()]  # type: ignore[list-item]
-    with pytest.raises(ConfigError, match="session b cannot be met in the middle"):
-        met_midway(blocks, 1, 1, 64, encode)
+    with pytest.raises(ConfigError, match="session b cannot be started in the middle"):
+        mid_session_agents(blocks, 1, 1, 64, encode)
 
 
-def test_a_replay_knows_what_was_stored_before_it():
-    (agent,) = met_midway([rounds("r", (500, 5), (9, 5))], 1, 1, 256, encode)
+def test_a_replay_counts_stored_histories_as_ideal_hits():
+    (agent,) = mid_session_agents([rounds("r", (500, 5), (9, 5))], 1, 1, 256, encode)
     with served(FakeServer()) as endpoint:
         options = ReplayOptions(run_id="same")
         play([agent.history], endpoint, options)
@@ -148,7 +148,7 @@ def test_the_rate_makes_one_path_take_its_share_of_oracles_time():
     chosen = choose_rate(oracle, NAMESPACE, prefill=2)
     assert chosen.load_bytes == blocks * GEOMETRY.full_block_bytes
     assert chosen.load_bytes / (2 * chosen.bytes_per_s) == pytest.approx(LOAD_SHARE * 10.0)
-    assert "Oracle's run, which took 10.0 s" in chosen.line()
+    assert "Oracle's run took 10.0 s" in chosen.line()
 
 
 def test_without_oracle_the_rate_has_to_be_given():
@@ -158,7 +158,7 @@ def test_without_oracle_the_rate_has_to_be_given():
     assert DemoSettings().in_order == (Mode.ORACLE, Mode.BASIC, DEFAULT_MODE)
 
 
-def test_time_left_follows_the_pace_of_what_is_over():
+def test_time_left_is_scaled_by_finished_stages():
     now_s = 0.0
     left = TimeLeft({"start": 10.0, "warm": 20.0, "run": 30.0}, lambda: now_s)
     left.begin("start")
@@ -185,7 +185,7 @@ def test_oracle_hits_what_a_real_storage_holds(tmp_path):
 
 
 class StoringServer(FakeServer):
-    """A server whose blocks lie in a storage, as those of engines do."""
+    """A server whose blocks are in a storage, like those of engines."""
 
     def __init__(self, storage: BlockStorage) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ class StoringServer(FakeServer):
 
 
 class FakeCluster:
-    """A cluster whose engines are a server in a thread; ``events`` are its starts and ends."""
+    """A cluster whose engines are a server in a thread; ``events`` records starts and ends."""
 
     def __init__(self, settings: LocalClusterSettings, events: list[str]) -> None:
         self.settings = settings
@@ -230,7 +230,7 @@ SERVED = msgspec.structs.replace(NAMESPACE, geometry=BlockGeometry.uniform(2, BL
 
 def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(tmp_path):
     sessions = [rounds(name, (500, 5), (9, 5), (9, 5)) for name in "ab"]
-    agents = met_midway(sessions, 2, 2, 256, encode)
+    agents = mid_session_agents(sessions, 2, 2, 256, encode)
     events: list[str] = []
     demo = DemoSettings(agents=2, max_turns=2, history_tokens=256, max_context_tokens=4096)
 
@@ -255,7 +255,7 @@ def test_every_mode_starts_from_the_same_histories_at_the_rate_that_oracle_gave(
         assert played.summary.hit_rate >= 0.9
 
 
-def test_histories_are_computed_on_every_core_that_a_mode_will_have(tmp_path):
+def test_histories_are_computed_on_every_core_that_a_mode_will_use(tmp_path):
     demo = DemoSettings(nodes="1P2D")
     histories = history_settings(demo, tmp_path, str(tmp_path), tmp_path / "out", "histories")
     assert histories.nodes == "3P1D"
@@ -265,11 +265,11 @@ def test_histories_are_computed_on_every_core_that_a_mode_will_have(tmp_path):
             Mode.DUALPATH, demo, tmp_path, str(tmp_path), tmp_path / "out", 1e6
         ).dtype
     )
-    # In turn, so that no engine has more than its part; and at no rate.
+    # Alternating, so that no engine gets more than its share; without a rate limit.
     assert (histories.mode, histories.snic_bytes_per_s) == (Mode.BASIC, 0.0)
 
 
-def test_no_read_is_given_up_however_slow_storage_is(tmp_path):
+def test_no_read_times_out_however_slow_storage_is(tmp_path):
     settings = cluster_settings(
         Mode.BASIC, DemoSettings(), tmp_path, str(tmp_path), tmp_path / "out", 1e6
     )
@@ -283,7 +283,7 @@ def test_no_read_is_given_up_however_slow_storage_is(tmp_path):
 
 def test_histories_that_are_not_stored_end_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr("dualpath.laboratory.demo.run._STORED_TIMEOUT_S", 0.0)
-    agents = met_midway([rounds("a", (500, 5), (9, 5))], 1, 1, 256, encode)
+    agents = mid_session_agents([rounds("a", (500, 5), (9, 5))], 1, 1, 256, encode)
     demo = DemoSettings(agents=1, max_turns=1, history_tokens=256, max_context_tokens=4096)
     events: list[str] = []
 

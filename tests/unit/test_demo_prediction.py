@@ -1,4 +1,4 @@
-"""The simulator, set to the demo's own parameters, predicts what the demo measured."""
+"""The simulator with the demo's parameters predicts the demo's measurements."""
 
 import statistics
 
@@ -9,7 +9,7 @@ from dualpath.laboratory.demo.settings import COMPUTE_QUOTA_S
 from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
 from dualpath.policy.batching import AttentionGeometry
 
-#: What a CPU engine assumes (``vllm.quota_scheduler``, which needs vLLM) and SmolLM2-135M.
+#: Assumed speed of a CPU engine (``vllm.quota_scheduler``, which needs vLLM), SmolLM2-135M.
 ASSUMED_FLOPS_PER_S = 4e10
 ATTENTION = AttentionGeometry.from_heads(30, 9, 64, 64)
 
@@ -33,7 +33,7 @@ def test_quota_of_the_cluster_file_admits_the_pairs_that_the_demo_admits():
 
 
 @pytest.mark.parametrize("pace", [0.25, 1.0, 4.0])
-def test_the_demo_convinces_on_quick_and_on_slow_machines(pace):
+def test_the_demo_shows_a_clear_gain_on_fast_and_slow_machines(pace):
     pytest.importorskip("agentperf_local", reason="the demo's sessions are not installed")
     cluster, model = simulated_demo.read_setting()
     agents = simulated_demo.demo_agents(approximate_encode)

@@ -1,4 +1,4 @@
-"""The Compose files start what commands of this version take, and keep secrets to themselves."""
+"""The Compose files match the commands and settings of this version, and contain no secrets."""
 
 import os
 import re
@@ -17,7 +17,7 @@ from dualpath.router.settings import RouterSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"
 FILES = sorted(FOLDER.glob("*.yaml"))
-#: Put beside another file.
+#: Used together with another file.
 ADDED = ("cpu.yaml", "gpu.yaml")
 CLUSTERS = [file for file in FILES if file.name not in ADDED]
 #: `${NAME:-default}` and `${NAME:?what to give}`.
@@ -87,12 +87,12 @@ def test_containers_may_drain_before_they_are_killed(file):
 
 
 @pytest.mark.parametrize("name", ADDED)
-def test_what_is_put_beside_the_vllm_file_is_for_its_engines(name):
+def test_files_used_with_the_vllm_file_change_its_engines(name):
     added = set(yaml.safe_load((FOLDER / name).read_text())["services"])
     assert added == set(services(FOLDER / "vllm.yaml")) - {"router"}
 
 
-def test_the_variables_of_engines_on_cpus_are_those_that_serve_gives_them():
+def test_engines_on_cpus_have_the_variables_of_serve():
     for service in yaml.safe_load((FOLDER / "cpu.yaml").read_text())["services"].values():
         assert service["environment"].items() <= ENGINE_ENVIRONMENT.items()
 

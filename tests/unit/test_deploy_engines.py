@@ -1,4 +1,4 @@
-"""vLLM's own parser takes the engines' commands of deploy/, and our plugin completes them."""
+"""vLLM's parser accepts the engines' commands of deploy/, and our plugin completes them."""
 
 import re
 import shlex
@@ -13,9 +13,9 @@ from dualpath.vllm import engine_arguments
 from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS
 from dualpath.vllm.engine_settings import engine_settings
 
-#: What a unit leaves to the operator's files.
+#: Variables of a unit that the operator's files set.
 VARIABLES = {"DUALPATH_ENGINE_STORAGE": "kv"}
-#: All that starts engines by vLLM's own command, other than `dualpath serve`.
+#: Files that start engines with vLLM's command, beside `dualpath serve`.
 STARTERS = [
     *(FOLDER / "vllm.yaml", DEPLOY / "systemd" / "dualpath-engine@.service"),
     *(DEPLOY / "slurm" / "dualpath.sbatch", DEPLOY / "helm/dualpath/templates/_engine.tpl"),

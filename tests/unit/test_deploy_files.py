@@ -39,7 +39,7 @@ def test_the_chart_ships_alerts_and_dashboard() -> None:
     assert [copy.name for copy in COPIES] == ["alerts.yaml", "grafana.json"]
 
 
-def test_the_text_of_a_link_is_told_from_other_short_files(tmp_path: Path) -> None:
+def test_the_text_of_a_link_is_distinguished_from_other_short_files(tmp_path: Path) -> None:
     (tmp_path / "original").write_text("kept")
     (tmp_path / "flattened").write_text(f"../{tmp_path.name}/original")
     (tmp_path / "elsewhere").write_text("../nowhere/original")

@@ -80,7 +80,7 @@ def objects(request):
     return rendered(*CLUSTERS[request.param])
 
 
-def test_the_chart_has_nothing_to_mend():
+def test_the_chart_passes_helm_lint():
     run = helm("lint", "--strict", str(CHART), "--set", "model.name=big")
     assert run.returncode == 0, run.stdout + run.stderr
 
@@ -131,7 +131,7 @@ def test_the_router_is_reached_before_it_is_ready():
     assert services["dp-dualpath-prefill"]["publishNotReadyAddresses"]
 
 
-def test_clients_are_sent_to_front_ends_where_there_are_any():
+def test_clients_are_sent_to_front_ends_if_there_are_any():
     def front(*settings):
         found = [f for f in rendered("model.name=big", *settings) if f["kind"] == "Service"]
         (spec,) = [f["spec"] for f in found if f["metadata"]["name"] == "dp-dualpath"]
@@ -141,7 +141,7 @@ def test_clients_are_sent_to_front_ends_where_there_are_any():
     assert front("frontEnds.replicas=3") == "frontend"
 
 
-def test_a_rank_of_a_group_in_pods_asks_for_its_own_devices_alone():
+def test_a_rank_in_its_own_pod_requests_only_its_own_devices():
     devices = {
         name: container(pod)["resources"]["limits"]["nvidia.com/gpu"]
         for name, pod in pods(rendered(*CLUSTERS["groups, object storage, monitoring"]))
@@ -179,7 +179,7 @@ def test_a_file_of_settings_reaches_every_process():
         (("model.name=m", "kind=emulated", "decode.dataParallel=2"), "decode.dataParallel is 2"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_its_name(settings, said):
+def test_invalid_values_are_refused_by_name(settings, said):
     run = helm("template", "dp", str(CHART), *(w for s in settings for w in ("--set", s)))
     assert run.returncode != 0
     assert said in run.stderr

@@ -1,9 +1,9 @@
-"""The image is built of a few files: enough for the package, and none of them ignored."""
+"""The image is built from a few files: all that the package needs, and none ignored."""
 
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: What makes the wheel: settings, the description and what it is made of, the licence, the code.
+#: Inputs of the wheel: build settings, description, licence and code.
 NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src"}
 
 
@@ -15,12 +15,12 @@ def copied() -> list[str]:
     return [word for words in from_here for word in words if not word.startswith("--")]
 
 
-def test_the_package_can_be_built_of_what_is_copied() -> None:
+def test_the_package_can_be_built_from_the_copied_files() -> None:
     assert set(copied()) >= NEEDED
     assert all((ROOT / name).exists() for name in copied())
 
 
-def test_what_is_copied_is_not_ignored() -> None:
+def test_copied_files_are_not_ignored() -> None:
     lines = (ROOT / ".dockerignore").read_text().splitlines()
     let_through = {line[1:] for line in lines if line.startswith("!")}
     assert "*" in lines

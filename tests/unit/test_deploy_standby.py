@@ -1,4 +1,4 @@
-"""The chart's second router: what it is told, what it may do, and what lets it stand by."""
+"""The chart's standby router: arguments, permissions and probes."""
 
 import subprocess
 import sys
@@ -35,7 +35,7 @@ def pod(objects):
 
 
 @needs_helm
-def test_both_routers_name_one_lease_of_their_namespace(pod, monkeypatch):
+def test_both_routers_use_the_same_lease_of_their_namespace(pod, monkeypatch):
     (lease,) = [
         word.partition("=")[2]
         for word in container(pod)["args"]
@@ -48,7 +48,7 @@ def test_both_routers_name_one_lease_of_their_namespace(pod, monkeypatch):
 
 
 @needs_helm
-def test_they_may_do_with_their_lease_what_taking_turns_asks_for_and_nothing_else(objects, pod):
+def test_routers_have_only_the_permissions_that_leader_election_needs(objects, pod):
     rules = objects["Role"]["rules"]
     assert all(rule["apiGroups"] == ["coordination.k8s.io"] for rule in rules)
     assert all(rule["resources"] == ["leases"] for rule in rules)
@@ -62,7 +62,7 @@ def test_they_may_do_with_their_lease_what_taking_turns_asks_for_and_nothing_els
 
 
 @needs_helm
-def test_nobody_else_gets_a_token_nor_a_router_that_is_alone():
+def test_only_routers_with_a_standby_get_a_token():
     for settings in CLUSTERS.values():
         for name, pod in pods(rendered(*settings)):
             takes_turns = "router.standby=true" in settings and name == NAME
@@ -70,7 +70,7 @@ def test_nobody_else_gets_a_token_nor_a_router_that_is_alone():
 
 
 @needs_helm
-def test_an_upgrade_waits_for_no_port_that_a_router_opens_at_its_turn_alone(objects, pod):
+def test_an_upgrade_does_not_wait_for_ports_that_only_a_leader_opens(objects, pod):
     probes = {key for key in container(pod) if key.endswith("Probe")}
     assert probes == {"livenessProbe"}
     assert container(pod)["livenessProbe"]["exec"]["command"] == ["healthy", "--alive", "8000"]
@@ -96,7 +96,7 @@ class Unavailable(BaseHTTPRequestHandler):
         """Not in the tests' output."""
 
 
-def test_a_router_that_stands_by_is_alive_and_not_healthy():
+def test_a_standby_router_is_alive_and_not_healthy():
     port = str(claim_port())
     assert healthy("--alive", port)
     assert not healthy(port)

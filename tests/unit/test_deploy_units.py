@@ -1,4 +1,4 @@
-"""systemd's units and the Slurm script start what commands of this version take."""
+"""The systemd units and the Slurm script match the commands of this version."""
 
 import re
 import shlex
@@ -38,20 +38,20 @@ def test_the_router_s_command_is_accepted_by_its_parser():
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
-def test_a_unit_may_drain_before_it_is_killed_and_is_started_again(unit):
+def test_a_unit_may_drain_before_it_is_killed_and_is_restarted(unit):
     said = keys(unit)
     assert int(*said["TimeoutStopSec"]) > drain_s()
     assert said["Restart"] == ["always"]
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
-def test_no_unit_runs_as_root_or_holds_a_secret(unit):
+def test_no_unit_runs_as_root_or_contains_a_secret(unit):
     said = keys(unit)
     assert said["User"] == ["dualpath"]
     assert not [value for value in said["Environment"] if "SECRET" in value or "KEY" in value]
 
 
-def test_sigterm_reaches_an_engine_s_server_alone():
+def test_sigterm_reaches_only_an_engine_s_server():
     assert keys(DEPLOY / "systemd" / "dualpath-engine@.service")["KillMode"] == ["mixed"]
 
 
@@ -67,7 +67,7 @@ def run_script(tmp_path, **environment):
     )
 
 
-def test_the_slurm_script_says_what_it_lacks(tmp_path):
+def test_the_slurm_script_names_missing_variables(tmp_path):
     run = run_script(tmp_path, SLURM_NTASKS="2", STORAGE="kv")
     assert run.returncode != 0
     assert "MODEL: folder or name of the model" in run.stderr
@@ -80,6 +80,6 @@ def test_the_slurm_script_refuses_a_cluster_that_lacks_a_role(tmp_path):
     assert "--ntasks of at least 3" in run.stderr
 
 
-def test_the_slurm_script_leaves_a_drain_its_time():
+def test_the_slurm_script_leaves_time_for_a_drain():
     (seconds,) = re.findall(r"^#SBATCH --signal=B:TERM@(\d+)$", SCRIPT.read_text(), re.MULTILINE)
     assert int(seconds) > drain_s()

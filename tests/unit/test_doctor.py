@@ -1,4 +1,4 @@
-"""`dualpath doctor`: what each check says of a node, on nodes made up for it."""
+"""`dualpath doctor`: the finding of each check, on fake nodes."""
 
 import json
 import signal
@@ -11,7 +11,7 @@ from dualpath.cli import doctor as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.ops.doctor import machine, network, software, storage
-from dualpath.ops.doctor.examination import Wanted, examine
+from dualpath.ops.doctor.examination import CheckSettings, examine
 from dualpath.ops.doctor.finding import Status, error, has_errors, ok, warning
 from dualpath.ops.doctor.network import RdmaPort
 from dualpath.ops.doctor.node import Node
@@ -69,7 +69,7 @@ def test_missing_hooks_are_named():
     assert software.vllm_hooks(HOOKS).status is Status.OK
 
 
-def test_a_vllm_that_cannot_be_imported_is_reported_with_its_last_words():
+def test_a_vllm_that_cannot_be_imported_is_reported_with_its_last_line():
     found = software.vllm_hooks(ProcessOutcome(1, "", "Traceback\nImportError: libcuda.so.1\n"))
     assert found.status is Status.ERROR
     assert "libcuda.so.1" in found.found
@@ -93,7 +93,7 @@ def test_a_sound_nixl():
     assert [finding.status for finding in software.nixl(NIXL)] == ["ok"] * 4
 
 
-def test_a_nixl_that_crashes_only_at_its_end_is_another_finding():
+def test_a_nixl_that_crashes_only_at_exit_is_a_separate_finding():
     crashed = printed(NixlReport("1.5.1", ("UCX",), ""), exit_code=-signal.SIGSEGV)
     *before, end = software.nixl(crashed)
     assert [finding.status for finding in before] == ["ok"] * 3
@@ -102,7 +102,7 @@ def test_a_nixl_that_crashes_only_at_its_end_is_another_finding():
     assert "libnl-route-3" in end.remedy
 
 
-def test_a_nixl_that_is_not_there_or_opens_no_ucx():
+def test_a_nixl_that_is_missing_or_opens_no_ucx():
     (found,) = software.nixl(ProcessOutcome(1, "", "NIXL cannot be imported (no module)\n"))
     assert (found.status, found.found) == ("error", "NIXL cannot be imported (no module)")
     broken = software.nixl(printed(NixlReport("1.6.0", ("POSIX",), "no device")))
@@ -161,7 +161,7 @@ def test_rdma_needs_one_active_port(ports, status):
     assert network.rdma(ports).status == status
 
 
-def test_variables_that_win_over_our_ucx_settings_are_named():
+def test_variables_that_override_our_ucx_settings_are_reported():
     found = network.ucx_environment({"UCX_MAX_RMA_RAILS": "2", "UCX_TLS": "tcp"})
     assert found.status is Status.WARNING
     assert found.found == "UCX_MAX_RMA_RAILS=2 (ours: 1)"
@@ -223,7 +223,7 @@ def test_a_measurement_writes_and_reads_and_leaves_nothing(tmp_path):
 
 
 class MadeUpNode(Node):
-    """A sound GPU node; its files lie below a folder."""
+    """A GPU node without findings; its sysfs and procfs are in a folder."""
 
     def vllm_distributions(self):
         return {"vllm": "0.32.0"}
@@ -266,25 +266,27 @@ def test_a_sound_node_has_nothing_to_fix(root):
     node = MadeUpNode(root, {"UCX_IB_SL": "2"})
     assert node.default_interface() == "ens1"
     assert node.rdma_ports() == [ACTIVE]
-    findings = list(examine(Wanted(), node))
+    findings = list(examine(CheckSettings(), node))
     assert {finding.status.value for finding in findings} == {"ok"}
     assert not has_errors(findings)
 
 
-def test_a_bare_node_learns_what_it_lacks(tmp_path):
-    findings = {f.check: f for f in examine(Wanted(buffer_bytes=1), MadeUpNode(tmp_path, {}))}
+def test_a_bare_node_is_reported_with_what_it_lacks(tmp_path):
+    findings = {
+        f.check: f for f in examine(CheckSettings(buffer_bytes=1), MadeUpNode(tmp_path, {}))
+    }
     assert findings["RDMA devices"].status is Status.WARNING
     assert findings["Memory"].status is Status.ERROR
     assert has_errors(findings.values())
 
 
-def test_storage_ports_and_router_are_looked_at_when_given(root):
+def test_storage_ports_and_router_are_checked_when_given(root):
     file = root / "file"
     file.touch()
     for location, check in ((str(file), "Storage"), ("s3://bucket/kv", "Storage")):
-        found = {f.check: f for f in examine(Wanted(storage=location), MadeUpNode(root, {}))}
+        found = {f.check: f for f in examine(CheckSettings(storage=location), MadeUpNode(root, {}))}
         assert location in found[check].found
-    wanted = Wanted(ports=(70000,), router="http://h:1")
+    wanted = CheckSettings(ports=(70000,), router="http://h:1")
     found = {f.check: f for f in examine(wanted, MadeUpNode(root, {}))}
     assert found["Port 70000"].status is Status.ERROR
     assert "tcp://host:port" in found["Control address"].found
@@ -292,19 +294,19 @@ def test_storage_ports_and_router_are_looked_at_when_given(root):
 
 def test_imports_that_take_seconds_can_be_skipped(root):
     node = MadeUpNode(root, {})
-    checks = {f.check for f in examine(Wanted(skip=("vllm", "nixl")), node)}
+    checks = {f.check for f in examine(CheckSettings(skip=("vllm", "nixl")), node)}
     assert not {"vLLM hooks", "NIXL"} & checks
 
 
 def test_sizes_are_checked():
     with pytest.raises(ConfigError, match=r"storage_bytes is 0; it must be at least 1"):
-        Wanted(storage_bytes=0)
+        CheckSettings(storage_bytes=0)
 
 
 # ------------------------------------------------------------------ the command
 
 
-def test_the_table_puts_the_remedy_below_what_was_found():
+def test_the_table_has_the_remedy_below_the_finding():
     lines = command.table([ok("One", "fine"), warning("Second", "slow", "fast", "hurry")])
     assert lines == [
         "ok       One     fine",
@@ -336,18 +338,18 @@ def test_an_error_is_worse_than_a_warning():
 
 
 @pytest.mark.nixl
-def test_the_probe_of_nixl_ends_in_peace():
+def test_the_probe_of_nixl_exits_cleanly():
     pytest.importorskip("nixl_cu12")
     outcome = Node().run_module("dualpath.transport.nixl_probe")
     assert [finding.status.value for finding in software.nixl(outcome)] == ["ok"] * 4
 
 
-def test_a_process_that_dies_is_an_outcome_and_no_exception(tmp_path, monkeypatch):
+def test_a_process_that_dies_is_an_outcome_not_an_exception(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     Path(tmp_path / "dying.py").write_text(
         "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
     )
-    assert Node().run_module("dying").ending == "was ended by SIGSEGV"
+    assert Node().run_module("dying").description == "was killed by SIGSEGV"
 
 
 def test_a_node_that_cannot_share_memory_serves_engines_of_one_rank(root, monkeypatch):
@@ -359,7 +361,7 @@ def test_a_node_that_cannot_share_memory_serves_engines_of_one_rank(root, monkey
         raise PermissionError("Operation not permitted")
 
     monkeypatch.setattr("os.memfd_create", refused)
-    found = {f.check: f for f in examine(Wanted(), node)}["Shared memory"]
+    found = {f.check: f for f in examine(CheckSettings(), node)}["Shared memory"]
     assert found.status is Status.WARNING
     assert "Operation not permitted" in found.found
     assert "--tensor-parallel-size 1" in found.remedy

@@ -1,4 +1,4 @@
-"""KV as a function of (token prefix, layer), and who notices when it is not."""
+"""Checkable KV bytes per (token prefix, layer), and the checks that detect wrong ones."""
 
 import numpy as np
 import pytest
@@ -20,13 +20,13 @@ TOKENS = [5, 6, 7, 8, 9, 10, 11, 12, 13]
 
 
 def prefix(tokens: list[int], salt: str | None = None, room: int = 64) -> TokenPrefix:
-    return TokenPrefix(tokens, 4, cache_salt=salt, vocab_size=VOCAB, room_tokens=room)
+    return TokenPrefix(tokens, 4, cache_salt=salt, vocab_size=VOCAB, capacity_tokens=room)
 
 
 def filled_hbm(made: TokenPrefix) -> tuple[EmulatedHbm, KvFunction, tuple[int, ...]]:
     function = KvFunction(GEOMETRY)
     hbm = EmulatedHbm(function, GEOMETRY.layers, 8 * GEOMETRY.full_block_bytes)
-    blocks = hbm.take(3)
+    blocks = hbm.allocate(3)
     assert blocks is not None
     for layer in range(GEOMETRY.layers):
         hbm.write_blocks(layer, blocks, made.seeds[:3])
@@ -73,7 +73,7 @@ def test_no_two_words_of_different_layers_or_tokens_are_equal() -> None:
 def test_tokens_written_one_by_one_make_the_block_that_is_written_at_once() -> None:
     made = prefix(TOKENS)
     hbm, function, blocks = filled_hbm(made)
-    (other,) = hbm.take(1) or ()
+    (other,) = hbm.allocate(1) or ()
     for place in range(4):
         hbm.write_token(other, place, made.seeds[1, place])
     written = [hbm.layer(layer)[0][other].ravel() for layer in range(GEOMETRY.layers)]
@@ -127,16 +127,16 @@ def test_full_blocks_in_dram_are_compared_layer_by_layer(verify: Verify) -> None
     assert verifier.counts()[CheckedAt.DE_BUFFER] == (6, 1)
 
 
-def test_hbm_is_handed_out_whole_or_not_at_all() -> None:
+def test_hbm_is_allocated_completely_or_not_at_all() -> None:
     hbm = EmulatedHbm(KvFunction(GEOMETRY), 2, 5 * 2 * GEOMETRY.bytes_of(0))
     assert (hbm.blocks, hbm.layout().capacity_tokens) == (5, 20)
     layers = [[part.region.name for part in parts] for parts in hbm.layout().layers]
     assert layers == [["hbm.0"], ["hbm.1"], ["hbm.0"]]
-    held = hbm.take(3)
+    held = hbm.allocate(3)
     assert held is not None
-    assert hbm.take(3) is None
+    assert hbm.allocate(3) is None
     assert hbm.free_tokens == 8
-    hbm.give_back(held)
+    hbm.free(held)
     assert hbm.free_tokens == 20
 
 
@@ -167,7 +167,7 @@ def test_every_part_of_unequal_layers_has_bytes_of_its_own(regions: int) -> None
     made, function = prefix(TOKENS), KvFunction(UNEQUAL)
     hbm = EmulatedHbm(function, regions, 1 << 14)
     verifier = Verifier(function, Verify.FULL, Counters())
-    (blocks, other) = (hbm.take(3) or (), hbm.take(1) or ())
+    (blocks, other) = (hbm.allocate(3) or (), hbm.allocate(1) or ())
     found = []
     for layer in range(UNEQUAL.layers):  # one at a time, as they share regions
         hbm.write_blocks(layer, blocks, made.seeds[: len(blocks)])

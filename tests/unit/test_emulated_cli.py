@@ -1,4 +1,4 @@
-"""`dualpath emulate`: from arguments to settings, and what is refused in one line."""
+"""`dualpath emulate`: from arguments to settings, and arguments that are refused with one line."""
 
 import argparse
 from pathlib import Path
@@ -62,7 +62,7 @@ def test_layers_may_have_parts_and_be_unequal() -> None:
     given = ("decode", "--model", "qwen2.5-32b", "--storage", "kv", "--layer-parts", "16+8*2,64")
     settings = emulate.emulated_settings(parsed(*given, "--block-tokens", "4"))
     assert settings.geometry.layer_parts == ((64, 32), (64, 32), (256,))
-    with pytest.raises(ConfigError, match="says how many layers"):
+    with pytest.raises(ConfigError, match="defines number and size of the layers"):
         emulate.emulated_settings(parsed(*given, "--layers", "3"))
 
 

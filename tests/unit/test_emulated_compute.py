@@ -1,4 +1,4 @@
-"""The emulated GPU: what enters a forward pass, how long it lasts, and the clock that keeps it."""
+"""The emulated GPU: what enters a forward pass, and how long it lasts on the test's clock."""
 
 import msgspec
 import pytest
@@ -49,7 +49,7 @@ def former(chosen: EmulatedSettings) -> BatchFormer:
 
 
 def request(tokens: int, done: int = 0) -> PrefillRequest:
-    prefix = TokenPrefix([1] * tokens, 4, cache_salt=None, vocab_size=9, room_tokens=tokens)
+    prefix = TokenPrefix([1] * tokens, 4, cache_salt=None, vocab_size=9, capacity_tokens=tokens)
     prefill_transfer = PrefillTransfer("r", tokens, done // 4, b"", (), "d", "e", ())
     made = PrefillRequest(prefix, prefill_transfer, lambda answer: None)
     made.done_tokens = done
@@ -77,7 +77,7 @@ def test_a_quota_of_zero_is_none() -> None:
     assert [c.bsz for c in batch.chunks] == [400, 90]
 
 
-def test_a_request_without_room_in_hbm_lets_nobody_pass() -> None:
+def test_a_request_that_waits_for_hbm_blocks_later_ones() -> None:
     chosen = settings(Mode.BASIC, hbm_bytes=6 * GEOMETRY.full_block_bytes)
     batch_former, first, second = former(chosen), request(12), request(16)
     batch = batch_former.form([first, second, request(4)])

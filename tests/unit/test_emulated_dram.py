@@ -1,4 +1,4 @@
-"""Blocks stay in the engines' buffers: what follows is served from there, every byte right."""
+"""Blocks stay cached in engine buffers: later requests are served from there, with right bytes."""
 
 import asyncio
 import shutil
@@ -11,7 +11,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import KEPT_KEY_BYTES, Welcome
+from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, Registered
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
@@ -29,13 +29,14 @@ def total(made: Cluster, counter: Counter) -> float:
 
 
 async def heard(made: Cluster) -> None:
-    """Wait until the router knows all that is kept: what was said may still be under way."""
+    """Wait until the router knows all cached blocks: reports may still be in flight."""
     known = made.service.context.kept._engines
 
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
         return all(
-            set(known[name].buffer._keys) == {key[:KEPT_KEY_BYTES] for _, key in pool.kept.items()}
+            set(known[name].buffer._keys)
+            == {key[:CACHE_UPDATE_KEY_BYTES] for _, key in pool.cached.items()}
             for name, pool in pools.items()
         )
 
@@ -83,15 +84,15 @@ async def test_where_a_de_reads_nothing_only_the_pe_serves_what_it_has_read(mode
 
 
 @pytest.mark.parametrize("mode", [Mode.DUALPATH, Mode.SPLIT, Mode.LAYERWISE])
-async def test_what_was_read_without_its_windows_is_not_kept_for_whole(mode: Mode) -> None:
-    """Its third layer sees six tokens.  A shorter hit has other last blocks, needed whole."""
+async def test_blocks_read_without_window_layers_are_not_cached_as_whole(mode: Mode) -> None:
+    """Its third layer sees six tokens.  A shorter hit has other last blocks, needed in full."""
     geometry = part_geometry("16*2,16@6,16", GEOMETRY.block_tokens)
     folder = f"memory://dram-windows-{mode}"
     off = RouterSettings(dram_tier=False)
     async with cluster(folder, mode, router=off, geometry=geometry) as made:
         first, second, _ = await two_turns(made)
         assert total(made, Counter.STORAGE_READ_BYTES) < HIT_BLOCKS * geometry.full_block_bytes
-    # Other engines, which have nothing but what is stored.
+    # Other engines, with empty buffers; only stored blocks remain.
     async with cluster(folder, mode, geometry=geometry) as made:
         for tokens in ([*PROMPT, *first, 7, 8, *second, 9], [*PROMPT, *first, 7, 8], PROMPT):
             await made.ask(tokens, 3, cache_salt="one")
@@ -101,7 +102,7 @@ async def test_what_was_read_without_its_windows_is_not_kept_for_whole(mode: Mod
         assert made.service.metrics.recomputed_tokens == 0
 
 
-#: A node's engines share so many blocks' worth, with the header of their files.
+#: Bytes of DRAM that a node's engines share: so many blocks, with their file headers.
 SHARED_BYTES = 64 * (4096 + 4096)
 
 
@@ -116,7 +117,7 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
         assert total(made, Counter.STORAGE_READ_BYTES) == 0
         assert total(made, Counter.DRAM_HIT_BLOCKS) == HIT_BLOCKS
         assert total(made, Counter.DRAM_HIT_BYTES) == HIT_BLOCKS * GEOMETRY.full_block_bytes
-        if not mode.dual_path:  # The PE has what the DE wrote; what the DE keeps is no use to it.
+        if not mode.dual_path:  # The PE has what the DE wrote; the DE's cache does not help it.
             shared_bytes = total(made, Counter.NODE_DRAM_READ_BYTES)
             assert shared_bytes == HIT_BLOCKS * GEOMETRY.full_block_bytes
         assert made.counts(1) == 0
@@ -133,16 +134,16 @@ async def test_an_engine_reads_nothing_from_storage_that_another_of_its_node_has
 
 
 @pytest.mark.parametrize("emptied", [False, True])
-async def test_the_router_hears_of_what_a_node_shares_and_plans_with_it(
+async def test_the_router_plans_with_the_blocks_that_a_node_shares(
     emptied: bool, tmp_path: Path
 ) -> None:
-    """Also where it has gone meanwhile: that costs a read."""
+    """Also if it was evicted meanwhile, which costs a read."""
     shared: dict[str, Any] = {"dram_dir": str(tmp_path / "dram"), "dram_bytes": SHARED_BYTES}
     async with cluster(tmp_path / "kv", Mode.SPLIT, **shared) as made:
         first, second, _ = await two_turns(made)
     prompt = [*PROMPT, *first, 7, 8]
     keys = block_keys(prompt, GEOMETRY.block_tokens, cache_salt="one")[:HIT_BLOCKS]
-    # Other engines, whose buffers are empty: they say what they find there.
+    # Other engines with empty buffers: they report the blocks they find in shared DRAM.
     async with cluster(tmp_path / "kv", Mode.SPLIT, decode=2, **shared) as made:
 
         def known() -> bool:
@@ -179,7 +180,7 @@ async def test_dram_that_is_shared_does_not_make_the_buffers_larger(tmp_path: Pa
         assert {e.plane.manager.buffer_tokens for e in made.engines.values()} == {128 * 4}
 
 
-async def test_a_router_that_wants_nothing_kept_has_all_hits_read_from_storage(
+async def test_a_router_with_caching_disabled_reads_all_hits_from_storage(
     tmp_path: Path,
 ) -> None:
     async with cluster(
@@ -194,7 +195,9 @@ async def test_a_router_that_wants_nothing_kept_has_all_hits_read_from_storage(
         assert list((tmp_path / "dram").rglob("*.kv")) == []
 
 
-async def test_engines_push_out_what_others_of_the_node_are_about_to_read(tmp_path: Path) -> None:
+async def test_engines_evict_blocks_that_others_of_the_node_are_about_to_read(
+    tmp_path: Path,
+) -> None:
     async with cluster(
         tmp_path / "kv",
         Mode.DUALPATH,
@@ -224,7 +227,7 @@ async def test_tenants_share_nothing() -> None:
         assert total(made, Counter.DRAM_HIT_BLOCKS) == hits
 
 
-async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -> None:
+async def test_agents_in_a_buffer_for_two_of_them_evict_each_other() -> None:
     blocks = 30
     async with cluster(
         "memory://dram-small",
@@ -242,23 +245,23 @@ async def test_agents_in_a_buffer_that_holds_two_of_them_push_each_other_out() -
         assert made.service.metrics.retries == 0
         for engine in made.engines.values():
             report = engine.plane.manager.report()
-            assert report.kept_buffer_tokens <= blocks * GEOMETRY.block_tokens
+            assert report.cached_buffer_tokens <= blocks * GEOMETRY.block_tokens
 
 
-async def test_wrong_bytes_in_a_kept_slot_are_found_where_they_are_compared() -> None:
+async def test_wrong_bytes_in_a_cached_slot_are_found() -> None:
     async with cluster("memory://dram-rot", Mode.DUALPATH) as made:
         first, _ = await made.ask(PROMPT, 9)
         await made.stored()
         await made.idle()
         buffer = made.engines["decode-0"].plane.manager.buffer
-        for slot, _ in buffer._pool.kept.items():
+        for slot, _ in buffer._pool.cached.items():
             buffer.view(slot)[:8] = bytes(8)
         status, body = await made.post([*PROMPT, *first], 5)
         assert status != 200
         assert "is wrong in" in body["error"]["message"]
 
 
-async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path) -> None:
+async def test_a_restarted_router_is_notified_of_all_cached_blocks(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         await heard(made)
@@ -267,23 +270,23 @@ async def test_a_router_that_comes_new_hears_of_all_that_is_kept(tmp_path: Path)
         manager = made.engines["decode-0"].plane.manager
         manager.end_session("the router is gone")
         keys.clear()
-        manager.handle(Welcome(peers=()))
+        manager.handle(Registered(peers=()))
         await heard(made)
 
 
-async def test_a_router_that_wants_nothing_kept_gets_an_empty_buffer(tmp_path: Path) -> None:
+async def test_a_router_with_caching_disabled_gets_an_empty_buffer(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         manager = made.engines["decode-0"].plane.manager
-        assert manager.report().kept_buffer_tokens > 0
+        assert manager.report().cached_buffer_tokens > 0
         manager.end_session("the router is gone")
-        manager.handle(Welcome(peers=(), keep_blocks=False))
-        assert manager.report().kept_buffer_tokens == 0
+        manager.handle(Registered(peers=(), enable_caching=False))
+        assert manager.report().cached_buffer_tokens == 0
         assert manager.buffer.free == manager.buffer.capacity
         assert manager.settings.role is Role.DECODE
 
 
-async def test_what_was_pushed_out_in_a_pause_is_there_again_for_the_next_turn() -> None:
+async def test_blocks_evicted_in_a_pause_are_fetched_for_the_next_turn() -> None:
     async with cluster(
         "memory://dram-off-sessions", Mode.DUALPATH, router=RouterSettings(dram_tier=False)
     ) as made:

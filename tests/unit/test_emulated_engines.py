@@ -1,4 +1,4 @@
-"""Emulated engines under the real router: right answers, and a loud word on every wrong byte."""
+"""Emulated engines under the real router: right answers, and an error for every wrong byte."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ from dualpath.engine.layer_stream import LayerStream
 from dualpath.laboratory.emulated.batch import Batch
 from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts
 from dualpath.laboratory.emulated.passes import RankPasses, RunningPass
-from dualpath.laboratory.emulated.prefill import GivenPass, PrefillEngine
+from dualpath.laboratory.emulated.prefill import PrefillEngine, StartedPass
 from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.process import emulated_engine
 from dualpath.laboratory.emulated.verification import CheckedAt
@@ -121,7 +121,7 @@ def spoil_decode_transfer(made: Cluster, monkeypatch: pytest.MonkeyPatch) -> Non
         (spoil_decode_transfer, CheckedAt.DE_HBM),
     ],
 )
-async def test_kv_that_goes_wrong_is_found_where_it_does_and_fails_the_request(
+async def test_corrupted_kv_is_found_at_its_place_and_fails_the_request(
     spoil: Callable[[Cluster, pytest.MonkeyPatch], None],
     place: CheckedAt,
     tmp_path: Path,
@@ -155,7 +155,7 @@ async def test_the_next_pass_begins_in_the_last_layers_of_the_one_before(
         computed(self, running, late, was_idle=was_idle)
         now.remove(running)
 
-    def begin_noted(self: PrefillEngine, batch: Batch, before: GivenPass | None) -> GivenPass:
+    def begin_noted(self: PrefillEngine, batch: Batch, before: StartedPass | None) -> StartedPass:
         begun_in_pass.append(bool(now))
         return begin(self, batch, before)
 
@@ -173,7 +173,7 @@ async def test_the_next_pass_begins_in_the_last_layers_of_the_one_before(
         assert any(begun_in_pass) == (mode is not Mode.BASIC)
 
 
-async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> None:
+async def test_a_client_that_disconnects_frees_all_resources(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, speedup=0.01) as made:
         url = f"{made.endpoint}/v1/completions"
         body = {"prompt": PROMPT, "max_tokens": 300, "stream": True}
@@ -183,7 +183,7 @@ async def test_a_client_that_leaves_gives_everything_back(tmp_path: Path) -> Non
         await made.idle()
 
 
-async def test_requests_wait_for_hbm_in_turn(tmp_path: Path) -> None:
+async def test_requests_wait_for_hbm_in_fifo_order(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, hbm_bytes=12 * GEOMETRY.full_block_bytes) as made:
         prompts = [[agent, *PROMPT] for agent in range(1, 7)]
         answers = await asyncio.gather(*(made.ask(prompt, 4) for prompt in prompts))
@@ -208,7 +208,7 @@ async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
         url = f"{made.engines['prefill-0'].api_url}/inference/v1/generate"
         for sent, reason in (
             (body, "send it through the router"),
-            (long, "needs 600 tokens, the context holds 512"),
+            (long, "needs 600 tokens, but the longest context is 512"),
             ({**long, "token_ids": [1]}, "1 tokens for a prompt of 600"),
             ({"request_id": "x"}, "missing required field"),
         ):
@@ -217,7 +217,7 @@ async def test_an_engine_refuses_what_it_cannot_serve(tmp_path: Path) -> None:
                 assert reason in await response.text()
 
 
-async def test_a_taken_port_is_named(tmp_path: Path) -> None:
+async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         port = int(made.endpoint.rpartition(":")[2])
         settings = engine_settings(

@@ -1,4 +1,4 @@
-"""Emulated data-parallel ranks: they agree on a start, and all hear of the end of one."""
+"""Emulated data-parallel ranks: they agree on a start, and all learn when one ends."""
 
 import socket
 import threading
@@ -16,7 +16,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.kinds import EmulatedEngines
 from dualpath.laboratory.chaos.points import EngineKind
-from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedVictims, LoadSettings
+from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedEnginesSettings, LoadSettings
 from dualpath.laboratory.emulated import group
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.ops.launch.ports import claim_port
@@ -35,7 +35,7 @@ def ranks(tmp_path: Path, size: int) -> list[EmulatedSettings]:
     ]
 
 
-def test_all_ranks_agree_and_hear_when_one_ends(tmp_path, monkeypatch):
+def test_all_ranks_agree_and_are_notified_when_one_ends(tmp_path, monkeypatch):
     ties: dict[int, list[object]] = {}
     watch = group._watch
     monkeypatch.setattr(
@@ -46,7 +46,7 @@ def test_all_ranks_agree_and_hear_when_one_ends(tmp_path, monkeypatch):
     callbacks = [event.set for event in ended]
 
     def come_up(rank: int) -> None:
-        found[rank] = group.meet(settings[rank], callbacks[rank], GUARD_S)
+        found[rank] = group.join_group(settings[rank], callbacks[rank], GUARD_S)
 
     settings = ranks(tmp_path, 3)
     threads = [threading.Thread(target=come_up, args=(rank,)) for rank in range(3)]
@@ -57,20 +57,22 @@ def test_all_ranks_agree_and_hear_when_one_ends(tmp_path, monkeypatch):
     places = [place for place in found if place is not None]
     assert [(place.rank, place.size) for place in places] == [(0, 3), (1, 3), (2, 3)]
     assert len({place.start for place in places}) == 1
-    # The process of rank 2 ends: its only connection is cut, and the first rank passes it on.
+    # The process of rank 2 ends: its only connection closes, and rank 0 notifies the others.
     (tie,) = ties[id(callbacks[2])]
     tie.shutdown(2)  # type: ignore[attr-defined]
     assert all(event.wait(GUARD_S) for event in ended)
 
 
-def test_a_rank_that_waits_for_others_in_vain_says_so(tmp_path):
+def test_a_rank_reports_that_the_others_did_not_start(tmp_path):
     for settings in ranks(tmp_path, 2):
-        with pytest.raises(DeadlineError, match=r"of 2 has not met the others.*start all of them"):
-            group.meet(settings, meet_s=0.2)
+        with pytest.raises(
+            DeadlineError, match=r"of 2 could not connect to the others.*start all of them"
+        ):
+            group.join_group(settings, timeout_s=0.2)
 
 
-def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_path, monkeypatch):
-    """A port that was free when it was chosen may be that of a connection by now."""
+def test_ranks_connect_despite_a_port_in_use_and_a_self_connection(tmp_path, monkeypatch):
+    """A port that was free when it was chosen may since be in use by a connection."""
     settings = ranks(tmp_path, 2)
     port = int(settings[0].dp_address.rpartition(":")[2])
     taken = socket.create_server(("127.0.0.1", port))
@@ -85,7 +87,7 @@ def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_p
     found: list[GroupRank | None] = []
 
     def come_up(rank: int) -> None:
-        found.append(group.meet(settings[rank], lambda: None, GUARD_S))
+        found.append(group.join_group(settings[rank], lambda: None, GUARD_S))
 
     sleep = time.sleep
 
@@ -105,31 +107,31 @@ def test_ranks_meet_although_the_port_was_taken_and_one_has_reached_itself(tmp_p
     assert itself.fileno() == -1
 
 
-def test_an_engine_alone_meets_nobody(tmp_path):
-    assert group.meet(alone_in(tmp_path)) is None
+def test_a_plain_engine_has_no_group(tmp_path):
+    assert group.join_group(alone_in(tmp_path)) is None
 
 
 async def test_a_campaign_starts_and_ends_ranks_together(tmp_path):
     settings = ChaosSettings(prefill=4, decode=3, prefill_dp=2)
     cluster = ChaosCluster(
-        settings, LoadSettings(), EmulatedEngines(EmulatedVictims()), *2 * (tmp_path,)
+        settings, LoadSettings(), EmulatedEngines(EmulatedEnginesSettings()), *2 * (tmp_path,)
     )
     assert cluster.group("pe-3") == ("pe-2", "pe-3")
     assert cluster.group("de-1") == ("de-1",)
     assert cluster.group("router-0") == ("router-0",)
 
 
-async def test_a_campaign_starts_engines_again_in_the_role_that_they_were_given(tmp_path):
+async def test_a_campaign_restarts_engines_in_the_role_that_was_set(tmp_path):
     settings = ChaosSettings(prefill=4, decode=2, prefill_dp=2, front_ends=1)
     assert (settings.groups(Role.PREFILL), settings.groups(Role.DECODE)) == (2, 2)
     cluster = ChaosCluster(
-        settings, LoadSettings(), EmulatedEngines(EmulatedVictims()), *2 * (tmp_path,)
+        settings, LoadSettings(), EmulatedEngines(EmulatedEnginesSettings()), *2 * (tmp_path,)
     )
     assert cluster.names[2:4] == ("front-end-0", "pe-0")
-    cluster.give_role("pe-3", Role.DECODE)
-    assert cluster.now_roles == {"pe-2": Role.DECODE, "pe-3": Role.DECODE}
-    cluster.give_role("pe-2", Role.PREFILL)
-    assert cluster.now_roles == {}
+    cluster.set_role("pe-3", Role.DECODE)
+    assert cluster.current_roles == {"pe-2": Role.DECODE, "pe-3": Role.DECODE}
+    cluster.set_role("pe-2", Role.PREFILL)
+    assert cluster.current_roles == {}
 
 
 @pytest.mark.parametrize(
@@ -140,7 +142,7 @@ async def test_a_campaign_starts_engines_again_in_the_role_that_they_were_given(
         ({"decode_dp": 2, "engines": EngineKind.VLLM}, "has no experts"),
     ],
 )
-def test_groups_that_no_campaign_has_are_refused(change, message):
+def test_groups_that_a_campaign_does_not_support_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         ChaosSettings(**change).check()
 

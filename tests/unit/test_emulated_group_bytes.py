@@ -1,4 +1,4 @@
-"""What each rank of emulated data-parallel groups moves, beside the plan of its prompts."""
+"""Bytes that each rank of emulated data-parallel groups moves, compared with its prompts' plans."""
 
 from collections import Counter as Tally
 from pathlib import Path
@@ -21,13 +21,13 @@ from dualpath.router.settings import RouterSettings
 
 RANKS = 2
 AGENTS, TURNS = 4, 3
-#: Generated blocks, which are no step of a prompt, are counted in these as well.
+#: Generated blocks, which belong to no prompt step, are counted here as well.
 OF_GENERATED = {Counter.STORAGE_WRITE_BYTES, Counter.D2H_BYTES}
 AT_PREFILL = {Place.PE_BUFFER, Place.PE_HBM}
 
 
-def meet(settings: EmulatedSettings) -> GroupRank:
-    """All ranks run in this process: none has to be waited for."""
+def join_group(settings: EmulatedSettings) -> GroupRank:
+    """All ranks run in this process, so the start needs no waiting."""
     group, _, rank = settings.engine.engine_id.rpartition("-")
     return GroupRank(group, "start", int(rank), RANKS)
 
@@ -43,10 +43,10 @@ def steps_of(note: AssignmentNote) -> list[Step]:
 
 
 @pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
-async def test_each_rank_of_a_group_moves_what_the_plan_says_of_its_prompts(
+async def test_each_rank_of_a_group_moves_the_planned_bytes_of_its_prompts(
     mode: Mode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(process, "meet", meet)
+    monkeypatch.setattr(process, "join_group", join_group)
     router = RouterSettings(mode=mode, dram_tier=False)
     whole_prompts: dict[str, Any] = {"batch_cap_tokens": 512, "compute_quota_s": 0.0}
     async with cluster(tmp_path, mode, RANKS, RANKS, router=router, **whole_prompts) as made:

@@ -1,4 +1,4 @@
-"""The emulated HBM gives no block to anybody that a late transfer may still write."""
+"""The emulated HBM does not allocate a block that a late transfer may still write."""
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
@@ -12,40 +12,40 @@ def hbm() -> EmulatedHbm:
     return EmulatedHbm(KvFunction(GEOMETRY), 2, BLOCKS * 2 * GEOMETRY.bytes_of(0))
 
 
-def test_held_blocks_are_free_when_they_are_given_back_and_let_go() -> None:
+def test_held_blocks_are_free_after_they_are_freed_and_released() -> None:
     made, freed = hbm(), list[int]()
-    made.freed = lambda: freed.append(made.free_tokens)
-    blocks = made.take(3)
+    made.on_freed = lambda: freed.append(made.free_tokens)
+    blocks = made.allocate(3)
     assert blocks is not None
     made.hold(blocks[:2])
-    made.give_back(blocks)
+    made.free(blocks)
     assert made.free_tokens == 2 * GEOMETRY.block_tokens
-    assert made.take(3) is None
-    made.let_go(blocks[:2])
+    assert made.allocate(3) is None
+    made.unhold(blocks[:2])
     assert freed == [BLOCKS * GEOMETRY.block_tokens]
-    assert set(made.take(BLOCKS) or ()) == set(range(BLOCKS))
+    assert set(made.allocate(BLOCKS) or ()) == set(range(BLOCKS))
 
 
-def test_blocks_let_go_before_they_are_given_back_stay_their_requests() -> None:
+def test_blocks_released_before_they_are_freed_belong_to_their_request() -> None:
     made, freed = hbm(), list[int]()
-    made.freed = lambda: freed.append(made.free_tokens)
-    blocks = made.take(BLOCKS)
+    made.on_freed = lambda: freed.append(made.free_tokens)
+    blocks = made.allocate(BLOCKS)
     assert blocks is not None
     made.hold(blocks)
-    made.let_go(blocks)
+    made.unhold(blocks)
     assert (made.free_tokens, freed) == (0, [])
-    made.give_back(blocks)
+    made.free(blocks)
     assert made.free_tokens == BLOCKS * GEOMETRY.block_tokens
 
 
-def test_a_block_held_twice_is_let_go_twice() -> None:
+def test_a_block_held_twice_must_be_released_twice() -> None:
     made = hbm()
-    blocks = made.take(BLOCKS)
+    blocks = made.allocate(BLOCKS)
     assert blocks is not None
     made.hold(blocks)
     made.hold(blocks)
-    made.give_back(blocks)
-    made.let_go(blocks)
+    made.free(blocks)
+    made.unhold(blocks)
     assert made.free_tokens == 0
-    made.let_go(blocks)
+    made.unhold(blocks)
     assert made.free_tokens == BLOCKS * GEOMETRY.block_tokens

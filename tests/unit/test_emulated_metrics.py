@@ -1,4 +1,4 @@
-"""What an emulated engine says of itself at /metrics."""
+"""Metrics of an emulated engine at /metrics."""
 
 import threading
 from types import SimpleNamespace
@@ -9,7 +9,7 @@ from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts, t
 from dualpath.laboratory.emulated.verification import CheckedAt
 
 
-def test_what_was_verified_is_read_as_it_is_served() -> None:
+def test_verification_counts_are_parsed_as_served() -> None:
     counters = Counters()
     counters.add(Counter.H2D_BYTES, 1.5e9)
     seen = {CheckedAt.DE_HBM: (3480, 0), CheckedAt.PE_HBM: (12, 5)}

@@ -1,4 +1,4 @@
-"""Emulated engines serve from a storage that a janitor keeps small; every byte is compared."""
+"""Emulated engines serve from a storage whose janitor enforces a quota; every byte is compared."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ PROMPTS = [[number, *range(1, 49)] for number in range(1, 5)]
 
 @pytest.fixture(autouse=True)
 def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let keepers look after the storage all the time."""
+    """Let the janitors run continuously."""
     monkeypatch.setattr(storage_keeping, "BEAT_S", 0.01)
 
 
@@ -34,7 +34,7 @@ def lying(storage: Path) -> int:
     return len(list(storage.rglob("*.kv")))
 
 
-async def test_a_cluster_answers_alike_while_its_storage_is_kept_small(tmp_path: Path) -> None:
+async def test_answers_do_not_change_while_the_janitor_limits_storage(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     async with cluster(
         storage,
@@ -57,7 +57,7 @@ async def test_a_cluster_answers_alike_while_its_storage_is_kept_small(tmp_path:
         assert lying(storage) <= QUOTA_BLOCKS
 
 
-async def test_what_is_removed_behind_a_promise_is_computed_and_counted(tmp_path: Path) -> None:
+async def test_blocks_removed_after_placement_are_recomputed_and_counted(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     router = RouterSettings(mode=Mode.DUALPATH, dram_tier=False)
     async with cluster(storage, Mode.DUALPATH, router=router, storage_quota=1 << 30) as made:
@@ -95,7 +95,7 @@ async def test_a_full_quota_declines_new_blocks_and_serves(tmp_path: Path, quota
             return all(report is not None and report.storage is not None for report in reports)
 
         await made.arrivals.until(heard, GUARD_S)
-        for prompt in PROMPTS:  # all of it is protected
+        for prompt in PROMPTS:  # all blocks are protected
             await made.ask(prompt, 8)
             await made.stored()
         assert lying(storage) == QUOTA_BLOCKS

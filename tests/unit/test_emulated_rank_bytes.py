@@ -1,4 +1,4 @@
-"""What each rank of an emulated engine moves over its links, beside the table in docs."""
+"""Bytes that each rank of an emulated engine moves, compared with the table in the docs."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def agents(made: Cluster, engine: str) -> list[str]:
 
 
 def moved(made: Cluster, agent: str) -> dict[str, int]:
-    """What an agent has posted: copies within its engine, writes to others, reads from them."""
+    """Bytes an agent has posted: copies within its engine, writes to and reads from others."""
     posted = made.transports[agent].posted
     others = [(peer, way) for peer, way in posted if peer != agent]
     return {
@@ -31,16 +31,16 @@ def moved(made: Cluster, agent: str) -> dict[str, int]:
 
 
 def at(made: Cluster, agent: str, way: Direction) -> int:
-    """What others have posted with an agent."""
+    """Bytes that other agents have posted to or from an agent."""
     return sum(t.posted[agent, way] for name, t in made.transports.items() if name != agent)
 
 
 @pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
 @pytest.mark.parametrize("ranks", SHAPES, ids=lambda r: f"PE{r.pe} DE{r.de} {r.heads} heads")
-async def test_each_rank_moves_its_share_of_what_the_plan_says(
+async def test_each_rank_moves_its_share_of_the_planned_bytes(
     ranks: Ranks, mode: Mode, tmp_path: Path
 ) -> None:
-    """Reading in turn, the second and the third turn have hits at the PE and at the DE."""
+    """With alternating reads, the second and third turns have hits at the PE and at the DE."""
     async with cluster(
         *(tmp_path, mode), prefill_tp=ranks.pe, decode_tp=ranks.de, kv_heads=ranks.heads
     ) as made:
@@ -53,19 +53,19 @@ async def test_each_rank_moves_its_share_of_what_the_plan_says(
         pe, de = (made.engines[name].plane.manager for name in ("prefill-0", "decode-0"))
         counted, filled = pe.counters.snapshot(), de.counters.snapshot()
         slices, replicas = min(ranks.pe, ranks.heads), ranks.pe // min(ranks.pe, ranks.heads)
-        # Of the whole model, each byte once, as the plan's steps have it.
+        # Each byte of the whole model once, as in the plan's steps.
         pe_hits = counted[Counter.H2D_BYTES] / replicas
         de_hits = counted[Counter.DE_TO_PE_BYTES] / replicas
         sent = counted[Counter.PE_TO_DE_BYTES]
         assert (de_hits > 0) == (mode is Mode.ROUND_ROBIN)
-        # Ranks that hold the same send blocks in turn: one block more or less, in each pass.
+        # Ranks with the same KV alternate blocks: at most one block more or less in each pass.
         turns = 3 * pe.geometry.full_block_bytes if replicas > 1 else 0
         for agent in agents(made, "prefill-0"):
             own = moved(made, agent)
             assert own["copies"] == pe_hits / slices
             assert own["reads"] == de_hits / slices
             assert abs(own["writes"] - sent / ranks.pe) <= turns
-        # A rank with several partners gives them layers in turn.
+        # A rank with several partners alternates layers between them.
         partners = [
             [agent.agent for agent in de.address("").agents_for(rank, ranks.pe)]
             for rank in range(ranks.pe)

@@ -1,4 +1,4 @@
-"""Emulated engines of several ranks: right answers, every slice compared, an end all share."""
+"""Emulated engines of several ranks: right answers, all slices compared, a common end."""
 
 import asyncio
 import dataclasses
@@ -22,7 +22,7 @@ from dualpath.core.modes import Mode
 from dualpath.engine.layer_stream import LayerStream
 from dualpath.engine.surroundings import Surroundings
 from dualpath.laboratory.emulated.data_plane import DataPlane
-from dualpath.laboratory.emulated.rank_plane import FollowerPlane, Held, LetGo
+from dualpath.laboratory.emulated.rank_plane import BlocksHeld, BlocksReleased, FollowerPlane
 from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.laboratory.emulated.verification import CheckedAt
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
@@ -32,7 +32,7 @@ AGENTS, LAYERS = 3, GEOMETRY.layers
 
 
 class Ranks(NamedTuple):
-    """Ranks of a PE, of a DE, and the KV heads of their model; latent KV is one."""
+    """Ranks of a PE and a DE, and the KV heads of their model (1 for latent KV)."""
 
     pe: int
     de: int
@@ -75,7 +75,7 @@ async def test_agents_get_the_answers_of_an_engine_of_one_rank(
             made.engines[name].plane.verifier.counts()[place][0]
             for name, place in (("prefill-0", CheckedAt.PE_HBM), ("decode-0", CheckedAt.DE_HBM))
         )
-        # Every rank has compared its slice of all prompts, and of all hits before they were used.
+        # Every rank has compared its slice of all prompts, and of all hits before their use.
         assert filled == ranks.de * AGENTS * sum(map(GEOMETRY.blocks_for, (38, 49))) * LAYERS
         assert loaded >= ranks.pe * AGENTS * 11 * LAYERS
 
@@ -88,7 +88,7 @@ async def test_ranks_serve_in_every_mode(mode: Mode, tmp_path: Path) -> None:
         assert (made.counts(0) > 0) == mode.moves_bytes
 
 
-async def test_engines_cut_differently_share_a_storage(tmp_path: Path) -> None:
+async def test_engines_with_different_numbers_of_ranks_share_storage(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         tokens, _ = await made.ask(PROMPT, 9)
         await made.stored()
@@ -99,7 +99,7 @@ async def test_engines_cut_differently_share_a_storage(tmp_path: Path) -> None:
 
 @pytest.fixture
 def followers(monkeypatch: pytest.MonkeyPatch) -> list[FollowerPlane]:
-    """The planes of all ranks that follow, as they come up."""
+    """The data planes of all follower ranks, in the order of their start."""
     found: list[FollowerPlane] = []
     init = FollowerPlane.__init__
 
@@ -139,7 +139,7 @@ def spoil_copies(plane: FollowerPlane, monkeypatch: pytest.MonkeyPatch) -> None:
     ("role", "spoil", "place"),
     [(Role.PREFILL, spoil_loads, "pe_hbm"), (Role.DECODE, spoil_copies, "de_hbm")],
 )
-async def test_wrong_kv_of_a_rank_that_follows_fails_the_request(
+async def test_wrong_kv_of_a_follower_rank_fails_the_request(
     role: Role,
     spoil: Callable[[FollowerPlane, pytest.MonkeyPatch], None],
     place: str,
@@ -159,7 +159,7 @@ async def test_wrong_kv_of_a_rank_that_follows_fails_the_request(
         await made.idle()
 
 
-async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
+async def test_a_failed_copy_of_a_follower_rank_fails_the_attempt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, followers: list[FollowerPlane]
 ) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, decode_tp=2, kv_heads=2) as made:
@@ -170,21 +170,21 @@ async def test_what_a_rank_that_follows_cannot_copy_fails_the_attempt(
         await made.idle()
 
 
-async def test_hbm_that_another_rank_may_still_write_goes_to_nobody(tmp_path: Path) -> None:
+async def test_hbm_that_another_rank_may_still_write_is_not_allocated(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         plane = made.engines["prefill-0"].plane
-        (block,) = plane.hbm.take(1) or ()
-        plane._hear(1, Held((block,)))
-        plane.hbm.give_back((block,))
+        (block,) = plane.hbm.allocate(1) or ()
+        plane._on_event(1, BlocksHeld((block,)))
+        plane.hbm.free((block,))
         assert plane.hbm.free_tokens == plane.manager.hbm_tokens - plane.geometry.block_tokens
-        plane._hear(1, LetGo((block,)))
+        plane._on_event(1, BlocksReleased((block,)))
         await made.idle()
 
 
-async def test_every_rank_is_the_process_that_its_surroundings_say(
+async def test_every_rank_uses_the_process_of_its_surroundings(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A simulation has processes of its own; the router is told of those."""
+    """A simulation runs as its own processes; the router gets their ids."""
     numbers = itertools.count(100)
     monkeypatch.setattr(
         emulated_cluster,
@@ -197,8 +197,8 @@ async def test_every_rank_is_the_process_that_its_surroundings_say(
         assert len(address.process.ranks) == 1
 
 
-async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> None:
-    """While it waits for work, when no rank asks for another."""
+async def test_an_engine_that_loses_a_rank_reports_it_and_ends(tmp_path: Path) -> None:
+    """Fails while the engine waits for work, when no rank sends to another."""
     ended = threading.Event()
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
         plane = made.engines["prefill-0"].plane
@@ -206,18 +206,18 @@ async def test_an_engine_that_loses_a_rank_says_so_and_ends(tmp_path: Path) -> N
             made.surroundings, end_process=ended.set
         )
         leader = plane._ranks
-        leader._shared.lose("rank 1 (process 7) has ended, by SIGKILL")  # type: ignore[attr-defined]
+        leader._shared.fail("rank 1 (process 7) has ended, by SIGKILL")  # type: ignore[attr-defined]
         assert await asyncio.to_thread(ended.wait, GUARD_S)
         assert plane.manager.health() == "rank 1 (process 7) has ended, by SIGKILL"
         assert made.service.status()["engines"][0]["alive"] is False
 
 
-def test_a_rank_that_cannot_come_up_takes_its_engine_with_it(tmp_path: Path) -> None:
+def test_a_rank_that_cannot_start_ends_its_engine(tmp_path: Path) -> None:
     settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric, ranks = InProcessFabric(), ThreadRanks(2)
     surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
-    ranks.ended("rank 1 has ended: no device")
+    ranks.rank_ended("rank 1 has ended: no device")
     with pytest.raises(EngineLostError, match="rank 1 has ended: no device"):
         DataPlane(settings, surroundings, ranks.leader)
 

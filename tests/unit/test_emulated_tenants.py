@@ -1,4 +1,4 @@
-"""What a tenant's requests leave in storage says whose it is: prompts, and answers as well."""
+"""Stored blocks name their tenant: blocks of prompts, and of answers as well."""
 
 from collections import Counter
 from pathlib import Path
@@ -12,7 +12,7 @@ from dualpath.core.modes import Mode
 from dualpath.policy.chain_index import ChainIndex
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES, BlockHeader, decode_header
-from dualpath.storage.inventory import Choice, chosen, remove
+from dualpath.storage.inventory import BlockFilter, remove, select_rows
 from dualpath.storage.posix_objects import PosixObjects
 from dualpath.storage.survey import Survey
 
@@ -37,7 +37,7 @@ def by_tenant(storage: Path) -> dict[str, int]:
 
 
 async def ask(made: Cluster, salt: str | None) -> tuple[list[int], int]:
-    """Take a turn of this tenant, and wait until all of it is stored."""
+    """Send a turn of this tenant, and wait until all its blocks are stored."""
     more: dict[str, Any] = {} if salt is None else {"cache_salt": salt}
     answer, hits = await made.ask(PROMPT, ANSWER_TOKENS, **more)
     await made.stored()
@@ -60,14 +60,20 @@ async def test_blocks_of_prompts_and_answers_name_their_tenant(
     assert len(unknown) == len(SALTS), "but for each tenant's first all come behind another"
 
 
-async def test_who_is_forgotten_is_so_with_all_answers_and_nobody_else_is(tmp_path: Path) -> None:
+async def test_removing_a_tenant_removes_all_its_answers_and_no_others(tmp_path: Path) -> None:
     storage = tmp_path / "kv"
     async with cluster(storage, Mode.DUALPATH) as made:
         for salt in SALTS:
             await ask(made, salt)
     tree, index = PosixObjects(storage), ChainIndex()
-    Survey(tree, index, lambda: 0.0).whole()
-    remove(tree, index, chosen(index, Choice(tenant=tenant_tag("mine"))), "me", lambda share: None)
+    Survey(tree, index, lambda: 0.0).run_to_end()
+    remove(
+        tree,
+        index,
+        select_rows(index, BlockFilter(tenant=tenant_tag("mine"))),
+        "me",
+        lambda share: None,
+    )
     each = PROMPT_BLOCKS + ANSWER_BLOCKS
     assert by_tenant(storage) == {tenant_tag("yours"): each, "": each}
 

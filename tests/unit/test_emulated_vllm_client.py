@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.modes import Mode
 from dualpath.router.service import RouterService
 from dualpath.vllm.generate_client import GenerateClient
@@ -38,11 +38,11 @@ async def events(
         cache_salt=salt,
         data_parallel_rank=None,
     )
-    job = make_job(request, KeyMemory(GEOMETRY.block_tokens), stateful_sampling=False)
+    job = make_job(request, KeyCache(GEOMETRY.block_tokens), stateful_sampling=False)
     return [event.token_ids async for event in service.submit(job)]
 
 
-async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> None:
+async def test_vllms_front_end_gets_the_same_answers_as_the_light_router(tmp_path: Path) -> None:
     calls = GenerateClient(max_logprobs=20)
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
@@ -52,7 +52,7 @@ async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> N
             assert await ask(made.service, "b", "salt") == light
             # With a seed the DE samples the first token as well.
             assert await ask(made.service, "c", None, seed=1) == light
-            # The PE's token, the DE's first one, four together, and what is left.
+            # The PE's token, the DE's first token, four together, and the rest.
             chunks = await events(made.service, "d", None, stream_interval=4)
             assert [token for chunk in chunks for token in chunk] == light
             assert len(chunks[0]) == 1
@@ -62,7 +62,7 @@ async def test_vllms_front_end_gets_what_the_light_one_gets(tmp_path: Path) -> N
         await calls.aclose()
 
 
-async def test_wrong_kv_is_final_for_it_too(
+async def test_wrong_kv_is_a_permanent_failure_for_vllms_front_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = GenerateClient(max_logprobs=20)

@@ -1,4 +1,4 @@
-"""A plain vLLM command line becomes a DualPath engine's; nothing that was typed is changed."""
+"""A vLLM command line is completed for a DualPath engine; explicit arguments are not changed."""
 
 import socket
 from argparse import Namespace
@@ -23,7 +23,7 @@ def no_variables(monkeypatch):
 
 
 def typed(extra=EXTRA, connector="DualPathConnector", **arguments):
-    """What vLLM's parser makes of a command line with only `arguments` typed."""
+    """Parse a command line of only `arguments` with vLLM's parser."""
     transfer = SimpleNamespace(kv_connector=connector, kv_connector_extra_config=dict(extra))
     unset = {
         "enable_scale_out": False,
@@ -45,7 +45,7 @@ def settings_of(args):
     return engine_settings(args.kv_transfer_config.kv_connector_extra_config, {})
 
 
-def test_a_prefill_engine_gets_what_it_needs():
+def test_a_prefill_engine_gets_its_arguments():
     args = typed()
     added = engine_arguments.complete(args)
     assert args.enable_scale_out is True
@@ -56,7 +56,7 @@ def test_a_prefill_engine_gets_what_it_needs():
     assert f"--worker-cls {WORKER_CLASS}" in added
 
 
-def test_a_decode_engine_keeps_vllms_classes():
+def test_a_decode_engine_uses_vllms_classes():
     args = typed(EXTRA | {"role": "decode"})
     engine_arguments.complete(args)
     assert (args.scheduler_cls, args.worker_cls) == (None, "auto")
@@ -66,7 +66,7 @@ def test_a_decode_engine_keeps_vllms_classes():
 @pytest.mark.parametrize(
     ("extra", "worker"), [({"mode": "basic"}, "auto"), ({"layer_buffers": 0}, WORKER_CLASS)]
 )
-def test_without_layer_buffers_the_worker_is_ours_where_it_has_passes_to_time(extra, worker):
+def test_without_layer_buffers_the_worker_is_ours_if_it_times_passes(extra, worker):
     args = typed(EXTRA | extra)
     engine_arguments.complete(args)
     assert args.worker_cls == worker
@@ -74,23 +74,23 @@ def test_without_layer_buffers_the_worker_is_ours_where_it_has_passes_to_time(ex
     assert settings_of(args).layer_buffers == 0
 
 
-def test_what_was_typed_stays():
+def test_explicit_arguments_are_not_overridden():
     args = typed(enable_prefix_caching=True, block_size=16, scheduler_cls="mine")
     engine_arguments.complete(args)
     assert (args.enable_prefix_caching, args.block_size, args.scheduler_cls) == (True, 16, "mine")
 
 
-def test_the_guard_stands_outside_of_middleware_that_was_typed():
+def test_the_guard_is_outside_of_typed_middleware():
     args = typed(middleware=["mine.Middleware"])
     engine_arguments.complete(args)
     assert args.middleware == ["mine.Middleware", GUARD_CLASS]
 
 
 @pytest.mark.parametrize("other", [{"grpc": True}, {"grpc_port": 50051}, {"headless": True}])
-def test_a_server_that_the_guard_does_not_stand_in_is_refused(other, monkeypatch):
+def test_a_server_without_the_guard_is_refused(other, monkeypatch):
     harmless = {"grpc": False, "grpc_port": None, "headless": False}
     assert engine_arguments.complete(typed(**harmless))
-    with pytest.raises(ConfigError, match="where its guard stands"):
+    with pytest.raises(ConfigError, match="which runs the guard middleware"):
         engine_arguments.complete(typed(**harmless | other))
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     with pytest.raises(ConfigError, match="VLLM_USE_RUST_FRONTEND=1"):
@@ -111,31 +111,31 @@ def test_other_servers_are_left_alone():
         assert vars(args) == before
 
 
-def test_a_second_look_adds_nothing():
+def test_completing_arguments_twice_adds_nothing():
     args = typed()
     assert engine_arguments.complete(args)
     assert engine_arguments.complete(args) == []
 
 
-def test_the_name_outlives_a_restart_and_the_url_leads_back():
+def test_the_name_is_stable_across_restarts_and_the_url_is_reachable():
     args = typed()
     engine_arguments.complete(args)
     settings = settings_of(args)
     assert settings.engine_id == f"prefill-{socket.gethostname()}-8001"
-    # The way to a router on this machine is the loopback address.
+    # A router on this machine is reached over the loopback address.
     assert settings.api_url == "http://127.0.0.1:8001"
 
 
 @pytest.mark.parametrize(
     ("host", "url"), [("10.1.2.3", "http://10.1.2.3:8001"), ("fd00::1", "http://[fd00::1]:8001")]
 )
-def test_a_host_that_was_typed_is_in_the_url(host, url):
+def test_an_explicit_host_is_in_the_url(host, url):
     args = typed(host=host)
     engine_arguments.complete(args)
     assert settings_of(args).api_url == url
 
 
-def test_what_is_given_elsewhere_is_not_made_up(monkeypatch, tmp_path):
+def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):
     config = tmp_path / "c.toml"
     config.write_text('[engine]\napi_url = "http://gateway:1"\n[cluster]\nprefill = 2\n')
     monkeypatch.setenv("DUALPATH_ENGINE_ENGINE_ID", "pe-7")
@@ -151,12 +151,12 @@ def test_what_is_given_elsewhere_is_not_made_up(monkeypatch, tmp_path):
     ("extra", "port", "message"),
     [
         ({"rolle": "prefill"}, 8001, "rolle"),
-        ({"router": "nowhere"}, 8001, "no way to the router 'nowhere'"),
+        ({"router": "nowhere"}, 8001, "the router 'nowhere' cannot be reached"),
         ({"config": "none.toml"}, 8001, "none.toml"),
         ({}, 0, "give --port"),
     ],
 )
-def test_impossible_settings_are_refused_at_start(extra, port, message):
+def test_invalid_settings_are_refused_at_start(extra, port, message):
     with pytest.raises(ConfigError, match=message):
         engine_arguments.complete(typed(EXTRA | extra, port=port))
 
@@ -170,7 +170,7 @@ def test_the_environment_of_an_engine_is_checked():
 
 
 def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
-    """What is taken for "not typed" is what vLLM's parser really leaves there."""
+    """Values equal to the defaults of vLLM's parser count as omitted."""
     pytest.importorskip("vllm")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -193,7 +193,7 @@ def test_every_hook_is_found_in_this_vllm():
     assert hooks.missing() == []
 
 
-def test_a_hook_that_is_gone_is_named(monkeypatch):
+def test_a_missing_hook_is_named(monkeypatch):
     from dualpath.vllm import hooks
 
     def gone():

@@ -1,4 +1,4 @@
-"""Slots of a request are pinned in one step with the check that it holds them."""
+"""Slots are pinned atomically with the check that the request holds them."""
 
 from tests.engine_harness import GEOMETRY
 

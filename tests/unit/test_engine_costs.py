@@ -1,4 +1,4 @@
-"""What an engine knows of its own speed: passes, the file of a profile, the cache, its storage."""
+"""Sources of an engine's speed: timed passes, a profile file, the cache, its storage."""
 
 import threading
 from pathlib import Path
@@ -18,7 +18,7 @@ from dualpath.policy.events import (
     TYPICAL_CONTEXT_TOKENS,
 )
 from dualpath.storage.memory import MemoryStorage
-from dualpath.vllm.costs_cache import MAX_AGE_S, CostsCache, Remembered
+from dualpath.vllm.costs_cache import MAX_AGE_S, CachedCosts, CostsCache
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -65,7 +65,7 @@ def test_the_typical_turn_fills_a_short_context(limit):
     assert costs.computed_weight == limit / append
 
 
-def test_passes_that_tell_no_line_tell_a_throughput():
+def test_passes_without_a_linear_fit_yield_a_throughput():
     flat = [TimedPass(0, 512, 0.2, 0.1), TimedPass(512, 512, 0.2, 0.1)]
     with pytest.raises(ConfigError, match="must be above 0"):
         fitted_attention([flat[0], TimedPass(512, 512, 0.2, 0.05)], ATTENTION)
@@ -91,14 +91,14 @@ def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "is no file"),
-        ("prefill_tokens_per_s = 1.0", "is no file"),
-        ("[", "is no file"),
+        (None, "is not a file"),
+        ("prefill_tokens_per_s = 1.0", "is not a file"),
+        ("[", "is not a file"),
         ("prefill_tokens_per_s = 1.0\n[prefill]\npair_s = 0.0", "above 0"),
         ("prefill_tokens_per_s = nan\n[prefill]\npair_s = 1.0", "above 0"),
     ],
 )
-def test_a_file_that_is_no_profile_is_refused(text, words, tmp_path: Path):
+def test_a_file_that_is_not_a_profile_is_refused(text, words, tmp_path: Path):
     file = tmp_path / "costs.toml"
     if text is not None:
         file.write_text(text)
@@ -112,26 +112,26 @@ def test_a_file_that_is_no_profile_is_refused(text, words, tmp_path: Path):
 COSTS = PassCosts(LayerTimeEstimate(0.0, 1e12), 1000.0, 2.0)
 OF = {"model": "m", "device": "a"}
 NOW_S = 1_700_000_000.0
-REMEMBERED = Remembered(OF, COSTS, NOW_S)
+REMEMBERED = CachedCosts(OF, COSTS, NOW_S)
 
 
-def test_costs_are_remembered_for_the_same_engine_alone(tmp_path: Path):
+def test_costs_are_cached_for_the_same_engine_only(tmp_path: Path):
     folder = tmp_path / "new"
-    assert CostsCache(folder, OF).recall(NOW_S) is None
-    CostsCache(folder, OF).remember(COSTS, NOW_S)
-    assert CostsCache(folder, dict(reversed(OF.items()))).recall(NOW_S) == REMEMBERED
-    assert CostsCache(folder, OF | {"device": "b"}).recall(NOW_S) is None
+    assert CostsCache(folder, OF).load(NOW_S) is None
+    CostsCache(folder, OF).store(COSTS, NOW_S)
+    assert CostsCache(folder, dict(reversed(OF.items()))).load(NOW_S) == REMEMBERED
+    assert CostsCache(folder, OF | {"device": "b"}).load(NOW_S) is None
     assert [file.suffix for file in folder.iterdir()] == [".json"]
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"\xff", b"[" * 100_000])
-def test_a_broken_file_is_as_none(content, tmp_path: Path, caplog):
+def test_a_corrupt_file_counts_as_missing(content, tmp_path: Path, caplog):
     cache = CostsCache(tmp_path, OF)
     cache.file.write_bytes(content)
-    assert cache.recall(NOW_S) is None
+    assert cache.load(NOW_S) is None
     assert str(cache.file) in caplog.text
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S) == REMEMBERED
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S) == REMEMBERED
 
 
 def test_the_fastest_start_counts_as_a_busy_machine_only_makes_passes_slow(tmp_path: Path):
@@ -140,40 +140,40 @@ def test_the_fastest_start_counts_as_a_busy_machine_only_makes_passes_slow(tmp_p
         [(100.0, 100.0, 0.0), (900.0, 900.0, 1.0), (500.0, 900.0, 1.0)]
     ):
         costs = msgspec.structs.replace(COSTS, prefill_tokens_per_s=tokens_per_s)
-        best = cache.remember(costs, NOW_S + start)
-        assert best == cache.recall(NOW_S + start)
+        best = cache.store(costs, NOW_S + start)
+        assert best == cache.load(NOW_S + start)
         assert (best.costs.prefill_tokens_per_s, best.measured_s) == (kept, NOW_S + kept_s)
         assert best.starts == start + 1
 
 
-def test_costs_are_forgotten_after_a_week_and_if_their_time_cannot_be(tmp_path: Path):
+def test_costs_expire_after_a_week_and_with_an_impossible_time(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S + MAX_AGE_S) == REMEMBERED
-    assert cache.recall(NOW_S + MAX_AGE_S + 1) is None
-    assert cache.recall(NOW_S - 1) is None
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S + MAX_AGE_S) == REMEMBERED
+    assert cache.load(NOW_S + MAX_AGE_S + 1) is None
+    assert cache.load(NOW_S - 1) is None
     slower = msgspec.structs.replace(COSTS, prefill_tokens_per_s=1.0)
-    assert cache.remember(slower, NOW_S + MAX_AGE_S + 1).costs == slower
+    assert cache.store(slower, NOW_S + MAX_AGE_S + 1).costs == slower
 
 
-def test_costs_of_a_version_that_wrote_no_time_are_measured_anew(tmp_path: Path):
+def test_costs_without_a_time_are_measured_again(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
     cache.file.write_bytes(msgspec.json.encode({"of": OF, "costs": COSTS}))
-    assert cache.recall(NOW_S) is None
+    assert cache.load(NOW_S) is None
 
 
-def test_remembered_costs_that_cannot_be_are_not_used(tmp_path: Path):
+def test_impossible_cached_costs_are_not_used(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
-    cache.remember(msgspec.structs.replace(COSTS, prefill_tokens_per_s=0.0), NOW_S)
-    assert cache.recall(NOW_S) is None
+    cache.store(msgspec.structs.replace(COSTS, prefill_tokens_per_s=0.0), NOW_S)
+    assert cache.load(NOW_S) is None
 
 
-def test_a_cache_that_cannot_be_written_harms_nothing(tmp_path: Path, caplog):
+def test_an_unwritable_cache_is_tolerated(tmp_path: Path, caplog):
     (tmp_path / "file").write_text("")
     cache = CostsCache(tmp_path / "file" / "below", OF)
-    cache.remember(COSTS, NOW_S)
-    assert cache.recall(NOW_S) is None
-    assert "not remembered" in caplog.text
+    cache.store(COSTS, NOW_S)
+    assert cache.load(NOW_S) is None
+    assert "cannot be written" in caplog.text
 
 
 # ------------------------------------------------------------------ reading storage
@@ -187,7 +187,7 @@ NAMESPACE = StoreNamespace(
 
 
 class Probed(MemoryStorage):
-    """Counts what is read, and how many new blocks were written."""
+    """Counts reads and new blocks written."""
 
     def __init__(self):
         super().__init__(NAMESPACE)
@@ -215,12 +215,12 @@ def test_reading_is_measured_with_every_block_once_and_written_once():
     assert first.origin == second.origin == RateOrigin.MEASURED
     assert first.per_s > 0
     assert second.per_s > 0
-    assert storage.new == read_speed.MOST_BLOCKS == len(set(storage.reads))
-    assert len(storage.reads) == 2 * read_speed.MOST_BLOCKS
+    assert storage.new == read_speed.MAX_BLOCKS == len(set(storage.reads))
+    assert len(storage.reads) == 2 * read_speed.MAX_BLOCKS
     assert storage.closed
 
 
-def test_a_storage_that_takes_no_block_is_not_measured(caplog):
+def test_an_unwritable_storage_is_not_measured(caplog):
     class Full(Probed):
         def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
             raise StorageError("no space left; remove blocks")
@@ -229,7 +229,7 @@ def test_a_storage_that_takes_no_block_is_not_measured(caplog):
     assert "no space left" in caplog.text
 
 
-def test_a_storage_that_reads_nothing_good_is_not_measured():
+def test_a_storage_without_a_good_read_is_not_measured():
     class Lossy(Probed):
         def write(self, keys, sources, origin=UNKNOWN_ORIGIN):
             return 0
@@ -237,7 +237,7 @@ def test_a_storage_that_reads_nothing_good_is_not_measured():
     assert read_speed.measure(Lossy(), 4, OS_THREADS) is None
 
 
-def test_a_storage_that_does_not_answer_holds_no_engine_up(monkeypatch, caplog):
+def test_a_storage_that_hangs_does_not_delay_an_engine(monkeypatch, caplog):
     monkeypatch.setattr(read_speed, "LIMIT_S", 0.01)
     answer = threading.Event()
 
@@ -248,6 +248,6 @@ def test_a_storage_that_does_not_answer_holds_no_engine_up(monkeypatch, caplog):
 
     try:
         assert read_speed.measure(Hanging(), 4, OS_THREADS) is None
-        assert "does not answer" in caplog.text
+        assert "does not respond" in caplog.text
     finally:
         answer.set()

@@ -1,4 +1,4 @@
-"""An engine that drains: what it has ends, nothing new comes, then it goes; nobody notices."""
+"""An engine that drains finishes its requests, gets no new ones and leaves without failures."""
 
 import asyncio
 from pathlib import Path
@@ -19,9 +19,7 @@ def attempts(made: Cluster) -> set[int]:
 
 
 @pytest.mark.parametrize("role", list(Role))
-async def test_under_load_an_engine_drains_and_no_request_is_tried_again(
-    role: Role, tmp_path: Path
-) -> None:
+async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2, speedup=1.0) as made:
         engine = made.engines[f"{role.value}-0"]
         asked = [asyncio.create_task(made.ask([n, *PROMPT], 40)) for n in range(1, 9)]
@@ -43,7 +41,7 @@ async def test_under_load_an_engine_drains_and_no_request_is_tried_again(
         assert attempts(made) == {1}
 
 
-async def test_an_engine_without_a_router_has_nothing_to_wait_for(tmp_path: Path) -> None:
+async def test_an_engine_without_a_router_drains_at_once(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         engine = made.engines["prefill-0"]
         made.service.server.declare_lost("prefill-0", "test", certain=False)

@@ -12,7 +12,7 @@ from dualpath.engine.threads import OS_THREADS, TimeLimit
 
 
 class Gate:
-    """An event that a test lets pass, or fail."""
+    """An event that passes or fails when the test calls for it."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -41,7 +41,7 @@ def test_on_a_cpu_work_runs_at_once_on_the_callers_thread() -> None:
     after.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
-def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
+def test_callbacks_run_after_their_events_in_order() -> None:
     after = EventWaiter(HostDevice(), "pe-0")
     ran: queue.SimpleQueue[str] = queue.SimpleQueue()
     first, second = Gate(), Gate()
@@ -55,7 +55,7 @@ def test_work_waits_for_its_event_and_younger_work_for_older() -> None:
     after.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
-def test_work_learns_that_the_device_failed_and_a_defect_stops_nothing() -> None:
+def test_callbacks_get_device_errors_and_a_defect_does_not_stop_the_thread() -> None:
     after = EventWaiter(HostDevice(), "pe-0")
     ran: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     broken, whole = Gate(), Gate()

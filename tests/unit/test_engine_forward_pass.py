@@ -1,4 +1,4 @@
-"""A forward pass as engines of every kind run it: what moves, what ends, what is reported."""
+"""Forward passes as all kinds of engines run them: transfers, failures, reports."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,7 +25,7 @@ def cluster() -> Iterator[ToyCluster]:
 
 
 def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PromptPart:
-    """``number`` keeps the HBM of several requests apart."""
+    """``number`` separates the HBM of several requests."""
     return PromptPart(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
 
 
@@ -61,7 +61,7 @@ def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None
 def pass_with_silence(
     cluster: ToyCluster, *parts: PromptPart, unwaited: Sequence[int] = (), silent: Sequence[int]
 ) -> dict[str, str]:
-    """Run a pass of a model that says nothing of some layers, or not that it will read them."""
+    """Run a pass of a model that does not announce some layers, or does not wait for their KV."""
     forward = ForwardPass(cluster.pe.manager, lambda message: None, parts)
     for layer in range(GEOMETRY.layers):
         if layer not in (*unwaited, *silent):
@@ -87,10 +87,10 @@ def test_a_layer_that_did_not_wait_for_its_kv_fails_the_pass_and_is_not_sent(buf
 
 
 @pytest.mark.parametrize("how", ["unwaited", "silent"])
-def test_an_engine_whose_model_goes_past_the_connector_is_out_for_good(
+def test_an_engine_whose_model_bypasses_the_connector_is_broken(
     cluster: ToyCluster, how: str
 ) -> None:
-    """Its next passes would fail alike: it is to get no more, and to say why."""
+    """Its next passes would fail likewise: it must get no more and report the reason."""
     assert cluster.pe.report().unhealthy is None
     transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
     layers: dict[str, list[int]] = {"silent": [], how: [1]}
@@ -100,8 +100,8 @@ def test_an_engine_whose_model_goes_past_the_connector_is_out_for_good(
     assert cluster.pe.report().unhealthy == cluster.pe.manager.broken == failures["r"]
 
 
-def test_a_layer_that_is_left_out_of_one_pass_fails_that_pass_alone(cluster: ToyCluster) -> None:
-    """As vLLM leaves draft layers out where a prompt comes near the end of their context."""
+def test_a_layer_skipped_in_one_pass_fails_only_that_pass(cluster: ToyCluster) -> None:
+    """As vLLM skips draft layers when a prompt is near the end of their context."""
     whole, last = BlockRun(0, BLOCKS), GEOMETRY.layers - 1
     for number, silent in enumerate(([], [last], [])):
         transfer = cluster.load(f"r{number}", prompt_keys(TOKENS, str(number)), TOKENS, 0, 0)
@@ -112,10 +112,10 @@ def test_a_layer_that_is_left_out_of_one_pass_fails_that_pass_alone(cluster: Toy
 
 @pytest.mark.parametrize("buffers", [1, 2, 0])
 @pytest.mark.parametrize("silent", [[0], [1], [GEOMETRY.layers - 1], range(GEOMETRY.layers)])
-def test_a_model_that_keeps_silent_about_a_layer_fails_its_passes_and_none_hangs(
+def test_a_model_that_does_not_announce_a_layer_fails_its_passes_without_hanging(
     silent: Sequence[int], buffers: int
 ) -> None:
-    """Loads and sends of other layers wait for the region of one that nobody says is computed."""
+    """Loads and sends of other layers wait for the region of a layer that is not announced."""
     cluster = ToyCluster(layer_buffers=buffers)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
@@ -160,20 +160,20 @@ def test_a_request_released_before_its_pass_is_reported_and_the_others_are_sent(
     assert moved_bytes(cluster) == BLOCKS * GEOMETRY.full_block_bytes
 
 
-def test_slots_that_went_to_another_request_are_not_loaded(cluster: ToyCluster) -> None:
+def test_slots_of_another_request_are_not_loaded(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
     transfer = cluster.load("r", keys, TOKENS, 2, 0)
     cluster.pe.command(Release(request_id="r", reason="retried"))
     cluster.pe.assign("r", TOKENS, 0)
     failures, _ = run(cluster, part(transfer, BlockRun(2, 1)))
-    assert failures == {"r": "request r: its buffer slots changed hands"}
+    assert failures == {"r": "request r: its buffer slots have a new owner"}
     counters = cluster.pe.report().counters
     assert counters[Counter.STALE_TRANSFERS.value] == 1
     assert counters[Counter.H2D_BYTES.value] == 0
 
 
-def test_kv_that_the_engine_found_wrong_fails_the_request_in_any_chunk(cluster: ToyCluster) -> None:
+def test_wrong_kv_found_by_the_engine_fails_the_request_in_any_chunk(cluster: ToyCluster) -> None:
     transfer = cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
     assert run(cluster, part(transfer, BlockRun(0, 1)), r="wrong in pe_hbm") == (
         {"r": "wrong in pe_hbm"},
@@ -214,7 +214,7 @@ def test_a_pass_begins_in_the_one_before_and_both_are_confirmed_in_their_order()
         cluster.close()
 
 
-def test_what_failed_in_the_pass_before_has_failed_in_the_next_and_is_reported_once() -> None:
+def test_a_failure_in_the_pass_before_fails_the_next_pass_and_is_reported_once() -> None:
     """A transfer of the first chunk fails; the next one had begun and cannot be right."""
     cluster = ToyCluster(layer_buffers=2)
     try:
@@ -238,8 +238,8 @@ def test_what_failed_in_the_pass_before_has_failed_in_the_next_and_is_reported_o
         cluster.close()
 
 
-def test_a_pass_of_a_silent_model_ends_though_the_next_one_has_begun() -> None:
-    """The next pass waits for a layer of which nobody will say that it is computed."""
+def test_a_pass_with_unannounced_layers_ends_though_the_next_one_has_begun() -> None:
+    """The next pass waits for a layer that will not be announced."""
     cluster = ToyCluster(layer_buffers=2)
     try:
         one = cluster.load("one", prompt_keys(TOKENS), TOKENS, 0, 0)
@@ -258,7 +258,7 @@ def test_a_pass_of_a_silent_model_ends_though_the_next_one_has_begun() -> None:
         cluster.close()
 
 
-def test_without_bytes_to_move_a_pass_only_confirms() -> None:
+def test_without_transfers_a_pass_only_confirms() -> None:
     cluster = ToyCluster(mode=Mode.ORACLE)
     try:
         transfer = PrefillTransfer(

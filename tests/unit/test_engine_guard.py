@@ -1,4 +1,4 @@
-"""What an engine's own server answers, with vLLM's middleware around vLLM's paths."""
+"""Answers of an engine's own server, with vLLM's middleware around vLLM's paths."""
 
 import importlib
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
 from dualpath.vllm.engine_config import parse_front_end_arguments
-from dualpath.vllm.engine_guard import _UNDER_RUNNING_ENGINES, _WITHOUT_KV
+from dualpath.vllm.engine_guard import _CHANGES_ENGINE, _WITHOUT_KV
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 KEY = {"Authorization": "Bearer engines"}
@@ -33,7 +33,7 @@ GENERATING = (
 
 
 def engine(role="prefill", keys=(), connector=CONNECTOR):
-    """A client of an engine whose every route says what it was sent."""
+    """A client of an engine whose routes return the request."""
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])
@@ -53,7 +53,7 @@ def engine(role="prefill", keys=(), connector=CONNECTOR):
 
 
 @pytest.mark.parametrize("path", GENERATING)
-async def test_a_prefill_engine_answers_nobody_but_the_router(path):
+async def test_a_prefill_engine_serves_only_the_router(path):
     async with engine() as client:
         answer = await client.post(path, json={"prompt": "hi", "kv_transfer_params": PREFILL})
         assert answer.status_code == 421
@@ -72,7 +72,7 @@ async def test_a_prefill_engine_answers_nobody_but_the_router(path):
         ({"dualpath": 7}, "malformed"),
     ],
 )
-async def test_the_token_api_of_a_prefill_engine_wants_a_prefill_transfer(params, message):
+async def test_the_token_api_of_a_prefill_engine_requires_a_prefill_transfer(params, message):
     async with engine() as client:
         answer = await client.post(
             GENERATE_PATH, json={"token_ids": [1], "kv_transfer_params": params}
@@ -81,7 +81,7 @@ async def test_the_token_api_of_a_prefill_engine_wants_a_prefill_transfer(params
         assert message in answer.json()["error"]["message"]
 
 
-async def test_a_body_that_came_in_pieces_reaches_vllm_whole():
+async def test_a_body_in_several_chunks_reaches_vllm_complete():
     async with engine() as client:
         request = client.build_request("POST", GENERATE_PATH, json={"kv_transfer_params": PREFILL})
         body = request.content
@@ -95,14 +95,14 @@ async def test_a_body_that_came_in_pieces_reaches_vllm_whole():
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"\xff"', b"[" * 100_000])
-async def test_what_is_no_request_is_left_to_vllm(body):
+async def test_other_http_calls_are_left_to_vllm(body):
     async with engine() as client:
         answer = await client.post(GENERATE_PATH, content=body)
         assert answer.json() == {"bytes": len(body)}
 
 
 @pytest.mark.parametrize("path", sorted(_WITHOUT_KV))
-async def test_what_computes_nothing_may_be_posted_to_a_prefill_engine(path):
+async def test_calls_that_compute_nothing_may_be_posted_to_a_prefill_engine(path):
     async with engine() as client:
         assert (await client.post(path)).status_code == 200
 
@@ -113,9 +113,9 @@ async def test_a_decode_engine_answers_directly_too(path):
         assert (await client.post(path, json={"prompt": "hi"})).status_code == 200
 
 
-@pytest.mark.parametrize("path", sorted(_UNDER_RUNNING_ENGINES))
+@pytest.mark.parametrize("path", sorted(_CHANGES_ENGINE))
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
+async def test_weights_and_kv_memory_of_a_running_engine_cannot_be_changed(role, path):
     async with engine(role) as client:
         answer = await client.post(path)
         assert answer.status_code == 403
@@ -124,7 +124,7 @@ async def test_weights_and_kv_memory_stay_under_a_running_engine(role, path):
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("path", [*GENERATING, GENERATE_PATH, "/tokenize", "/version", "/docs"])
-async def test_every_path_asks_for_the_key(role, path):
+async def test_every_path_requires_the_key(role, path):
     async with engine(role, ["other", "engines"]) as client:
         for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic engines"}):
             for answer in (
@@ -143,13 +143,13 @@ async def test_probes_and_metrics_need_no_key():
             assert (await client.get(path)).status_code == 401
 
 
-async def test_the_router_with_the_key_is_let_through():
+async def test_the_router_with_the_key_is_admitted():
     async with engine(keys=["engines"]) as client:
         body = {"token_ids": [1], "kv_transfer_params": PREFILL}
         assert (await client.post(GENERATE_PATH, json=body, headers=KEY)).status_code == 200
 
 
-async def test_another_server_is_only_asked_for_its_key():
+async def test_another_server_only_checks_its_key():
     async with engine(connector="NixlConnector") as client:
         assert (await client.post("/v1/completions", json={})).status_code == 200
         assert (await client.post("/sleep")).status_code == 200

@@ -1,4 +1,4 @@
-"""An engine that beats is not an engine that moves: what its data plane says of itself."""
+"""Health of a data plane, by the progress of its threads."""
 
 import itertools
 import queue
@@ -22,7 +22,7 @@ READERS = 2  # those of the harness
 
 
 class Moving:
-    """A transfer that ends when the test says so, or cannot be polled."""
+    """A transfer that ends when the test calls for it, or cannot be polled."""
 
     bytes = 1
 
@@ -45,9 +45,9 @@ class Moving:
 
 def test_a_thread_that_ends_breaks_the_engine_for_good() -> None:
     health = Health()
-    assert health.complaint() is None
+    assert health.problem() is None
     health.start("returns", lambda: None).join()
-    assert health.broken == health.complaint() == "thread returns ended"
+    assert health.broken == health.problem() == "thread returns ended"
     health.start("raises", lambda: [][0]).join()
     assert health.broken == "thread returns ended"  # the first cause
 
@@ -56,27 +56,27 @@ def test_threads_may_end_when_the_engine_closes() -> None:
     health = Health()
     health.close()
     health.start("returns", lambda: None).join()
-    assert health.complaint() is None
+    assert health.problem() is None
 
 
-def test_work_that_does_not_move_is_a_complaint_until_it_moves() -> None:
+def test_work_without_progress_is_a_problem_until_it_progresses() -> None:
     threads = PassedWaits()
     health = Health(threads)
-    sign = health.sign("nothing was carried", limit_s=10)
+    watchdog = health.watchdog("nothing was carried", limit_s=10)
     threads.late_s = 100  # nothing has to move
-    assert health.complaint() is None
-    sign.waits()
+    assert health.problem() is None
+    watchdog.started()
     threads.late_s += 9
-    assert health.complaint() is None
-    sign.waits()
+    assert health.problem() is None
+    watchdog.started()
     threads.late_s += 2
-    assert health.complaint() == "nothing was carried for 11 s"
+    assert health.problem() == "nothing was carried for 11 s"
     assert health.broken is None
-    sign.moved()
-    assert health.complaint() is None
-    sign.idle()
+    watchdog.progressed()
+    assert health.problem() is None
+    watchdog.idle()
     threads.late_s += 100
-    assert health.complaint() is None
+    assert health.problem() is None
 
 
 @pytest.mark.parametrize("error", [ValueError("a defect"), KeyError("x")])
@@ -98,16 +98,16 @@ def test_a_transfer_that_cannot_be_polled_fails_alone_and_is_never_settled(
     whole.state = TransferState.DONE
     good = ends.get(timeout=GUARD_S)
     assert (good.error, good.settled, whole.released) == (None, True, True)
-    assert health.complaint() is None
+    assert health.problem() is None
     health.close()
     pump.close(TimeLimit(threads, GUARD_S))
 
 
-def test_the_pump_looks_again_and_again_while_a_transfer_is_under_way() -> None:
+def test_the_pump_polls_while_a_transfer_is_under_way() -> None:
     health = Health(PassedWaits())
     pump = TransferPump("pe-0", health)
     turned = threading.Event()
-    pump.each_turn(turned.set)
+    pump.each_poll(turned.set)
     moving, over = Moving(), threading.Event()
     pump.watch(moving, lambda _: over.set())
     for _ in range(3):
@@ -119,7 +119,7 @@ def test_the_pump_looks_again_and_again_while_a_transfer_is_under_way() -> None:
     pump.close(TimeLimit(PassedWaits(), GUARD_S))
 
 
-def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() -> None:
+def test_callbacks_of_transfers_may_raise_without_ending_the_pump() -> None:
     threads = PassedWaits()
     health = Health(threads)
     pump = TransferPump("pe-0", health)
@@ -129,12 +129,12 @@ def test_what_follows_a_transfer_may_raise_anything_without_ending_the_pump() ->
     assert failed.wait(GUARD_S)
     assert "index out of range" in str(failed.error)
     assert pump.watch(second).wait(GUARD_S)
-    assert health.complaint() is None
+    assert health.problem() is None
     health.close()
     pump.close(TimeLimit(threads, GUARD_S))
 
 
-def test_a_pump_that_makes_no_turn_is_a_complaint() -> None:
+def test_a_pump_without_progress_is_a_problem() -> None:
     threads = PassedWaits()
     health = Health(threads)
     pump = TransferPump("pe-0", health)
@@ -146,9 +146,9 @@ def test_a_pump_that_makes_no_turn_is_a_complaint() -> None:
 
     pump.call(hang)
     assert hangs.wait(GUARD_S)
-    assert health.complaint() is None
+    assert health.problem() is None
     threads.late_s = 60
-    assert "the thread that moves KV has not made a turn" in str(health.complaint())
+    assert "the thread that moves KV has not finished an iteration" in str(health.problem())
     gate.set()
     health.close()
     pump.close(TimeLimit(threads, GUARD_S))
@@ -181,7 +181,7 @@ class HangingReads:
             assert self.entered.acquire(timeout=GUARD_S)
 
 
-def test_one_read_that_hangs_is_its_deadlines_matter_all_readers_are_the_engines() -> None:
+def test_one_hanging_read_has_its_deadline_all_hanging_readers_make_the_engine_unhealthy() -> None:
     hanging = HangingReads()
     manager = hanging.cluster.de.manager
     hanging.read(1)
@@ -208,7 +208,7 @@ def test_an_engine_closes_in_one_limit_though_all_reads_hang(
     hanging.cluster.pe.manager.close()
 
 
-def test_what_is_wrong_stands_in_the_report() -> None:
+def test_problems_are_in_the_report() -> None:
     cluster = ToyCluster()
     assert cluster.pe.report().unhealthy is None
     cluster.pe.manager._rank.health.fail("its pump has ended")

@@ -1,4 +1,4 @@
-"""Look-ups: few questions, one deadline, and nobody waits behind another's wait."""
+"""Look-ups: few queries, one deadline, and no look-up waits behind another."""
 
 import queue
 import threading
@@ -19,7 +19,7 @@ from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.hbm_copy import BlockOut
-from dualpath.engine.lookups import LOOKUP_THREADS, MOST_WAITING, Lookups
+from dualpath.engine.lookups import LOOKUP_THREADS, MAX_WAITING, Lookups
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.persister import Persister
 from dualpath.engine.rank import Rank
@@ -29,7 +29,7 @@ from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
 NS_PER_S = 1_000_000_000
 DEADLINE_S = 1.0
@@ -60,21 +60,21 @@ class Asked(MemoryStorage):
 
 
 class Engine:
-    """The look-ups of an engine, with what they ask and tell."""
+    """The look-ups of an engine, with their queries and answers."""
 
     def __init__(self, inner: MemoryStorage | LengthOnlyStorage) -> None:
         self.clock = Clock()
         self.counters = Counters()
         self.pending = PendingWrites()
         self.inner = inner
-        self.storage = RememberingStorage(inner, self.clock.now_ns)
+        self.storage = LookupCachingStorage(inner, self.clock.now_ns)
         self.answers: queue.Queue[Message] = queue.Queue()
         self.lookups = Lookups(
             self.storage, self.pending, self.counters, self.answers.put, self.clock
         )
 
     def store(self, keys: Sequence[bytes]) -> None:
-        """Write as somebody else would: this engine does not learn of it."""
+        """Write as another engine would: this engine is not notified."""
         self.inner.write(keys, [memoryview(full_block(key)) for key in keys])
 
     def write(self, keys: Sequence[bytes]) -> None:
@@ -91,7 +91,7 @@ class Engine:
         return message
 
     def look_up(self, keys: Sequence[bytes]) -> tuple[int, int]:
-        """Return the hit blocks and what the storage was asked for them."""
+        """Return the hit blocks and the queries to the storage."""
         before = self.counters.snapshot()[Counter.LOOKUP_PROBES]
         self.begin(keys)
         hit_blocks = self.answer().hit_blocks
@@ -110,7 +110,7 @@ def engine() -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("stored", [0, 1, 499, 999, 1000])
-def test_a_thousand_blocks_of_a_directory_take_few_questions_and_none_twice(
+def test_a_thousand_blocks_of_a_directory_take_few_queries_and_none_twice(
     tmp_path: Path, stored: int
 ) -> None:
     namespace = StoreNamespace("toy", "u8", "toy", GEOMETRY, mode="oracle")
@@ -137,7 +137,7 @@ def test_several_blocks_are_asked_for_together_where_the_storage_is_far() -> Non
     made.lookups.close(TimeLimit(OS_THREADS, GUARD_S))
 
 
-def test_every_block_just_being_written_is_waited_for_and_nothing_is_asked_in_vain(
+def test_pending_writes_are_awaited_and_no_query_is_wasted(
     engine: Engine,
 ) -> None:
     engine.store(KEYS[:94])
@@ -148,7 +148,7 @@ def test_every_block_just_being_written_is_waited_for_and_nothing_is_asked_in_va
     assert engine.answer() == LookupDone(call_id=1, hit_blocks=100)
 
 
-def test_a_look_up_that_waits_is_answered_by_its_deadline_with_what_is_known(
+def test_a_waiting_look_up_is_answered_by_its_deadline_with_the_blocks_found(
     engine: Engine,
 ) -> None:
     engine.write(KEYS[:94])
@@ -164,7 +164,7 @@ def test_a_look_up_that_waits_is_answered_by_its_deadline_with_what_is_known(
     assert engine.look_up(KEYS[:100]) == (100, 0)
 
 
-def test_a_write_that_ends_while_it_is_looked_for_is_seen(
+def test_a_write_that_ends_during_its_query_is_found(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine.store(KEYS[:10])
@@ -181,7 +181,7 @@ def test_a_write_that_ends_while_it_is_looked_for_is_seen(
     assert engine.answer() == LookupDone(call_id=1, hit_blocks=11)
 
 
-def test_a_write_that_fails_ends_the_head_there(engine: Engine) -> None:
+def test_a_failed_write_ends_the_stored_prefix(engine: Engine) -> None:
     engine.store(KEYS[:10])
     engine.pending.begin(KEYS[10:12])
     engine.begin(KEYS[:20])
@@ -189,7 +189,7 @@ def test_a_write_that_fails_ends_the_head_there(engine: Engine) -> None:
     assert engine.answer() == LookupDone(call_id=1, hit_blocks=10)
 
 
-def test_look_ups_that_wait_keep_nobody_from_being_answered(engine: Engine) -> None:
+def test_waiting_look_ups_do_not_delay_others(engine: Engine) -> None:
     engine.pending.begin(KEYS[:1])
     for call_id in range(64):
         engine.begin(KEYS[:1], call_id)
@@ -201,7 +201,7 @@ def test_look_ups_that_wait_keep_nobody_from_being_answered(engine: Engine) -> N
     assert {engine.answer().call_id for _ in range(64)} == set(range(64))
 
 
-def test_a_storage_that_hangs_delays_nobody_beyond_the_deadline(engine: Engine) -> None:
+def test_a_storage_that_hangs_delays_no_look_up_beyond_its_deadline(engine: Engine) -> None:
     gate = threading.Event()
     storage = engine.inner
     assert isinstance(storage, Asked)
@@ -218,19 +218,19 @@ def test_a_storage_that_hangs_delays_nobody_beyond_the_deadline(engine: Engine) 
     assert engine.answers.empty()
 
 
-def test_a_storage_that_hangs_for_long_gathers_no_look_ups(engine: Engine) -> None:
+def test_a_storage_that_hangs_for_long_does_not_accumulate_look_ups(engine: Engine) -> None:
     gate = threading.Event()
     storage = engine.inner
     assert isinstance(storage, Asked)
     storage.before = lambda key: (gate.wait(GUARD_S), None)[1]
-    begun = MOST_WAITING + LOOKUP_THREADS + 50
+    begun = MAX_WAITING + LOOKUP_THREADS + 50
     for call_id in range(begun):
         engine.begin(KEYS, call_id)
     early = [engine.answer() for _ in range(50)]  # they need not wait for their deadline
     gate.set()
     answers = early + [engine.answer() for _ in range(begun - 50)]
     assert all(answer.partial for answer in early)
-    assert sum(not answer.partial for answer in answers) >= MOST_WAITING
+    assert sum(not answer.partial for answer in answers) >= MAX_WAITING
 
 
 def test_look_ups_of_a_session_that_is_over_are_not_answered(engine: Engine) -> None:
@@ -244,7 +244,7 @@ def test_look_ups_of_a_session_that_is_over_are_not_answered(engine: Engine) -> 
     assert engine.answers.empty()
 
 
-def test_a_storage_that_cannot_say_ends_a_look_up_with_what_is_known(engine: Engine) -> None:
+def test_a_storage_error_ends_a_look_up_with_the_blocks_found(engine: Engine) -> None:
     storage = engine.inner
     assert isinstance(storage, Asked)
 
@@ -257,7 +257,7 @@ def test_a_storage_that_cannot_say_ends_a_look_up_with_what_is_known(engine: Eng
     assert engine.answer() == LookupDone(call_id=1, hit_blocks=5, partial=True)
 
 
-def test_an_end_too_many_of_a_write_has_no_effect() -> None:
+def test_ending_a_write_twice_has_no_effect() -> None:
     pending, over = PendingWrites(), queue.Queue[int]()
     pending.begin(KEYS[:1])
     pending.begin(KEYS[:1])
@@ -271,7 +271,7 @@ def test_an_end_too_many_of_a_write_has_no_effect() -> None:
 
 
 class HeldCopies:
-    """Copies out of HBM that end when a test says so."""
+    """Copies out of HBM that end when a test calls for it."""
 
     def __init__(self) -> None:
         self.done: list[Callable[[str | None], None]] = []
@@ -283,7 +283,7 @@ class HeldCopies:
 
 
 @pytest.mark.parametrize("end", ["written", "copy fails", "copy hangs"])
-def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: str) -> None:
+def test_a_generated_block_is_pending_from_its_copy_on(engine: Engine, end: str) -> None:
     persister = Persister(engine.storage, engine.counters, TraceRecorder(None, "de-0"))
     copies, staging = HeldCopies(), BlockBuffer(GEOMETRY, 2, lambda grant: None)
     copies.hangs = end == "copy hangs"
@@ -302,5 +302,5 @@ def test_a_generated_block_is_on_its_way_from_its_copy_on(engine: Engine, end: s
     if waits:
         copies.done[0](None if end == "written" else "no")
         assert over.wait(GUARD_S)
-    assert engine.storage.known_head(KEYS[:1]) == (end == "written")
+    assert engine.storage.cached_head(KEYS[:1]) == (end == "written")
     persister.close(TimeLimit(OS_THREADS, GUARD_S))

@@ -11,8 +11,8 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import EngineMessage, Goodbye, Hello, Report, Welcome
-from dualpath.core.envelopes import decode_engine_message, encode, outside
+from dualpath.core.control import Deregister, EngineMessage, Register, Registered, Report
+from dualpath.core.envelopes import decode_engine_message, encode, unnumbered
 from dualpath.core.request_messages import Released
 from dualpath.engine.hbm_layout import shared_layers
 from dualpath.engine.membership import Membership, ServedModel
@@ -44,7 +44,9 @@ class Router:
         return not self._socket.poll(0)
 
     def welcome(self) -> None:
-        self._socket.send_multipart([self._engine, encode(outside(Welcome(peers=()), "a session"))])
+        self._socket.send_multipart(
+            [self._engine, encode(unnumbered(Registered(peers=()), "a session"))]
+        )
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -84,8 +86,8 @@ def membership(
     )
 
 
-def test_an_engine_says_hello_once_its_server_accepts_connections(router: Router) -> None:
-    member = membership(router, "hello")
+def test_an_engine_registers_once_its_server_accepts_connections(router: Router) -> None:
+    member = membership(router, "register")
     looked_twice = threading.Event()
     looks = iter(range(2))
 
@@ -100,25 +102,25 @@ def test_an_engine_says_hello_once_its_server_accepts_connections(router: Router
         assert looked_twice.wait(GUARD_S)
         assert router.heard_nothing()
         server.listen()
-        hello = router.next()
+        register = router.next()
         member.leave()
-    assert isinstance(hello, Hello)
-    assert (hello.api_url, hello.node, hello.group) == (url, "de-0", "decode")
-    assert (hello.hbm_tokens, hello.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
-    assert hello.address.epoch == member.epoch
-    assert hello.address.agents[0].agent == f"de-0-{member.epoch}"
-    limits = {name: hello.limits[name] for name in ("served_model_name", "max_model_len")}
+    assert isinstance(register, Register)
+    assert (register.api_url, register.node, register.group) == (url, "de-0", "decode")
+    assert (register.hbm_tokens, register.buffer_tokens) == (640, 4 * GEOMETRY.block_tokens)
+    assert register.address.epoch == member.epoch
+    assert register.address.agents[0].agent == f"de-0-{member.epoch}"
+    limits = {name: register.limits[name] for name in ("served_model_name", "max_model_len")}
     assert limits == {"served_model_name": "toy", "max_model_len": 512}
 
 
-def test_an_engine_reports_until_it_leaves_with_a_goodbye(router: Router) -> None:
-    member = membership(router, "goodbye")
+def test_an_engine_reports_until_it_deregisters(router: Router) -> None:
+    member = membership(router, "deregister")
     member.send(Released(request_id="too early"))
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert isinstance(router.next(), Hello)
+        assert isinstance(router.next(), Register)
         router.welcome()
-        while isinstance(message := router.next(), Hello):
+        while isinstance(message := router.next(), Register):
             pass
         assert isinstance(message, Report)
         member.leave()
@@ -126,7 +128,7 @@ def test_an_engine_reports_until_it_leaves_with_a_goodbye(router: Router) -> Non
     member.send(Released(request_id="too late"))
     while isinstance(message := router.next(), Report):
         pass
-    assert message == Goodbye(reason="engine shuts down")
+    assert message == Deregister(reason="engine shuts down")
     assert router.heard_nothing()
 
 
@@ -135,7 +137,7 @@ def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: R
     member = membership(router, "broken", ended.set)
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
-        assert isinstance(router.next(), Hello)
+        assert isinstance(router.next(), Register)
         router.welcome()
         member.manager._rank.health.start("doomed", lambda: [][0])
         assert ended.wait(GUARD_S)
@@ -143,14 +145,14 @@ def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: R
         member.leave()
 
 
-def test_each_process_of_an_engine_has_an_epoch_of_its_own(router: Router) -> None:
+def test_each_process_of_an_engine_has_a_unique_epoch(router: Router) -> None:
     first, second = (membership(router, "epochs") for _ in range(2))
     first.leave()
     second.leave()
     assert first.epoch != second.epoch
 
 
-def test_an_engine_that_is_unwell_greets_nobody_before_it_is_well(router: Router) -> None:
+def test_an_unhealthy_engine_registers_only_after_recovery(router: Router) -> None:
     member = membership(router, "unwell")
     looked_twice = threading.Event()
     looks = iter(range(2))
@@ -159,12 +161,12 @@ def test_an_engine_that_is_unwell_greets_nobody_before_it_is_well(router: Router
         if next(looks, None) is None:
             looked_twice.set()
 
-    sign = member.manager._rank.health.sign("nothing moves", limit_s=-1.0)
-    sign.moved()
+    watchdog = member.manager._rank.health.watchdog("nothing moves", limit_s=-1.0)
+    watchdog.progressed()
     with socket.create_server(("127.0.0.1", 0)) as server:
         member.join(f"http://127.0.0.1:{server.getsockname()[1]}", watch)
         assert looked_twice.wait(GUARD_S)
         assert router.heard_nothing()
-        sign.idle()
-        assert isinstance(router.next(), Hello)
+        watchdog.idle()
+        assert isinstance(router.next(), Register)
         member.leave()

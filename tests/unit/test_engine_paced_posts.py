@@ -1,4 +1,4 @@
-"""What no step waits for is posted by the pump, a few bytes at a time."""
+"""Transfers that no step waits for are posted by the pump, a few bytes at a time."""
 
 import functools
 from collections.abc import Callable
@@ -10,12 +10,12 @@ from dualpath.engine.paced_posts import PacedPosts
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.threads import OsThreads
 
-MOST_BYTES = 100
+MAX_BYTES = 100
 DEADLINE_S = 30.0
 
 
 class Clock(OsThreads):
-    """A time that a test moves."""
+    """A clock that a test advances."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -25,13 +25,13 @@ class Clock(OsThreads):
 
 
 class Pump:
-    """The pump's thread: runs what it was given when the test lets it."""
+    """The pump's thread: runs its callbacks when the test calls for it."""
 
     def __init__(self) -> None:
         self.calls: list[Callable[[], None]] = []
         self.each: list[Callable[[], None]] = []
 
-    def each_turn(self, work: Callable[[], None]) -> None:
+    def each_poll(self, work: Callable[[], None]) -> None:
         self.each.append(work)
 
     def call(self, work: Callable[[], None]) -> None:
@@ -49,7 +49,7 @@ class Paced:
     def __init__(self) -> None:
         self.pump, self.clock = Pump(), Clock()
         pump = cast(TransferPump, self.pump)
-        self.posts = PacedPosts(pump, self.clock, DEADLINE_S, MOST_BYTES)
+        self.posts = PacedPosts(pump, self.clock, DEADLINE_S, MAX_BYTES)
         self.posted: list[str] = []
         self.over: dict[str, Callable[[], None]] = {}
 
@@ -66,14 +66,14 @@ def paced() -> Paced:
     return Paced()
 
 
-def test_the_pump_posts_and_not_who_asks(paced: Paced) -> None:
+def test_transfers_are_posted_by_the_pump(paced: Paced) -> None:
     paced.add("a", 1)
     assert paced.posted == []
     paced.pump.turn()
     assert paced.posted == ["a"]
 
 
-def test_so_many_bytes_are_under_way_and_the_next_follows_one_that_ends(paced: Paced) -> None:
+def test_bytes_under_way_are_limited_and_an_end_lets_the_next_follow(paced: Paced) -> None:
     for name in "abcd":
         paced.add(name, 50)
     paced.pump.turn()
@@ -85,7 +85,7 @@ def test_so_many_bytes_are_under_way_and_the_next_follows_one_that_ends(paced: P
     assert paced.posted == ["a", "b", "c", "d"]
 
 
-def test_what_alone_is_too_large_goes_alone(paced: Paced) -> None:
+def test_a_transfer_above_the_limit_is_posted_alone(paced: Paced) -> None:
     for name, size_bytes in (("small", 1), ("large", 1000), ("last", 1)):
         paced.add(name, size_bytes)
     paced.pump.turn()
@@ -96,14 +96,14 @@ def test_what_alone_is_too_large_goes_alone(paced: Paced) -> None:
     assert paced.posted == ["small", "large", "last"]
 
 
-def test_thousands_that_fail_at_once_follow_each_other(paced: Paced) -> None:
+def test_thousands_of_immediate_failures_follow_each_other(paced: Paced) -> None:
     posted: list[int] = []
 
     def post(number: int, over: Callable[[], None]) -> None:
         posted.append(number)
         over()
 
-    paced.add("first", MOST_BYTES)
+    paced.add("first", MAX_BYTES)
     for number in range(5000):
         paced.posts.add(60, functools.partial(post, number))
     paced.pump.turn()
@@ -112,7 +112,7 @@ def test_thousands_that_fail_at_once_follow_each_other(paced: Paced) -> None:
     assert posted == list(range(5000))
 
 
-def test_one_that_hangs_holds_up_nothing_for_longer_than_a_deadline(paced: Paced) -> None:
+def test_a_transfer_that_hangs_delays_others_by_at_most_a_deadline(paced: Paced) -> None:
     paced.add("hangs", 100)
     paced.add("waits", 60)
     paced.pump.turn()

@@ -1,4 +1,4 @@
-"""Peers of an engine: who cannot be reached now harms nobody, and is tried again."""
+"""Peers of an engine: an unreachable one does not affect others and is retried."""
 
 import pytest
 from tests.engine_harness import GEOMETRY
@@ -21,7 +21,7 @@ def address(engine_id: str, *regions: RegionAddress) -> EngineAddress:
     return EngineAddress(engine_id, "1", Role.DECODE, (agent,))
 
 
-def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
+def test_an_unreachable_peer_does_not_affect_others() -> None:
     fabric = InProcessFabric()
     peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
     InProcessTransport("de-1-1", fabric)
@@ -32,7 +32,7 @@ def test_a_peer_that_cannot_be_reached_does_not_keep_others_away() -> None:
         peers.agents_of("de-0", "1")
 
 
-def test_a_peer_that_was_out_of_reach_is_connected_when_it_is_needed() -> None:
+def test_an_unreachable_peer_is_connected_when_it_is_needed() -> None:
     fabric = InProcessFabric()
     peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
     peers.up(address("de-0"))
@@ -59,7 +59,7 @@ def test_ranks_and_agents_are_paired_whatever_their_numbers() -> None:
             assert {name for each in found for name in each} == set(map(str, range(agents)))
 
 
-def test_a_peer_with_other_blocks_is_refused_and_does_not_keep_others_away() -> None:
+def test_a_peer_with_other_blocks_is_refused_and_does_not_affect_others() -> None:
     fabric = InProcessFabric()
     peers = Peers(Role.PREFILL, InProcessTransport("pe-0-1", fabric), VIEWS)
     for agent in ("de-0-1", "de-1-1"):

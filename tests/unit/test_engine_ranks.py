@@ -1,4 +1,4 @@
-"""Ranks of one engine: what one of them fails, delays or does not survive counts for the engine."""
+"""Ranks of one engine: a failure, delay or death of one of them counts for the engine."""
 
 import contextlib
 import queue
@@ -23,14 +23,14 @@ from dualpath.engine.health import Health
 from dualpath.engine.rank_work import RankBoard, RankWork
 from dualpath.engine.ranks import ONE_RANK, TimedGroup
 from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
 
 TOKENS = 4 * GEOMETRY.block_tokens
 BLOCKS = 4
 KEYS = prompt_keys(TOKENS)
 PE_FOLLOWER, DE_FOLLOWER = "pe-0-epoch-1-1", "de-0-epoch-1-1"
-#: Two ranks that hold the same.
+#: Two replicas.
 LATENT = Cut(2, heads=1)
 #: Short, since a test waits for it.
 STALL_S = 0.3
@@ -55,7 +55,7 @@ def prefill(
 
 
 def take_over(cluster: RankedCluster, transfer: PrefillTransfer) -> list["queue.Queue[str | None]"]:
-    """Let every rank copy a prompt into its HBM; return where each says that it has."""
+    """Have every rank copy a prompt into its HBM; return the results by rank."""
     cluster.de.command(Persist("r", transfer.hit_blocks, tuple(KEYS[transfer.hit_blocks :])))
     waiting = DecodeTransfer("r", TOKENS, transfer.de_slots)
     over: list[queue.Queue[str | None]] = [queue.Queue() for _ in range(2)]
@@ -64,7 +64,7 @@ def take_over(cluster: RankedCluster, transfer: PrefillTransfer) -> list["queue.
     return over
 
 
-def test_what_fails_at_a_follower_fails_the_request(cluster: RankedCluster) -> None:
+def test_a_failure_at_a_follower_fails_the_request(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
     of_leader, of_follower = prefill(cluster, transfer)
@@ -106,8 +106,8 @@ def sent_whole(cluster: RankedCluster, transfer: PrefillTransfer) -> bool:
     return all(cluster.de.slot_bytes(slot) == full_block(key) for key, slot in slots)
 
 
-def test_a_load_that_fails_at_a_rank_that_shares_fails_that_request_alone() -> None:
-    """The others would have got from it what it has not."""
+def test_a_failed_shared_load_of_a_rank_fails_only_that_request() -> None:
+    """The others would have received its missing part."""
     with contextlib.closing(RankedCluster(LATENT, Cut(1), share_loads=True)) as cluster:
         cluster.fabric.fail_next("injected", agent=PE_FOLLOWER)
         transfers = in_one_pass(cluster)
@@ -117,24 +117,24 @@ def test_a_load_that_fails_at_a_rank_that_shares_fails_that_request_alone() -> N
         assert sent_whole(cluster, served)
 
 
-def test_a_rank_that_reaches_no_decode_engine_still_gives_others_their_part() -> None:
+def test_a_rank_without_a_decode_engine_still_shares_its_loads() -> None:
     """It moves nothing for the request, but is in every exchange: the others wait for it."""
     with contextlib.closing(RankedCluster(LATENT, LATENT, share_loads=True)) as cluster:
-        cluster.fabric.kill(DE_FOLLOWER)  # the follower of the PE is who speaks with it
+        cluster.fabric.kill(DE_FOLLOWER)  # the PE's follower is connected to it
         transfers = in_one_pass(cluster)
         for request_id in transfers:
             assert str(cluster.pe.answer(PrefillDone, request_id).failure).startswith("rank 1: ")
 
 
-def test_late_bytes_of_a_follower_keep_the_request_and_its_hbm(cluster: RankedCluster) -> None:
+def test_late_bytes_of_a_follower_hold_the_request_and_its_hbm(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
-    cluster.fabric.stall(DE_FOLLOWER)  # the follower of the PE is who speaks with it
+    cluster.fabric.stall(DE_FOLLOWER)  # the PE's follower is connected to it
     of_leader, _ = prefill(cluster, transfer)
     assert "stall" in of_leader["r"]
     cluster.pe.command(Release("r", "given up"))
     assert cluster.prefill.held.now == set(range(BLOCKS))
     assert cluster.pe.answers(Released) == []
-    assert cluster.pe.manager.doubts().unsettled == ("r",)
+    assert cluster.pe.manager.in_doubt().unsettled == ("r",)
     cluster.fabric.wake(DE_FOLLOWER)
     cluster.pe.answer(Released, "r")
     cluster.prefill.held.wait_for_none()
@@ -159,13 +159,13 @@ def test_a_request_released_before_the_pass_is_moved_by_no_rank(cluster: RankedC
     assert not any(t.posted for t in cluster.prefill.transports)
 
 
-def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: RankedCluster) -> None:
+def test_a_follower_that_dies_in_mid_pass_ends_the_engine(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
 
     def at_layer(rank: int, layer: int) -> None:
         if (rank, layer) == (1, 2):
-            cluster.prefill.group.lose()
-            raise SystemExit  # nothing of it goes on
+            cluster.prefill.group.fail()
+            raise SystemExit  # all of its work ends
 
     with pytest.raises((EngineLostError, SystemExit)):
         prefill(cluster, transfer, at_layer)
@@ -175,7 +175,7 @@ def test_a_follower_that_dies_in_mid_pass_takes_the_engine_with_it(cluster: Rank
     assert broken.startswith("rank 0 of 2 has lost the others")
 
 
-def test_a_follower_whose_model_goes_past_the_connector_takes_the_engine_with_it(
+def test_a_follower_whose_model_bypasses_the_connector_ends_the_engine(
     cluster: RankedCluster,
 ) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
@@ -198,7 +198,7 @@ def test_a_follower_whose_model_goes_past_the_connector_takes_the_engine_with_it
     assert set(cluster.prefill.ended) == {1}
 
 
-def test_slots_are_kept_until_the_last_rank_has_copied_them(cluster: RankedCluster) -> None:
+def test_slots_are_held_until_the_last_rank_has_copied_them(cluster: RankedCluster) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
     prefill(cluster, transfer)
     cluster.fabric.stall(DE_FOLLOWER)
@@ -233,11 +233,11 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
 
 def test_without_free_staging_slots_all_ranks_drop_the_same_blocks(cluster: RankedCluster) -> None:
     keys = prompt_keys(6 * GEOMETRY.block_tokens, "generated")
-    taken = [cluster.de.manager._staging.take() for _ in range(3)]
+    taken = [cluster.de.manager._staging.allocate() for _ in range(3)]
     cluster.generate(list(enumerate(keys[:2])))
     for slot in taken:
         assert slot is not None
-        cluster.de.manager._staging.give_back(slot)
+        cluster.de.manager._staging.free_slot(slot)
     cluster.generate(list(enumerate(keys[2:5])))
     while cluster.de.manager._staging.free < 4:
         assert cluster.de.manager.drain(GUARD_S)
@@ -251,16 +251,16 @@ def test_ranks_that_do_not_do_the_same_work_end(cluster: RankedCluster) -> None:
     with pytest.raises(EngineLostError, match="do not do the same"):
         prefill(cluster, transfer)
     while not cluster.prefill.ended:
-        cluster.prefill.followers[0].look()
+        cluster.prefill.followers[0].poll()
 
 
-def test_an_engine_is_unwell_when_a_follower_is(cluster: RankedCluster) -> None:
-    sign = cluster.serving.followers[0].rank.health.sign("nothing moves", limit_s=-1.0)
-    sign.waits()
-    cluster.serving.followers[0].look()
-    assert cluster.de.manager.health() == "ranks [1] of this engine are unwell; see their log"
-    sign.idle()
-    cluster.serving.followers[0].look()
+def test_an_engine_is_unhealthy_when_a_follower_is(cluster: RankedCluster) -> None:
+    watchdog = cluster.serving.followers[0].rank.health.watchdog("nothing moves", limit_s=-1.0)
+    watchdog.started()
+    cluster.serving.followers[0].poll()
+    assert cluster.de.manager.health() == "ranks [1] of this engine are unhealthy; see their log"
+    watchdog.idle()
+    cluster.serving.followers[0].poll()
     assert cluster.de.manager.health() is None
 
 
@@ -268,10 +268,10 @@ def test_all_agents_and_processes_are_in_the_address(cluster: RankedCluster) -> 
     address = cluster.de.manager.address("e", this_process())
     assert [a.agent for a in address.agents] == ["de-0-epoch-1-0", DE_FOLLOWER]
     assert address.process.ranks == (this_process(),)
-    assert not is_gone(address.process)
+    assert not has_exited(address.process)
 
 
-def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedCluster) -> None:
+def test_followers_connect_to_the_leaders_decode_engines(cluster: RankedCluster) -> None:
     agent = AgentAddress("de-9-agent", b"in-process", ())
     cluster.prefill.manager._rank.peer_up(EngineAddress("de-9", "1", Role.DECODE, (agent,)))
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
@@ -280,7 +280,7 @@ def test_followers_learn_of_decode_engines_as_the_leader_does(cluster: RankedClu
     assert [peer.engine_id for peer in follower.peers.known()] == ["de-0", "de-9"]
     follower.movers.stalled.posted(DE_FOLLOWER)
     follower.movers.stalled.add(DE_FOLLOWER)
-    cluster.prefill.followers[0]._learn(follower.peers.known()[:1])
+    cluster.prefill.followers[0]._set_peers(follower.peers.known()[:1])
     assert [peer.engine_id for peer in follower.peers.known()] == ["de-0"]
     assert DE_FOLLOWER in follower.movers.stalled
 
@@ -297,13 +297,13 @@ def test_a_wait_for_another_rank_that_takes_too_long_breaks_the_engine() -> None
     waits = threading.Thread(target=wait)
     waits.start()
     while health.broken is None:
-        group.look()
+        group.poll()
     assert "rank 1 of 2 has waited" in health.broken
-    ranks.lose()
+    ranks.fail()
     waits.join(GUARD_S)
 
 
-def test_work_is_still_when_every_follower_says_so() -> None:
+def test_work_is_idle_when_every_follower_reports_it_done() -> None:
     memory = bytearray(RankBoard.size_bytes(3, staging_slots=1))
     shared = np.frombuffer(memory, dtype=np.uint8)
     leader, *followers = (RankWork(RankBoard(shared, rank, 3)) for rank in range(3))
@@ -311,15 +311,15 @@ def test_work_is_still_when_every_follower_says_so() -> None:
     first, second = leader.begin(), leader.begin()
     for follower in followers:
         assert [follower.begin(), follower.begin()] == [first, second]
-    leader.when_still(second, lambda: over.append("second"))
-    leader.when_still(first, lambda: over.append("first"))
+    leader.when_idle(second, lambda: over.append("second"))
+    leader.when_idle(first, lambda: over.append("first"))
     followers[0].ended(first)
     followers[0].ended(second)
     followers[1].ended(second)
-    leader.look()
+    leader.poll()
     assert over == []  # the first of one follower still moves
     followers[1].ended(first)
-    leader.look()
+    leader.poll()
     assert sorted(over) == ["first", "second"]
     assert not leader.board.others_staged(0, second)
     for follower in followers:
@@ -327,7 +327,7 @@ def test_work_is_still_when_every_follower_says_so() -> None:
     assert leader.board.others_staged(0, second)
 
 
-def test_memory_is_shared_for_as_long_as_somebody_has_it_and_found_only_at_first() -> None:
+def test_memory_is_shared_while_mapped_and_its_path_is_removed() -> None:
     with allocate_shared(8192) as (memory, path):
         other = map_shared(path, 8192)
         with pytest.raises(ConfigError, match="has 8192 bytes, expected 4096"):
@@ -341,6 +341,6 @@ def test_memory_is_shared_for_as_long_as_somebody_has_it_and_found_only_at_first
         pass
 
 
-def test_an_engine_of_one_rank_agrees_with_itself() -> None:
+def test_an_engine_of_one_rank_broadcasts_and_gathers_its_own_values() -> None:
     assert ONE_RANK.broadcast(3) == 3
     assert ONE_RANK.gather(3) == [3]

@@ -25,7 +25,7 @@ READERS = 2
 
 
 class Device:
-    """A storage whose reads of chosen blocks begin and end when the test says so."""
+    """A storage whose reads of chosen blocks end when the test calls for it."""
 
     def __init__(self) -> None:
         self.storage = memory_storage()
@@ -37,7 +37,7 @@ class Device:
     def hold(self, *keys: BlockKey) -> None:
         self._gates |= {key: threading.Event() for key in keys}
 
-    def let_go(self, key: BlockKey) -> None:
+    def finish(self, key: BlockKey) -> None:
         self._gates.pop(key).set()
 
     def _hold(self, key: BlockKey) -> None:
@@ -69,6 +69,10 @@ class Reads:
         run = HitRun(Role.DECODE, BlockRun(0, len(keys)), slots)
         self.queue.add(ReadTask(request_id, run_reads(GEOMETRY, run), keys, 0, GUARD_S))
 
+    def fetch(self, keys: list[BlockKey]) -> None:
+        self.buffer.retain(keys, 0)
+        self.queue.fetch(keys)
+
     def began(self, count: int) -> set[BlockKey]:
         return {self.device.began.get(timeout=GUARD_S) for _ in range(count)}
 
@@ -91,25 +95,25 @@ def test_the_next_block_begins_while_the_one_before_is_still_read(reads: Reads) 
     reads.add("a", KEYS)
     assert reads.began(FULL_BLOCKS) == set(KEYS)  # the first one is held all the while
     assert reads.queue.tokens() == FULL_BLOCKS * GEOMETRY.block_tokens  # of the head none is there
-    reads.device.let_go(KEYS[0])
+    reads.device.finish(KEYS[0])
     done = reads.answer()
     assert (done.good_blocks, done.reason) == (FULL_BLOCKS, None)
     assert reads.content(done) == [full_block(key) for key in KEYS]
     assert reads.queue.tokens() == 0
 
 
-def test_the_request_behind_begins_before_the_one_in_front_has_ended(reads: Reads) -> None:
+def test_the_next_request_begins_before_the_one_before_has_ended(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
     reads.add("a", KEYS[:1])
     reads.add("b", KEYS[1:2])
     assert reads.began(2) == set(KEYS[:2])
     for name, key in (("b", KEYS[1]), ("a", KEYS[0])):
-        reads.device.let_go(key)
+        reads.device.finish(key)
         assert reads.answer().request_id == name
 
 
 @pytest.mark.parametrize("bad", range(FULL_BLOCKS))
-def test_a_bad_block_ends_the_run_there_whatever_was_read_behind_it(reads: Reads, bad: int) -> None:
+def test_a_bad_block_ends_the_run_though_later_blocks_were_read(reads: Reads, bad: int) -> None:
     reads.device.storage.corrupt(KEYS[bad])
     reads.add("a", KEYS)
     done = reads.answer()
@@ -124,11 +128,11 @@ def test_a_short_run_is_answered_when_the_device_writes_into_none_of_its_slots(
     reads.device.hold(KEYS[0], KEYS[1])
     reads.add("a", KEYS)
     assert reads.began(2) == set(KEYS[:2])
-    reads.device.let_go(KEYS[0])
-    reads.add("b", KEYS[2:3])  # takes the free reader, so that one has looked at "a" again
+    reads.device.finish(KEYS[0])
+    reads.add("b", KEYS[2:3])  # takes the free reader, which has checked "a" again by then
     assert reads.answer().request_id == "b"
-    assert reads.answers.empty()  # a request that went on now would write where the device does
-    reads.device.let_go(KEYS[1])
+    assert reads.answers.empty()  # the request must not go on while the device writes
+    reads.device.finish(KEYS[1])
     assert (reads.answer().good_blocks, reads.device.began.qsize()) == (0, 1)
 
 
@@ -143,7 +147,7 @@ def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str)
     assert reads.began(READERS) == set(KEYS[:READERS])
     drop[end]("a")
     for key in KEYS[:READERS]:
-        reads.device.let_go(key)
+        reads.device.finish(key)
     reads.add("b", KEYS[4:])
     assert reads.answer().request_id == "b"
     assert reads.began(1) == {KEYS[4]}
@@ -152,17 +156,17 @@ def test_a_dropped_task_gets_no_answer_and_reads_no_more(reads: Reads, end: str)
 
 def test_a_run_of_no_blocks_is_answered_at_once(reads: Reads) -> None:
     reads.device.hold(KEYS[0], KEYS[1])
-    reads.add("a", KEYS)  # keeps both readers busy
+    reads.add("a", KEYS)  # occupies both readers
     nothing = run_reads(GEOMETRY, HitRun(Role.DECODE, BlockRun(0, 0)))
     reads.queue.add(ReadTask("b", nothing, [], 0, GUARD_S))
     assert (reads.answer().request_id, reads.began(2)) == ("b", set(KEYS[:2]))
     for key in KEYS[:2]:
-        reads.device.let_go(key)
+        reads.device.finish(key)
     assert reads.answer().request_id == "a"
 
 
 def fetched(reads: Reads, keys: list[BlockKey]) -> list[bytes]:
-    """End the queue, which waits for what is under way; return the kept blocks at their head."""
+    """Close the queue, which waits for reads under way; return the cached prefix."""
     reads.queue.close(TimeLimit(OS_THREADS, GUARD_S))
     missing = {*reads.buffer.missing(keys)}
     reads.buffer.request("looks", len(keys), keys)
@@ -173,52 +177,59 @@ def fetched(reads: Reads, keys: list[BlockKey]) -> list[bytes]:
 
 
 def test_blocks_are_fetched_before_a_request_asks_for_them(reads: Reads) -> None:
-    reads.queue.fetch(KEYS)
+    reads.fetch(KEYS)
     reads.began(FULL_BLOCKS)
     assert fetched(reads, KEYS) == [full_block(key) for key in KEYS]
     assert reads.counters.snapshot()[Counter.DRAM_FETCHED_BLOCKS.value] == FULL_BLOCKS
     assert reads.answers.empty()
 
 
-def test_what_is_kept_is_not_fetched_again(reads: Reads) -> None:
-    reads.buffer.keep_copy(KEYS[0], chain_root(), memoryview(full_block(KEYS[0])))
-    reads.queue.fetch(KEYS[:2])
+def test_cached_blocks_are_not_fetched_again(reads: Reads) -> None:
+    reads.buffer.cache_copy(KEYS[0], chain_root(), memoryview(full_block(KEYS[0])))
+    reads.fetch(KEYS[:2])
     assert reads.began(1) == {KEYS[1]}
     assert len(fetched(reads, KEYS[:2])) == 2
 
 
-def test_a_request_is_read_for_before_anything_is_fetched(reads: Reads) -> None:
+def test_reads_of_requests_precede_fetches(reads: Reads) -> None:
     reads.device.hold(*KEYS[:4])
     reads.add("a", KEYS[:3])
     assert reads.began(2) == set(KEYS[:2])
-    reads.queue.fetch(KEYS[3:])
-    reads.device.let_go(KEYS[0])
+    reads.fetch(KEYS[3:])
+    reads.device.finish(KEYS[0])
     assert reads.began(1) == {KEYS[2]}
-    reads.device.let_go(KEYS[1])
+    reads.device.finish(KEYS[1])
     assert reads.began(1) == {KEYS[3]}
     for key in KEYS[2:4]:
-        reads.device.let_go(key)
+        reads.device.finish(key)
     assert reads.answer().good_blocks == 3
 
 
-def test_nothing_is_fetched_into_slots_that_somebody_wants(reads: Reads) -> None:
+def test_only_retained_blocks_are_fetched(reads: Reads) -> None:
+    reads.queue.close(TimeLimit(OS_THREADS, GUARD_S))
+    reads.queue.fetch(KEYS[:1])
+    with pytest.raises(AssertionError, match="is fetched, not retained"):
+        reads.queue._next_fetch()
+
+
+def test_nothing_is_fetched_into_slots_that_reservations_wait_for(reads: Reads) -> None:
     reads.buffer.request("holds", FULL_BLOCKS)
-    slot = reads.buffer.take_for(KEYS[0])
+    slot = reads.buffer.allocate_for(KEYS[0])
     assert slot is not None
     reads.buffer.request("waits", FULL_BLOCKS)
-    assert reads.buffer.take_for(KEYS[1]) is None
+    assert reads.buffer.allocate_for(KEYS[1]) is None
     reads.buffer.release("waits")
-    reads.buffer.keep_taken(slot, KEYS[0], chain_root())
-    assert reads.buffer.take_for(KEYS[0]) is None, "it is there"
+    reads.buffer.cache_allocated(slot, KEYS[0], chain_root())
+    assert reads.buffer.allocate_for(KEYS[0]) is None, "it is there"
 
 
-def test_what_follows_a_block_that_is_not_stored_is_not_fetched(reads: Reads) -> None:
+def test_blocks_after_a_missing_one_are_not_fetched(reads: Reads) -> None:
     reads.device.storage.corrupt(KEYS[0])
     reads.device.hold(*KEYS[:2])
-    reads.queue.fetch(KEYS)
+    reads.fetch(KEYS)
     reads.began(2)
-    reads.device.let_go(KEYS[0])
+    reads.device.finish(KEYS[0])
     reads.add("a", KEYS[2:3])  # the free reader has seen the bad block by then
     assert reads.answer().good_blocks == 1
-    reads.device.let_go(KEYS[1])
+    reads.device.finish(KEYS[1])
     assert len(fetched(reads, KEYS)) == 1

@@ -1,4 +1,4 @@
-"""A prefill engine times its own passes at start: with vLLM's types, on a clock of the test."""
+"""A prefill engine times its own passes at start: with vLLM's types, on the test's clock."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ SETTINGS = EngineSettings(
 
 
 class Worker:
-    """Steps through what a worker is given, on a clock that the test moves."""
+    """Steps through a worker's batches, on a clock that the test advances."""
 
     def __init__(self, clock, side):
         self.clock, self.side = clock, side
@@ -67,7 +67,7 @@ def timed(monkeypatch):
     return SimpleNamespace(worker=worker, run=run)
 
 
-def test_passes_are_timed_behind_ever_more_tokens_and_forgotten(timed):
+def test_passes_are_timed_after_more_and_more_tokens_and_removed(timed):
     passes = timed.run(BLOCK_TOKENS, 100, 60, 10_000)
     assert [(p.cached, p.bsz) for p in passes] == [
         (cached, 48) for cached in (0, 48, 96, 192, 384, 768, 1536, 1552)
@@ -89,7 +89,7 @@ def test_an_engine_too_small_for_two_passes_times_none(timed, limits):
     assert timed.run(*limits) == []
 
 
-def test_a_pass_that_fails_ends_the_timing_and_is_forgotten(timed, monkeypatch, caplog):
+def test_a_failed_pass_ends_the_timing_and_is_removed(timed, monkeypatch, caplog):
     sample = timed.worker.sample_tokens
 
     def sample_short(grammar_output):
@@ -100,12 +100,14 @@ def test_a_pass_that_fails_ends_the_timing_and_is_forgotten(timed, monkeypatch, 
     monkeypatch.setattr(timed.worker, "sample_tokens", sample_short)
     assert [p.cached for p in timed.run(BLOCK_TOKENS, 100, 60, 10_000)] == [0, 48]
     assert len(timed.worker.steps) == len(timed.worker.ended)
-    assert "cannot compute 48 tokens behind 96 (no kernel)" in caplog.text
+    assert "cannot compute 48 tokens after 96 cached ones (no kernel)" in caplog.text
 
 
-def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeypatch):
+def test_a_worker_that_fails_prevents_its_engine_from_serving(timed, monkeypatch):
     monkeypatch.setattr(timed.worker, "execute_model", None)
-    with pytest.raises(ConfigError, match=r"cannot go on after 48 tokens.*profile.* to off"):
+    with pytest.raises(
+        ConfigError, match=r"cannot continue after a timed pass of 48 tokens.*profile.* to off"
+    ):
         timed.run(BLOCK_TOKENS, 100, 60, 10_000)
 
 
@@ -117,9 +119,7 @@ def test_a_worker_that_cannot_go_on_keeps_its_engine_from_serving(timed, monkeyp
         (5.0, PassCosts(LayerTimeEstimate(0.1, 7.0), 1.0, 2.0), 5.0),
     ],
 )
-def test_the_quota_follows_what_is_set_then_what_is_measured(
-    set_flops, costs, flops_per_s, monkeypatch
-):
+def test_the_quota_is_set_or_else_measured(set_flops, costs, flops_per_s, monkeypatch):
     settings = msgspec.structs.replace(SETTINGS, quota_flops_per_s=set_flops, compute_quota_s=0.3)
     monkeypatch.setattr(quota_scheduler, "settings_of", lambda config: settings)
     monkeypatch.setattr(
@@ -185,7 +185,7 @@ def test_passes_are_timed_three_times_for_one_model_device_and_settings(find):
     assert find(PASSES, vllm_config(max_model_len=8192))[1] == 1
 
 
-def test_a_start_on_a_busy_machine_goes_by_the_faster_one_before(find):
+def test_a_start_on_a_busy_machine_uses_the_faster_earlier_start(find):
     fast, _ = find(PASSES)
     slow = [TimedPass(p.cached, p.bsz, 9 * p.pass_s, 9 * p.attention_s) for p in PASSES]
     found, timings = find(slow, now_s=NOW_S + 5)
@@ -194,7 +194,7 @@ def test_a_start_on_a_busy_machine_goes_by_the_faster_one_before(find):
     assert find(slow, layer_buffers=1)[0].costs != fast.costs
 
 
-def test_what_is_rough_is_used_and_not_remembered(find):
+def test_rough_costs_are_used_and_not_cached(find):
     flat = [PASSES[0], TimedPass(512, 512, 0.2, 0.05)]
     for _ in range(2):
         found, timings = find(flat)
@@ -210,7 +210,7 @@ def test_a_file_is_not_measured(find, tmp_path):
     file.write_text("prefill_tokens_per_s = 9.0\n[prefill]\npair_s = 0.5\n")
     found, timings = find(PASSES, profile=str(file))
     assert (found.costs.prefill_tokens_per_s, found.origin, timings) == (9.0, RateOrigin.FILE, 0)
-    with pytest.raises(ConfigError, match="no file of `dualpath profile`"):
+    with pytest.raises(ConfigError, match="not a file of `dualpath profile`"):
         find(PASSES, profile=str(tmp_path / "none"))
 
 
@@ -224,5 +224,5 @@ def test_a_file_is_not_measured(find, tmp_path):
         ({"mode": Mode.ORACLE}, True),
     ],
 )
-def test_only_engines_that_have_use_for_it_profile_themselves(changes, wanted):
-    assert profiling.profiles(msgspec.structs.replace(SETTINGS, **changes)) is wanted
+def test_only_engines_that_need_costs_profile_themselves(changes, wanted):
+    assert profiling.needs_costs(msgspec.structs.replace(SETTINGS, **changes)) is wanted

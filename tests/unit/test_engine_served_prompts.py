@@ -1,4 +1,4 @@
-"""What a decode engine does with a prompt in its buffer, while other threads are done with it."""
+"""A prompt in a decode engine's buffer while other threads finish with it."""
 
 from types import SimpleNamespace
 from typing import cast
@@ -16,7 +16,7 @@ from dualpath.engine.threads import OS_THREADS
 
 
 class FilledMeanwhile(ActiveRequests):
-    """The thread that fills HBM ends just as it is said that the prompt is being stored."""
+    """The copy to HBM ends just when the prompt is marked as being persisted."""
 
     buffer: BlockBuffer
 
@@ -28,7 +28,7 @@ class FilledMeanwhile(ActiveRequests):
         return seen
 
 
-def test_a_prompt_is_stored_and_kept_though_its_slots_are_given_back_at_that_moment() -> None:
+def test_a_prompt_is_stored_and_cached_though_its_slots_are_freed_at_that_moment() -> None:
     slots = 4
     buffer, active = BlockBuffer(GEOMETRY, slots, lambda grant: None), FilledMeanwhile()
     active.buffer = buffer

@@ -1,4 +1,4 @@
-"""What is left at an engine when its session with the router is over: nothing, or what is named."""
+"""State left at an engine after the end of its session: only in-doubt requests."""
 
 from collections.abc import Iterator
 
@@ -7,12 +7,12 @@ from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
 from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
 from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import Gone, IsGone, PeerUp, Welcome
+from dualpath.core.control import ConfirmedDead, LivenessProbe, PeerUp, Registered
 from dualpath.core.request_messages import Assign, Failed, Release, Released, Reserved
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.layer_stream import LayerStream
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 
 TOKENS, BLOCKS = 22, 6
 HBM = [3, 9, 4, 7, 1, 6]
@@ -35,14 +35,14 @@ def whole(cluster: ToyCluster) -> list[bool]:
     ]
 
 
-def test_a_request_that_only_waits_leaves_nothing(cluster: ToyCluster) -> None:
+def test_a_request_that_only_waits_leaves_no_state(cluster: ToyCluster) -> None:
     capacity = cluster.de.manager.buffer_tokens // GEOMETRY.block_tokens
     cluster.de.assign("first", TOKENS, capacity)
     cluster.de.answer(Reserved, "first")
     cluster.de.assign("second", TOKENS, BLOCKS)
     cluster.de.manager.end_session(OVER)
     assert cluster.de.report().unfinished_requests == 0
-    assert cluster.de.manager.doubts().quarantined == ("first",)
+    assert cluster.de.manager.in_doubt().quarantined == ("first",)
     cluster.de.command(Release(request_id="first", reason="no writer is left"))
     assert whole(cluster) == [True, True]
 
@@ -55,31 +55,33 @@ def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyClu
     assert cluster.fill(transfer, HBM) is None
     for _ in range(2):  # the second scheduler is lost as well
         manager.end_session(OVER)
-        assert manager.decodes_alone
+        assert manager.decodes_without_session
         report = cluster.de.report()
         assert (report.unfinished_requests, report.unfinished_tokens) == (1, TOKENS)
         assert report.free_buffer_tokens == manager.buffer_tokens
-        assert manager.doubts()[:2] == ((), ())
-        cluster.de.command(Welcome(peers=()))
+        assert manager.in_doubt()[:2] == ((), ())
+        cluster.de.command(Registered(peers=()))
     manager.decode_ended("r")
-    assert not manager.decodes_alone
+    assert not manager.decodes_without_session
     assert whole(cluster) == [True, True]
 
 
-def test_a_request_that_has_ended_is_not_taken_for_one_that_decodes(cluster: ToyCluster) -> None:
+def test_an_ended_request_does_not_count_as_decoding(cluster: ToyCluster) -> None:
     manager = cluster.de.manager
     cluster.de.assign("r", TOKENS, BLOCKS)
     slots = cluster.de.answer(Reserved, "r").slots
     transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
     assert cluster.fill(transfer, HBM) is None
     manager.decode_ended("r")
-    assert cluster.de.report().unfinished_requests == 1  # until the router lets it go
+    assert cluster.de.report().unfinished_requests == 1  # until the router releases it
     manager.end_session(OVER)
-    assert not manager.decodes_alone
+    assert not manager.decodes_without_session
     assert whole(cluster) == [True, True]
 
 
-def test_slots_that_await_kv_are_kept_and_named_with_all_who_may_write(cluster: ToyCluster) -> None:
+def test_slots_that_await_kv_are_quarantined_and_reported_with_their_writers(
+    cluster: ToyCluster,
+) -> None:
     writer = Writer("pe-9", "epoch-9", HostProcess("host", 1, 2))
     address = EngineAddress(
         *writer.id, Role.PREFILL, (AgentAddress("agent", b"", ()),), process=writer.process
@@ -89,13 +91,13 @@ def test_slots_that_await_kv_are_kept_and_named_with_all_who_may_write(cluster: 
     cluster.pe.manager.end_session(OVER)
     cluster.de.manager.end_session(OVER)
     assert whole(cluster) == [True, False]
-    doubts = cluster.de.manager.doubts()
-    assert doubts.quarantined == ("r",)
-    assert writer in doubts.writers
-    assert cluster.pe.manager.doubts() == ((), (), ())
+    in_doubt = cluster.de.manager.in_doubt()
+    assert in_doubt.quarantined == ("r",)
+    assert writer in in_doubt.writers
+    assert cluster.pe.manager.in_doubt() == ((), (), ())
 
 
-def test_a_name_that_is_still_in_doubt_is_not_taken_again(cluster: ToyCluster) -> None:
+def test_the_name_of_an_in_doubt_request_is_not_reused(cluster: ToyCluster) -> None:
     """Else the end of the former request's quarantine would free the slots of this one."""
     cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
     cluster.de.manager.end_session(OVER)
@@ -103,7 +105,7 @@ def test_a_name_that_is_still_in_doubt_is_not_taken_again(cluster: ToyCluster) -
     assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
 
 
-def test_a_pass_under_way_goes_on_and_its_end_is_said_in_the_next_session(
+def test_a_pass_under_way_goes_on_and_its_end_is_reported_in_the_next_session(
     cluster: ToyCluster,
 ) -> None:
     keys = prompt_keys(TOKENS)
@@ -113,25 +115,25 @@ def test_a_pass_under_way_goes_on_and_its_end_is_said_in_the_next_session(
     def lose_router(layer: int, stream: LayerStream) -> None:
         if layer == 1:
             manager.end_session(OVER)
-            assert manager.doubts().unsettled == ("r",)
+            assert manager.in_doubt().unsettled == ("r",)
             assert not manager.is_active("r")
 
     cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
-    cluster.pe.answer(Released, "r")  # said while no session was open: nobody heard it
-    assert manager.doubts().unsettled == ()
-    cluster.pe.command(Welcome(peers=()))
+    cluster.pe.answer(Released, "r")  # it was sent while no session was open, and lost
+    assert manager.in_doubt().unsettled == ()
+    cluster.pe.command(Registered(peers=()))
     cluster.pe.answer(Released, "r")
     assert whole(cluster)[0]
 
 
-def test_an_engine_says_of_its_own_machines_processes_that_they_are_gone(
+def test_an_engine_confirms_the_death_of_processes_of_its_machine(
     cluster: ToyCluster,
 ) -> None:
     here = this_process()
-    assert not is_gone(here)
-    assert not is_gone(HostProcess("another machine", 1, 1))
-    assert not is_gone(HostProcess())
+    assert not has_exited(here)
+    assert not has_exited(HostProcess("another machine", 1, 1))
+    assert not has_exited(HostProcess())
     former = HostProcess(here.host, here.pid, here.start_ticks - 1)
-    cluster.de.command(IsGone(Writer("pe-1", "alive", here)))
-    cluster.de.command(IsGone(Writer("pe-2", "ended", former)))
-    assert cluster.de.answer(Gone).writer.engine_id == "pe-2"
+    cluster.de.command(LivenessProbe(Writer("pe-1", "alive", here)))
+    cluster.de.command(LivenessProbe(Writer("pe-2", "ended", former)))
+    assert cluster.de.answer(ConfirmedDead).writer.engine_id == "pe-2"

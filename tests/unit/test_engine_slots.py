@@ -1,6 +1,6 @@
-"""Slots are granted FIFO, reused only when nobody can touch them, and never leak.
+"""Slots are granted FIFO, reused only when no lease or pin is left, and never leak.
 
-A whole block stays in its slot, for whoever asks for it next, until the slot is needed.
+A cached block stays in its slot for later requests until the slot is needed.
 """
 
 import pytest
@@ -9,8 +9,8 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from dualpath.core.blocks import chain_root
 from dualpath.core.errors import BufferTooSmallError
-from dualpath.engine.kept_blocks import Rank
-from dualpath.engine.slots import NOBODY, Grant, SlotPool
+from dualpath.engine.kept_blocks import EvictionPriority
+from dualpath.engine.slots import NO_REQUEST, Grant, SlotPool
 
 ROOT = chain_root()
 
@@ -41,7 +41,7 @@ def test_a_pinned_slot_outlives_its_lease() -> None:
     assert pool.free == 1
 
 
-def test_quarantined_slots_come_back_only_when_the_writer_is_proven_gone() -> None:
+def test_quarantined_slots_are_free_only_when_the_writer_is_confirmed_dead() -> None:
     pool = SlotPool(2)
     pool.request("r", 2)
     pool.quarantine("r")
@@ -61,7 +61,7 @@ def test_a_waiting_reservation_can_be_withdrawn() -> None:
     assert pool.free == 1
 
 
-def test_replaced_slots_return_once_the_late_write_is_over() -> None:
+def test_replaced_slots_are_free_once_the_late_write_is_over() -> None:
     pool = SlotPool(3)
     (grant,) = pool.request("r", 2)
     pool.pin([grant.slots[1]])
@@ -78,9 +78,9 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
 
 def served(pool: SlotPool, request_id: str, *keys: bytes, more: int = 0) -> tuple[int, ...]:
-    """Let a request come, have its blocks whole, and go; return its slots."""
+    """Serve a request whose blocks are cached; return its slots."""
     (grant,) = pool.request(request_id, len(keys) + more, keys)
-    pool.whole(request_id, grant.slots[: len(keys)], keys, ROOT)
+    pool.cache_blocks(request_id, grant.slots[: len(keys)], keys, ROOT)
     pool.release(request_id)
     return grant.slots
 
@@ -90,31 +90,31 @@ def _chain(agent: int, blocks: int) -> tuple[bytes, ...]:
 
 
 def _turn(pool: SlotPool, agent: int, blocks: int) -> int:
-    """Serve an agent's turn over the same chain again; return how much of it was kept."""
+    """Serve an agent's turn over the same chain again; return its cached blocks."""
     chain = _chain(agent, blocks)
     (grant,) = pool.request("turn", blocks, chain)
-    pool.whole("turn", grant.slots, chain, ROOT)
+    pool.cache_blocks("turn", grant.slots, chain, ROOT)
     pool.release("turn")
-    return grant.kept
+    return grant.cached
 
 
-def test_the_next_turn_gets_the_slots_in_which_its_blocks_lie() -> None:
+def test_the_next_turn_gets_the_slots_of_its_cached_blocks() -> None:
     pool = SlotPool(6)
     slots = served(pool, "turn 1", *KEYS[:3], more=1)
     assert pool.free == 6
     (grant,) = pool.request("turn 2", 5, KEYS[:4])
-    assert grant.kept == 3
+    assert grant.cached == 3
     assert grant.slots[:3] == slots[:3]
     assert pool.free == 1
 
 
-def test_requests_share_a_whole_block_and_none_of_them_may_write_to_it() -> None:
+def test_requests_share_a_cached_block_and_none_of_them_may_write_to_it() -> None:
     pool = SlotPool(4)
     (first,) = pool.request("a", 2)
     assert pool.may_write("a", first.slots[0])
-    pool.whole("a", first.slots[:1], KEYS[:1], ROOT)
+    pool.cache_blocks("a", first.slots[:1], KEYS[:1], ROOT)
     (second,) = pool.request("b", 2, KEYS[:2])
-    assert (second.kept, second.slots[0]) == (1, first.slots[0])
+    assert (second.cached, second.slots[0]) == (1, first.slots[0])
     assert not pool.may_write("a", first.slots[0])
     assert not pool.may_write("b", first.slots[0])
     pool.release("a")
@@ -123,7 +123,7 @@ def test_requests_share_a_whole_block_and_none_of_them_may_write_to_it() -> None
     assert pool.free == 4
 
 
-def test_agents_in_turn_find_as_much_as_there_is_room_for() -> None:
+def test_agents_in_turn_hit_as_many_blocks_as_fit() -> None:
     """Four chains of two blocks come in turn, five slots: the least recently used is the next."""
     pool = SlotPool(5)
     found = [_turn(pool, turn % 4, 2) for turn in range(64)]
@@ -132,22 +132,22 @@ def test_agents_in_turn_find_as_much_as_there_is_room_for() -> None:
         assert sum(found[start : start + 4]) >= 2, "of three slots beside the one request's"
 
 
-def test_a_chain_that_is_asked_for_no_more_gives_way_to_those_that_are() -> None:
+def test_unused_chains_are_evicted_for_used_ones() -> None:
     pool = SlotPool(5)
     for turn in range(64):
         _turn(pool, turn % 4, 2)
-    kept_by = {agent for agent in range(4) if pool.kept.has(_chain(agent, 2)[0])}
+    kept_by = {agent for agent in range(4) if pool.cached.has(_chain(agent, 2)[0])}
     for turn in range(64):
         _turn(pool, 4 + turn % 4, 2)
     assert kept_by
-    assert not any(pool.kept.has(key) for agent in kept_by for key in _chain(agent, 2))
+    assert not any(pool.cached.has(key) for agent in kept_by for key in _chain(agent, 2))
 
 
-def test_what_only_looks_like_the_head_is_not_taken_for_it() -> None:
+def test_a_cached_block_in_the_middle_of_a_chain_is_not_a_hit() -> None:
     pool = SlotPool(6)
     served(pool, "a", *KEYS[:3])
     (grant,) = pool.request("b", 3, (KEYS[7], *KEYS[1:3]))
-    assert grant.kept == 0
+    assert grant.cached == 0
 
 
 def test_a_reservation_takes_free_slots_first_and_then_the_tails_of_old_chains() -> None:
@@ -161,33 +161,33 @@ def test_a_reservation_takes_free_slots_first_and_then_the_tails_of_old_chains()
     assert more.slots == (old[0], new[1])
 
 
-def test_a_chain_that_grew_goes_from_its_end_though_its_head_was_used_before() -> None:
+def test_a_chain_that_grew_is_evicted_from_its_tail() -> None:
     pool = SlotPool(4)
     head = served(pool, "prompt", *KEYS[:2])
     for key, parent in ((KEYS[2], KEYS[1]), (KEYS[3], KEYS[2])):
-        slot = pool.take()
+        slot = pool.allocate()
         assert slot is not None
-        pool.whole(NOBODY, [slot], [key], parent)
-        pool.give_back(slot)
+        pool.cache_blocks(NO_REQUEST, [slot], [key], parent)
+        pool.free_slot(slot)
     (grant,) = pool.request("other", 3)
     assert grant.slots[2] == head[1]
-    assert pool.kept.head(KEYS) == [head[0]]
+    assert pool.cached.cached_slots(KEYS) == [head[0]]
 
 
-def test_a_shared_head_stays_while_any_chain_behind_it_is_in_use() -> None:
+def test_a_shared_prefix_stays_while_any_chain_uses_it() -> None:
     pool = SlotPool(3)
     (head, _) = served(pool, "a", KEYS[0], KEYS[1])
     (grant,) = pool.request("b", 2, [KEYS[0], KEYS[2]])
-    pool.whole("b", grant.slots, [KEYS[0], KEYS[2]], ROOT)
+    pool.cache_blocks("b", grant.slots, [KEYS[0], KEYS[2]], ROOT)
     pool.release("b")
     served(pool, "c", more=2)
-    assert pool.kept.head(KEYS[:1]) == [head]
+    assert pool.cached.cached_slots(KEYS[:1]) == [head]
 
 
-def test_what_is_retained_gives_way_after_all_others_and_before_a_request_waits() -> None:
+def test_retained_blocks_are_evicted_last_but_before_a_request_waits() -> None:
     pool = SlotPool(6)
     retained = served(pool, "a", *KEYS[:2])
-    pool.kept.retain(KEYS[:2], 0)
+    pool.cached.retain(KEYS[:2], 0)
     others = served(pool, "b", *KEYS[2:4]) + served(pool, "c", *KEYS[4:6])
     (grant,) = pool.request("r", 4)
     assert set(grant.slots) == set(others)
@@ -195,87 +195,87 @@ def test_what_is_retained_gives_way_after_all_others_and_before_a_request_waits(
     assert rest.slots == (retained[1], retained[0])
 
 
-def test_what_comes_later_is_retained_as_well_until_its_time_is_over() -> None:
+def test_blocks_cached_later_are_retained_as_well_until_unretained() -> None:
     pool = SlotPool(4)
-    pool.kept.retain(KEYS[:2], 0)
+    pool.cached.retain(KEYS[:2], 0)
     retained = served(pool, "a", *KEYS[:2])
     other = served(pool, "b", *KEYS[2:4])
-    pool.kept.let_go(KEYS[:2])
+    pool.cached.unretain(KEYS[:2])
     (grant,) = pool.request("r", 2)
     assert set(grant.slots) == set(retained), "used before the other"
-    assert set(pool.kept.head(KEYS[2:4])) == set(other)
+    assert set(pool.cached.cached_slots(KEYS[2:4])) == set(other)
 
 
-def test_what_nobody_will_ask_for_gives_way_first_but_not_a_head_that_others_share() -> None:
+def test_finished_blocks_are_evicted_first_but_not_a_shared_prefix() -> None:
     pool = SlotPool(5)
     (head, old) = served(pool, "a", KEYS[0], KEYS[1])
     (grant,) = pool.request("b", 3, [KEYS[0], KEYS[2], KEYS[3]])
-    pool.whole("b", grant.slots, [KEYS[0], KEYS[2], KEYS[3]], ROOT)
+    pool.cache_blocks("b", grant.slots, [KEYS[0], KEYS[2], KEYS[3]], ROOT)
     pool.release("b")
-    pool.kept.let_go([KEYS[0], KEYS[2], KEYS[3]], Rank.FIRST)
+    pool.cached.unretain([KEYS[0], KEYS[2], KEYS[3]], EvictionPriority.EVICT_FIRST)
     served(pool, "more", more=1)  # takes the free slot
     (taken,) = pool.request("r", 3)
-    assert pool.kept.head(KEYS[:2]) == [head, old]
+    assert pool.cached.cached_slots(KEYS[:2]) == [head, old]
     assert set(taken.slots).isdisjoint((head, old))
 
 
-def test_a_slot_in_quarantine_never_keeps_a_block() -> None:
+def test_a_slot_in_quarantine_never_has_a_cached_block() -> None:
     pool = SlotPool(2)
     (grant,) = pool.request("r", 2)
     pool.quarantine("r")
-    pool.whole("r", grant.slots, KEYS[:2], ROOT)
+    pool.cache_blocks("r", grant.slots, KEYS[:2], ROOT)
     pool.end_quarantine("r")
-    assert len(pool.kept) == 0
+    assert len(pool.cached) == 0
     assert pool.free == 2
 
 
-def test_whole_blocks_of_a_request_in_doubt_are_free_as_nobody_writes_to_them() -> None:
+def test_cached_blocks_of_an_in_doubt_request_are_not_quarantined() -> None:
     pool = SlotPool(2)
     (grant,) = pool.request("r", 2)
-    pool.whole("r", grant.slots[:1], KEYS[:1], ROOT)
+    pool.cache_blocks("r", grant.slots[:1], KEYS[:1], ROOT)
     pool.quarantine("r")
     assert pool.free == 1
     assert pool.quarantined == ("r",)
 
 
-def test_a_late_write_never_lands_in_a_kept_block() -> None:
+def test_a_late_write_never_reaches_a_cached_block() -> None:
     pool = SlotPool(3)
     (grant,) = pool.request("r", 1)
     pool.pin(grant.slots)
     assert pool.replace("r", grant.slots)
-    pool.whole("r", grant.slots, KEYS[:1], ROOT)
+    pool.cache_blocks("r", grant.slots, KEYS[:1], ROOT)
     pool.unpin(grant.slots)
-    assert len(pool.kept) == 0
+    assert len(pool.cached) == 0
 
 
-def test_a_pool_that_keeps_nothing_forgets_blocks_with_their_leases() -> None:
+def test_a_pool_without_caching_evicts_blocks_with_their_leases() -> None:
     pool = SlotPool(4)
     served(pool, "a", *KEYS[:2])
     (held,) = pool.request("b", 2, KEYS[:2])
-    pool.keep(keeps=False)
+    pool.set_caching(enabled=False)
     pool.release("b")
-    assert held.kept == 2
-    assert len(pool.kept) == 0
+    assert held.cached == 2
+    assert len(pool.cached) == 0
     served(pool, "c", *KEYS[:2])
-    assert len(pool.kept) == 0
+    assert len(pool.cached) == 0
     assert pool.free == 4
 
 
-def test_news_say_once_what_has_come_and_gone_and_a_new_listener_hears_all() -> None:
+def test_changes_are_reported_once_and_a_new_report_has_all_keys() -> None:
     pool = SlotPool(2)
     served(pool, "nobody listens", KEYS[0])
-    pool.kept.tell(begin=True)
+    pool.cached.report_changes(begin=True)
     served(pool, "a", KEYS[0], KEYS[1])
-    assert pool.kept.news(1) == (KEYS[:1], [])
-    assert pool.kept.news(8) == (KEYS[1:2], [])
-    assert pool.kept.news(8) == ([], [])
+    assert pool.cached.changes(1) == (KEYS[:1], [])
+    assert pool.cached.changes(8) == (KEYS[1:2], [])
+    assert pool.cached.changes(8) == ([], [])
     served(pool, "b", KEYS[2])
-    assert pool.kept.news(8) == (KEYS[2:3], KEYS[1:2])
-    pool.kept.tell(begin=False)
+    assert pool.cached.changes(8) == (KEYS[2:3], KEYS[1:2])
+    pool.cached.report_changes(begin=False)
     served(pool, "c", KEYS[3])
-    assert pool.kept.news(8) == ([], [])
-    pool.kept.tell(begin=True)
-    assert set(pool.kept.news(8)[0]) == {key for _, key in pool.kept.items()}
+    assert pool.cached.changes(8) == ([], [])
+    pool.cached.report_changes(begin=True)
+    assert set(pool.cached.changes(8)[0]) == {key for _, key in pool.cached.items()}
 
 
 #: Chains of keys with common heads, as prompts have them.
@@ -284,7 +284,7 @@ SLOTS = 6
 
 
 class SlotPoolMachine(RuleBasedStateMachine):
-    """Whatever happens in whatever order: no slot has two writers, none is lost, none lies.
+    """In any order of operations: no slot has two writers, none is lost, contents are correct.
 
     ``memory`` is what was last written to a slot: a request writes the blocks of its chain that it
     did not find, and only where the pool lets it.
@@ -295,26 +295,26 @@ class SlotPoolMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pool = SlotPool(SLOTS)
-        self.pool.kept.tell(begin=True)
+        self.pool.cached.report_changes(begin=True)
         self.pins: list[tuple[int, ...]] = []
         self.late: list[tuple[int, bytes]] = []
         self.chains: dict[str, list[bytes]] = {}
         self.memory: dict[int, bytes] = {}
-        self.heard: set[bytes] = set()
+        self.reported: set[bytes] = set()
         self.number = 0
 
     def granted(self, grants: list[Grant]) -> None:
         for grant in grants:
             chain = self.chains[grant.request_id]
-            for slot, key in zip(grant.slots[: grant.kept], chain, strict=False):
+            for slot, key in zip(grant.slots[: grant.cached], chain, strict=False):
                 assert self.memory[slot] == key
                 assert not self.pool.may_write(grant.request_id, slot)
-            for slot in grant.slots[grant.kept :]:
+            for slot in grant.slots[grant.cached :]:
                 assert self.pool.may_write(grant.request_id, slot)
                 self.memory[slot] = grant.request_id.encode()
 
     @rule(target=requests, count=st.integers(1, SLOTS), chain=st.sampled_from(CHAINS))
-    def ask(self, count: int, chain: list[int]) -> str:
+    def reserve(self, count: int, chain: list[int]) -> str:
         self.number += 1
         request = f"r{self.number}"
         self.chains[request] = [KEYS[n] for n in chain]
@@ -328,35 +328,39 @@ class SlotPoolMachine(RuleBasedStateMachine):
         for slot, key in zip(slots, keys, strict=False):
             if self.pool.may_write(request, slot):
                 self.memory[slot] = key
-        self.pool.whole(request, slots[: len(keys)], keys, ROOT)
+        self.pool.cache_blocks(request, slots[: len(keys)], keys, ROOT)
 
     @rule(key=st.integers(1, 7))
     def generate(self, key: int) -> None:
-        self.keep_block(self.pool.take(), key)
+        self.cache_block(self.pool.allocate(), key)
 
     @rule(key=st.integers(1, 7))
     def fetch(self, key: int) -> None:
-        if not self.pool.kept.has(KEYS[key]):
-            self.keep_block(self.pool.take_for(KEYS[key]), key)
+        if not self.pool.cached.has(KEYS[key]):
+            self.cache_block(self.pool.allocate_for(KEYS[key]), key)
 
-    def keep_block(self, slot: int | None, key: int) -> None:
+    def cache_block(self, slot: int | None, key: int) -> None:
         if slot is not None:
             self.memory[slot] = KEYS[key]
-            self.pool.whole(NOBODY, [slot], [KEYS[key]], KEYS[key - 1])
-            self.pool.give_back(slot)
+            self.pool.cache_blocks(NO_REQUEST, [slot], [KEYS[key]], KEYS[key - 1])
+            self.pool.free_slot(slot)
 
     @rule(request=requests)
     def release(self, request: str) -> None:
         self.pool.release(request)
         self.granted(self.pool.grant())
 
-    @rule(chain=st.sampled_from(CHAINS), rank=st.sampled_from(Rank), expected_ns=st.integers(0, 3))
-    def rank(self, chain: list[int], rank: Rank, expected_ns: int) -> None:
+    @rule(
+        chain=st.sampled_from(CHAINS),
+        priority=st.sampled_from(EvictionPriority),
+        expected_ns=st.integers(0, 3),
+    )
+    def prioritize(self, chain: list[int], priority: EvictionPriority, expected_ns: int) -> None:
         keys = [KEYS[n] for n in chain]
-        if rank is Rank.LAST:
-            self.pool.kept.retain(keys, expected_ns)
+        if priority is EvictionPriority.EVICT_LAST:
+            self.pool.cached.retain(keys, expected_ns)
         else:
-            self.pool.kept.let_go(keys, rank)
+            self.pool.cached.unretain(keys, priority)
 
     @rule(request=requests)
     def pin(self, request: str) -> None:
@@ -372,7 +376,7 @@ class SlotPoolMachine(RuleBasedStateMachine):
 
     @rule(request=requests, number=st.integers(0, SLOTS - 1))
     def replace_one(self, request: str, number: int) -> None:
-        """A read is given up, and ends late."""
+        """A read is abandoned and ends late."""
         slots = self.pool.slots_of(request)[number : number + 1]
         if slots and self.pool.may_write(request, slots[0]):
             self.pool.pin(slots)
@@ -392,56 +396,56 @@ class SlotPoolMachine(RuleBasedStateMachine):
             self.granted(self.pool.grant())
 
     @rule(request=requests, back=st.booleans())
-    def doubt(self, request: str, back: bool) -> None:
-        """Its writer may still write to what the request could write to."""
+    def quarantine(self, request: str, back: bool) -> None:
+        """Its writer may still write to the slots that the request could write to."""
         mine = [s for s in self.pool.slots_of(request) if self.pool.may_write(request, s)]
         self.pool.quarantine(request)
-        self.memory.update(dict.fromkeys(mine, b"doubtful"))
+        self.memory.update(dict.fromkeys(mine, b"in doubt"))
         if back:
             self.pool.end_quarantine(request)
         self.granted(self.pool.grant())
 
-    @rule(keeps=st.booleans())
-    def keep(self, keeps: bool) -> None:
-        self.pool.keep(keeps=keeps)
+    @rule(enabled=st.booleans())
+    def set_caching(self, enabled: bool) -> None:
+        self.pool.set_caching(enabled=enabled)
         self.granted(self.pool.grant())
 
     @rule(limit=st.integers(1, 4))
-    def hear(self, limit: int) -> None:
-        added, dropped = self.pool.kept.news(limit)
-        self.heard = self.heard.difference(dropped).union(added)
-        if not self.pool.kept._news._changed:
-            assert self.heard == {key for _, key in self.pool.kept.items()}
+    def take_changes(self, limit: int) -> None:
+        added, removed = self.pool.cached.changes(limit)
+        self.reported = self.reported.difference(removed).union(added)
+        if not self.pool.cached._updates._changed:
+            assert self.reported == {key for _, key in self.pool.cached.items()}
 
     @invariant()
-    def a_kept_block_is_what_its_key_says(self) -> None:
-        for slot, key in self.pool.kept.items():
+    def a_cached_block_has_the_content_of_its_key(self) -> None:
+        for slot, key in self.pool.cached.items():
             assert self.memory[slot] == key
-            assert self.pool._holder[slot] is None
+            assert self.pool._writer[slot] is None
 
     @invariant()
     def every_slot_is_in_one_place(self) -> None:
         pool = self.pool
         held = {s for slots in pool._leases.values() for s in slots}
-        doubtful = [s for slots in pool._quarantine.values() for s in slots]
+        quarantined = [s for slots in pool._quarantine.values() for s in slots]
         free = list(pool._free)
-        resting = {s for s, _ in pool.kept.items() if pool.kept.rests(s)}
+        evictable = {s for s, _ in pool.cached.items() if pool.cached.is_evictable(s)}
         pinned = {s for slots in self.pins for s in slots} | {s for s, _ in self.late}
-        assert len(set(doubtful)) == len(doubtful)
+        assert len(set(quarantined)) == len(quarantined)
         assert len(set(free)) == len(free)
-        assert len(resting) == pool.kept.resting
-        assert len(held) + len(doubtful) == len(held | set(doubtful))
-        assert not (held | set(doubtful) | pinned) & (set(free) | resting)
-        assert not set(free) & resting
-        assert held | set(doubtful) | set(free) | resting | pinned == set(range(SLOTS))
+        assert len(evictable) == pool.cached.evictable
+        assert len(held) + len(quarantined) == len(held | set(quarantined))
+        assert not (held | set(quarantined) | pinned) & (set(free) | evictable)
+        assert not set(free) & evictable
+        assert held | set(quarantined) | set(free) | evictable | pinned == set(range(SLOTS))
 
     @invariant()
     def a_lease_counts_once_for_each_request(self) -> None:
         for slot in range(SLOTS):
             leases = [slots.count(slot) for slots in self.pool._leases.values()]
-            doubtful = sum(slots.count(slot) for slots in self.pool._quarantine.values())
+            quarantined = sum(slots.count(slot) for slots in self.pool._quarantine.values())
             assert max(leases, default=0) <= 1
-            assert self.pool._leased[slot] == sum(leases) + doubtful
+            assert self.pool._ref_count[slot] == sum(leases) + quarantined
 
 
 TestSlotPool = SlotPoolMachine.TestCase

@@ -20,8 +20,8 @@ from dualpath.engine.stalls import (
     SLOWEST_BYTES_PER_S,
     TRIAL_GAP_S,
     TRIAL_S,
-    Patience,
     StalledAgents,
+    WaitBudget,
 )
 from dualpath.transport.contract import TransferState
 from dualpath.transport.in_process import InProcessTransport
@@ -31,7 +31,7 @@ BLOCKS = 8
 HITS = 2
 CHUNK = BlockRun(2 * HITS, BLOCKS - 2 * HITS)
 DEADLINE_S = 0.5
-#: The last look at it may come late.
+#: The last poll may be late.
 ONE_DEADLINE_S = DEADLINE_S + 0.25
 HBM_OF = {"a": list(range(BLOCKS)), "b": list(range(BLOCKS, 2 * BLOCKS))}
 HBM_OF["c"], HBM_OF["d"] = [[block + 2 * BLOCKS for block in HBM_OF[name]] for name in "ab"]
@@ -103,7 +103,7 @@ def test_the_next_pass_does_not_wait_for_it_again_until_it_moves(story: Story) -
     assert sum(story.waits.passed_s) <= TRIAL_S + 0.25
     failures = story.forward(transfers["c"], transfers["d"])
     assert set(failures) == {"d"}
-    assert "earlier pass" in failures["d"]  # nothing was posted that could be waited for
+    assert "earlier pass" in failures["d"]  # nothing was posted
     story.assert_complete(transfers["c"])
     story.fabric.wake("de-1-epoch-1")
     story.cluster.pe.held.wait_for_none()
@@ -125,23 +125,23 @@ def test_an_agent_of_which_one_transfer_hangs_serves_the_next_pass(story: Story)
     assert story.cluster.pe.held.now == set(HBM_OF["b"])
 
 
-def test_a_stalled_agent_is_tried_once_in_a_while() -> None:
+def test_a_stalled_agent_is_tried_from_time_to_time() -> None:
     threads = PassedWaits()
     stalled = StalledAgents(threads)
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.posted("de")
     stalled.add("de")
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.tried("de")
-    assert stalled.is_shut("de")
+    assert stalled.is_avoided("de")
     stalled.add("de")  # the trial failed
-    assert stalled.is_shut("de")
+    assert stalled.is_avoided("de")
     threads.late_s += TRIAL_GAP_S
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
     stalled.ended("de")
     assert "de" not in stalled
     stalled.tried("de")
-    assert not stalled.is_shut("de")
+    assert not stalled.is_avoided("de")
 
 
 def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
@@ -161,7 +161,7 @@ def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
     assert pe.report().free_buffer_tokens == pe.manager.buffer_tokens
 
 
-def test_a_peer_that_joins_anew_is_not_suspect(story: Story) -> None:
+def test_a_peer_that_joins_again_is_not_stalled(story: Story) -> None:
     transfers = {name: story.load(name) for name in "bd"}
     story.fabric.stall("de-1-epoch-1")
     story.forward(transfers["b"])
@@ -170,7 +170,7 @@ def test_a_peer_that_joins_anew_is_not_suspect(story: Story) -> None:
     assert "earlier pass" not in story.forward(transfers["d"])["d"]
 
 
-def test_a_device_that_hangs_in_copies_within_the_engine_is_said_to_be_unwell(
+def test_a_device_that_hangs_in_copies_makes_the_engine_unhealthy(
     story: Story,
 ) -> None:
     pe = story.cluster.pe
@@ -178,7 +178,7 @@ def test_a_device_that_hangs_in_copies_within_the_engine_is_said_to_be_unwell(
     first, second = story.load("a"), story.load("c")
     story.fabric.stall("pe-0-epoch-1")
     assert set(story.forward(first)) == {"a"}
-    assert pe.manager.health() is None  # one copy that hangs may be a bad one
+    assert pe.manager.health() is None  # one copy that hangs may be an exception
     assert set(story.forward(second)) == {"c"}
     assert pe.manager.health() == "copies within this engine stall"
     story.fabric.wake("pe-0-epoch-1")
@@ -196,9 +196,9 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert len(story.waits.passed_s) == 3  # not for the third one
     assert sum(story.waits.passed_s) <= DEADLINE_S + TRIAL_S  # the first step had one deadline
     assert de.report().counters[dropped] == 1
-    de.hbm[:, 3] = 0xEE  # the engine goes on and writes another request's KV there
+    de.hbm[:, 3] = 0xEE  # the engine writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
-    while de.manager._staging.free < 4:  # what was late gives its slot back
+    while de.manager._staging.free < 4:  # the late copy frees its slot
         assert de.manager.drain(GUARD_S)
     assert de.report().counters[dropped] == 4
     assert not any(storage.is_stored(key) for key in (stuck, beside, tried))
@@ -209,8 +209,8 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert storage.is_stored(stuck)
 
 
-def test_a_slow_link_is_waited_for_as_long_as_it_moves() -> None:
-    patience = Patience(1.0, StalledAgents())
+def test_a_slow_link_is_waited_for_while_it_makes_progress() -> None:
+    patience = WaitBudget(1.0, StalledAgents())
     layer_bytes = int(5 * SLOWEST_BYTES_PER_S)
     patience.posted("de", layer_bytes)
     for _ in range(100):  # each layer takes four deadlines
@@ -219,9 +219,9 @@ def test_a_slow_link_is_waited_for_as_long_as_it_moves() -> None:
         patience.ended("de", layer_bytes)
 
 
-def test_a_link_that_trickles_is_given_up_after_a_deadline_in_all() -> None:
+def test_a_link_that_is_too_slow_is_abandoned_after_one_deadline() -> None:
     stalled = StalledAgents()
-    patience = Patience(1.0, stalled)
+    patience = WaitBudget(1.0, stalled)
     waits = 0
     while True:
         patience.posted("de", 1000)
@@ -229,14 +229,14 @@ def test_a_link_that_trickles_is_given_up_after_a_deadline_in_all() -> None:
         if patience.waited({"de"}, 0.25):
             break
         patience.ended("de", 1000)
-    assert waits == 5  # what 4,000 bytes pay back is less than one look
+    assert waits == 5  # 4,000 bytes refill less than one poll
     stalled.add("de")
     assert "de" in stalled
     patience.ended("de", 1000)
     assert "de" not in stalled
 
 
-def test_nothing_under_way_is_nothing_that_stalls() -> None:
+def test_agents_without_transfers_do_not_stall() -> None:
     stalled = StalledAgents()
     stalled.add("de")
     assert "de" not in stalled

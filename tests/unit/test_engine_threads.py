@@ -1,4 +1,4 @@
-"""Workers: threads that take work from one queue."""
+"""Workers: a pool of threads with one queue."""
 
 import threading
 

@@ -102,7 +102,7 @@ def test_a_look_up_waits_for_blocks_that_are_just_being_written() -> None:
     cluster.close()
 
 
-def test_time_answers_look_ups_and_a_new_session_hears_of_none_before_it() -> None:
+def test_look_ups_are_answered_by_deadline_and_not_in_the_next_session() -> None:
     gate = threading.Event()
     storage = memory_storage()
     stored_now = storage.is_stored
@@ -205,7 +205,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     before = cluster.de.answer(Reserved, "r").slots
     run = four_hits(before)
     cluster.de.command(Read(request_id="r", run=run, keys=tuple(keys[:4]), deadline_s=1.0))
-    for _ in keys[2:4]:  # both readers are in these blocks: they are done with those before
+    for _ in keys[2:4]:  # both readers are in these blocks and have finished those before
         assert entered.acquire(timeout=GUARD_S)
     cluster.de.manager.tick(cluster.de.manager.trace.now_ns() + 2_000_000_000)
     done = cluster.de.answer(ReadDone, "r")
@@ -291,7 +291,7 @@ def test_a_failed_transfer_fails_its_request_and_no_other(cluster: ToyCluster) -
     assert cluster.pe.report().counters[Counter.TRANSFER_FAILURES.value] == 1
 
 
-def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards(
+def test_a_lost_decode_engine_fails_transfers_under_way_and_is_disconnected(
     cluster: ToyCluster,
 ) -> None:
     keys = prompt_keys(TOKENS)
@@ -308,7 +308,9 @@ def test_a_lost_decode_engine_fails_what_was_under_way_and_is_unknown_afterwards
         cluster.pe.manager.decode_agents("de-0", "epoch-1")
 
 
-def test_slots_a_lost_writer_may_touch_wait_until_it_is_proven_gone(cluster: ToyCluster) -> None:
+def test_slots_of_a_lost_writer_are_quarantined_until_it_is_confirmed_dead(
+    cluster: ToyCluster,
+) -> None:
     cluster.de.assign("r", TOKENS, BLOCKS)
     cluster.de.answer(Reserved, "r")
     cluster.de.command(Release(request_id="r", reason="PE lost", writer_certain=False))
@@ -325,7 +327,7 @@ def test_a_stale_decode_transfer_is_refused_not_copied(cluster: ToyCluster) -> N
         request_id="gone", prompt_tokens=TOKENS, slots=(0, 1, 2, 3, 4, 5)
     )
     cluster.de.manager.fill_hbm(decode_transfer, HBM, errors.append)
-    assert "changed hands" in str(errors[0])
+    assert "have a new owner" in str(errors[0])
     assert cluster.de.report().counters[Counter.STALE_TRANSFERS.value] == 1
 
 
@@ -347,7 +349,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     assert_whole(cluster)
 
 
-def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -> None:
+def test_generated_blocks_are_stored_as_in_hbm(cluster: ToyCluster) -> None:
     keys = prompt_keys(TOKENS)
     for layer in range(GEOMETRY.layers):
         start = layer * GEOMETRY.bytes_of(0)
@@ -360,7 +362,7 @@ def test_generated_blocks_are_stored_as_they_stand_in_hbm(cluster: ToyCluster) -
     assert bytes(destination) == full_block(keys[0])
 
 
-def test_generated_blocks_say_whose_they_are_and_what_they_come_behind(
+def test_generated_blocks_have_tenant_and_parent(
     cluster: ToyCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys, written = prompt_keys(TOKENS), list[tuple[BlockKey, BlockOrigin]]()
@@ -420,7 +422,7 @@ def test_layer_l_plus_1_is_loaded_while_layer_l_computes(tmp_path: Path) -> None
         ({"role": "both"}, "role"),
         (
             {"dram_dir": "/dev/shm/kv"},
-            "dram_dir is '/dev/shm/kv' and dram_bytes is 0; say how much",
+            "dram_dir is '/dev/shm/kv' and dram_bytes is 0; set how much",
         ),
     ],
 )

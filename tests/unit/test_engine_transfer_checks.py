@@ -1,4 +1,4 @@
-"""What a request carries is checked before anything is indexed with it."""
+"""The transfer of a request is checked before it is used as an index."""
 
 from typing import Any
 
@@ -48,7 +48,7 @@ def checks(
     return TransferChecks(settings, geometry)
 
 
-def test_what_the_router_makes_passes() -> None:
+def test_transfers_of_the_router_are_valid() -> None:
     for role, transfer in ((Role.PREFILL, PREFILL), (Role.DECODE, DECODE)):
         made = checks(role)
         assert made.carried(to_transfer_params(transfer)) == transfer
@@ -84,8 +84,8 @@ def test_the_other_roles_transfer_is_refused_as_is_a_malformed_one() -> None:
         ({"de_slots": (1, 2, 3, -1)}, "4 of a buffer of"),
         ({"hit_blocks": 4}, "4 hit blocks for a prompt of 16 tokens"),
         ({"hit_blocks": -1}, "-1 hit blocks"),
-        ({"hit_blocks": 2}, "3 blocks lie in buffers, 2 are hit"),
-        ({"hits": PREFILL.hits[:1]}, "2 blocks lie in buffers, 3 are hit"),
+        ({"hit_blocks": 2}, "3 blocks are in buffers, 2 are hit"),
+        ({"hits": PREFILL.hits[:1]}, "2 blocks are in buffers, 3 are hit"),
         ({"hits": PREFILL.hits[1:]}, "begins at block 2, block 0 is next"),
         (
             {"hits": (HitRun(Role.PREFILL, BlockRun(0, 3), (0, 1, BUFFER_SLOTS)),)},
@@ -115,10 +115,10 @@ def test_nothing_is_computed_on_window_layers_that_were_not_read(
         if block <= whole_from:
             windowed.check(transfer, TOKENS)
             continue
-        named = f"block {whole_from} lies in a buffer without .* from block {whole_from} on"
+        named = f"block {whole_from} is in a buffer without .* from block {whole_from} on"
         with pytest.raises(BadRequestError, match=named):
             windowed.check(transfer, TOKENS)
-    # Where there are no windows, nobody can have left them out.
+    # Without windows no layers can be missing.
     odd = msgspec.structs.replace(PREFILL, hits=tuple(r.whole_behind(1) for r in PREFILL.hits))
     with pytest.raises(BadRequestError, match="from block 0 on"):
         checks(Role.PREFILL).check(odd, TOKENS)

@@ -1,4 +1,4 @@
-"""Writes to storage make room for reads that requests wait for."""
+"""Writes to storage yield to reads that requests wait for."""
 
 import queue
 import threading
@@ -24,7 +24,7 @@ from dualpath.plan.steps import run_reads, step_of
 
 
 class _Told(threading.Condition):
-    """Calls when somebody waits; what that returns, if anything, is how the wait ends."""
+    """Calls a function at each wait; its result, if any, is that of the wait."""
 
     def __init__(self, waits: Callable[[], bool | None]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class _Told(threading.Condition):
 
 
 class WhileWaiting(OsThreads):
-    """Threads whose waits let the next thing of a list happen; with none left time is up."""
+    """Threads whose waits execute the next action of a list, and time out without one."""
 
     def __init__(self) -> None:
         self.happens: list[Callable[[], None]] = []
@@ -79,7 +79,7 @@ def test_three_bytes_are_read_for_one_that_is_written(threads: WhileWaiting) -> 
     assert len(threads.happens) == 1
 
 
-def test_what_is_read_before_saves_nothing_up(threads: WhileWaiting) -> None:
+def test_earlier_reads_do_not_add_to_the_share(threads: WhileWaiting) -> None:
     share = quarter(threads)
     share.reading(True)
     share.read(1_000_000)
@@ -89,18 +89,18 @@ def test_what_is_read_before_saves_nothing_up(threads: WhileWaiting) -> None:
     assert not threads.happens
 
 
-def test_writes_pass_as_soon_as_nothing_is_read(threads: WhileWaiting) -> None:
+def test_writes_are_not_delayed_without_reads(threads: WhileWaiting) -> None:
     share = quarter(threads)
     threads.happens = [lambda: share.reading(False), lambda: share.read(1)]
     share.wait_to_write(100)
     share.reading(True)
-    share.wait_to_write(100)  # what was written before is not made up for
+    share.wait_to_write(100)  # earlier writes are not compensated
     assert len(threads.happens) == 2
     share.wait_to_write(100)
     assert len(threads.happens) == 1
 
 
-def test_reads_that_stand_still_hold_nothing_up(threads: WhileWaiting) -> None:
+def test_reads_without_progress_do_not_delay_writes(threads: WhileWaiting) -> None:
     share = quarter(threads)
     share.reading(True)
     share.wait_to_write(100)
@@ -110,7 +110,7 @@ def test_reads_that_stand_still_hold_nothing_up(threads: WhileWaiting) -> None:
     assert moved == [None]  # and then the time was up
 
 
-def test_an_engine_that_closes_writes_what_it_has(threads: WhileWaiting) -> None:
+def test_an_engine_that_closes_finishes_its_writes(threads: WhileWaiting) -> None:
     share = quarter(threads)
     share.reading(True)
     share.wait_to_write(100)
@@ -119,7 +119,7 @@ def test_an_engine_that_closes_writes_what_it_has(threads: WhileWaiting) -> None
     assert len(threads.happens) == 1
 
 
-def test_a_whole_share_is_no_bound(threads: WhileWaiting) -> None:
+def test_a_share_of_one_is_no_limit(threads: WhileWaiting) -> None:
     share = WriteShare(1.0, threads)
     share.reading(True)
     threads.happens = [lambda: share.read(1)]

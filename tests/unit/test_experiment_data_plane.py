@@ -1,4 +1,4 @@
-"""The data-plane experiment: what it refuses, what its report says, and one run of tiny sizes."""
+"""The data-plane experiment: refused settings, the report, and one run with tiny sizes."""
 
 from pathlib import Path
 
@@ -27,9 +27,7 @@ from dualpath.report import markdown
         ({"descriptor_counts": (0,)}, "descriptor_counts is 0; it must be at least 1 in each"),
     ],
 )
-def test_sizes_nothing_can_be_measured_with_are_refused(
-    changes: dict[str, object], message: str
-) -> None:
+def test_missing_sizes_are_refused(changes: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         DataPlaneSettings(**{"storage": "kv", **changes})  # type: ignore[arg-type]
 
@@ -38,7 +36,7 @@ def rates(*mb_per_s: float, cpu_s_per_gb: float = 0.5) -> list[Rate]:
     return [Rate(speed * 1e6, cpu_s_per_gb) for speed in mb_per_s]
 
 
-def test_what_is_judged_is_the_median_ratio_to_a_yardstick_of_the_same_round() -> None:
+def test_the_target_is_the_median_ratio_to_a_baseline_of_the_same_round() -> None:
     # The medians alone would be 97 to 100.
     reads = {Reader.NIXL: rates(50, 100, 300), Reader.READ_QUEUE: rates(48, 97, 288)}
     moves = {(leg, mover): rates(200) for leg in Leg for mover in Mover}
@@ -56,11 +54,11 @@ def test_what_is_judged_is_the_median_ratio_to_a_yardstick_of_the_same_round() -
         f"{Leg.PE_TO_DE}, CPU s/GB of both ends": (0.5, True),
         "checks and handle of one of 100 descriptors, µs": (pytest.approx(0.5), True),
     }
-    assert "fio is not installed" in markdown.page(as_report(report))
+    assert "fio, which is not installed" in markdown.page(as_report(report))
 
 
 @pytest.mark.nixl
-def test_every_reader_and_mover_moves_real_bytes(tmp_path: Path) -> None:
+def test_every_reader_and_mover_transfers_real_bytes(tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu12")
     settings = DataPlaneSettings(
         storage=str(tmp_path),

@@ -1,4 +1,4 @@
-"""Processor time of a node's processes, whoever of them did the work."""
+"""CPU time of a process with all its descendants."""
 
 import subprocess
 import sys
@@ -15,8 +15,8 @@ sys.stdin.read()
 """
 
 
-def test_the_time_of_a_process_is_also_that_of_the_children_it_started() -> None:
-    # The shell itself does next to nothing.
+def test_the_cpu_time_of_a_process_includes_its_children() -> None:
+    # The shell itself takes hardly any time.
     command = ("sh", "-c", f"{sys.executable} -c '{BUSY_CHILD}'; true")
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as shell:
         assert shell.stdout is not None

@@ -1,6 +1,6 @@
-"""How the links of many nodes are drawn."""
+"""Plots of links of many nodes."""
 
-from dualpath.laboratory.experiments.node_lines import legible
+from dualpath.laboratory.experiments.node_lines import merged_by_role
 from dualpath.report.model import Series
 
 
@@ -10,7 +10,7 @@ def line(name: str, *y: float | None) -> Series:
 
 def test_few_nodes_have_a_line_each() -> None:
     nodes = [line("pe0", 1.0), line("de0", 2.0), line("de1", 3.0)]
-    assert legible(nodes) == tuple(nodes)
+    assert merged_by_role(nodes) == tuple(nodes)
 
 
 def test_many_nodes_are_drawn_by_role_with_their_range() -> None:
@@ -21,7 +21,7 @@ def test_many_nodes_are_drawn_by_role_with_their_range() -> None:
         line("de1", 2.0, 0.0, None),
         line("de2", 6.0, 9.0, 7.0),
     ]
-    prefill, decode = legible(nodes)
+    prefill, decode = merged_by_role(nodes)
     assert (prefill.name, prefill.x, prefill.y) == ("mean of 2 PEs", (0, 1, 2), (15, 4, None))
     assert (decode.name, decode.y) == ("mean of 3 DEs", (3, 3, 6))
     assert (decode.low, decode.high) == ((1, 0, 5), (6, 9, 7))

@@ -1,4 +1,4 @@
-"""The online experiment: what a run says of a rate, how rates are chosen, what is reported."""
+"""The online experiment: latencies at a rate, the search of rates, the report."""
 
 import msgspec
 import pytest
@@ -31,7 +31,7 @@ class Serving:
         return point(run, rate, SETTINGS.arrive_s)
 
 
-def test_latencies_are_those_of_the_filled_system() -> None:
+def test_latencies_are_measured_after_the_system_has_filled_up() -> None:
     turns = (turn(0.0, 99.0), turn(3.0, 1.0), turn(9.0, 2.0), turn(10.5, 99.0))
     found = point(measured(Mode.DUALPATH, 12.0, {"pe0": 1.0}, turns), 0.5, 10.0)
     assert found.turns == 2
@@ -61,7 +61,7 @@ def test_every_mode_is_searched_and_its_bracket_rates_and_ratio_are_reported() -
     assert list(ttft.x) == sorted(ttft.x)
 
 
-def test_a_bracket_that_does_not_hold_and_one_that_stays_open_are_said() -> None:
+def test_a_bracket_that_does_not_hold_and_an_open_one_have_a_remark() -> None:
     modes = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE, Mode.SPLIT)
     found = {
         Mode.BASIC: searched(SETTINGS, Serving(Mode.BASIC, 0.01).at),
@@ -76,22 +76,22 @@ def test_a_bracket_that_does_not_hold_and_one_that_stays_open_are_said() -> None
     )
     rows = {row[0]: row for row in online_report(settings, "c", (), found).tables[0].rows}
     assert rows["basic"][1:3] == ("-", "0.05")
-    assert rows["basic"][-1] == "no rate tried is within the SLO"
+    assert rows["basic"][-1] == "no tried rate is within the SLO"
     assert rows["dualpath"][-1] == "the first run at 0.8 was overturned"
     assert rows["oracle"][1:3] == ("1.6", "-")
-    assert rows["oracle"][-1] == "the highest rate allowed is within the SLO"
-    assert rows["split"][-1] == "not narrowed to the end: no more runs were allowed"
+    assert rows["oracle"][-1] == "the highest allowed rate is within the SLO"
+    assert rows["split"][-1] == "not narrowed to the end: the limit of runs was reached"
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"first_agents_per_s": 2.0}, "first_agents_per_s is 2, must lie between"),
+        ({"first_agents_per_s": 2.0}, "first_agents_per_s is 2, must be between"),
         ({"least_agents_per_s": 0.5}, r"least_agents_per_s \(0.5\)"),
-        ({"jct": JctSettings(nodes=("1P1D", "1P2D"))}, "an online experiment takes one"),
+        ({"jct": JctSettings(nodes=("1P1D", "1P2D"))}, "give one cluster for an online"),
     ],
 )
-def test_limits_that_leave_no_rate_and_several_clusters_are_refused(
+def test_inconsistent_rates_and_several_clusters_are_refused(
     change: dict[str, object], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -1,4 +1,4 @@
-"""The experiments on kept and sealed KV: what agents begin with, what is made of the runs."""
+"""The experiments on a DRAM tier and on sealed KV: histories of agents, and the reports."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from dualpath.laboratory.experiments.dram_tier_report import (
     tier_report,
 )
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines, simulated_setup
-from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_in_turns
+from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_interleaved
 from dualpath.laboratory.experiments.runs import Measured
 from dualpath.laboratory.experiments.sealed_blocks import KINDS, cpu_s_per_gb, sealed_table
 from dualpath.laboratory.experiments.settings import (
@@ -54,7 +54,9 @@ def test_agents_without_histories_begin_with_their_first_turns(tmp_path: Path) -
     assert (tmp_path / "histories.jsonl").read_text().strip() == ""
 
 
-def test_pauses_are_replayed_as_recorded_but_the_first_and_what_is_too_long(tmp_path: Path) -> None:
+def test_recorded_pauses_are_replayed_up_to_a_maximum_except_before_the_first_turn(
+    tmp_path: Path,
+) -> None:
     trace = tmp_path / "trace.jsonl"
     rounds = [
         {"prompt": 100, "append": 100, "context": 0, "gen": 8, "think_s": 0.0},
@@ -76,7 +78,7 @@ def test_pauses_are_replayed_as_recorded_but_the_first_and_what_is_too_long(tmp_
     assert [r.append_tokens for r in replayed[1:]] == [10, 10]
 
 
-def test_what_fits_is_dram_on_top_of_the_buffers_with_and_without_a_tier() -> None:
+def test_the_share_that_fits_is_additional_dram_with_and_without_a_tier() -> None:
     plain = EmulatedNodes(buffer_bytes=64 << 20, dram_bytes=32 << 20)
     tier = msgspec.structs.replace(plain, dram_tier=True)
     setups = [simulated_setup(nodes, LAB, Mode.DUALPATH) for nodes in (plain, tier)]
@@ -98,7 +100,7 @@ def test_blocks_of_one_kind_are_stored_once() -> None:
 
 
 class _Recorder:
-    """A lab that notes what is run on it."""
+    """A lab that records its runs."""
 
     settings = LAB
 
@@ -110,11 +112,11 @@ class _Recorder:
         return measured(mode, 1.0 + len(self.ran), dict.fromkeys(NODES, 1.0))
 
 
-def test_variants_run_in_turns_and_are_compared_within_a_round() -> None:
+def test_variants_run_interleaved_and_are_compared_within_a_round() -> None:
     lab, engines = _Recorder(), EmulatedEngines(EmulatedNodes())
     variants = [Variant("a", Mode.DUALPATH, engines), Variant("b", Mode.ORACLE, engines)]
     said: list[str] = []
-    runs = run_in_turns(lab, variants, 3, ReplayOptions(), said.append)  # type: ignore[arg-type]
+    runs = run_interleaved(lab, variants, 3, ReplayOptions(), said.append)  # type: ignore[arg-type]
     assert [mode for mode, _ in lab.ran] == [Mode.DUALPATH, Mode.ORACLE] * 3
     assert len(said) == 6
     # 2 to 3, 4 to 5, 6 to 7.
@@ -124,10 +126,10 @@ def test_variants_run_in_turns_and_are_compared_within_a_round() -> None:
     assert paired_ratio(runs, "a", "b") == pytest.approx(6 / 5)
 
 
-def run_of(jct_s: float, read_bytes: float = 0.0, kept_bytes: int = 0) -> Measured:
-    """Return a run in which every node read as much, and a DE had so much in DRAM."""
+def run_of(jct_s: float, read_bytes: float = 0.0, cached_bytes: int = 0) -> Measured:
+    """Return a run in which nodes read ``read_bytes`` and a DE had ``cached_bytes`` in DRAM."""
     made = measured(Mode.DUALPATH, jct_s, dict.fromkeys(NODES, read_bytes / 3 / jct_s))
-    other = {"dram_hit_bytes": {"de0": kept_bytes, "de1": 0}, "snic_write_bytes": {"pe0": 10**9}}
+    other = {"dram_hit_bytes": {"de0": cached_bytes, "de1": 0}, "snic_write_bytes": {"pe0": 10**9}}
     server = ServerCounters(None, None, {}, {}, other)
     replay = msgspec.structs.replace(made.client.replay, server=server)
     return msgspec.structs.replace(made, client=msgspec.structs.replace(made.client, replay=replay))
@@ -145,7 +147,7 @@ def tier_job(settings: TierSettings, runs: dict[str, list[Measured]]) -> TierJob
     )
 
 
-def test_each_share_is_judged_by_what_it_is_to_be_worth() -> None:
+def test_each_share_has_its_own_target() -> None:
     runs = {
         "100%, no tier": [run_of(20.0, 6e8)],
         "100%, tier": [run_of(10.4, 0.0, 600_000_000)],
@@ -165,7 +167,7 @@ def test_each_share_is_judged_by_what_it_is_to_be_worth() -> None:
     assert [row[1] for row in report.tables[1].rows] == ["0%", "100%", "0%", "25%", "0%", "0%"]
 
 
-def test_after_pauses_only_turns_count_that_had_time_to_read() -> None:
+def test_only_turns_after_long_enough_pauses_count() -> None:
     """A storage NIC reads the 64 hit tokens of ``turn`` in 64 * 5376 bytes / 50 MB/s: 7 ms."""
     settings = TierSettings(tool_delays=ToolDelays.RECORDED)
 
@@ -188,8 +190,8 @@ def test_after_pauses_only_turns_count_that_had_time_to_read() -> None:
     assert any("1 of 2" in line for line in report.settings)
 
 
-def test_sealing_is_told_by_the_processor_time_of_what_was_stored() -> None:
-    """Engines of ``measured`` took 4 s, for 1 GB written and what was read."""
+def test_the_cost_of_sealing_is_cpu_time_per_stored_byte() -> None:
+    """Engines of ``measured`` took 4 CPU-s, for 1 GB written and the bytes read."""
     runs = {
         "dualpath, none": [run_of(10.0, 1e9)],
         "dualpath, authenticated": [run_of(10.5, 1e9)],
@@ -202,8 +204,8 @@ def test_sealing_is_told_by_the_processor_time_of_what_was_stored() -> None:
     assert encrypted[7] == "-1.00"
 
 
-def test_an_experiment_on_a_tier_takes_one_cluster_and_some_share() -> None:
+def test_an_experiment_on_a_tier_needs_one_cluster_and_a_share() -> None:
     with pytest.raises(ConfigError, match="shares"):
         TierSettings(shares=()).check()
-    with pytest.raises(ConfigError, match="takes one"):
+    with pytest.raises(ConfigError, match="give one cluster"):
         TierSettings(jct=JctSettings(nodes=("1P1D", "1P2D"))).check()

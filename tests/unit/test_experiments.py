@@ -1,4 +1,4 @@
-"""What the experiments on a lab compute from what was measured."""
+"""How the experiments on a lab evaluate their measurements."""
 
 import json
 from pathlib import Path
@@ -47,10 +47,10 @@ from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.laboratory.workload.replay.metrics import summarise
 from dualpath.laboratory.workload.replay.result import (
-    HintsGiven,
     Isolation,
     ReplayResult,
     ReplaySetting,
+    SentHints,
     ToolDelays,
     TurnRecord,
 )
@@ -75,7 +75,7 @@ SETTING = ReplaySetting(
     seed=0,
     tool_delays=ToolDelays.NONE,
     isolation=Isolation.SESSION,
-    session_hints=HintsGiven.NONE,
+    session_hints=SentHints.NONE,
     max_context_tokens=None,
     max_turns=None,
     scale_append=1.0,
@@ -107,7 +107,7 @@ def turn(start_s: float, ttft_s: float = 1.0) -> TurnRecord:
 def measured(
     mode: Mode, jct_s: float, rates: dict[str, float], turns: tuple[TurnRecord, ...] = ()
 ) -> Measured:
-    """A run whose nodes read at constant ``rates`` (bytes per second), looked at every 0.1 s."""
+    """A run whose nodes read at constant ``rates`` (bytes per second), sampled every 0.1 s."""
     samples = [
         Sample(
             tick / 10,
@@ -139,7 +139,7 @@ def measured(
     )
 
 
-def test_a_report_says_what_each_ranks_cnic_has_moved() -> None:
+def test_a_report_has_the_bytes_over_each_ranks_cnic() -> None:
     two = msgspec.structs.replace(job(3.0, 1.0, 1.0), lab=LabSettings(nodes="1P1D", cnics=2))
     nothing = NodeBytes(snic=0, cnic_out=0, cnic_in=0, loopback=0, rails=((0, 0), (5, 5)))
     moved = msgspec.structs.replace(nothing, snic=9, rails=((2_000_000, 10), (3_000_005, 5)))
@@ -159,7 +159,7 @@ def test_a_report_says_what_each_ranks_cnic_has_moved() -> None:
     )
 
 
-def test_a_report_says_which_threads_of_dualpaths_engines_took_the_processor() -> None:
+def test_a_report_has_the_cpu_time_of_dualpaths_engines_by_thread() -> None:
     first = measured(Mode.DUALPATH, 1.0, {"pe0": 1e9})
     assert not thread_rows(first)
     client = msgspec.structs.replace(first.client, thread_cpu_s={"MainThread": 1.0, "native": 3.0})
@@ -174,7 +174,7 @@ def thread_rows(run: Measured) -> list[tuple[tuple[str, ...], ...]]:
     return [t.rows for t in tables if t.columns == ("thread", "CPU-s per GB read")]
 
 
-def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
+def test_agents_start_in_the_middle_of_their_trajectories() -> None:
     chosen = WindowSettings(agents=7, turns=3, scale=0.25)
     found = windows(chosen)
     assert found == windows(chosen)
@@ -185,8 +185,8 @@ def test_agents_are_met_in_the_middle_of_their_trajectories() -> None:
         assert 0 < window.history_tokens < window.trajectory.rounds[0].append_tokens
 
 
-def test_windows_are_taken_from_a_trace_of_block_ids_as_well(tmp_path: Path) -> None:
-    # 64-token blocks: the second turn goes on, the third keeps one block of it.
+def test_windows_can_be_taken_from_a_trace_of_block_ids(tmp_path: Path) -> None:
+    # 64-token blocks: the second turn appends, the third shares one block with it.
     requests = [
         {"in": 128, "out": 20, "hash_ids": [1, 2]},
         {"in": 200, "out": 8, "hash_ids": [1, 2, 3]},
@@ -206,7 +206,7 @@ def test_windows_are_taken_from_a_trace_of_block_ids_as_well(tmp_path: Path) -> 
     ]
 
 
-def test_the_stored_history_is_what_the_first_prompt_begins_with(tmp_path: Path) -> None:
+def test_the_stored_history_is_a_prefix_of_the_first_prompt(tmp_path: Path) -> None:
     found = windows(WindowSettings(agents=3, turns=2, scale=0.05))
     write_rounds(found, tmp_path / "run.jsonl")
     write_histories(found, tmp_path / "histories.jsonl")
@@ -232,7 +232,7 @@ def test_the_stored_history_is_what_the_first_prompt_begins_with(tmp_path: Path)
     generate=st.floats(0.1, 4),
     seed=st.integers(0, 3),
 )
-def test_scales_change_turns_and_leave_histories(
+def test_scales_of_turns_do_not_change_histories(
     turns: int, append: float, generate: float, seed: int
 ) -> None:
     plain = WindowSettings(agents=4, turns=turns, seed=seed)
@@ -242,7 +242,7 @@ def test_scales_change_turns_and_leave_histories(
         assert all(r.generated_tokens >= 1 for r in after.trajectory.rounds)
 
 
-def test_windows_say_why_they_cannot_be(tmp_path: Path) -> None:
+def test_impossible_windows_are_refused_with_a_reason(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="turns is 0"):
         windows(WindowSettings(turns=0))
     short = tmp_path / "short.jsonl"
@@ -265,7 +265,7 @@ def test_counters_of_the_kernel_are_read() -> None:
     assert parse_read_bytes("", "7:1") == 0
 
 
-def test_use_and_balance_of_storage_nics_follow_from_the_samples() -> None:
+def test_use_and_balance_of_storage_nics_are_computed_from_the_samples() -> None:
     run = measured(Mode.DUALPATH, 10.0, {"pe0": 50e6, "de0": 25e6, "de1": 0.0})
     assert run.storage_bytes == 750_000_000
     assert run.snic_use(SNIC_BYTES_PER_S) == pytest.approx([1.0, 0.5, 0.0])
@@ -289,7 +289,7 @@ def job(basic_s: float, dualpath_s: float, oracle_s: float) -> Job:
     )
 
 
-def test_an_io_bound_job_is_judged_by_the_ratio_of_all_nics_to_those_of_prefill() -> None:
+def test_the_target_of_an_io_bound_job_is_the_ratio_of_all_nics_to_those_of_prefill() -> None:
     report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
     ratio, use = report.targets
     assert ratio.what == "1P2D: Basic / DualPath, I/O-bound"
@@ -305,7 +305,7 @@ def test_an_io_bound_job_is_judged_by_the_ratio_of_all_nics_to_those_of_prefill(
     assert not report.too_busy
 
 
-def test_where_storage_suffices_oracle_is_the_measure() -> None:
+def test_where_storage_suffices_the_target_is_oracle() -> None:
     report = jct_report("jct", "c", (), [job(30.0, 20.0, 25.0)])
     (target,) = report.targets
     assert target.what == "1P2D: DualPath / Oracle, SNICs suffice"
@@ -315,14 +315,14 @@ def test_where_storage_suffices_oracle_is_the_measure() -> None:
     assert between.targets == ()
 
 
-def test_oracle_is_the_measure_also_where_basic_was_not_run() -> None:
+def test_the_target_is_oracle_also_where_basic_was_not_run() -> None:
     full = job(30.0, 20.0, 25.0)
     runs = {mode: full.runs[mode] for mode in (Mode.DUALPATH, Mode.ORACLE)}
     (target,) = jct_report("jct", "c", (), [msgspec.structs.replace(full, runs=runs)]).targets
     assert target.measured == pytest.approx(0.8)
 
 
-def test_split_reads_are_judged_beside_the_papers_rule_or_alone() -> None:
+def test_split_reads_have_targets_with_or_without_the_papers_rule() -> None:
     full = job(30.0, 20.0, 25.0)
     both = {**full.runs, Mode.SPLIT: full.runs[Mode.DUALPATH]}
     alone = {mode: both[mode] for mode in (Mode.SPLIT, Mode.ORACLE)}
@@ -334,7 +334,7 @@ def test_split_reads_are_judged_beside_the_papers_rule_or_alone() -> None:
         assert [target.what.removesuffix(", SNICs suffice") for target in report.targets] == titles
 
 
-def test_a_report_becomes_files(tmp_path: Path) -> None:
+def test_a_report_is_written_as_files(tmp_path: Path) -> None:
     report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
     names = [path.name for path in write_experiment(report, tmp_path / "new")]
     assert names == ["jct.json", "jct.md", "jct.png"]
@@ -349,7 +349,7 @@ def test_a_report_becomes_files(tmp_path: Path) -> None:
         write_experiment(report, tmp_path / "file")
 
 
-def test_a_missed_target_says_no() -> None:
+def test_a_missed_target_is_shown_as_no() -> None:
     report = ExperimentReport(
         name="x",
         title="X",
@@ -362,7 +362,7 @@ def test_a_missed_target_says_no() -> None:
     assert "| no " in markdown.page(as_report(report))
 
 
-def test_the_simulator_is_given_what_the_lab_has() -> None:
+def test_the_simulator_gets_the_settings_of_the_lab() -> None:
     nodes = EmulatedNodes(speedup=10.0, recompute_limit_s=2.0)
     setup = simulated_setup(nodes, LAB, Mode.DUALPATH)
     assert setup.cluster.recompute_limit_s == 2.0
@@ -378,7 +378,7 @@ def test_the_simulator_is_given_what_the_lab_has() -> None:
     assert np.all(table.hit_tokens < table.prompt_tokens)
 
 
-def test_a_prediction_is_the_simulators_last_answer() -> None:
+def test_a_prediction_is_the_time_of_the_simulators_last_answer() -> None:
     nodes = EmulatedNodes()
     agents: list[Window] = windows(WindowSettings(agents=6, turns=2))
     basic = predicted_jct_s(nodes, LAB, Mode.BASIC, agents)

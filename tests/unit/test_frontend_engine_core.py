@@ -1,4 +1,4 @@
-"""The engine that is none: requests become tasks on a service, their tokens come out in order."""
+"""The engine core of the front end: requests become service tasks, tokens come in order."""
 
 import asyncio
 
@@ -16,7 +16,7 @@ from dualpath.vllm.engine_core import RoutedEngineCore
 
 
 class ListedService:
-    """Streams the listed items of a request, raising those that are errors, then waits."""
+    """Streams the listed items of a request, raising items that are errors, then waits."""
 
     def __init__(self, **items):
         self.items = items
@@ -72,7 +72,7 @@ async def outputs_until_idle(core):
     return outputs
 
 
-async def test_tokens_come_out_with_their_finish_reason():
+async def test_tokens_are_output_with_their_finish_reason():
     events = [
         TokenEvent((5,), cached_tokens=64),
         TokenEvent((6, 7)),
@@ -86,7 +86,7 @@ async def test_tokens_come_out_with_their_finish_reason():
     assert failures == []
 
 
-async def test_the_first_output_says_what_was_cached():
+async def test_the_first_output_reports_cached_tokens():
     service = ListedService(r=[TokenEvent((5,), finish_reason="length", cached_tokens=64)])
     core, _ = core_of(service)
     await core.add_request_async(request("r"))
@@ -122,7 +122,7 @@ async def test_a_failure_is_reported_after_the_outputs_before_it():
     lost = EngineLostError("engine lost")
     core, failures = core_of(ListedService(r=[TokenEvent((5,)), lost]))
     await core.add_request_async(request("r"))
-    while not core._news or core._tasks:
+    while not core._outputs or core._tasks:
         await asyncio.sleep(0)
     assert [o.new_token_ids for o in (await core.get_output_async()).outputs] == [[5]]
     assert failures == []
@@ -147,7 +147,7 @@ async def test_a_stream_without_a_finish_reason_is_a_failure():
     assert isinstance(failures[0][1], EngineLostError)
 
 
-async def test_an_abort_closes_the_stream_and_is_no_failure():
+async def test_an_abort_closes_the_stream_and_is_not_a_failure():
     service = ListedService(r=[TokenEvent((5,)), ...], other=[...])
     core, failures = core_of(service)
     await core.add_request_async(request("r"))
@@ -173,7 +173,7 @@ async def test_shutdown_fails_what_is_running():
 
 async def test_operations_on_one_engine_are_refused():
     core, _ = core_of(ListedService())
-    with pytest.raises(NotImplementedError, match="collective_rpc concerns one engine"):
+    with pytest.raises(NotImplementedError, match="collective_rpc applies to one engine"):
         await core.collective_rpc_async("method")
     with pytest.raises(AttributeError):
         _ = core.no_such_thing

@@ -21,7 +21,7 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import RANK_HEADER
@@ -44,7 +44,7 @@ DECODE_TRANSFER = DecodeTransfer(request_id="r#1", prompt_tokens=70, slots=(3, 4
 
 
 class ScriptedEngine:
-    """Answers each call with ``status`` and the next of ``chunks``, and notes what it was sent."""
+    """Answers each call with ``status`` and the next of ``chunks``; records what it received."""
 
     info: EngineInfo
 
@@ -152,14 +152,14 @@ def job_of(cache_salt=None, trace_headers=None, **options):
         data_parallel_rank=None,
         trace_headers=trace_headers,
     )
-    return make_job(request, KeyMemory(64), stateful_sampling=False)
+    return make_job(request, KeyCache(64), stateful_sampling=False)
 
 
 async def collect(events):
     return [event async for event in events]
 
 
-async def test_prefill_hands_over_and_returns_the_first_token(engine, calls):
+async def test_prefill_sends_the_transfer_and_returns_the_first_token(engine, calls):
     engine.chunks = [chunk_of(42, finish_reason="length")]
     event = await calls.prefill(engine.info, job_of(cache_salt="tenant"), PREFILL_TRANSFER)
     assert (event.token_ids, event.finish_reason) == ((42,), "length")
@@ -172,7 +172,7 @@ async def test_prefill_hands_over_and_returns_the_first_token(engine, calls):
 
 
 @pytest.mark.parametrize(("at_server", "header"), [(None, None), (1, "1")])
-async def test_a_server_of_several_ranks_is_told_which_one_is_asked(
+async def test_a_request_to_a_server_of_several_ranks_names_the_rank(
     engine, calls, at_server, header
 ):
     engine.chunks = [chunk_of(42, finish_reason="length")]
@@ -197,7 +197,7 @@ async def test_prompt_logprobs_come_from_the_prefill_engine(engine, calls):
     assert job.payload.prompt_logprobs.logprob_token_ids.tolist() == [[7]]
 
 
-async def test_decode_goes_on_after_the_first_token(engine, calls):
+async def test_decode_continues_after_the_first_token(engine, calls):
     engine.chunks = [
         chunk_of(5),
         chunk_of(6, 7),
@@ -218,7 +218,7 @@ async def test_decode_goes_on_after_the_first_token(engine, calls):
 
 
 @pytest.mark.parametrize(("own", "asked"), [(1, None), (8, 8)])
-async def test_a_router_that_streams_chunks_asks_engines_for_chunks(engine, own, asked):
+async def test_a_router_that_streams_chunks_requests_chunks_from_engines(engine, own, asked):
     engine.chunks = [chunk_of(9, finish_reason="length"), "[DONE]"]
     calls = GenerateClient(max_logprobs=20, stream_interval=own)
     await collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, (42,)))
@@ -229,7 +229,7 @@ async def test_a_router_that_streams_chunks_asks_engines_for_chunks(engine, own,
     assert "stream_interval" not in prefill["sampling_params"]
 
 
-async def test_a_retried_job_asks_for_what_is_left(engine, calls):
+async def test_a_retried_job_requests_only_the_remaining_tokens(engine, calls):
     engine.chunks = [chunk_of(9, finish_reason="length"), "[DONE]"]
     job = job_of(min_tokens=4).continued((42, 43, 44))
     await collect(calls.decode(engine.info, job, DECODE_TRANSFER, ()))
@@ -239,9 +239,9 @@ async def test_a_retried_job_asks_for_what_is_left(engine, calls):
     assert body["sampling_params"]["min_tokens"] == 1
 
 
-async def test_sampling_state_that_was_lost_with_an_engine_is_not_made_up(engine, calls):
+async def test_a_retry_that_lost_sampling_state_fails(engine, calls):
     job = job_of(structured_outputs=StructuredOutputsParams(regex="a+")).continued((42,))
-    with pytest.raises(DualPathError, match="cannot go on elsewhere"):
+    with pytest.raises(DualPathError, match="cannot continue on another engine"):
         await calls.prefill(engine.info, job, PREFILL_TRANSFER)
     assert engine.bodies == []
 
@@ -301,7 +301,7 @@ async def test_an_error_chunk_in_a_stream_is_an_error(engine, calls):
         await collect(calls.decode(engine.info, job_of(), DECODE_TRANSFER, ()))
 
 
-async def test_a_stream_that_breaks_off_is_a_lost_engine(engine, calls):
+async def test_a_broken_stream_is_a_lost_engine(engine, calls):
     engine.chunks = [chunk_of(5)]
     events = calls.decode(engine.info, job_of(), DECODE_TRANSFER, ())
     assert (await anext(events)).token_ids == (5,)
@@ -309,7 +309,7 @@ async def test_a_stream_that_breaks_off_is_a_lost_engine(engine, calls):
         await anext(events)
 
 
-async def test_nobody_at_the_address_is_a_lost_engine(engine, calls, unused_port):
+async def test_a_refused_connection_is_a_lost_engine(engine, calls, unused_port):
     with pytest.raises(EngineLostError, match="does not answer"):
         await calls.prefill(engine_info(unused_port), job_of(), PREFILL_TRANSFER)
 

@@ -1,4 +1,4 @@
-"""Keys and limits in front of vLLM's application, put there as `dualpath router` does."""
+"""API keys and limits around vLLM's application, added as `dualpath router` does."""
 
 import asyncio
 import contextlib
@@ -33,16 +33,16 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm.app import guarded_protocol, layer_names
+from dualpath.vllm.app import limited_protocol, middleware_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
 from dualpath.vllm.router_process import (
-    guard_clients,
     limit_samples,
     refuse_guessable_request_ids,
+    set_api_keys,
 )
-from dualpath.vllm.validation import blame_bodies_for_broken_validators
+from dualpath.vllm.validation import answer_400_for_validator_errors
 
 
 class Service:
@@ -57,7 +57,7 @@ class Service:
 
 
 def with_state(app: FastAPI, service: Service, *keys: str) -> None:
-    """What `make_app` gives the layers to look at."""
+    """The arguments that `make_app` passes to the middleware."""
     app.state.dualpath_service, app.state.dualpath_registry = service, Registry()
     app.state.dualpath_api_keys = router_keys(keys, open_metrics=False)
 
@@ -83,8 +83,8 @@ async def guarded():
         return None
 
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
-    guard_clients(args, service.settings)
-    args.middleware = layer_names()
+    set_api_keys(args, service.settings)
+    args.middleware = middleware_names()
     init_exception_handler(app)
     init_entrypoints_middleware(args, app, ())
     with_state(app, service, "first", "second")
@@ -97,7 +97,7 @@ async def guarded():
         yield client, service
 
 
-async def test_clients_show_one_of_the_keys(guarded):
+async def test_clients_must_send_one_of_the_keys(guarded):
     client, _ = guarded
     assert (await client.post("/v1/completions", content=b"{}")).status_code == 200
     for wrong in ("", "Bearer third", "Bearer secon"):
@@ -108,7 +108,7 @@ async def test_clients_show_one_of_the_keys(guarded):
     assert (await client.get("/health", headers={"Authorization": ""})).status_code == 200
 
 
-async def test_a_body_beyond_the_limit_is_413_however_it_comes(guarded):
+async def test_a_body_beyond_the_limit_is_413_in_any_encoding(guarded):
     client, _ = guarded
 
     async def chunks():
@@ -123,7 +123,7 @@ async def test_a_body_beyond_the_limit_is_413_however_it_comes(guarded):
     assert answer.json() == {"bytes": 100}
 
 
-async def test_nobody_without_a_key_has_a_large_body_read(guarded):
+async def test_large_bodies_are_not_read_without_a_key(guarded):
     client, _ = guarded
     read = []
 
@@ -137,7 +137,7 @@ async def test_nobody_without_a_key_has_a_large_body_read(guarded):
     assert not read
 
 
-async def test_a_full_router_is_429_with_the_time_to_come_again(guarded):
+async def test_a_full_router_is_429_with_retry_after(guarded):
     client, service = guarded
     late = await client.post("/v1/completions", content=b'"full later"')
     service.full = "8192 requests are under way"
@@ -175,10 +175,10 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
     assert counted == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.OVERLOADED: 2}
 
 
-async def test_every_route_of_vllms_server_asks_for_a_key():
-    """Also those that vLLM's own check leaves open, and whatever a plugin or a version adds."""
+async def test_every_route_of_vllms_server_requires_a_key():
+    """Also paths that vLLM's own check leaves open, and routes of plugins or later versions."""
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
-    args.middleware = layer_names()
+    args.middleware = middleware_names()
     app = build_app(args, ("generate",))
     with_state(app, Service(), "first")
     client = httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://router")
@@ -196,9 +196,9 @@ async def test_every_route_of_vllms_server_asks_for_a_key():
 
 @pytest.mark.parametrize("field", ["structured_outputs", "response_format", "stream_options"])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/invocations"])
-async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field, caplog):
+async def test_a_body_that_breaks_a_validator_is_a_client_error(path, field, caplog):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     whole = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
@@ -209,9 +209,9 @@ async def test_a_body_that_breaks_a_validator_is_the_clients_mistake(path, field
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/invocations"])
-async def test_a_body_nested_too_deep_is_the_clients_mistake(path):
+async def test_a_body_nested_too_deep_is_a_client_error(path):
     app = build_app(parse_front_end_arguments(FrontEndSettings(model="m")), ("generate",))
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     headers = {"Content-Type": "application/json"}
@@ -220,18 +220,18 @@ async def test_a_body_nested_too_deep_is_the_clients_mistake(path):
 
 
 def _misses_the_server(answer: httpx.Response) -> bool:
-    """The body passed, and the application of this test has nothing behind its routes."""
+    """The body passed; the application of this test has no implementation behind its routes."""
     return answer.status_code == 500 and "State" in answer.text
 
 
-async def test_a_defect_that_looks_alike_stays_one():
+async def test_the_same_error_outside_of_body_parsing_is_a_server_error():
     app = FastAPI()
 
     @app.get("/")
     async def broken() -> None:
         raise AttributeError("defect")
 
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     client = httpx.AsyncClient(transport=transport, base_url="http://router")
     assert (await client.get("/")).status_code == 500
@@ -297,10 +297,10 @@ def test_vllm_refuses_more_samples_than_the_settings_allow(monkeypatch):
     monkeypatch.delenv("VLLM_MAX_N_SEQUENCES")
 
 
-def test_clients_cannot_name_requests_alike(monkeypatch):
+def test_clients_cannot_choose_equal_request_ids(monkeypatch):
     refuse_guessable_request_ids()
     monkeypatch.setenv("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
-    with pytest.raises(ConfigError, match="another client's; unset it"):
+    with pytest.raises(ConfigError, match="another client's request; unset it"):
         refuse_guessable_request_ids()
 
 
@@ -320,7 +320,7 @@ async def uvicorn_with(limits: ConnectionLimits):
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    guarded_by = guarded_protocol(Connections(limits, Service().metrics))
+    guarded_by = limited_protocol(Connections(limits, Service().metrics))
     config = uvicorn.Config(
         app,
         http=guarded_by,  # type: ignore[arg-type]  # any factory of protocols will do
@@ -342,7 +342,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
 async def test_connections_without_a_request_end_at_vllms_server():
-    """uvicorn alone keeps them for ever, and takes heads of any size."""
+    """uvicorn alone keeps idle connections open for ever, and accepts headers of any size."""
     async with uvicorn_with(ConnectionLimits(quiet_s=0.2)) as port:
         answer = await sent(port, HEAD + b"Connection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")

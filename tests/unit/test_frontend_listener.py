@@ -11,7 +11,7 @@ from dualpath.vllm.engine_config import bind_listen_socket, parse_front_end_argu
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 
-async def test_no_token_waits_for_the_client_to_acknowledge_the_one_before() -> None:
+async def test_no_token_waits_for_the_ack_of_the_previous_one() -> None:
     listener = bind_listen_socket(parse_front_end_arguments(FrontEndSettings("m", port=0)))
     accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
     server = await asyncio.start_server(lambda _, w: accepted.set_result(w), sock=listener)

@@ -1,4 +1,4 @@
-"""What the front end uses of vLLM's inside; a vLLM upgrade that changes any of it fails here."""
+"""vLLM internals that the front end uses; a vLLM upgrade that changes one fails here."""
 
 import ast
 import inspect
@@ -179,7 +179,7 @@ def test_structs_we_fill_have_the_fields_we_fill():
 
 
 def test_every_sampling_parameter_is_known_to_the_wire():
-    """A new parameter must be looked at: does it shape tokens, or the router's output?"""
+    """A new parameter needs a decision: does it change tokens, or the router's output?"""
     shapes_tokens = {
         "allowed_token_ids",
         "bad_words",

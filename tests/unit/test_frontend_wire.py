@@ -1,4 +1,4 @@
-"""Sampling parameters and logprobs survive the way to an engine and back."""
+"""Sampling parameters and logprobs are unchanged on the way to an engine and back."""
 
 import json
 
@@ -17,7 +17,7 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.router.token_api.wire import ChoiceLogprobs, Logprob, PromptLogprob, SampledLogprob
 from dualpath.vllm.request_job import can_continue, is_stateless, make_job
 from dualpath.vllm.sampling import (
@@ -61,18 +61,18 @@ ROUTER_SIDE = {
     "skip_clone": True,
 }
 
-MEMORY = KeyMemory(64)
+MEMORY = KeyCache(64)
 
 
 def at_the_engine(fields):
-    """What an engine makes of the JSON: its own parser and its own defaults."""
+    """The parameters an engine decodes from the JSON: its own parser and its own defaults."""
     body = json.loads(msgspec.json.encode({"token_ids": [1, 2], "sampling_params": fields}))
     request = GenerateRequest.model_validate(body)
     assert request.is_sampling_param_provided("max_tokens")
     return request.sampling_params
 
 
-def test_every_parameter_that_shapes_tokens_arrives_unchanged():
+def test_every_parameter_that_affects_tokens_is_sent_unchanged():
     sent = SamplingParams(**EVERYTHING, **ROUTER_SIDE)
     received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=16, max_logprobs=20))
     for name in set(EVERYTHING) - {"logprobs"}:
@@ -81,7 +81,7 @@ def test_every_parameter_that_shapes_tokens_arrives_unchanged():
 
 
 @pytest.mark.parametrize("name", sorted(EVERYTHING))
-def test_each_parameter_alone_arrives_unchanged(name):
+def test_each_single_parameter_is_sent_unchanged(name):
     sent = SamplingParams(**{"max_tokens": 16, name: EVERYTHING[name]})
     received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=16, max_logprobs=4))
     for field in msgspec.structs.fields(SamplingParams):
@@ -100,9 +100,7 @@ def test_text_stays_at_the_router():
 @pytest.mark.parametrize(
     ("clients", "routers", "engines"), [(None, 1, 1), (4, 1, 4), (None, 8, 8), (4, 8, 8)]
 )
-def test_tokens_wait_for_each_other_at_the_engine_as_long_as_at_the_router(
-    clients, routers, engines
-):
+def test_engines_collect_as_many_tokens_as_the_router(clients, routers, engines):
     sent = SamplingParams(max_tokens=16, stream_interval=clients)
     fields = decode_sampling(
         sent, generated=0, max_tokens=16, max_logprobs=20, stream_interval=routers
@@ -124,7 +122,7 @@ def test_prefill_samples_one_token_with_the_same_distribution():
     assert (received.temperature, received.logprobs, received.prompt_logprobs) == (0.7, 3, 1)
 
 
-def test_prefill_of_a_dropped_token_needs_no_sampling_state():
+def test_prefill_with_a_discarded_token_needs_no_sampling_state():
     sent = SamplingParams(max_tokens=40, seed=1, structured_outputs=StructuredOutputsParams("{}"))
     received = at_the_engine(prefill_sampling(sent, first_token=False, max_logprobs=20))
     assert received.max_tokens == 1
@@ -132,7 +130,7 @@ def test_prefill_of_a_dropped_token_needs_no_sampling_state():
     assert received.structured_outputs is None
 
 
-def test_decode_goes_on_where_earlier_tokens_ended():
+def test_decode_continues_where_earlier_tokens_ended():
     sent = SamplingParams(max_tokens=40, min_tokens=10, prompt_logprobs=3)
     received = at_the_engine(decode_sampling(sent, generated=4, max_tokens=36, max_logprobs=20))
     assert (received.max_tokens, received.min_tokens) == (36, 6)
@@ -154,7 +152,7 @@ def test_logprob_rows_are_those_of_the_sampler():
     assert lists.sampled_token_ranks.tolist() == [2]
 
 
-def test_a_sampled_token_outside_the_top_does_not_push_a_candidate_out():
+def test_a_sampled_token_outside_the_top_does_not_displace_a_candidate():
     wire = ChoiceLogprobs([position(8, 40, (5, -1.0, 1), (9, -3.0, 2))])
     lists = sampled_logprobs(wire, SamplingParams(logprobs=2))
     assert lists is not None
@@ -169,7 +167,7 @@ def test_without_candidates_only_the_sampled_token_remains():
     assert sampled_logprobs(ChoiceLogprobs([position(8, 3)]), SamplingParams()) is None
 
 
-def test_without_a_limit_a_spare_candidate_is_asked_for_as_well():
+def test_without_a_limit_an_extra_candidate_is_requested_as_well():
     sent = SamplingParams(max_tokens=4, logprobs=50)
     assert decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=-1)["logprobs"] == 51
     assert decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=50)["logprobs"] == 50
@@ -180,7 +178,7 @@ def test_without_a_limit_a_spare_candidate_is_asked_for_as_well():
     [SamplingParams(logprob_token_ids=[9, 5, 9]), SamplingParams(logprobs=2, max_tokens=4)],
     ids=["named", "ranked"],
 )
-def test_the_prefill_engine_is_asked_for_the_logprobs_that_the_decode_engine_is(params):
+def test_prefill_and_decode_engines_are_asked_for_the_same_logprobs(params):
     prefill = prefill_sampling(params, first_token=True, max_logprobs=20)
     decode = decode_sampling(params, generated=0, max_tokens=4, max_logprobs=20)
     for name in ("logprobs", "logprob_token_ids"):
@@ -191,7 +189,7 @@ def test_named_logprobs_leave_room_for_the_sampled_token():
     sent = SamplingParams(max_tokens=4, logprob_token_ids=[9, 5])
     received = at_the_engine(decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20))
     assert (received.logprob_token_ids, received.logprobs) == ([9, 5, 9], 3)
-    # What the engine sends: sampled first, then the named ones, their ranks being mere positions.
+    # The engine sends the sampled token first, then the named ones; their ranks are positions.
     wire = ChoiceLogprobs([position(8, 40, (9, -3.0, 1), (5, -1.0, 2))])
     lists = sampled_logprobs(wire, sent)
     assert lists is not None
@@ -200,9 +198,9 @@ def test_named_logprobs_leave_room_for_the_sampled_token():
     assert lists.sampled_token_ranks.tolist() == [40]
 
 
-def test_more_named_logprobs_than_the_wire_carries_are_refused():
+def test_too_many_named_logprobs_are_refused():
     sent = SamplingParams(max_tokens=4, logprob_token_ids=list(range(20)))
-    with pytest.raises(BadRequestError, match="20 tokens, at most 19"):
+    with pytest.raises(BadRequestError, match="20 tokens, but engines return at most 19"):
         decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=20)
     unlimited = decode_sampling(sent, generated=0, max_tokens=4, max_logprobs=-1)
     assert unlimited["logprobs"] == 21
@@ -285,6 +283,6 @@ def test_prompt_logprobs_ask_for_a_full_computation():
         ({"sampling_params": None}, "pooling"),
     ],
 )
-def test_what_the_data_path_cannot_carry_is_refused(changes, named):
+def test_unsupported_requests_are_refused(changes, named):
     with pytest.raises(BadRequestError, match=named):
         make_job(request(**changes), MEMORY, stateful_sampling=False)

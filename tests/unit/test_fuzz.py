@@ -1,4 +1,4 @@
-"""The fuzzers: inputs that come again, findings that are found, and files of every kind."""
+"""The fuzzers: reproducible inputs, findings, and files of every kind."""
 
 import logging
 from collections.abc import Callable
@@ -13,14 +13,14 @@ from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.chaos.fuzz.sealed_blocks import SealedBlockSubject
 from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
 
-HONEST = {"a": [1, {"b": "text"}], "c": None}
+VALID = {"a": [1, {"b": "text"}], "c": None}
 
 
-def test_a_seed_and_a_number_give_an_input_again():
-    assert Inputs(7, 3).json(HONEST) == Inputs(7, 3).json(HONEST)
-    different = {Inputs(7, number).json(HONEST) for number in range(100)}
+def test_a_seed_and_a_number_determine_an_input():
+    assert Inputs(7, 3).json(VALID) == Inputs(7, 3).json(VALID)
+    different = {Inputs(7, number).json(VALID) for number in range(100)}
     assert len(different) > 50
-    assert {Inputs(8, number).json(HONEST) for number in range(100)} != different
+    assert {Inputs(8, number).json(VALID) for number in range(100)} != different
 
 
 @pytest.mark.parametrize(
@@ -40,9 +40,9 @@ async def test_files_are_taken_or_refused(subject: Callable[[], Subject], outcom
 
 
 class Breaking(BlockSubject):
-    """Raises now and then, writes errors to the log, and does not work afterwards."""
+    """Raises sometimes, writes errors to the log, and does not work afterwards."""
 
-    async def play(self, given: object) -> str:
+    async def run_input(self, given: object) -> str:
         number = self.played = getattr(self, "played", 0) + 1
         if number == 2:
             raise KeyError("defect")
@@ -54,7 +54,7 @@ class Breaking(BlockSubject):
         raise AssertionError("gone")
 
 
-async def test_what_goes_wrong_is_found_and_shown():
+async def test_failures_are_findings_and_are_shown():
     result = await Campaign("breaking", Breaking(), seed=1, count=6).run()
     assert [(each.number, each.what.split(":")[0]) for each in result.findings] == [
         (1, "KeyError"),
@@ -65,7 +65,7 @@ async def test_what_goes_wrong_is_found_and_shown():
     assert result.outcomes == {"taken": 5}
 
 
-def test_the_command_says_what_came_of_the_inputs(capsys: pytest.CaptureFixture[str]):
+def test_the_command_prints_the_result(capsys: pytest.CaptureFixture[str]):
     assert main(["chaos", "fuzz", "blocks", "--count", "50", "--json", "-"]) == 0
     assert '"findings_total":0' in capsys.readouterr().out.replace(" ", "")
     assert main(["chaos", "fuzz", "http"]) == 2

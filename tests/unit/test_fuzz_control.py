@@ -1,4 +1,4 @@
-"""Whatever arrives on the control connection: the router survives, other engines notice nothing."""
+"""Any frame on the control connection: the router survives, other engines are not affected."""
 
 import asyncio
 
@@ -47,20 +47,20 @@ def test_a_frame_is_a_message_or_refused_as_incompatible(frame):
 
 
 class Stranger(FakeEngine):
-    """A process with a connection of its own that never plays by the rules."""
+    """An unregistered process that violates the protocol."""
 
     async def noise(self, made: Cluster, sent: list[list[bytes]]) -> None:
         await self.start(made.network)
         for parts in sent:
             self.send_raw(*parts)
-        # Messages are taken in order: after this answer all of them have been.
+        # Messages are handled in order: after this answer all of them have been handled.
         self.version = 99
-        self.send_raw(envelopes.encode(envelopes.outside(self.hello())))
+        self.send_raw(envelopes.encode(envelopes.unnumbered(self.hello())))
         await self.saw(control.Refused, lambda refused: "protocol 99" in refused.reason)
 
 
 async def served_as_before(made: Cluster) -> None:
-    """Forget who joined under a name made of noise; those who belong here serve a request."""
+    """Remove engines that noise has registered; the cluster's own engines serve a request."""
     names = {engine.engine_id for engine in made.service.engines()}
     assert set(made.engines) <= names
     for name in names - set(made.engines):
@@ -69,8 +69,8 @@ async def served_as_before(made: Cluster) -> None:
     assert await made.run(request) == expected(range(9), 6)
 
 
-def test_strangers_frames_harm_nobody():
-    """Not even without a secret, as long as nobody takes another engine's name."""
+def test_frames_of_unregistered_processes_do_no_harm():
+    """Not even without a secret, unless they use another engine's name."""
 
     @EXAMPLES
     @given(st.lists(st.lists(FRAMES, min_size=1, max_size=3), min_size=1, max_size=8))
@@ -93,8 +93,8 @@ def test_strangers_frames_harm_nobody():
             runner.run(context.__aexit__(None, None, None))
 
 
-def test_an_engines_own_nonsense_harms_only_itself():
-    """A registered engine sends noise; the requests of the other ones end as they should."""
+def test_malformed_frames_of_an_engine_affect_only_itself():
+    """A registered engine sends noise; requests of other engines end as they should."""
 
     @EXAMPLES
     @given(st.lists(FRAMES, min_size=1, max_size=8))
@@ -135,15 +135,15 @@ def test_an_engines_own_nonsense_harms_only_itself():
     ],
     ids=["nothing", "reserved byte", "no fields", "too much", "no text", "deep"],
 )
-def test_noise_is_named_by_its_size(frame):
+def test_the_error_for_noise_has_its_size(frame):
     with pytest.raises(IncompatibleError, match=f"{len(frame)} bytes"):
         envelopes.decode_engine_message(frame)
 
 
-async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
-    """A field more than this version knows, as a later one may have."""
+async def test_a_registration_with_fields_of_another_version_is_refused_with_a_reason():
+    """It has a field that this version does not know, as a later version may have."""
     async with cluster(prefill=0, real_sockets=True) as made:
-        hello = envelopes.encode(envelopes.outside(_PROTOTYPE.hello()))
+        hello = envelopes.encode(envelopes.unnumbered(_PROTOTYPE.hello()))
         *head, fields = msgspec.msgpack.decode(hello)
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -156,19 +156,21 @@ async def test_a_greeting_of_another_versions_shape_is_refused_in_words():
         assert "run the same dualpath version on router and engines" in refused.reason
 
 
-async def test_a_message_of_several_parts_is_none():
-    """An honest end speaks one frame a message; the last of several counted before."""
+async def test_a_message_of_several_frames_is_malformed():
+    """Valid messages have one frame."""
     async with cluster(prefill=0, real_sockets=True) as made:
         stranger = Stranger("stranger", Role.PREFILL, set())
-        hello = envelopes.encode(envelopes.outside(FakeEngine("two", Role.PREFILL, set()).hello()))
+        hello = envelopes.encode(
+            envelopes.unnumbered(FakeEngine("two", Role.PREFILL, set()).hello())
+        )
         await stranger.noise(made, [[b"", hello], [hello, hello], [hello] * 1000])
         assert "two" not in {engine.engine_id for engine in made.service.engines()}
         assert made.service.server.refusals()[ControlRefusal.MALFORMED] == 3
         await stranger.kill()
 
 
-async def test_the_whole_router_behind_its_socket():
+async def test_fuzzing_the_whole_router_has_no_findings():
     result = await Campaign("control", ControlSubject(), seed=1, count=2000).run()
     assert result.findings == []
     assert sum(result.outcomes.values()) == 2000
-    assert set(result.outcomes) > {"malformed", "Hello", "Report", "Goodbye"}
+    assert set(result.outcomes) > {"malformed", "Register", "Report", "Deregister"}

@@ -1,4 +1,4 @@
-"""Whatever a body says: a status below 500, soon, and the service works afterwards."""
+"""Any body gets a status below 500 soon, and the service works afterwards."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -37,7 +37,7 @@ GENERATE: dict[str, Any] = {
 
 
 def bodies(valid: dict[str, Any]) -> st.SearchStrategy[bytes]:
-    """The bodies of `dualpath chaos fuzz http`."""
+    """Return the bodies of `dualpath chaos fuzz http`."""
     return st.integers(0, 1 << 32).map(lambda number: Inputs(0, number).json(valid))
 
 
@@ -45,7 +45,7 @@ Story = Callable[[Cluster, bytes], Awaitable[None]]
 
 
 def every_body(storage: Path, strategy: st.SearchStrategy[bytes], story: Story) -> None:
-    """Play a story with many bodies against one cluster, which serves as before at the end."""
+    """Run a story with many bodies against one cluster, which still serves at the end."""
 
     async def guarded(body: bytes) -> None:
         async with asyncio.timeout(GUARD_S):
@@ -73,7 +73,7 @@ async def posted(made: Cluster, url: str, body: bytes) -> int:
         return response.status
 
 
-def test_the_light_front_door_answers_every_body(tmp_path: Path) -> None:
+def test_the_light_router_answers_every_body(tmp_path: Path) -> None:
     async def story(made: Cluster, body: bytes) -> None:
         assert await posted(made, f"{made.endpoint}/v1/completions", body) < 500
 
@@ -82,7 +82,7 @@ def test_the_light_front_door_answers_every_body(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("role", list(Role))
 def test_an_engine_answers_every_body(role: Role, tmp_path: Path) -> None:
-    """Nobody but the router speaks to engines, and yet nothing it is sent may break them."""
+    """Only the router calls engines, but no body that it sends may break them."""
     ours = PREFILL_TRANSFER if role is Role.PREFILL else DecodeTransfer("x", 19, (0, 1))
     strategy = bodies({**GENERATE, "kv_transfer_params": to_transfer_params(ours)})
 

@@ -1,4 +1,4 @@
-"""The GPU benchmark's whole flow on a CPU: streamed equals unstreamed; no time is looked at."""
+"""The GPU benchmark on a CPU: streamed and unstreamed results are equal; times are not checked."""
 
 import json
 from typing import Any
@@ -36,7 +36,7 @@ def case(geometry, cached=8, append=4):
     )  # fmt: skip
 
 
-def test_streamed_prefill_computes_and_sends_what_the_unstreamed_one_does(tmp_path):
+def test_streamed_prefill_computes_and_sends_the_same_as_unstreamed(tmp_path):
     out = tmp_path / "prefill.json"
     main(["prefill", *QUICK, "--feed-forward", "--out", str(out)])
     document = json.loads(out.read_text())
@@ -64,7 +64,7 @@ def test_a_layer_that_is_not_loaded_is_noticed(geometry, monkeypatch):
 
 @pytest.mark.parametrize("geometry", [TINY_MLA, TINY_GQA], ids=lambda g: g.name)
 def test_a_prompt_in_two_parts_is_computed_like_one(geometry):
-    """KV in memory is worth what computing those tokens again would be."""
+    """Cached KV gives the same result as recomputing its tokens."""
     stack = Stack(geometry, CPU, torch.float64, 1, feed_forward=True)
     hidden = torch.randn(12, geometry.hidden, dtype=torch.float64)
     kv = stack.new_kv(hidden)
@@ -73,7 +73,7 @@ def test_a_prompt_in_two_parts_is_computed_like_one(geometry):
     torch.testing.assert_close(stack.layer(hidden[:8], kv[:8]), whole[:8])
 
 
-def test_every_way_to_copy_moves_the_right_bytes():
+def test_every_copy_method_copies_the_right_bytes():
     document: dict[str, Any] = main(["copies", *QUICK])
     for result in document["copies"]:
         assert {way: row["right"] for way, row in result["ways"].items()} == {

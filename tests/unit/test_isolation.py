@@ -1,4 +1,4 @@
-"""The isolation experiment without a lab: its plan, its messages, what its runs amount to."""
+"""The isolation experiment without a lab: its plan, its messages, its report."""
 
 import math
 import socket
@@ -48,19 +48,21 @@ LINKS = (LinkReport("CNIC", 125e6, True, "HTB"), LinkReport("SNIC", 50e6, True, 
         ({"load": 0.95}, "load is 0.95"),
         ({"repeat": 0}, "repeat is 0"),
         ({"message_bytes": (8,)}, "message_bytes is 8; it must be between 16 and 64MiB"),
-        ({"message_bytes": (64, 64)}, "each once"),
+        ({"message_bytes": (64, 64)}, "distinct values"),
         ({"legs": ()}, "one or more"),
         ({"lab": "no lab"}, "name is 'no lab'"),
         ({"nodes": "0P2D"}, "nodes is '0P2D'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(change: dict[str, object], said: str) -> None:
+def test_invalid_settings_are_refused(change: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         IsolationSettings(**change)  # type: ignore[arg-type]
 
 
 @given(st.integers(1, 8), st.integers(1, 8), st.integers(16, 1 << 24), st.floats(0.001, 0.9))
-def test_rounds_load_every_link_as_asked(prefill: int, decode: int, size: int, load: float) -> None:
+def test_rounds_load_every_link_as_configured(
+    prefill: int, decode: int, size: int, load: float
+) -> None:
     settings = IsolationSettings(
         nodes=nodes_text(prefill, decode), message_bytes=(size,), load=load
     )
@@ -71,7 +73,7 @@ def test_rounds_load_every_link_as_asked(prefill: int, decode: int, size: int, l
     assert 2 * size / settings.period_s(Leg.LOOPBACK, size) == pytest.approx(offered)
 
 
-def test_short_messages_have_more_rounds_so_that_a_run_lasts() -> None:
+def test_short_messages_have_more_rounds_for_the_minimum_duration() -> None:
     settings = IsolationSettings(rounds=10, least_run_s=2.0)
     for size in (1 << 10, 1 << 20):
         rounds = settings.rounds_of_run(Leg.CNIC, size)
@@ -86,7 +88,7 @@ def test_kv_flows_from_decode_to_prefill_and_h2d_from_a_node_to_itself() -> None
     assert flows(Leg.LOOPBACK, lab) == tuple(Flow(n, n) for n in ("pe0", "pe1", "de0"))
 
 
-def test_only_with_qos_the_bulk_takes_ports_of_the_kv_lane() -> None:
+def test_only_with_qos_the_bulk_uses_ports_of_the_kv_lane() -> None:
     assert bulk_ports(Case.QOS) == DEFAULT_KV_PORTS
     without = bulk_ports(Case.NO_QOS)
     assert without.last < DEFAULT_KV_PORTS.first
@@ -105,7 +107,7 @@ def channels() -> Iterator[tuple[Channel, Channel]]:
 
 
 def pass_message(sender: Channel, receiver: Channel) -> memoryview:
-    """Move a message that a socket does not hold at once."""
+    """Transfer a message that exceeds a socket's buffer."""
     while (message := receiver.receive()) is None:
         sender.flush()
     assert not sender.is_sending
@@ -143,7 +145,7 @@ def test_a_reply_to_another_round_is_wrong(channels: tuple[Channel, Channel]) ->
     assert result.wrong == 1
 
 
-def test_late_rounds_are_not_made_up_for(channels: tuple[Channel, Channel]) -> None:
+def test_late_rounds_are_not_caught_up(channels: tuple[Channel, Channel]) -> None:
     ours, theirs = channels
     rounds = Rounds(order(rounds=50, warm_up=0))
     rounds.begin([ours], 100.0)
@@ -155,7 +157,7 @@ def test_late_rounds_are_not_made_up_for(channels: tuple[Channel, Channel]) -> N
     assert len(result.round_s) == 1
 
 
-def test_a_peer_that_has_gone_is_named(channels: tuple[Channel, Channel]) -> None:
+def test_a_closed_connection_is_an_error(channels: tuple[Channel, Channel]) -> None:
     ours, theirs = channels
     theirs.socket.close()
     with pytest.raises(ConnectionError):
@@ -186,7 +188,7 @@ def runs_of(alone_ms: tuple[float, ...], qos_ms: tuple[float, ...]) -> list[Run]
 
 
 @given(st.lists(st.integers(), min_size=1), st.integers(1, 100))
-def test_a_percentile_is_a_value_that_so_many_do_not_exceed(values: list[int], p: int) -> None:
+def test_a_percentile_is_a_value_that_this_share_does_not_exceed(values: list[int], p: int) -> None:
     found = percentile(values, p)
     assert sum(value <= found for value in values) * 100 >= p * len(values)
     assert sum(value < found for value in values) * 100 < p * len(values)
@@ -199,7 +201,7 @@ def test_a_slowdown_is_taken_within_a_repetition() -> None:
     assert counted.round_s(Leg.CNIC, SIZE, Case.QOS, 99) == pytest.approx(0.022)
 
 
-def test_runs_on_a_busy_machine_do_not_count_nor_do_their_partners() -> None:
+def test_runs_on_a_busy_machine_do_not_count_and_neither_do_their_partners() -> None:
     runs = [*runs_of((10, 10), (11, 11)), run(Case.ALONE, 2, (1,), busy=0.9)]
     runs.append(run(Case.QOS, 2, (99,)))
     counted = Runs(runs, most_busy=0.85)
@@ -208,30 +210,30 @@ def test_runs_on_a_busy_machine_do_not_count_nor_do_their_partners() -> None:
 
 
 @pytest.mark.parametrize(("qos_ms", "met"), [(10 * P99_TARGET - 0.01, True), (10.6, False)])
-def test_the_target_is_the_p99_beside_bulk_over_that_alone(qos_ms: float, met: bool) -> None:
+def test_the_target_is_the_p99_with_bulk_over_the_p99_alone(qos_ms: float, met: bool) -> None:
     checks = [BulkChecked(512, 0)]
     report = isolation_report(SETTINGS, runs_of((10,), (qos_ms,)), checks, LINKS)
     assert [target.met for target in report.targets] == [met, True]
     assert report.targets[0].measured == pytest.approx(qos_ms / 10)
 
 
-def test_without_a_run_that_counts_nothing_is_claimed() -> None:
+def test_without_a_valid_run_the_target_is_missed() -> None:
     runs = [run(case, 0, (1.0,), busy=0.99) for case in Case]
     report = isolation_report(SETTINGS, runs, [BulkChecked(1, 0)], LINKS)
     assert report.targets[0].measured == math.inf
     assert not report.targets[0].met
-    assert "3 not counted" in markdown.page(as_report(report))
+    assert "3 left out" in markdown.page(as_report(report))
     assert {cell for row in report.tables[0].rows for cell in row[1:]} == {"-"}
 
 
-def test_wrong_bytes_miss_a_target_of_their_own() -> None:
+def test_wrong_bytes_miss_their_own_target() -> None:
     runs = [*runs_of((10,), (10,)), run(Case.NO_QOS, 0, (20,), wrong=2)]
     report = isolation_report(SETTINGS, runs, [BulkChecked(512, 3)], LINKS)
     assert report.targets[1].measured == 5
     assert not report.targets[1].met
 
 
-def test_a_report_shows_every_case_beside_alone_and_keeps_every_run() -> None:
+def test_a_report_compares_every_case_with_alone_and_has_every_run() -> None:
     runs = [*runs_of((10,), (10.2,)), run(Case.NO_QOS, 0, (25,))]
     report = isolation_report(SETTINGS, runs, [BulkChecked(512, 0)], LINKS)
     rows = {row[0]: row for row in report.tables[0].rows}
@@ -245,5 +247,5 @@ def test_a_report_shows_every_case_beside_alone_and_keeps_every_run() -> None:
     assert data["settings"]["legs"] == ["CNIC"]
 
 
-def test_sizes_read_as_people_write_them() -> None:
+def test_sizes_have_units() -> None:
     assert [size_name(size) for size in (100, 64 << 10, 1 << 20)] == ["100 B", "64 KiB", "1 MiB"]

@@ -1,4 +1,4 @@
-"""The experiment on roles: its load, what it hears of changes, and what it makes of both sides."""
+"""The experiment on roles: its load, its record of role changes, and its report."""
 
 import statistics
 
@@ -8,11 +8,11 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.laboratory.experiments import roles
-from dualpath.laboratory.experiments.role_cluster import LivePlayed, RoleTimeline
+from dualpath.laboratory.experiments.role_cluster import LiveRun, RoleChangeLog
 from dualpath.laboratory.experiments.role_settings import RoleShiftSettings
 from dualpath.laboratory.experiments.role_shift import (
     Change,
-    Played,
+    RoleRun,
     prefill_tokens_per_s,
     shifting_agents,
     simulated,
@@ -21,7 +21,7 @@ from dualpath.laboratory.experiments.role_shift import (
 SETTINGS = RoleShiftSettings()
 
 
-def test_the_load_shifts_from_prompts_to_answers_and_is_the_same_again() -> None:
+def test_the_load_shifts_from_prompts_to_answers_and_is_reproducible() -> None:
     agents = shifting_agents(msgspec.structs.replace(SETTINGS, agents=200))
     for phase, rounds in enumerate((slice(0, 6), slice(6, 12))):
         turns = [r for agent in agents for r in agent.trajectory.rounds[rounds]]
@@ -40,7 +40,7 @@ def test_a_third_phase_is_refused() -> None:
 
 
 def report(switch: str | None, *past: str) -> dict[str, object]:
-    """Return what a router says of roles: the state under way, and those of switches before."""
+    """Return a router's report on roles: the current switch's state, and those of past switches."""
 
     def told(state: str) -> dict[str, object]:
         return {
@@ -56,22 +56,22 @@ def report(switch: str | None, *past: str) -> dict[str, object]:
     return {"switch": told(switch) if switch else None, "past": [told(state) for state in past]}
 
 
-def test_a_change_is_timed_from_when_it_is_heard_of() -> None:
-    timeline = RoleTimeline()
-    timeline.heard(report(None, "joined"), 1.0)  # of before the run
-    timeline.heard(report("asked", "joined"), 10.0)
-    timeline.heard(report("draining", "joined"), 11.0)
-    timeline.heard(report(None, "joined", "joined"), 14.0)
-    timeline.heard(report("asked", "joined", "joined"), 20.0)
+def test_the_time_of_a_change_begins_when_it_is_first_reported() -> None:
+    timeline = RoleChangeLog()
+    timeline.update(report(None, "joined"), 1.0)  # from before the run
+    timeline.update(report("asked", "joined"), 10.0)
+    timeline.update(report("draining", "joined"), 11.0)
+    timeline.update(report(None, "joined", "joined"), 14.0)
+    timeline.update(report("asked", "joined", "joined"), 20.0)
     assert timeline.changes == [
         Change(Role.DECODE, "decode-bound", 10.0, 11.0, 13.0),
         Change(Role.DECODE, "decode-bound", 20.0),
     ]
     with pytest.raises(EngineLostError, match="pe-0: gone"):
-        timeline.heard(report(None, "joined", "joined", "lost"), 25.0)
+        timeline.update(report(None, "joined", "joined", "lost"), 25.0)
 
 
-def test_simulated_roles_that_follow_the_load_end_it_sooner() -> None:
+def test_simulated_role_changes_shorten_the_job() -> None:
     policy = msgspec.structs.replace(
         SETTINGS.rebalancing,
         switch_s=2.0,
@@ -83,7 +83,7 @@ def test_simulated_roles_that_follow_the_load_end_it_sooner() -> None:
     assert moving.jct_s < 0.7 * fixed.jct_s
 
 
-def test_what_the_policy_is_given_is_measured_and_both_sides_stand_in_one_report(
+def test_the_policys_switch_time_is_measured_and_both_sides_are_in_one_report(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
@@ -91,11 +91,11 @@ def test_what_the_policy_is_given_is_measured_and_both_sides_stand_in_one_report
     def play(settings, policy):
         asked.append(policy)
         if policy is None:
-            return LivePlayed(Played(240.0), 0.4)
+            return LiveRun(RoleRun(240.0), 0.4)
         changes = (Change(Role.DECODE, "decode-bound", 40.0, 40.5, 42.0),)
-        return LivePlayed(Played(130.0, changes), 0.9, 2.0)
+        return LiveRun(RoleRun(130.0, changes), 0.9, 2.0)
 
-    monkeypatch.setattr(roles, "play_live", play)
+    monkeypatch.setattr(roles, "run_live", play)
     found = roles.measure_roles(SETTINGS, "dualpath lab bench roles")
     fixed, moving = asked
     assert fixed is None
@@ -104,9 +104,11 @@ def test_what_the_policy_is_given_is_measured_and_both_sides_stand_in_one_report
     assert "TOO BUSY" in found.settings[-1]
     times, changes = found.tables
     assert [row[:2] for row in times.rows] == [("fixed roles", "240.0"), ("moving roles", "130.0")]
-    # The simulator moves two nodes: what one side has more is told, and misses its target.
+    # The simulator changes two nodes: the difference is reported and misses its target.
     assert changes.rows[0][:2] == ("decode-bound, to decode", "40.0")
     assert changes.rows[1][1] == "-"
-    assert not next(t for t in found.targets if t.what.startswith("changes that one side")).met
+    assert not next(
+        t for t in found.targets if t.what.startswith("difference in numbers of changes")
+    ).met
     measured = found.panels[0].series[0]
     assert (measured.x, measured.y) == ((0.0, 40.0, 130.0), (3.0, 2.0, 2.0))

@@ -1,4 +1,4 @@
-"""What the kernel calls busy for a moment is done again, what it refuses is not."""
+"""Steps are retried while the kernel reports a device as busy; other errors end them."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ def losetup_says(folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> Pa
     return calls
 
 
-def test_a_loop_device_that_is_busy_for_a_moment_takes_the_image(
+def test_attaching_to_a_busy_loop_device_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = losetup_says(tmp_path, monkeypatch, "Device or resource busy")
@@ -31,7 +31,7 @@ def test_a_loop_device_that_is_busy_for_a_moment_takes_the_image(
     assert calls.read_text().splitlines() == ["/dev/loop-of-nobody an.img"] * 3
 
 
-def test_what_else_losetup_says_is_an_error_at_once(
+def test_other_messages_of_losetup_are_errors_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls = losetup_says(tmp_path, monkeypatch, "Permission denied")

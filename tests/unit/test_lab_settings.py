@@ -1,4 +1,4 @@
-"""What a lab may be asked to be."""
+"""Valid and invalid settings of a lab."""
 
 import argparse
 from pathlib import Path
@@ -14,14 +14,14 @@ from dualpath.laboratory.lab.settings import LabSettings, Shaping
 
 
 def lab_settings(*words: str) -> LabSettings:
-    """What `dualpath lab up` makes of its arguments."""
+    """Parse the arguments of `dualpath lab up`."""
     parser = argparse.ArgumentParser()
     lab.add_parser(parser.add_subparsers())
     args = parser.parse_args(["lab", "up", *words])
     return configuration(args, lab.PARTS).settings(LAB, LabSettings)
 
 
-def test_a_file_is_changed_by_flags(tmp_path: Path) -> None:
+def test_flags_override_a_file(tmp_path: Path) -> None:
     file = tmp_path / "lab.toml"
     file.write_text('[lab]\nnodes = "2P4D"\nsnic_bytes_per_s = 100e6\nshaping = "root"\n')
     settings = lab_settings("--config", str(file), "--nodes", "2P1D")
@@ -30,7 +30,7 @@ def test_a_file_is_changed_by_flags(tmp_path: Path) -> None:
     assert settings.shaping is Shaping.ROOT
 
 
-def test_without_a_rate_of_its_own_the_loopback_leg_is_as_fast_as_the_cnic() -> None:
+def test_by_default_the_loopback_has_the_rate_of_the_cnic() -> None:
     assert LabSettings(cnic_bytes_per_s=2e8).loopback_rate_bytes_per_s == 2e8
     assert LabSettings(loopback_bytes_per_s=3e8).loopback_rate_bytes_per_s == 3e8
 
@@ -39,8 +39,8 @@ def test_without_a_rate_of_its_own_the_loopback_leg_is_as_fast_as_the_cnic() -> 
     ("changes", "said"),
     [
         ({"name": "Lab"}, "name is 'Lab'"),
-        ({"name": "a-b"}, "small letters and digits"),
-        ({"name": "../x"}, "small letters and digits"),
+        ({"name": "a-b"}, "lower-case letters and digits"),
+        ({"name": "../x"}, "lower-case letters and digits"),
         ({"nodes": "0P1D"}, "nodes is '0P1D'; it must be at least one prefill"),
         ({"nodes": "1P64D"}, "nodes is 1P64D, 65 nodes"),
         ({"nodes": "40P40D"}, "40P40D, 80 nodes; it must be at most 64"),
@@ -53,7 +53,7 @@ def test_without_a_rate_of_its_own_the_loopback_leg_is_as_fast_as_the_cnic() -> 
         ({"kv_ports": "1-2"}, "KV ports 1-2"),
     ],
 )
-def test_settings_no_lab_can_have_are_refused(changes: dict[str, Any], said: str) -> None:
+def test_invalid_settings_are_refused(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         LabSettings(**changes)
 

@@ -1,4 +1,4 @@
-"""The steps that make and undo a lab, as data: no namespace is touched here."""
+"""The steps that make and remove a lab, as data, without changing the machine."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.leftovers import Leftovers, mounts_of
+from dualpath.laboratory.lab.leftovers import LabRemains, mounts_of
 from dualpath.laboratory.lab.machine import (
     Cgroups,
     LabMachine,
@@ -51,7 +51,7 @@ def commands(settings: LabSettings = SETTINGS, machine: LabMachine = MACHINE) ->
     return [describe(step) for step in make_steps(settings, machine)]
 
 
-def test_each_rank_has_a_cnic_in_a_network_of_its_own() -> None:
+def test_each_rank_has_a_cnic_in_its_own_network() -> None:
     lines = commands(msgspec.structs.replace(SETTINGS, nodes="1P1D", cnics=2, cnic_bytes_per_s=1e8))
     for host, node in ((10, "pe0"), (11, "de0")):
         home = f"ip -n dualpath-lab-{node}"
@@ -61,19 +61,19 @@ def test_each_rank_has_a_cnic_in_a_network_of_its_own() -> None:
         assert f"{switch} {node} master bridge up" in lines
         assert f"{switch} {node}-1 master bridge1 up" in lines
     links = [line for line in lines if "parent 1: classid 1:1 htb rate 800000000bit" in line]
-    # Both CNICs of both nodes, at the node and at the switch; the loopback leg is as both together.
+    # Both CNICs of both nodes, at node and switch; the loopback's rate is the sum of both.
     assert len(links) == 8
     assert len([line for line in lines if "dev lo" in line and "rate 1600000000bit" in line]) >= 2
 
 
-def test_nodes_have_names_and_addresses_of_their_own() -> None:
+def test_nodes_have_distinct_names_and_addresses() -> None:
     found = nodes(SETTINGS)
     assert [node.name for node in found] == ["pe0", "pe1", "de0"]
     assert found[0].full_name == "dualpath-lab-pe0"
     assert len({node.address for node in found}) == 3
 
 
-def test_every_thing_made_carries_the_prefix_by_which_it_is_found() -> None:
+def test_all_names_have_the_labs_prefix() -> None:
     for step in make_steps(SETTINGS, MACHINE):
         if isinstance(step, MakeFolder | MakeImage):
             assert Path(step.path).name.startswith("dualpath-lab-")
@@ -81,7 +81,7 @@ def test_every_thing_made_carries_the_prefix_by_which_it_is_found() -> None:
             assert step.argv[3].startswith("dualpath-lab-")
 
 
-def test_a_node_hangs_on_the_switch_and_is_shaped_at_both_ends_and_to_itself() -> None:
+def test_a_node_is_connected_to_the_switch_and_shaped_at_both_ends_and_to_itself() -> None:
     found = commands()
     assert (
         "ip link add cnic mtu 9000 netns dualpath-lab-de0 type veth peer name de0 mtu 9000 "
@@ -105,7 +105,7 @@ def test_storage_is_made_before_it_is_mounted_and_throttled_last() -> None:
     assert "echo 7:3 50000000 > blkio/dualpath-lab-pe1/blkio.throttle.read_bps_device" in found
 
 
-def test_cgroup_version_2_says_the_same_in_its_own_words() -> None:
+def test_cgroup_version_2_has_the_same_limits_in_its_own_format() -> None:
     machine = msgspec.structs.replace(MACHINE, cgroups=Cgroups(2, "unified"))
     written = [s for s in make_steps(SETTINGS, machine) if isinstance(s, WriteValue)]
     assert written[0] == WriteValue("unified/cgroup.subtree_control", "+io")
@@ -134,8 +134,8 @@ def test_token_buckets_need_a_folder_only() -> None:
     assert make_steps(SETTINGS, machine) == (MakeFolder("f/s"),)
 
 
-def test_undoing_ends_users_first_and_forgets_the_lab_last() -> None:
-    found = Leftovers(
+def test_removing_ends_processes_first_and_removes_the_record_last() -> None:
+    found = LabRemains(
         process_ids=(11, 12),
         mounts=("records/storage",),
         loop_devices=("loop3",),
@@ -154,8 +154,8 @@ def test_undoing_ends_users_first_and_forgets_the_lab_last() -> None:
         RemoveFile("dualpath-lab-storage.img"),
         RemoveFile("dualpath-lab-state.json"),
     )
-    assert undo_steps(Leftovers()) == ()
-    assert Leftovers().nothing
+    assert undo_steps(LabRemains()) == ()
+    assert LabRemains().is_empty
     assert found.counts().startswith("processes 2, mounts 1, loop devices 1")
 
 
@@ -169,7 +169,7 @@ nsfs /run/netns/dualpath-lab-pe0 nsfs rw 0 0
 """
 
 
-def test_mounts_of_one_lab_are_undone_in_reverse() -> None:
+def test_mounts_of_one_lab_are_removed_in_reverse() -> None:
     assert mounts_of(MOUNTS, "dualpath-lab-") == (
         "/mnt/dualpath-lab-storage",
         "/run/dualpath/dualpath-lab-storage",
@@ -195,7 +195,7 @@ def test_without_an_io_controller_nothing_throttles(tmp_path: Path) -> None:
     assert find_cgroups(f"cgroup2 {tmp_path} cgroup2 rw 0 0\n") is None
 
 
-def test_records_of_root_and_of_others_are_apart() -> None:
+def test_records_of_root_and_of_other_users_are_separate() -> None:
     assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=1000) == Path("/x/dualpath")
     assert lab_folder({}, user_id=1000) == Path.home() / ".local/state/dualpath"
     assert lab_folder({"XDG_STATE_HOME": "/x"}, user_id=0) == Path("/run/dualpath")
@@ -205,7 +205,7 @@ SERVER = S3Server(program="rclone", access_key_id="who", secret_access_key="hush
 SERVED = msgspec.structs.replace(MACHINE, cgroups=None, device_number="", s3_server=SERVER)
 
 
-def test_with_an_s3_server_every_node_has_a_storage_nic_that_the_server_is_shaped_to() -> None:
+def test_with_an_s3_server_every_node_has_a_shaped_storage_nic() -> None:
     found = commands(machine=SERVED)
     switch = storage_switch_name("lab")
     for name, host in (("pe0", 10), ("pe1", 11), ("de0", 12)):
@@ -241,12 +241,12 @@ def test_the_server_starts_last_and_no_key_is_in_its_arguments_or_shown() -> Non
     assert "hush" not in f"{step.argv} {step!r} {describe(step)} {SERVED!r}"
 
 
-def test_a_server_needs_links_that_somebody_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_needs_shaped_links(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("dualpath.laboratory.lab.machine.find_s3_server", lambda: SERVER)
     settings = LabSettings(
         storage_server=StorageServer.S3, shaping=Shaping.TOKEN_BUCKETS, storage="/"
     )
-    with pytest.raises(ConfigError, match="no link to shape"):
+    with pytest.raises(ConfigError, match="needs shaped links"):
         find_machine(settings)
 
 

@@ -116,7 +116,7 @@ def test_absurd_sizes_are_refused_by_name(change: dict[str, Any], message: str) 
 
 def test_a_model_folder_without_a_configuration_is_refused(tmp_path: Path) -> None:
     cluster = LocalCluster(settings(model=str(tmp_path), storage=str(tmp_path / "kv")))
-    with pytest.raises(ConfigError, match=r"no folder with a config\.json"):
+    with pytest.raises(ConfigError, match=r"not a folder with a config\.json"):
         cluster.start()
     assert cluster.processes == ()
 

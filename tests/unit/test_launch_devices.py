@@ -1,4 +1,4 @@
-"""Each engine of a machine gets devices of its own, and what cannot start is refused at once."""
+"""Each engine of a machine gets its own devices, and settings that cannot start are refused."""
 
 import json
 import shlex
@@ -34,7 +34,7 @@ def test_engines_get_their_devices_in_order_prefill_first() -> None:
     assert [plan.of(Role.DECODE, 0, rank) for rank in (0, 1)] == [("0",), ("1",)]
 
 
-def test_too_few_devices_are_refused_with_how_many_it_takes() -> None:
+def test_too_few_devices_are_refused_with_the_number_needed() -> None:
     with pytest.raises(ConfigError, match=r"1P2D need 3 devices, and there are 2 \(0, 1\)"):
         DevicePlan(settings(nodes="1P2D"), ["0", "1"])
     shared = DevicePlan(settings(nodes="1P1D"), ["0", "0"])
@@ -47,7 +47,7 @@ def test_without_devices_engines_share_the_cpus() -> None:
     assert plan.environment(Role.DECODE, 7) == {}
 
 
-def test_devices_are_those_asked_for_else_visible_else_all(tmp_path: Path) -> None:
+def test_devices_are_the_requested_else_the_visible_else_all(tmp_path: Path) -> None:
     for name in ("0000:01:00.0", "0000:41:00.0"):
         (tmp_path / name).mkdir()
     machine: dict[str, Any] = {"cpu_build": False, "driver": tmp_path}
@@ -89,7 +89,7 @@ def test_a_dry_run_prints_what_fits_cpus(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--block-tokens", "63"], "--block-tokens is 63; attention kernels take multiples of 16"),
+        (["--block-tokens", "63"], "--block-tokens is 63; attention kernels need a multiple of 16"),
         (["--prefill-tp", "2"], "--prefill-tp is 2, and model '{model}' has 9 attention heads"),
         (["--decode-tp", "4"], "--decode-tp is 4, and model '{model}' has 9 attention heads"),
         (
@@ -117,7 +117,7 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     assert said.format(model=model) in capsys.readouterr().err
 
 
-def test_a_division_that_fits_is_not_refused(
+def test_a_tensor_parallel_size_that_fits_is_not_refused(
     model: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, prefill, _ = dry_run(capsys, model, "--prefill-tp", "3", "--block-tokens", "48")
@@ -125,12 +125,12 @@ def test_a_division_that_fits_is_not_refused(
 
 
 @pytest.mark.parametrize("model", ["./none", "/no/such/model", "some/where/else"])
-def test_a_model_that_is_not_there_is_refused(
+def test_a_missing_model_is_refused(
     model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve", model, "--storage", "kv", "--dry-run"]) == 2
-    assert f"model '{model}' is no folder with a config.json" in capsys.readouterr().err
-    with pytest.raises(ConfigError, match=r"is no folder with a config\.json"):
+    assert f"model '{model}' is not a folder with a config.json" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match=r"is not a folder with a config\.json"):
         LocalCluster(settings(model=model, storage=str(tmp_path / "kv"))).start()
 
 

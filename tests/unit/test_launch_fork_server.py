@@ -1,4 +1,4 @@
-"""The server that processes are forked from: what it has imported, and when another takes over."""
+"""The fork server: its imported modules, and when it is replaced."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: A program of its own: the server of the tests' process has imported what is dear.
+#: A separate program, as the fork server of the tests' process has imported vLLM already.
 _STORY = """
 import sys
 from pathlib import Path
@@ -31,14 +31,16 @@ told(forked("last", "colorsys"))
 
 
 def tell() -> None:
-    """Say what the server had imported, and stay until a signal comes."""
+    """Print the modules that the server has imported, and wait for a signal."""
     frozen = ["frozen"] if gc.get_freeze_count() else []
     found = [name for name in ("colorsys", "wave") if name in sys.modules]
     print("imported:", *frozen, *found, flush=True)
     signal.pause()
 
 
-def test_a_server_that_lacks_a_module_gives_way_when_nothing_it_forked_runs(tmp_path: Path) -> None:
+def test_a_server_without_a_module_is_replaced_when_it_has_no_running_processes(
+    tmp_path: Path,
+) -> None:
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
     argv = [sys.executable, "-c", _STORY, str(tmp_path)]

@@ -11,13 +11,13 @@ from dualpath.ops.launch.ports import LOOPBACK, claim_port
 
 
 def connections_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lowest: int) -> None:
-    """As on a machine whose kernel gives connections the ports from ``lowest`` on."""
+    """Emulate a machine whose ephemeral ports start at ``lowest``."""
     stated = tmp_path / "ip_local_port_range"
     stated.write_text(f"{lowest}\t60999\n")
     monkeypatch.setattr(ports, "_RANGE_OF_CONNECTIONS", stated)
 
 
-def test_no_port_is_named_twice_and_none_is_a_connections_or_the_kv_caches(
+def test_ports_are_distinct_and_neither_ephemeral_nor_in_the_kv_range(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     connections_from(monkeypatch, tmp_path, 32768)
@@ -26,9 +26,7 @@ def test_no_port_is_named_twice_and_none_is_a_connections_or_the_kv_caches(
     assert all(10240 <= port < 20480 for port in claimed)
 
 
-def test_a_port_that_somebody_has_is_passed_over(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_port_in_use_is_skipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     first = claim_port()
     monkeypatch.setattr(ports, "_LOWEST", first)
     connections_from(monkeypatch, tmp_path, first + 2)
@@ -38,14 +36,14 @@ def test_a_port_that_somebody_has_is_passed_over(
         assert [claim_port() for _ in range(3)] == [first + 1] * 3
 
 
-def test_where_connections_may_take_every_port_any_free_one_will_do(
+def test_any_free_port_is_used_if_all_ports_are_ephemeral(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     connections_from(monkeypatch, tmp_path, 1024)
     assert claim_port() > 0
 
 
-def test_a_port_that_is_asked_for_and_taken_is_refused() -> None:
+def test_a_requested_port_in_use_is_refused() -> None:
     with socket.socket() as taken:
         taken.bind((LOOPBACK, 0))
         taken.listen()

@@ -1,4 +1,4 @@
-"""The supervisor of processes: what it waits for, how it says that one ended, how all end."""
+"""The supervisor of processes: waiting, exit reports, and orderly stops."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
 
 STAY = "sleep 1000 & while :; do wait; done"
-#: Writes a word when it can be used, and one for every signal that asks it to drain or to end.
+#: Prints a word when it is ready, and one for every signal to drain or stop.
 POLITE = f"trap 'echo drained' HUP; trap 'echo asked; exit 0' TERM; echo up; {STAY}"
 
 
@@ -32,7 +32,7 @@ def shell(folder: Path, script: str, name: str = "shell", *, pipes: bool = True)
     return SpawnedProcess(name, ("sh", "-c", script), folder / f"{name}.log", pipes=pipes)
 
 
-def test_a_line_is_waited_for_until_it_is_whole(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_waiting_for_a_line_needs_the_complete_line(supervisor: Supervisor, tmp_path: Path) -> None:
     process = supervisor.add(shell(tmp_path, "printf 'serving at '; read x; echo here; read x"))
     assert process.find_line("serving") is None
     assert process.stdin is not None
@@ -41,7 +41,7 @@ def test_a_line_is_waited_for_until_it_is_whole(supervisor: Supervisor, tmp_path
     assert process.wait_for_line("serving", GUARD_S) == "serving at here"
 
 
-def test_lines_of_the_process_before_do_not_count(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_lines_of_a_previous_process_do_not_count(supervisor: Supervisor, tmp_path: Path) -> None:
     shell(tmp_path, "echo up").wait(GUARD_S)
     again = supervisor.add(shell(tmp_path, "read x"))
     assert again.find_line("up") is None
@@ -49,24 +49,24 @@ def test_lines_of_the_process_before_do_not_count(supervisor: Supervisor, tmp_pa
     assert (tmp_path / "shell.log").read_text() == "up\n"
 
 
-def test_who_waits_for_a_line_of_a_process_that_has_ended_sees_its_last_words(
+def test_waiting_for_a_line_of_an_exited_process_raises_with_its_log(
     tmp_path: Path,
 ) -> None:
     process = shell(tmp_path, "echo no such device; exit 3")
-    with pytest.raises(EngineLostError, match=r"shell ended with exit code 3.*\n.*no such device"):
+    with pytest.raises(EngineLostError, match=r"shell exited with code 3.*\n.*no such device"):
         process.wait_for_line("up", GUARD_S)
     with pytest.raises(DeadlineError, match="has not written 'up' within 0 s"):
         shell(tmp_path, "read x").wait_for_line("up", 0)
 
 
-def test_waiting_ends_when_another_process_does(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_waiting_ends_when_another_process_exits(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.add(shell(tmp_path, "echo out of memory; exit 1", "engine"))
     awaited = supervisor.add(shell(tmp_path, "exit 0", "client"))
-    with pytest.raises(EngineLostError, match=r"engine ended with exit code 1(.|\n)*out of memory"):
+    with pytest.raises(EngineLostError, match=r"engine exited with code 1(.|\n)*out of memory"):
         supervisor.wait_until_ready(lambda: "no answer", GUARD_S, awaited)
 
 
-def test_what_was_awaited_too_long_is_said(supervisor: Supervisor, tmp_path: Path) -> None:
+def test_a_timeout_names_what_was_missing(supervisor: Supervisor, tmp_path: Path) -> None:
     supervisor.add(shell(tmp_path, "read x"))
     with pytest.raises(DeadlineError, match=rf"1 of 2 engines up after 0 s.*{tmp_path}"):
         supervisor.wait_until_ready(lambda: "1 of 2 engines up", 0)
@@ -90,7 +90,7 @@ def test_one_process_is_drained_by_a_signal_and_restarted(
     assert supervisor.processes == (again,)
 
 
-def test_those_that_others_lean_on_are_asked_last(tmp_path: Path) -> None:
+def test_processes_that_others_depend_on_are_stopped_last(tmp_path: Path) -> None:
     asked = tmp_path / "asked"
     with Supervisor() as supervisor:
         for name in ("router", "engine"):
@@ -104,7 +104,7 @@ def test_those_that_others_lean_on_are_asked_last(tmp_path: Path) -> None:
 
 
 class Recorded(SpawnedProcess):
-    """Remembers what it was sent."""
+    """Records the signals sent to it."""
 
     sent: tuple[int, ...] = ()
 
@@ -113,7 +113,7 @@ class Recorded(SpawnedProcess):
         super().send_signal(number)
 
 
-def test_what_is_interrupted_is_not_asked_to_drain_as_well(tmp_path: Path) -> None:
+def test_an_interrupted_process_gets_no_sigterm(tmp_path: Path) -> None:
     """A vLLM engine core that got both signals at once was killed after five seconds."""
     supervisor = Supervisor()
     process = supervisor.add(Recorded("sleep", ("sleep", "1000"), tmp_path / "log"))
@@ -122,7 +122,7 @@ def test_what_is_interrupted_is_not_asked_to_drain_as_well(tmp_path: Path) -> No
     assert process.exit_code == -signal.SIGINT
 
 
-def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
+def test_children_of_a_process_end_with_it(tmp_path: Path) -> None:
     child = "sh -c 'trap \"\" TERM; echo child $$; exec sleep 1000'"
     process = shell(tmp_path, f"{child} & wait", pipes=False)
     child_id = int(process.wait_for_line("child", GUARD_S).split()[1])
@@ -131,7 +131,7 @@ def test_what_a_process_has_started_ends_with_it(tmp_path: Path) -> None:
     assert ends(child_id)
 
 
-def test_a_process_ends_with_whoever_started_it_unless_it_is_to_outlive_it(tmp_path: Path) -> None:
+def test_a_process_ends_with_its_parent_unless_configured_otherwise(tmp_path: Path) -> None:
     starter = f"""
 import sys
 from pathlib import Path
@@ -163,7 +163,7 @@ input()
         os.kill(stays, signal.SIGKILL)
 
 
-def test_a_process_whose_starter_is_gone_already_does_not_begin() -> None:
+def test_a_process_whose_parent_has_exited_does_not_start() -> None:
     someone_else = os.getppid()
     orphan = subprocess.Popen(
         ("sleep", "1000"), preexec_fn=partial(die_with_parent, signal.SIGKILL, someone_else)

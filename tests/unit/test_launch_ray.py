@@ -1,4 +1,4 @@
-"""What goes to a Ray cluster: bundles, processes of a node, what is refused; no Ray is started."""
+"""Bundles, processes of a node and refusals of the Ray executor; Ray is not started."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch import unit_processes
-from dualpath.ops.launch.bundles import bundle, missing
+from dualpath.ops.launch.bundles import bundle, shortage
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.executor import Launch
 from dualpath.ops.launch.local_cluster import LocalCluster
@@ -31,7 +31,7 @@ def settings(**changes: Any) -> LocalClusterSettings:
     return LocalClusterSettings(**({"model": "m", "storage": "kv", "executor": "ray"} | changes))
 
 
-def test_a_unit_has_one_bundle_with_all_that_its_ranks_take() -> None:
+def test_a_unit_has_one_bundle_for_all_its_ranks() -> None:
     chosen = settings(nodes="1P2D", prefill_tp=4, decode_dp=2, standby=True)
     units = [*router_units(chosen), *engine_units(chosen)]
     bundles = {unit.name: bundle(unit, 3, with_devices=True) for unit in units}
@@ -45,19 +45,19 @@ def test_a_unit_has_one_bundle_with_all_that_its_ranks_take() -> None:
     assert bundle(units[2], 1, with_devices=False) == {"CPU": 1}
 
 
-def test_what_a_cluster_lacks_is_named() -> None:
+def test_missing_resources_of_a_cluster_are_named() -> None:
     two = {"pe-0": {"CPU": 1.0, "GPU": 8.0}, "de-0": {"CPU": 1.0, "GPU": 8.0}}
-    assert missing(two, [{"CPU": 4, "GPU": 8}, {"CPU": 4, "GPU": 8}]) == ""
-    assert missing(two, [{"CPU": 1}]) == (
+    assert shortage(two, [{"CPU": 4, "GPU": 8}, {"CPU": 4, "GPU": 8}]) == ""
+    assert shortage(two, [{"CPU": 1}]) == (
         "2 CPU are needed and it has 1, 16 GPU are needed and it has 0"
     )
-    assert missing(two, [{"CPU": 4, "GPU": 8}, *[{"CPU": 4, "GPU": 4}] * 2]) == ""
-    assert missing(two, [{"CPU": 4, "GPU": 4}] * 4) == (
+    assert shortage(two, [{"CPU": 4, "GPU": 8}, *[{"CPU": 4, "GPU": 4}] * 2]) == ""
+    assert shortage(two, [{"CPU": 4, "GPU": 4}] * 4) == (
         "pe-0 needs 1 CPU, 8 GPU on one node, and no node has as much"
     )
 
 
-def test_devices_are_for_ray_to_give() -> None:
+def test_devices_are_assigned_by_ray() -> None:
     with pytest.raises(ConfigError, match="devices is 0,1 and executor is ray"):
         settings(devices=("0", "1"))
 
@@ -76,7 +76,7 @@ class Place:
         return self.claimed
 
 
-def test_ranks_share_out_the_devices_of_their_place_and_meet_there() -> None:
+def test_ranks_divide_the_devices_of_their_place_and_use_its_address() -> None:
     chosen = settings(executor="local", decode_dp=2, decode_tp=2)
     cluster = LocalCluster(chosen, executor=LocalExecutor(chosen))
     unit = list(engine_units(chosen))[1]
@@ -117,7 +117,7 @@ def test_a_dry_run_prints_bundles_and_leaves_addresses_to_nodes(
 
 @pytest.fixture
 def node() -> Iterator[UnitProcesses]:
-    """What an actor is of, without an actor."""
+    """The object of an actor, without Ray."""
     made = UnitProcesses("pe-0")
     yield made
     made.close()
@@ -144,7 +144,7 @@ def test_a_node_starts_each_process_once_with_its_own_variables(
     assert process.output().count("up ") == 1
 
 
-def test_a_log_is_brought_in_pieces_and_the_end_with_the_last(
+def test_a_log_is_fetched_in_pieces_and_the_exit_code_with_the_last(
     node: UnitProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unit_processes, "_LOG_BYTES", 4)
@@ -152,7 +152,7 @@ def test_a_log_is_brought_in_pieces_and_the_end_with_the_last(
     node._processes["pe-0"].wait(GUARD_S)
     text, looks, exit_code = b"", 0, None
     while exit_code is None:
-        seen = node.look({"pe-0": len(text)})["pe-0"]
+        seen = node.poll({"pe-0": len(text)})["pe-0"]
         text, looks, exit_code = text + seen.log, looks + 1, seen.exit_code
     assert (text, looks, exit_code) == (b"its reason\n", 3, 3)
 
@@ -170,12 +170,14 @@ def test_a_node_without_the_folder_of_the_command_is_refused(node: UnitProcesses
         ("head", "an address is HOST:PORT"),
     ],
 )
-def test_an_address_without_a_cluster_is_refused_at_once(address: str, why: str) -> None:
+def test_an_address_without_a_cluster_is_refused_immediately(address: str, why: str) -> None:
     pytest.importorskip("ray")
     from dualpath.ops.launch.ray_executor import RayExecutor
 
     address = address.format(closed=claim_port())
     executor = RayExecutor(settings(), environment={"RAY_ADDRESS": address})
-    with pytest.raises(ConfigError, match=rf"no Ray cluster at '{address}' .*{why}.*ray start"):
+    with pytest.raises(
+        ConfigError, match=rf"not a node of a Ray cluster at '{address}' .*{why}.*ray start"
+    ):
         executor.reserve([])
     executor.close()

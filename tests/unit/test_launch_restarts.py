@@ -1,4 +1,4 @@
-"""When a process that has ended is started again."""
+"""When a process that has exited is restarted."""
 
 import signal
 
@@ -15,14 +15,14 @@ from dualpath.ops.launch.restarts import (
 
 
 class Process:
-    """A process of a story."""
+    """A fake process."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.alive = True
         self.got: list[int] = []
 
-    def ending(self) -> str:
+    def exit_report(self) -> str:
         return f"{self.name} ended"
 
     def send_signal(self, number: int) -> None:
@@ -47,13 +47,13 @@ class Story:
         self.process.alive = True
 
     def dies_after(self, lived_s: float) -> float:
-        """Return how long its next start takes."""
-        self.restarts.turn([self.process], self.now_s)
+        """Return the pause before its next start."""
+        self.restarts.poll([self.process], self.now_s)
         self.now_s += lived_s
         self.process.alive = False
         died_s = self.now_s
         while not self.process.alive:
-            self.restarts.turn([self.process], self.now_s)
+            self.restarts.poll([self.process], self.now_s)
             self.now_s += 0.25
         return self.started_s[-1] - died_s
 
@@ -62,73 +62,73 @@ def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [f"{record.levelname}: {record.message}" for record in caplog.records]
 
 
-def test_what_ended_after_a_long_life_is_started_at_once_and_it_is_logged(
+def test_a_process_that_ran_for_long_is_restarted_immediately_and_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
     assert story.dies_after(LONG_LIFE_S) == 0
-    assert told(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is started again at once"]
+    assert told(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is restarted now"]
 
 
-def test_what_ends_soon_after_every_start_is_tried_less_and_less_often(
+def test_a_process_that_exits_soon_is_restarted_with_backoff(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
     pauses = [story.dies_after(2.0) for _ in range(9)]
     assert pauses[:7] == [FIRST_PAUSE_S * 2**n for n in range(7)]
     assert pauses[7:] == [LAST_PAUSE_S] * 2
-    assert caplog.messages[-1] == "pe-0 is started again in 30 s"
+    assert caplog.messages[-1] == "pe-0 is restarted in 30 s"
     assert story.dies_after(LONG_LIFE_S) == 0
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 
-def test_ranks_of_a_group_end_together_and_are_started_when_the_last_has_ended(
+def test_ranks_of_a_group_stop_together_and_restart_after_the_last_exit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1"), Process("de-0")]
     started: list[str] = []
     restarts = Restarts(started.append, {"pe-0-dp0": "pe-0", "pe-0-dp1": "pe-0"})
-    restarts.turn(ranks, 0.0)
+    restarts.poll(ranks, 0.0)
     ranks[1].alive = False
-    restarts.turn(ranks, LONG_LIFE_S)
+    restarts.poll(ranks, LONG_LIFE_S)
     assert ranks[0].got == [signal.SIGINT]
     assert not ranks[2].got
-    assert caplog.messages == ["pe-0-dp1 ended", "pe-0 is started again at once"]
-    restarts.turn(ranks, LONG_LIFE_S + 1.0)
+    assert caplog.messages == ["pe-0-dp1 ended", "pe-0 is restarted now"]
+    restarts.poll(ranks, LONG_LIFE_S + 1.0)
     assert started == []
     ranks[0].alive = False
-    restarts.turn(ranks, LONG_LIFE_S + 2.0)
+    restarts.poll(ranks, LONG_LIFE_S + 2.0)
     assert started == ["pe-0"]
     assert len(ranks[0].got) == 1
 
 
-def test_a_rank_that_does_not_end_with_the_others_is_killed() -> None:
+def test_a_rank_that_does_not_exit_with_the_others_is_killed() -> None:
     ranks = [Process("pe-0-dp0"), Process("pe-0-dp1")]
     started: list[str] = []
     restarts = Restarts(started.append, {rank.name: "pe-0" for rank in ranks})
-    restarts.turn(ranks, 0.0)
+    restarts.poll(ranks, 0.0)
     ranks[1].alive = False
-    restarts.turn(ranks, LONG_LIFE_S)
-    restarts.turn(ranks, LONG_LIFE_S + OTHERS_END_S)
+    restarts.poll(ranks, LONG_LIFE_S)
+    restarts.poll(ranks, LONG_LIFE_S + OTHERS_END_S)
     assert not ranks[0].alive
-    restarts.turn(ranks, LONG_LIFE_S + OTHERS_END_S + 1.0)
+    restarts.poll(ranks, LONG_LIFE_S + OTHERS_END_S + 1.0)
     assert started[-1] == "pe-0"
 
 
-def test_what_was_asked_to_end_is_started_at_once_and_that_is_no_fault(
+def test_an_expected_exit_is_restarted_immediately_and_is_not_a_failure(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
-    story.restarts.ask("pe-0", 0.0)
+    story.restarts.expect_exit("pe-0", 0.0)
     assert story.dies_after(2.0) == 0
-    assert told(caplog) == ["INFO: pe-0 has ended as it was asked to and is started again at once"]
+    assert told(caplog) == ["INFO: pe-0 has exited as requested and is restarted"]
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 
-def test_what_was_asked_to_end_and_does_not_is_killed() -> None:
+def test_an_expected_exit_that_does_not_happen_is_forced() -> None:
     story = Story()
-    story.restarts.ask("pe-0", 0.0)
-    story.restarts.turn([story.process], DRAIN_GUARD_S - 1)
+    story.restarts.expect_exit("pe-0", 0.0)
+    story.restarts.poll([story.process], DRAIN_GUARD_S - 1)
     assert story.process.alive
-    story.restarts.turn([story.process], DRAIN_GUARD_S)
+    story.restarts.poll([story.process], DRAIN_GUARD_S)
     assert not story.process.alive

@@ -1,22 +1,22 @@
-"""A unit that was asked into a shape which it cannot start in gets its former one back."""
+"""A unit that cannot start in a requested shape returns to its former one."""
 
 import pytest
 
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.ops.launch.restarts import Restarts
-from dualpath.ops.launch.trials import INTERVAL_S, MOST_STARTS, Trials
+from dualpath.ops.launch.trials import INTERVAL_S, MAX_STARTS, Trials
 
 TWO, FOUR = UnitShape(Role.PREFILL, 2), UnitShape(Role.PREFILL, 4)
 
 
 class Engine:
-    """A process of a story, whose signals nobody sends."""
+    """A fake process without signals."""
 
     name = "pe-1"
     alive = True
 
-    def ending(self) -> str:
-        return "pe-1 ended with exit code 1"
+    def exit_report(self) -> str:
+        return "pe-1 exited with code 1"
 
     def send_signal(self, number: int) -> None:
         raise AssertionError(number)
@@ -38,13 +38,13 @@ class Story:
         self._restarts = Restarts(self._start)
 
     def _start(self, unit: str) -> None:
-        self.trials.starts(unit)
+        self.trials.note_start(unit)
         self.started.append(self.shapes[unit])
         self._engine.alive = self.shapes[unit] not in self._impossible
 
     def asks(self, shape: UnitShape) -> None:
         self.trials.begin("pe-1", shape)
-        self._restarts.ask("pe-1", self._now_s)
+        self._restarts.expect_exit("pe-1", self._now_s)
         self._look()  # it drains, and serves as what it was
         self._engine.alive = False
 
@@ -53,59 +53,59 @@ class Story:
 
     def goes_on(self, turns: int = 200) -> None:
         for _ in range(turns):
-            self._restarts.turn([self._engine], self._now_s)
+            self._restarts.poll([self._engine], self._now_s)
             self._look()
             self._now_s += INTERVAL_S
 
     def _look(self) -> None:
-        self.trials.turn(self._now_s, lambda unit, shape: self._engine.alive)
+        self.trials.poll(self._now_s, lambda unit, shape: self._engine.alive)
 
 
 def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.message for record in caplog.records if record.name.endswith(".trials")]
 
 
-def test_a_shape_that_never_starts_is_tried_a_few_times_and_given_up(
+def test_a_shape_that_never_starts_is_reverted_after_a_few_starts(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story(FOUR)
     story.asks(FOUR)
     story.goes_on()
-    assert story.started == [FOUR] * MOST_STARTS + [TWO]
+    assert story.started == [FOUR] * MAX_STARTS + [TWO]
     assert story.shapes == {"pe-1": TWO}
     (said,) = given_up(caplog)
-    assert "pe-1 has not served as prefill with 4 ranks after 3 starts" in said
-    assert "it is prefill with 2 ranks again" in said
+    assert "pe-1 did not serve as prefill with 4 ranks after 3 starts" in said
+    assert "it is started as prefill with 2 ranks again" in said
 
 
-def test_a_shape_that_has_served_is_kept_however_often_it_ends(
+def test_a_shape_that_has_served_is_kept_after_any_number_of_exits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()
     story.asks(FOUR)
     story.goes_on()
-    for _ in range(MOST_STARTS + 1):
+    for _ in range(MAX_STARTS + 1):
         story.dies()
         story.goes_on()
     assert set(story.started) == {FOUR}
     assert not given_up(caplog)
 
 
-def test_who_changes_his_mind_while_it_is_tried_gets_back_what_served() -> None:
+def test_a_second_change_during_a_trial_reverts_to_the_shape_that_served() -> None:
     one = UnitShape(Role.DECODE)
     story = Story(FOUR, one)
     story.asks(FOUR)
     story.goes_on(turns=2)
     story.asks(one)
     story.goes_on()
-    assert story.started[-MOST_STARTS - 1 :] == [one] * MOST_STARTS + [TWO]
+    assert story.started[-MAX_STARTS - 1 :] == [one] * MAX_STARTS + [TWO]
 
 
-def test_what_never_changed_is_started_for_as_long_as_it_takes(
+def test_an_unchanged_unit_is_restarted_without_limit(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story(TWO)
     story.dies()
     story.goes_on()
-    assert len(story.started) > MOST_STARTS
+    assert len(story.started) > MAX_STARTS
     assert not given_up(caplog)

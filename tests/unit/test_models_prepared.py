@@ -1,4 +1,4 @@
-"""A model directory appears whole or not at all, and is made once."""
+"""A model directory appears complete or not at all, and is written once."""
 
 from pathlib import Path
 
@@ -52,7 +52,7 @@ def test_an_empty_directory_may_be_filled(tmp_path):
     assert read_stamp(tmp_path / "empty") == STAMP
 
 
-def test_a_failed_build_leaves_nothing_behind(tmp_path):
+def test_a_failed_build_leaves_no_files(tmp_path):
     def fail_half_way(directory: Path) -> None:
         write_weights(directory)
         raise RuntimeError("power cut")
@@ -62,7 +62,7 @@ def test_a_failed_build_leaves_nothing_behind(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_failed_rebuild_keeps_the_model_of_before(tmp_path):
+def test_a_failed_rebuild_preserves_the_old_model(tmp_path):
     target = tmp_path / "model"
     prepare(target, STAMP, write_weights)
 
@@ -75,7 +75,7 @@ def test_a_failed_rebuild_keeps_the_model_of_before(tmp_path):
     assert (target / "weights").exists()
 
 
-def test_of_two_processes_the_slower_takes_the_model_of_the_faster(tmp_path):
+def test_of_two_processes_the_slower_uses_the_model_of_the_faster(tmp_path):
     target = tmp_path / "model"
 
     def overtaken(directory: Path) -> None:
@@ -89,12 +89,12 @@ def test_of_two_processes_the_slower_takes_the_model_of_the_faster(tmp_path):
 
 def test_a_directory_with_foreign_files_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(ConfigError, match="was not made by dualpath"):
+    with pytest.raises(ConfigError, match="was not created by dualpath"):
         prepare(tmp_path, STAMP, never_called)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_file_in_the_way_is_named(tmp_path):
+def test_an_existing_file_is_named(tmp_path):
     (tmp_path / "model").write_text("not a directory")
     with pytest.raises(ConfigError, match=str(tmp_path / "model")):
         prepare(tmp_path / "model", STAMP, never_called)

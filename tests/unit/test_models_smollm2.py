@@ -1,4 +1,4 @@
-"""SmolLM2 out of its package: the converted model speaks, and its tokenizer is the real one."""
+"""SmolLM2 from its package: the converted model generates text, with the real tokenizer."""
 
 import json
 
@@ -17,7 +17,7 @@ QUESTION = {"role": "user", "content": "What is the capital of France?"}
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread():
-    """Threads of a matmul this small wait for each other, on a busy machine for minutes."""
+    """One thread: several threads of such a small matmul can wait minutes for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -99,7 +99,7 @@ def test_plain_chats_render_as_with_the_template_in_the_package(
     assert render(tokenizer.chat_template) == render(template_in_the_package)
 
 
-def test_an_agents_next_prompt_extends_the_one_before(tokenizer):
+def test_an_agents_next_prompt_extends_the_previous_one(tokenizer):
     call = {"type": "function", "function": {"name": "read", "arguments": {"path": "a.py"}}}
     first = [QUESTION]
     second = [

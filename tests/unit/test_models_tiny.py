@@ -55,7 +55,7 @@ def test_the_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path):
     assert (first / "tokenizer.json").read_bytes() == (again / "tokenizer.json").read_bytes()
 
 
-def test_making_a_model_leaves_the_callers_random_state_alone(tmp_path):
+def test_creating_a_model_does_not_change_the_callers_random_state(tmp_path):
     before = torch.random.get_rng_state()
     make_tiny_model("qwen2", tmp_path / "model", layers=1)
     assert torch.equal(torch.random.get_rng_state(), before)
@@ -73,7 +73,7 @@ def test_the_tokenizer_covers_the_vocabulary_and_renders_chats(tmp_path):
     assert rendered.endswith("<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_the_default_directory_lies_in_the_cache(tmp_path, monkeypatch):
+def test_the_default_directory_is_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("DUALPATH_CACHE", str(tmp_path))
     directory = make_tiny_model("qwen2", seed=3, layers=1)
     assert directory == tmp_path / "tiny-qwen2-1-layers-seed-3"

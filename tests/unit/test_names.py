@@ -9,7 +9,7 @@ from tests.unit.router_fakes import FakeEngine, job
 from dualpath.core import envelopes, request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, IncompatibleError
-from dualpath.core.names import LONGEST_NAME_CHARACTERS, in_one_line, unfit_name
+from dualpath.core.names import LONGEST_NAME_CHARACTERS, in_one_line, name_problem
 from dualpath.engine.settings import EngineSettings
 
 NAMES = ["pe-0", "", "rack 7 / node é", "x" * LONGEST_NAME_CHARACTERS, "<img src=x>"]
@@ -21,12 +21,12 @@ NO_NAMES = [
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_name_is_printable_and_short(name):
-    assert unfit_name(name) is None
+    assert name_problem(name) is None
 
 
 @pytest.mark.parametrize("name", NO_NAMES)
 def test_anything_else_is_refused_and_shown_harmlessly(name):
-    wrong = unfit_name(name)
+    wrong = name_problem(name)
     assert wrong is not None
     assert wrong.isprintable()
     with pytest.raises(ConfigError, match="printable"):
@@ -36,7 +36,7 @@ def test_anything_else_is_refused_and_shown_harmlessly(name):
 
 
 @pytest.mark.parametrize("name", [name for name in NO_NAMES if name != "\ud800"])
-def test_no_such_name_comes_over_the_wire(name):
+def test_invalid_names_are_refused_on_the_wire(name):
     messages = [
         FakeEngine(name, Role.DECODE, set()).hello(),
         request_messages.Released(request_id=name),
@@ -44,25 +44,25 @@ def test_no_such_name_comes_over_the_wire(name):
     ]
     for message in messages:
         with pytest.raises(IncompatibleError) as refused:
-            envelopes.decode_engine_message(envelopes.encode(envelopes.outside(message)))
+            envelopes.decode_engine_message(envelopes.encode(envelopes.unnumbered(message)))
         assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_other_names_do_also_with_the_number_of_an_attempt(name):
-    message = envelopes.outside(request_messages.Released(request_id=f"{name}.12"))
+def test_other_names_are_valid_also_with_the_number_of_an_attempt(name):
+    message = envelopes.unnumbered(request_messages.Released(request_id=f"{name}.12"))
     assert envelopes.decode_engine_message(envelopes.encode(message)) == message
 
 
 @pytest.mark.virtual_time
-async def test_a_request_of_such_a_name_is_the_clients_mistake():
+async def test_a_request_with_an_invalid_name_is_a_client_error():
     async with cluster() as made:
         for name in NO_NAMES:
             with pytest.raises(BadRequestError, match="printable"):
                 await made.run(job(name, range(9)))
 
 
-def test_what_a_peer_wrote_stays_in_one_line():
+def test_a_peers_text_stays_in_one_line():
     assert in_one_line("lost\nERROR \x1b[0m ü") == r"lost\nERROR \x1b[0m ü"
     assert len(in_one_line("x" * 10**6)) == 500
     assert re.fullmatch(r"[^\n]*", in_one_line("\u2028\x85\r\n"))

@@ -1,4 +1,4 @@
-"""README is typed as it stands: each command is known, ends well, and does what is said of it."""
+"""README's commands run unchanged: each is known, succeeds, and does what README says."""
 
 import os
 from collections.abc import Iterator
@@ -15,33 +15,33 @@ GUARD_S = 60.0
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Terminal]:
-    made = Terminal(tmp_path, dict(os.environ), lambda line: None)
-    yield made
-    made.close()
+    created = Terminal(tmp_path, dict(os.environ), lambda line: None)
+    yield created
+    created.close()
 
 
-def test_every_command_of_readme_is_known_and_nothing_else_is() -> None:
+def test_the_steps_are_exactly_the_commands_of_readme() -> None:
     assert {one.step for one in typed(ROOT / "README.md")} == set(STEPS)
 
 
-def test_a_command_nobody_knows_is_named_with_its_place(tmp_path: Path) -> None:
+def test_an_unknown_command_is_named_with_its_line(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text("# A\n\n```console\n$ dualpath fly\n```\n")
     with pytest.raises(LookupError, match=r"README.md:3: 'dualpath fly'"):
         typed(page)
 
 
-def test_what_is_typed_in_one_terminal_holds_for_the_next_command(terminal: Terminal) -> None:
+def test_a_terminal_keeps_its_state_between_commands(terminal: Terminal) -> None:
     terminal.run("HERE=there; cd /", GUARD_S)
     assert terminal.run("echo $HERE; pwd", GUARD_S) == "there\n/\n"
 
 
-def test_a_command_that_fails_says_how(terminal: Terminal) -> None:
+def test_a_failing_command_is_reported_with_exit_code_and_output(terminal: Terminal) -> None:
     with pytest.raises(CommandFailedError, match=r"exit code  3: last words"):
         terminal.run("echo last words; (exit 3)", GUARD_S)
 
 
-def test_what_serves_ends_by_ctrl_c_and_has_to_end_well(terminal: Terminal) -> None:
+def test_a_server_ends_on_ctrl_c_and_must_succeed(terminal: Terminal) -> None:
     serve = """python3 -c "
 import signal, sys
 signal.signal(signal.SIGINT, lambda *_: sys.exit({}))
@@ -55,12 +55,12 @@ signal.pause()
         terminal.interrupt(GUARD_S)
 
 
-def test_what_ends_instead_of_serving_is_a_failure(terminal: Terminal) -> None:
-    with pytest.raises(CommandFailedError, match="ended before it said 'endpoint': no model"):
+def test_a_server_that_ends_early_is_a_failure(terminal: Terminal) -> None:
+    with pytest.raises(CommandFailedError, match="ended before it printed 'endpoint': no model"):
         terminal.begin("echo no model", "endpoint", GUARD_S)
 
 
 def test_readme_at_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
-    """What needs neither an installation nor a cluster; `make newcomer` types all."""
+    """The steps without installation and cluster; `make newcomer` runs all."""
     assert main(["--quick", "--here"]) == 0
     assert "all as README says" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which RDMA port carries the KV of which GPU."""
+"""Pairing of GPUs with RDMA ports."""
 
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,16 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.ops.doctor.network import nics_of_gpus
-from dualpath.transport.nic_pairing import PciDevice, pair, paired_here
+from dualpath.transport.nic_pairing import PciDevice, local_nic_pairing, pair
 
 
-def test_each_gpu_has_the_port_behind_its_own_switch() -> None:
+def test_each_gpu_gets_the_port_behind_its_own_switch() -> None:
     gpus = [PciDevice("g0", ("root0", "switch0", "g0")), PciDevice("g1", ("root1", "sw", "g1"))]
     ports = [PciDevice("n0:1", ("root1", "sw", "n0")), PciDevice("n1:1", ("root0", "switch0", "n"))]
     assert pair(gpus, ports) == {"g0": "n1:1", "g1": "n0:1"}
 
 
-def test_gpus_as_near_to_several_ports_take_them_in_turn() -> None:
+def test_equally_near_ports_are_distributed_over_gpus() -> None:
     gpus = [PciDevice(f"g{n}", ("root", f"g{n}")) for n in range(4)]
     ports = [PciDevice(f"n{n}:1", ("root", f"n{n}")) for n in range(2)]
     assert pair(gpus, ports) == {"g0": "n0:1", "g1": "n1:1", "g2": "n0:1", "g3": "n1:1"}
@@ -54,11 +54,11 @@ def test_a_machine_is_read_from_sysfs(tmp_path: Path) -> None:
         ("mlx5_2", f"{far}/0000:03:00.0", "1: DOWN"),
     ):
         add_port(tmp_path, name, add_device(tmp_path, way, "0x15b3", "0x020700"), state)
-    assert paired_here(tmp_path) == {"0000:01:00.0": "mlx5_1:1", "0000:81:00.0": "mlx5_0:1"}
-    assert paired_here(tmp_path / "nothing") == {}
+    assert local_nic_pairing(tmp_path) == {"0000:01:00.0": "mlx5_1:1", "0000:81:00.0": "mlx5_0:1"}
+    assert local_nic_pairing(tmp_path / "nothing") == {}
 
 
-def test_the_doctor_says_which_gpus_share_a_port() -> None:
+def test_the_doctor_reports_gpus_that_share_a_port() -> None:
     assert nics_of_gpus({"g0": "n0:1", "g1": "n1:1"}).status == "ok"
     shared = nics_of_gpus({"g0": "n0:1", "g1": "n0:1"})
     assert (shared.status, shared.found) == ("warning", "g0 n0:1, g1 n0:1")

@@ -1,4 +1,4 @@
-"""Every regime is a measurement, ended ones are continued, the page says what is missing."""
+"""Each cell is a measurement, interrupted ones are continued, the page names missing cells."""
 
 import msgspec
 import pytest
@@ -45,7 +45,7 @@ def measured(*runs: RunRecord):
     return measurement(CELL.arguments([]), list(runs))
 
 
-def test_every_combination_is_a_regime_with_a_name_of_its_own():
+def test_every_combination_is_a_cell_with_a_unique_name():
     found = list(cells())
     assert len(found) == len({cell.name for cell in found}) == 36
 
@@ -76,22 +76,22 @@ def test_dram_holds_all_agents_a_quarter_of_them_or_one():
 
 @pytest.fixture
 def stacks_run(monkeypatch):
-    """Records which stacks ran; those of ``broken`` are lost once."""
+    """Records which stacks ran; each of ``broken`` fails once."""
     ran: list[str] = []
     broken: list[str] = []
 
-    def one(args, stack, *rest):
+    def run_once(args, stack, *rest):
         ran.append(stack.name)
         if stack.name in broken:
             broken.remove(stack.name)
             raise EngineLostError("gone")
         return run(stack.name, 1.0)
 
-    monkeypatch.setattr(measure, "_one", one)
+    monkeypatch.setattr(measure, "_run_once", run_once)
     return ran, broken
 
 
-def test_what_was_measured_is_not_measured_again(stacks_run, tmp_path, monkeypatch):
+def test_finished_runs_are_not_repeated(stacks_run, tmp_path, monkeypatch):
     ran, broken = stacks_run
     broken.append(DUALPATH)
     words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic,split"]
@@ -102,12 +102,12 @@ def test_what_was_measured_is_not_measured_again(stacks_run, tmp_path, monkeypat
     assert ran == ["dualpath-basic", DUALPATH, DUALPATH]
     matrix.main()
     assert len(ran) == 3
-    (kept,) = matrix.CellFiles(tmp_path / "cells").read(CELL)
-    assert [one.stack for one in kept.runs] == ["dualpath-basic", DUALPATH]
+    (written,) = matrix.CellFiles(tmp_path / "cells").read(CELL)
+    assert [one.stack for one in written.runs] == ["dualpath-basic", DUALPATH]
     assert "1 of 36 regimes have been run" in (tmp_path / "peers-matrix.md").read_text()
 
 
-def test_runs_of_another_processor_are_kept_apart_and_repeated_only_if_named(
+def test_runs_on_another_processor_are_separate_and_repeated_only_if_named(
     stacks_run, tmp_path, monkeypatch
 ):
     ran, _ = stacks_run
@@ -119,19 +119,19 @@ def test_runs_of_another_processor_are_kept_apart_and_repeated_only_if_named(
         monkeypatch.setattr(module, "this_machine", lambda: elsewhere)
     monkeypatch.setattr("sys.argv", words[:-2])
     matrix.main()
-    assert len(ran) == 36, "all that nobody has run"
+    assert len(ran) == 36, "all cells without runs"
     monkeypatch.setattr("sys.argv", words)
     matrix.main()
     assert len(ran) == 37
     files = matrix.CellFiles(tmp_path / "cells")
     models = [found.machine.cpu_model for found in files.read(CELL)]
     assert sorted(models) == sorted([this_machine().cpu_model, "another"])
-    here = files.here(CELL)
+    here = files.on_this_processor(CELL)
     assert here is not None
     assert here.machine.cpu_model == "another"
 
 
-def test_more_repeats_are_added_in_turns(stacks_run, tmp_path):
+def test_more_repeats_alternate_between_stacks(stacks_run, tmp_path):
     ran, _ = stacks_run
     runs = [run("dualpath-basic", 1.0), run(DUALPATH, 1.0), run("dualpath-basic", 1.0)]
     measure.measure(parse_arguments(["--repeats", "3"]), tmp_path, runs, lambda runs: None)
@@ -149,7 +149,7 @@ def row(report, cell: Cell) -> dict[str, str]:
     )
 
 
-def test_the_page_says_who_wins_and_what_both_wait_for():
+def test_the_page_names_the_fastest_stack_and_the_bottlenecks():
     runs = (run("vllm-x", 10.0, read_bytes=20_000_000), run(DUALPATH, 20.0, read_bytes=390_000_000))
     report = matrix_report({cell: [measured(*runs)] if cell == CELL else [] for cell in cells()})
     cell_table = report.tables[-1]
@@ -157,7 +157,7 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
     found = row(report, CELL)
     assert (found["fastest"], found["JCT s"], found["DualPath's"]) == ("vllm-x", "10.0", "20.0")
     assert found["why"] == (
-        "vllm-x waits for nothing that is full, 0.02 GB read, 90.0% hits; "
+        "vllm-x waits for nothing saturated, 0.02 GB read, 90.0% hits; "
         "split waits for storage at pe0 (98%), 0.39 GB read, 90.0% hits"
     )
     assert row(report, Cell(Agents.LONG, Bound.COMPUTE, Fits.ALL, pauses=True))["fastest"] == (
@@ -166,12 +166,12 @@ def test_the_page_says_who_wins_and_what_both_wait_for():
     assert "1 of 36" in markdown.page(as_report(report))
 
 
-def test_a_stack_with_failed_turns_wins_nothing():
+def test_a_stack_with_failed_turns_is_not_the_fastest():
     found = measured(run("vllm-x", 1.0, failed=1), run(DUALPATH, 20.0))
     assert row(matrix_report({CELL: [found]}), CELL)["fastest"] == "split"
 
 
-def test_full_cores_and_links_are_named():
+def test_saturated_cores_and_links_are_named():
     busy = msgspec.structs.replace(run("vllm-x", 10.0), busy=0.97)
     busy = msgspec.structs.replace(busy, cnic_in_bytes={"de0": 1_900_000_000})
     assert waits_for(Stack("vllm-x", [busy]), measured(busy)) == "CNIC of de0 (95%), cores (97%)"

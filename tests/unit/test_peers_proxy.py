@@ -1,4 +1,4 @@
-"""The proxy of the peers: prefill at one engine, decode at the next, hits reported as they were."""
+"""The PD proxy of peers: prefill on one engine, decode on another, the prefill engine's hits."""
 
 import json
 from collections.abc import AsyncIterator
@@ -18,7 +18,7 @@ BODY = {
     "stream_options": {"include_usage": True},
     "temperature": 0.0,
 }
-WHERE = {"do_remote_prefill": True, "remote_block_ids": [7], "remote_host": "10.0.0.1"}
+TRANSFER_PARAMS = {"do_remote_prefill": True, "remote_block_ids": [7], "remote_host": "10.0.0.1"}
 
 
 def usage(cached: int) -> dict[str, Any]:
@@ -26,13 +26,13 @@ def usage(cached: int) -> dict[str, Any]:
 
 
 class FakeEngine:
-    """Answers as vLLM does: whole where not streamed, else a token per chunk and the usage."""
+    """Responds as vLLM does: complete if not streamed, else a token per chunk and the usage."""
 
     def __init__(
-        self, cached: int, *, where: dict[str, Any] | None = None, status: int = 200
+        self, cached: int, *, transfer_params: dict[str, Any] | None = None, status: int = 200
     ) -> None:
         self.bodies: list[dict[str, Any]] = []
-        self._cached, self._where, self._status = cached, where, status
+        self._cached, self._transfer_params, self._status = cached, transfer_params, status
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
@@ -40,7 +40,7 @@ class FakeEngine:
         if self._status != 200:
             return web.json_response({"error": {"message": "no room"}}, status=self._status)
         if not body["stream"]:
-            answer = {"usage": usage(self._cached), "kv_transfer_params": self._where}
+            answer = {"usage": usage(self._cached), "kv_transfer_params": self._transfer_params}
             return web.json_response({"choices": [], **answer})
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await stream.prepare(request)
@@ -109,25 +109,28 @@ def test_the_prefill_engine_generates_one_token_and_keeps_the_kv():
     assert body["stream"] is False
     assert "stream_options" not in body
     assert body["kv_transfer_params"]["do_remote_decode"] is True
-    assert BODY["max_tokens"] == 4, "the client's request is left as it is"
+    assert BODY["max_tokens"] == 4, "the client's request is unchanged"
 
 
-def test_an_answer_without_the_place_of_the_kv_is_an_error():
+def test_a_prefill_response_without_transfer_params_is_an_error():
     with pytest.raises(ValueError, match="kv_transfer_params"):
         decode_body(BODY, {"usage": usage(0)})
 
 
-async def test_a_request_is_prefilled_and_then_decoded_with_the_place_of_the_kv(cluster):
-    prefill, decode = FakeEngine(cached=2, where=WHERE), FakeEngine(cached=3)
+async def test_a_request_is_prefilled_and_then_decoded_with_the_transfer_params(cluster):
+    prefill, decode = FakeEngine(cached=2, transfer_params=TRANSFER_PARAMS), FakeEngine(cached=3)
     status, chunks = await post(await cluster.proxy([prefill], [decode]))
     assert status == 200
-    assert decode.bodies == [{**BODY, "kv_transfer_params": WHERE}]
+    assert decode.bodies == [{**BODY, "kv_transfer_params": TRANSFER_PARAMS}]
     assert chunks[0]["choices"][0]["token_ids"] == [9]
     assert chunks[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == 2
 
 
-async def test_engines_of_both_roles_take_turns(cluster):
-    prefill = [FakeEngine(0, where=WHERE), FakeEngine(0, where=WHERE)]
+async def test_engines_of_both_roles_are_used_round_robin(cluster):
+    prefill = [
+        FakeEngine(0, transfer_params=TRANSFER_PARAMS),
+        FakeEngine(0, transfer_params=TRANSFER_PARAMS),
+    ]
     decode = [FakeEngine(0), FakeEngine(0), FakeEngine(0)]
     url = await cluster.proxy(prefill, decode)
     for _ in range(6):
@@ -136,7 +139,7 @@ async def test_engines_of_both_roles_take_turns(cluster):
     assert [len(e.bodies) for e in decode] == [2, 2, 2]
 
 
-async def test_a_refused_prefill_is_the_clients_answer(cluster):
+async def test_a_refused_prefill_is_the_clients_response(cluster):
     decode = FakeEngine(0)
     url = await cluster.proxy([FakeEngine(0, status=400)], [decode])
     status, [answer] = await post(url)
@@ -151,27 +154,29 @@ async def test_without_decode_engines_an_agent_stays_on_its_engine(cluster):
     for turn in range(3):
         for prompt in prompts:
             await post(url, {**BODY, "prompt": [*prompt, turn]})
-    asked = [[tuple(body["prompt"][:64]) for body in engine.bodies] for engine in engines]
-    assert all(asked), "both engines are used"
-    assert not set(asked[0]) & set(asked[1])
+    prompts_by_engine = [
+        [tuple(body["prompt"][:64]) for body in engine.bodies] for engine in engines
+    ]
+    assert all(prompts_by_engine), "both engines are used"
+    assert not set(prompts_by_engine[0]) & set(prompts_by_engine[1])
 
 
 async def test_the_proxy_is_healthy_when_all_engines_are(cluster):
-    well = await cluster.proxy([FakeEngine(0)], [FakeEngine(0)])
-    ill = await cluster.proxy([FakeEngine(0)], [FakeEngine(0, status=503)])
+    healthy = await cluster.proxy([FakeEngine(0)], [FakeEngine(0)])
+    unhealthy = await cluster.proxy([FakeEngine(0)], [FakeEngine(0, status=503)])
     async with aiohttp.ClientSession() as http:
-        assert (await http.get(f"{well}/health")).status == 200
-        assert (await http.get(f"{ill}/health")).status == 503
+        assert (await http.get(f"{healthy}/health")).status == 200
+        assert (await http.get(f"{unhealthy}/health")).status == 503
 
 
-def test_a_usage_chunk_cut_anywhere_is_corrected_and_the_rest_passes():
+def test_a_usage_chunk_split_anywhere_is_corrected_and_the_rest_is_unchanged():
     first = b'data: {"choices": [{"token_ids": [9]}]}\n\n'
     last = b"data: " + json.dumps({"choices": [], "usage": usage(3)}).encode() + b"\n\ndata: [DONE]"
     stream = first + last
     for cut in range(len(stream)):
         lines = UsageLines(2)
-        passed = lines.feed(stream[:cut]) + lines.feed(stream[cut:]) + lines.end()
-        assert passed.startswith(first)
-        answer = json.loads(passed.splitlines()[2][6:])
+        forwarded = lines.feed(stream[:cut]) + lines.feed(stream[cut:]) + lines.end()
+        assert forwarded.startswith(first)
+        answer = json.loads(forwarded.splitlines()[2][6:])
         assert answer["usage"] == usage(2)
-        assert passed.endswith(b"data: [DONE]")
+        assert forwarded.endswith(b"data: [DONE]")

@@ -1,4 +1,4 @@
-"""What the page about other stacks says follows from the runs, and only PD peers are judged."""
+"""The page about other stacks follows from the runs; the target considers only PD peers."""
 
 import msgspec
 import pytest
@@ -63,26 +63,26 @@ RUNS = (
 )
 
 
-def test_the_best_disaggregated_peer_is_judged_by_medians():
+def test_the_target_compares_medians_with_the_best_disaggregated_peer():
     (target,) = report(*RUNS).targets
     assert (target.measured, target.met, target.note) == (2.0, True, "vllm-fast")
 
 
-def test_where_the_best_peer_reads_nothing_it_is_judged_as_one_whose_dram_holds_everything():
+def test_if_the_best_peer_reads_nothing_the_target_is_that_of_dram():
     runs = run("vllm-slow", 30.0), run("vllm", 21.0, read_bytes=0), run(DUALPATH, 20.0)
     (target,) = report(*runs).targets
     assert (target.measured, target.limit, target.note) == (1.05, DRAM_RATIO_TARGET, "vllm")
     assert not target.met
 
 
-def test_others_are_compared_with_the_default_mode_and_else_with_the_papers_rule():
+def test_others_are_compared_with_the_default_mode_or_else_with_mode_dualpath():
     paper = run("dualpath-dualpath", 40.0)
     for runs, ratio in (((paper,), 2.5), ((paper, run(DUALPATH, 50.0)), 2.0)):
         (target,) = report(run("vllm", 100.0), *runs).targets
         assert target.measured == ratio
 
 
-def test_without_dualpath_or_peers_nothing_is_judged():
+def test_without_dualpath_or_peers_there_is_no_target():
     assert report(run("vllm-slow", 1.0)).targets == ()
     assert report(run(DUALPATH, 1.0), run("vllm-slow-aggregated", 1.0)).targets == ()
 
@@ -100,15 +100,15 @@ def test_every_stack_has_a_row_with_its_ratio_range_and_outputs():
 
 
 def test_the_page_is_written_with_every_run_behind_it(tmp_path):
-    made = report(*RUNS)
-    paths = write_experiment(made, tmp_path)
+    page = report(*RUNS)
+    paths = write_experiment(page, tmp_path)
     assert [path.name for path in paths] == ["peers.json", "peers.md", "peers.png"]
     assert len(msgspec.json.decode(paths[0].read_bytes())["data"]["runs"]) == len(RUNS)
-    assert "Lab of 1P2D" in markdown.page(as_report(made))
+    assert "Lab of 1P2D" in markdown.page(as_report(page))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "options"),
     [
         ([], ""),
         (["--modes", "split"], " --modes split"),
@@ -118,5 +118,5 @@ def test_the_page_is_written_with_every_run_behind_it(tmp_path):
         ),
     ],
 )
-def test_the_command_names_what_was_chosen_but_no_folder(words, said):
-    assert command(parse_arguments(words)) == "python -m benchmarks.peers.measure" + said
+def test_the_command_contains_changed_options_but_no_folder(words, options):
+    assert command(parse_arguments(words)) == "python -m benchmarks.peers.measure" + options

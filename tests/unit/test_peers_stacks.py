@@ -1,4 +1,4 @@
-"""What runs where for each peer, and that all stacks are given the same."""
+"""The commands of each peer by node, and equal settings for all stacks."""
 
 import json
 
@@ -54,7 +54,7 @@ def connectors(process: NodeCommand) -> list[str]:
 
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
-def test_storage_is_behind_the_prefill_engine_and_decode_engines_only_receive(stack):
+def test_only_prefill_engines_use_storage_and_decode_engines_only_receive(stack):
     found = engines(stack.commands(settings()))
     assert connectors(found["pe0"])[0] == "NixlConnector"
     assert len(connectors(found["pe0"])) == 2
@@ -62,7 +62,7 @@ def test_storage_is_behind_the_prefill_engine_and_decode_engines_only_receive(st
 
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
-def test_aggregated_every_node_has_storage_and_nothing_is_forwarded(stack):
+def test_aggregated_every_node_uses_storage_and_there_is_no_pd_transfer(stack):
     processes = stack.commands(settings(aggregated=True))
     found = engines(processes)
     assert set(found) == {"pe0", "de0", "de1"}
@@ -75,7 +75,7 @@ def test_aggregated_every_node_has_storage_and_nothing_is_forwarded(stack):
 
 
 @pytest.mark.parametrize("stack", PEERS, ids=lambda stack: stack.name)
-def test_nothing_passes_by_the_links(stack):
+def test_no_transfer_bypasses_the_links(stack):
     for process in engines(stack.commands(settings())).values():
         assert process.environment["UCX_TLS"] == "tcp"
         assert process.environment["VLLM_NIXL_SIDE_CHANNEL_HOST"] == process.node.address
@@ -83,7 +83,7 @@ def test_nothing_passes_by_the_links(stack):
         assert int(process.environment["PEER_NIXL_PROGRESS_DELAY_US"]) > 0, "no spinning thread"
 
 
-def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
+def test_lmcache_bypasses_the_page_cache_on_the_node_of_its_engine():
     server = LMCacheStack().commands(settings())[0]
     assert server.node == PE
     adapter = json.loads(option(server, "--l2-adapter"))
@@ -93,13 +93,13 @@ def test_lmcache_reads_past_the_page_cache_on_the_node_of_its_engine():
     assert option(server, "--l2-store-policy") == "skip_l1"
 
 
-def test_lmcache_keeps_in_dram_what_was_stored_or_loaded_where_dram_is_its_cache():
+def test_lmcache_with_a_dram_cache_keeps_stored_and_loaded_chunks():
     server = LMCacheDramStack().commands(settings())[0]
     assert option(server, "--l2-store-policy") == "default"
     assert option(server, "--l2-prefetch-policy") == "retain"
 
 
-def test_dualpath_is_given_what_the_peers_are_given():
+def test_dualpath_and_peers_have_the_same_settings():
     own = engines(DualPathStack(Mode.DUALPATH, 25e6, 32768).commands(settings()))
     peer = engines(OffloadingStack().commands(settings()))
     assert set(own) == set(peer)
@@ -110,7 +110,7 @@ def test_dualpath_is_given_what_the_peers_are_given():
         assert own[name].environment["UCX_TLS"] == "tcp"
 
 
-def test_dualpath_engines_meet_the_router_on_the_head_node():
+def test_dualpath_engines_connect_to_the_router_on_the_head_node():
     router, *rest = DualPathStack(Mode.BASIC, 25e6, 32768).commands(settings())
     assert router.node == HEAD
     assert option(router, "--control-host") == HEAD.address
@@ -122,7 +122,7 @@ def test_dualpath_engines_meet_the_router_on_the_head_node():
         assert extra["api_url"] == f"http://{process.node.address}:8000"
 
 
-def test_dualpath_may_be_asked_to_compute_what_is_faster_so():
+def test_dualpath_may_recompute_where_that_is_faster():
     stack = DualPathStack(f"split{RECOMPUTE}", 25e6, 32768)
     assert stack.name == "dualpath-split-recompute"
     router, *_ = stack.commands(settings())
@@ -141,14 +141,14 @@ def test_mooncake_has_an_owner_of_dram_and_storage_on_every_node_and_one_master(
     assert folders == {f"/storage/mooncake-{name}" for name in ("pe0", "de0", "de1")}
     (master,) = (p for p in processes if p.name == "mooncake-master")
     assert master.node == HEAD
-    assert processes.index(master) == 0, "owners and engines look for it as they start"
+    assert processes.index(master) == 0, "owners and engines connect to it at start"
 
 
-def test_engines_of_mooncake_have_look_up_sockets_of_their_own():
+def test_engines_of_mooncake_have_separate_look_up_sockets():
     found = engines(MooncakeStack().commands(settings(aggregated=True)))
     configs = [json.loads(option(p, "--kv-transfer-config")) for p in found.values()]
     ports = {c["kv_connector_extra_config"]["lookup_rpc_port"] for c in configs}
-    assert len(ports) == 3, "they lie in one folder of the machine"
+    assert len(ports) == 3, "they are in one folder of the machine"
 
 
 def test_agents_have_a_history_and_equal_turns():

@@ -1,4 +1,4 @@
-"""Which blocks leave a storage, and in which order."""
+"""Which blocks are evicted from a storage, and in which order."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from dualpath.policy.chain_index import ChainIndex
 from dualpath.policy.eviction import (
     NO_PINS,
     Pins,
-    is_over,
+    above_watermark,
     pinned_ends,
     victims,
 )
@@ -45,7 +45,7 @@ def quota(blocks: int, **others: float) -> StorageLimits:
     return StorageLimits(quota_bytes=blocks * SIZE, **wanted)  # type: ignore[arg-type]
 
 
-def test_the_tail_of_the_chain_used_longest_ago_goes_first() -> None:
+def test_the_tail_of_the_least_recently_used_chain_is_evicted_first() -> None:
     index, old, young = ChainIndex(), chain(1, 4), chain(2, 4)
     add(index, old, 1.0)
     add(index, young, 2.0)
@@ -54,7 +54,7 @@ def test_the_tail_of_the_chain_used_longest_ago_goes_first() -> None:
     assert gone(index, quota(2), 10.0) == [*reversed(old), young[3], young[2]]
 
 
-def test_a_use_of_the_last_block_is_one_of_all_before_it() -> None:
+def test_a_use_of_the_last_block_counts_for_all_its_ancestors() -> None:
     index, first, second = ChainIndex(), chain(1, 100), chain(2, 100)
     add(index, first, 1.0)
     add(index, second, 2.0)
@@ -73,18 +73,18 @@ def test_a_shared_head_lives_as_long_as_any_of_its_branches() -> None:
     assert set(head).isdisjoint(gone(index, quota(3), 10.0))
 
 
-def test_watermarks_say_when_it_begins_and_ends() -> None:
+def test_eviction_starts_and_stops_at_the_watermarks() -> None:
     index, keys = ChainIndex(), chain(1, 100)
     add(index, keys[:90], 1.0)
     limits = quota(100, high=0.9, low=0.5)
-    assert not is_over(index, limits)
+    assert not above_watermark(index, limits)
     assert gone(index, limits, 10.0) == []
     add(index, keys, 1.0)
-    assert is_over(index, limits)
+    assert above_watermark(index, limits)
     assert gone(index, limits, 10.0) == [*reversed(keys[50:])]
 
 
-def test_what_is_in_use_or_pinned_stays_whatever_the_quota() -> None:
+def test_used_and_pinned_blocks_are_never_evicted() -> None:
     index, used, pinned, other = ChainIndex(), chain(1, 3), chain(2, 3), chain(3, 3)
     for keys in (used, pinned, other):
         add(index, keys, 1.0)
@@ -96,7 +96,7 @@ def test_what_is_in_use_or_pinned_stays_whatever_the_quota() -> None:
         assert gone(index, quota(1), 10.0, pins) == []
 
 
-def test_a_pinned_chain_stays_while_its_last_block_was_bad_and_is_not_stored_again() -> None:
+def test_a_pinned_chain_stays_while_its_last_block_is_not_stored() -> None:
     index, pinned, other = ChainIndex(), chain(1, 3), chain(2, 3)
     for keys in (pinned, other):
         add(index, keys, 1.0)
@@ -109,7 +109,7 @@ def test_a_pinned_chain_stays_while_its_last_block_was_bad_and_is_not_stored_aga
     assert len(gone(index, quota(1), 10.0, pins)) > len(other)
 
 
-def test_a_prefix_that_nobody_asks_for_is_too_old_one_day() -> None:
+def test_an_unused_prefix_expires() -> None:
     index, keys = ChainIndex(), chain(1, 4)
     add(index, keys, 1.0)
     index.use(PLACE, keys[1], 50.0)
@@ -119,7 +119,7 @@ def test_a_prefix_that_nobody_asks_for_is_too_old_one_day() -> None:
     assert gone(index, limits, 151.0) == [*reversed(keys)]
 
 
-def test_each_tenant_and_each_namespace_has_a_quota_of_its_own() -> None:
+def test_each_tenant_and_each_namespace_has_its_own_quota() -> None:
     index, mine, yours, generated = ChainIndex(), chain(1, 4), chain(2, 2), chain(1, 5)[4:]
     add(index, mine, 5.0, "a" * 16)
     add(index, yours, 1.0, "b" * 16)
@@ -132,7 +132,7 @@ def test_each_tenant_and_each_namespace_has_a_quota_of_its_own() -> None:
     assert gone(index, limits, 10.0) == [yours[1], yours[0], generated[0]]
 
 
-def test_news_in_any_order_say_the_same() -> None:
+def test_the_order_of_events_does_not_matter() -> None:
     keys = chain(1, 5)
     pairs = list(itertools.pairwise([chain_root(), *keys]))
     for order in itertools.permutations(range(5)):
@@ -147,7 +147,7 @@ def test_news_in_any_order_say_the_same() -> None:
 
 @pytest.mark.parametrize("saved_before", [1, 2, 3, 4, None])
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 4, 0, 1, 3), (1, 0, 4, 3, 2)])
-def test_a_block_without_a_tenant_is_its_parents_whichever_is_heard_of_first(
+def test_a_block_without_a_tenant_inherits_its_parents_in_any_order(
     order: tuple[int, ...], saved_before: int | None
 ) -> None:
     index, keys = ChainIndex(), chain(1, 5)
@@ -166,7 +166,7 @@ def test_a_block_without_a_tenant_is_its_parents_whichever_is_heard_of_first(
     assert index.used_by_tenant() == {"a" * 16: 4 * SIZE, "": SIZE}
 
 
-def test_an_index_that_was_saved_without_handing_tenants_down_does_so_when_it_is_loaded() -> None:
+def test_an_index_saved_without_inherited_tenants_gets_them_when_loaded() -> None:
     index, keys = ChainIndex(), chain(1, 9)
     add(index, keys[:2], 1.0, "a" * 16)
     for parent, key in reversed(list(itertools.pairwise(keys[1:]))):
@@ -181,7 +181,7 @@ def test_an_index_that_was_saved_without_handing_tenants_down_does_so_when_it_is
     assert found[0].used_by_tenant() == {"a" * 16: 9 * SIZE, "": 3 * SIZE}
 
 
-def test_what_is_removed_does_not_count_unless_it_was_used_since() -> None:
+def test_a_removed_block_does_not_count_unless_it_was_used_since() -> None:
     index, keys = ChainIndex(), chain(1, 3)
     add(index, keys, 2.0)
     index.remove(PLACE, keys[2], 1.0)
@@ -196,7 +196,7 @@ def test_what_is_removed_does_not_count_unless_it_was_used_since() -> None:
     assert (index.blocks, index.used_by_namespace()) == (3, {PLACE: 3 * SIZE})
 
 
-def test_compaction_keeps_what_is_stored_and_how_it_hangs_together() -> None:
+def test_compaction_keeps_stored_blocks_and_their_parents() -> None:
     index, keys, dead = ChainIndex(), chain(1, 60), chain(2, 60)
     add(index, keys, 1.0)
     add(index, dead, 1.0)
@@ -211,7 +211,7 @@ def test_compaction_keeps_what_is_stored_and_how_it_hangs_together() -> None:
     assert gone(index, quota(15), 20.0) == [*reversed(keys[55:])]
 
 
-def test_damaged_tables_are_no_index() -> None:
+def test_inconsistent_tables_are_refused() -> None:
     index = ChainIndex()
     add(index, chain(1, 4), 1.0)
     content = encode(index, Progress({"w": 3}, 7.0))
@@ -227,7 +227,7 @@ def test_damaged_tables_are_no_index() -> None:
     assert decode(encode(index, Progress())) is None
 
 
-def test_a_block_that_gets_another_parent_has_nothing_from_the_first_any_more() -> None:
+def test_a_block_with_a_new_parent_no_longer_inherits_from_the_old_one() -> None:
     index, first, others = ChainIndex(), chain(1, 1)[0], [chain(n, 1)[0] for n in (2, 3, 4)]
     for key in others:
         index.add(PLACE, key, first, "", SIZE, 1.0)
@@ -238,7 +238,7 @@ def test_a_block_that_gets_another_parent_has_nothing_from_the_first_any_more() 
     assert index.used_by_tenant() == {"a" * 16: 3 * SIZE, "b" * 16: 2 * SIZE}
 
 
-def test_a_ring_of_parents_ends_all_the_same() -> None:
+def test_a_cycle_of_parents_terminates() -> None:
     index, keys = ChainIndex(), chain(1, 2)
     index.add(PLACE, keys[0], keys[1], "", SIZE, 1.0)
     index.add(PLACE, keys[1], keys[0], "", SIZE, 1.0)
@@ -263,7 +263,7 @@ _STEPS = st.lists(
 
 @settings(max_examples=150, deadline=None)
 @given(_STEPS, st.integers(1, 30), st.integers(0, 20), st.booleans())
-def test_no_chain_loses_its_middle_and_enough_goes(
+def test_no_chain_loses_its_middle_and_enough_is_evicted(
     steps: list[tuple[str, int, int, int]], blocks: int, protect_s: int, saved: bool
 ) -> None:
     index, now_s = ChainIndex(), 40.0
@@ -306,7 +306,7 @@ def _keys(index: ChainIndex) -> list[BlockKey]:
 
 
 def _in_use(steps: list[tuple[str, int, int, int]], since_s: float) -> set[BlockKey]:
-    """Return what no one may take: chains written or used since then, as far as they are known."""
+    """Return the protected rows: chains written or used since then, as far as known."""
     used: set[BlockKey] = set()
     linked: dict[BlockKey, BlockKey] = {}
     for what, number, length, time_s in steps:
@@ -322,7 +322,7 @@ def _in_use(steps: list[tuple[str, int, int, int]], since_s: float) -> set[Block
 
 
 @pytest.mark.parametrize("limits", [StorageLimits(), StorageLimits(protect_s=3.0)])
-def test_without_limits_nothing_goes(limits: StorageLimits) -> None:
+def test_without_limits_nothing_is_evicted(limits: StorageLimits) -> None:
     index = ChainIndex()
     add(index, chain(1, 9), 1.0)
     assert not limits.any

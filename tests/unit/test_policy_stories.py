@@ -5,7 +5,7 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
-from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.policy.events import EngineReport, EngineSpec, Granted, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
@@ -167,17 +167,17 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
 def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
     """``kept`` holds while a request is queued; others push it out before its slots are granted."""
     scheduler = one_pair(mode=Mode.SPLIT)
-    scheduler.submit(Request("r", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
-    scheduler.submit(Request("s", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    scheduler.submit(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
+    scheduler.submit(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
     first, second = assign(scheduler, "D", "P")
-    assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), kept=True),)
+    assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
     assert scheduler.granted(Granted("r", 30, 0)) == []
 
     (anew,) = scheduler.granted(Granted("s", 2, 0))
 
     assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
     assert anew.reads == (
-        HitRun(Role.DECODE, BlockRun(0, 2), kept=True),
+        HitRun(Role.DECODE, BlockRun(0, 2), cached=True),
         HitRun(Role.PREFILL, BlockRun(2, 14)),
         HitRun(Role.DECODE, BlockRun(16, 14)),
     )
@@ -194,10 +194,10 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
 
 def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
-    kept = KeptPrefix("d0", 10), KeptPrefix("p0", 30)
-    scheduler.submit(Request("r", 2000, 1920, 1, kept=kept))
+    kept = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
+    scheduler.submit(Request("r", 2000, 1920, 1, cached=kept))
     (assignment,) = assign(scheduler, "D", "P")
-    assert [(run.side, run.blocks.count, run.kept) for run in assignment.reads] == [
+    assert [(run.side, run.blocks.count, run.cached) for run in assignment.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 20, True),
     ]
@@ -205,7 +205,7 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
 
     (anew,) = scheduler.granted(Granted("r", 10, 12))
 
-    assert [(run.side, run.blocks.count, run.kept) for run in anew.reads] == [
+    assert [(run.side, run.blocks.count, run.cached) for run in anew.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 2, True),
         (Role.PREFILL, 9, False),
@@ -216,7 +216,7 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
 def test_reads_that_are_chosen_anew_count_as_reported_once_they_are() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     for name in ("r", "s"):
-        scheduler.submit(Request(name, 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+        scheduler.submit(Request(name, 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
     assign(scheduler, "D", "P")
     scheduler.report(report("d0", seq=1, requests=1, tokens=2000))
     scheduler.granted(Granted("s", 0, 0))
@@ -239,14 +239,14 @@ def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
         computed_weight=2.0,
         recompute_limit_s=60.0,
     )
-    scheduler.submit(Request("r", 2000, 1920, 1, kept=(KeptPrefix("d0", 30),)))
+    scheduler.submit(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
     (assignment,) = assign(scheduler, "D", "P")
     assert assignment.recompute_tokens == 0
 
     (anew,) = scheduler.granted(Granted("r", 10, 0))
 
     assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
-    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), kept=True),)
+    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
     assert anew.prefill_tokens == 2000 + 2 * 20 * 64
     assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
     scheduler.prefill_done("r")

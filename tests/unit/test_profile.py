@@ -34,7 +34,7 @@ STEPS = [(requests, context) for requests in (1, 4, 16) for context in (256.0, 2
 
 
 def measured(prefill: PrefillCosts, decode: DecodeCosts) -> Measurement:
-    """What an engine of exactly these costs would be timed at."""
+    """The times that an engine with exactly these costs would measure."""
     return Measurement(
         FACTS,
         tuple(PassTime(c, b, predict_pass_s(prefill, c, b)) for c, b in GRID),
@@ -147,7 +147,7 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
     [
         (
             ["--cached-tokens", "100,200"],
-            "--cached-tokens 100 is not a multiple of the block",
+            "--cached-tokens 100 is not a multiple of 64 tokens",
         ),
         (["--chunk-tokens", "64"], "it needs at least two different values"),
         (["--decode-requests", "0,4"], "--decode-requests is 0,4; it must be between 1"),

@@ -1,4 +1,4 @@
-"""`dualpath qos`: the lanes of A.1 as each fabric is given them."""
+"""`dualpath qos`: the lanes of A.1 as settings of each network."""
 
 import json
 import re
@@ -52,7 +52,7 @@ def test_infiniband_is_the_papers_appendix() -> None:
     assert value("qos_vlarb_low", found) == "0:192,1:192,2:64,3:192"
 
 
-def test_infiniband_programs_ask_for_the_lanes_that_the_tables_serve() -> None:
+def test_infiniband_programs_use_the_lanes_of_the_tables() -> None:
     found = lines(Fabric.INFINIBAND, FabricLanes(inference_sl=3, kv_sl=1))
     levels = value("qos_sl2vl", found).split(",")
     kv_lane = levels[int(value("UCX_IB_SL", found))]
@@ -143,7 +143,7 @@ def test_a_burst_covers_a_millisecond_of_the_link(bytes_per_s: float) -> None:
 
 
 @pytest.mark.parametrize("text", ["99", "1:99", "0:0", "5:0", "255:1", "a:b", "99:-1", ""])
-def test_ratios_that_no_fabric_can_have_are_refused(text: str) -> None:
+def test_invalid_ratios_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"99:1"):
         parse_weights(text)
 
@@ -167,7 +167,7 @@ def test_port_ranges_that_one_filter_cannot_match_are_refused(text: str) -> None
         ({"cnic_bytes_per_s": 0.0}, "cnic_bytes_per_s is"),
     ],
 )
-def test_lanes_that_fall_together_are_refused(lanes: dict[str, int], said: str) -> None:
+def test_equal_lanes_are_refused(lanes: dict[str, int], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         FabricLanes(**lanes)  # type: ignore[arg-type]
 

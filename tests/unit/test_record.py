@@ -1,4 +1,4 @@
-"""Live traffic becomes a trace: a real proxy before a small endpoint, and the sessions it makes."""
+"""Live traffic becomes a trace: a real proxy in front of a small endpoint, and its sessions."""
 
 import asyncio
 import itertools
@@ -24,7 +24,7 @@ SECRET = "attack at dawn"
 
 
 class Endpoint:
-    """An OpenAI endpoint as vLLM is one: a token per byte, and token ids for who asks for them."""
+    """An OpenAI endpoint like vLLM's: a token per byte, and token ids on request."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ async def listening(app: web.Application) -> AsyncIterator[str]:
 
 
 class Recorded:
-    """An endpoint with a proxy before it, and what the proxy recorded."""
+    """An endpoint behind a proxy, and what the proxy recorded."""
 
     def __init__(self, endpoint: Endpoint, proxy: RecordingProxy, url: str, recorder: Recorder):
         self.endpoint, self.proxy, self.url, self.recorder = endpoint, proxy, url, recorder
@@ -112,7 +112,7 @@ async def recording(*, texts: bool = False) -> AsyncIterator[Recorded]:
             yield Recorded(endpoint, proxy, url, recorder)
 
 
-async def test_a_conversation_is_one_session_and_clients_see_no_token_ids():
+async def test_a_conversation_is_one_session_and_token_ids_are_removed_for_clients():
     async with recording() as live:
         first = await live.chat(SECRET)
         await live.chat(SECRET, "ok", "then retreat")
@@ -133,7 +133,7 @@ async def test_a_conversation_is_one_session_and_clients_see_no_token_ids():
     assert (other.turns, other.block_turns[0].start_s) == (1, 4 / 8)
 
 
-async def test_who_asks_for_token_ids_gets_them_and_other_paths_pass_untouched():
+async def test_requested_token_ids_are_forwarded_and_other_paths_are_unchanged():
     async with recording() as live:
         said = await live.chat("hello", return_token_ids=True)
         async with aiohttp.ClientSession() as http, http.get(f"{live.url}/v1/models") as models:
@@ -156,7 +156,7 @@ async def test_prompts_of_token_ids_need_none_from_the_endpoint():
     assert session.block_turns[0].prompt_tokens == 9
 
 
-async def test_what_cannot_be_recorded_is_passed_on_and_counted():
+async def test_requests_that_cannot_be_recorded_are_forwarded_and_counted():
     async with recording() as live:
         refused, _ = await live.post("/v1/completions", {"prompt": [5], "max_tokens": 100})
         live.endpoint.knows_token_ids = False
@@ -170,7 +170,7 @@ async def test_what_cannot_be_recorded_is_passed_on_and_counted():
     assert live.recorder.block_sessions() == []
 
 
-async def test_an_endpoint_that_is_gone_is_said_so():
+async def test_an_unreachable_endpoint_is_reported():
     proxy = RecordingProxy("http://127.0.0.1:9", lambda exchange: None, lambda: 0.0)
     async with (
         listening(proxy.app()) as url,
@@ -178,7 +178,7 @@ async def test_an_endpoint_that_is_gone_is_said_so():
         http.post(f"{url}/v1/completions", json={"prompt": [1]}) as response,
     ):
         assert response.status == 502
-        assert "is the server up there?" in await response.text()
+        assert "check that the server is running" in await response.text()
 
 
 @pytest.mark.parametrize("format", writable("blocks"))
@@ -195,7 +195,7 @@ async def test_no_text_is_in_a_trace_and_it_reads_as_what_was_served(format: str
     assert isinstance(session, BlockSession)
     assert [turn.prompt_tokens for turn in session.block_turns] == [14, 28]
     (lengths,) = as_lengths([session])
-    # A prompt, its answer, and what came new; nothing was dropped between.
+    # A prompt, its answer, and the appended tokens; nothing was dropped between.
     assert [(r.append_tokens, r.generated_tokens) for r in lengths.trajectory.rounds] == [
         (14, 2),
         (12, 2),
@@ -203,7 +203,7 @@ async def test_no_text_is_in_a_trace_and_it_reads_as_what_was_served(format: str
 
 
 @pytest.mark.parametrize("format", writable("text"))
-async def test_texts_are_recorded_where_they_are_asked_for(format: str, tmp_path: Path):
+async def test_texts_are_recorded_on_request(format: str, tmp_path: Path):
     async with recording(texts=True) as live:
         await live.chat(SECRET)
     path = tmp_path / "trace.jsonl"
@@ -214,7 +214,7 @@ async def test_texts_are_recorded_where_they_are_asked_for(format: str, tmp_path
     assert read_trace(path)[0].turns == 1
 
 
-def test_tenants_do_not_share_blocks_and_turns_are_ordered_by_their_begin():
+def test_tenants_do_not_share_blocks_and_turns_are_ordered_by_start():
     recorder = Recorder(4)
     for tenant, start_s in (("a", 2.0), ("b", 1.0), ("a", 0.0)):
         recorder.add(
@@ -236,17 +236,17 @@ def test_tenants_do_not_share_blocks_and_turns_are_ordered_by_their_begin():
     assert list(each_id(second.block_turns[0].id_ranges)) == [2, 3]
 
 
-def test_a_format_of_texts_is_written_only_where_texts_may_be_kept(
+def test_a_text_format_is_written_only_if_texts_are_recorded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     out = str(tmp_path / "t.jsonl")
     assert main(["record", "--endpoint", "http://x", "--out", out, "--format", "lmcache"]) == 2
-    assert "recorded with --text only" in capsys.readouterr().err
+    assert "give --text to record them" in capsys.readouterr().err
     assert main(["record", "--endpoint", "http://x", "--out", out, "--text"]) == 2
-    assert "take agentperf or lmcache" in capsys.readouterr().err
+    assert "or give agentperf or lmcache" in capsys.readouterr().err
 
 
-async def test_recording_is_not_held_up_by_a_client_that_leaves():
+async def test_a_client_that_disconnects_does_not_block_recording():
     async with recording() as live:
         asking = asyncio.create_task(live.chat("hello"))
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Reports: one model, and what each medium makes of it."""
+"""Reports: one model, rendered for each medium."""
 
 import re
 import sys
@@ -23,7 +23,12 @@ from dualpath.report.model import (
     Table,
     Text,
 )
-from dualpath.report.style import LOOKS, MODE_STYLES, OTHER_LOOKS, looks
+from dualpath.report.style import (
+    MODE_SERIES_STYLES,
+    MODE_STYLES,
+    OTHER_SERIES_STYLES,
+    series_styles,
+)
 from dualpath.report.text import print_report
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
@@ -45,13 +50,13 @@ def printed(report: Report, width: int = 80) -> str:
     return file.getvalue()
 
 
-def test_columns_of_numbers_stand_to_the_right_unless_the_table_says_otherwise():
+def test_columns_of_numbers_are_right_aligned_unless_the_table_sets_align():
     assert TABLE.right == (False, True)
     assert msgspec.structs.replace(TABLE, align="rl").right == (True, False)
     assert Table("", ("a",), ()).right == (False,)
 
 
-def test_runs_side_by_side_leave_out_what_no_run_knows():
+def test_quantities_that_no_run_has_are_omitted():
     rows = SideBySide(("x", "y"), (1, 2))
     rows.add("one", "odd", lambda run: str(run) if run % 2 else None)
     rows.add("one", "nothing", lambda run: None)
@@ -62,7 +67,7 @@ def test_runs_side_by_side_leave_out_what_no_run_knows():
     assert table.rules == (1,)
 
 
-def test_a_terminal_shows_tables_and_notes_and_says_warnings_last():
+def test_a_terminal_shows_tables_notes_and_finally_warnings():
     lines = [line.rstrip() for line in printed(REPORT).splitlines()]
     assert lines == [
         "Seed 1.",
@@ -99,33 +104,39 @@ def test_a_page_escapes_cells_and_reads_prose_as_markdown():
 
 
 @pytest.mark.parametrize("mode", Mode)
-def test_a_mode_looks_the_same_in_whatever_company(mode: Mode):
-    (alone,) = looks([mode.value])
-    among = looks(["other", *(one.value for one in Mode)])
+def test_a_mode_has_the_same_style_in_every_plot(mode: Mode):
+    (alone,) = series_styles([mode.value])
+    among = series_styles(["other", *(one.value for one in Mode)])
     assert among[1 + list(Mode).index(mode)] == alone
-    assert looks(["other", mode.value])[0] != alone
+    assert series_styles(["other", mode.value])[0] != alone
 
 
-def test_a_mode_has_its_look_by_value_and_by_title():
+def test_a_mode_has_its_style_by_value_and_by_title():
     for mode, style in MODE_STYLES.items():
-        assert looks([mode.value, style.title]) == [style.look] * 2
+        assert series_styles([mode.value, style.title]) == [style.series_style] * 2
 
 
-def test_names_that_are_no_modes_take_looks_that_no_mode_has():
-    assert looks(["a", "basic", "b"]) == [OTHER_LOOKS[0], LOOKS[0], OTHER_LOOKS[1]]
-    assert not {look.colour for look in OTHER_LOOKS} & {look.colour for look in LOOKS}
-    many = [str(number) for number in range(len(OTHER_LOOKS) + 1)]
-    assert looks(many)[-1] == OTHER_LOOKS[0]
+def test_other_names_have_styles_that_no_mode_has():
+    assert series_styles(["a", "basic", "b"]) == [
+        OTHER_SERIES_STYLES[0],
+        MODE_SERIES_STYLES[0],
+        OTHER_SERIES_STYLES[1],
+    ]
+    assert not {look.colour for look in OTHER_SERIES_STYLES} & {
+        look.colour for look in MODE_SERIES_STYLES
+    }
+    many = [str(number) for number in range(len(OTHER_SERIES_STYLES) + 1)]
+    assert series_styles(many)[-1] == OTHER_SERIES_STYLES[0]
 
 
-def test_a_headline_stands_first_in_every_medium():
+def test_a_headline_is_first_in_every_medium():
     report = msgspec.structs.replace(REPORT, headline=("Twice as fast.", "The ceiling is 3."))
     assert printed(report).startswith("Twice as fast.\nThe ceiling is 3.\n\nSeed 1.")
     assert "# A & B\n\n**Twice as fast.** The ceiling is 3.\n" in markdown.page(report)
     assert '<p class="first headline">Twice as fast.</p>' in html.page(report)
 
 
-def test_pictures_of_one_report_have_names_of_their_own():
+def test_pictures_of_one_report_have_distinct_names():
     report = Report(name="r", title="R", blocks=(PLOTS, TABLE, PLOTS))
     assert [name for name, _ in report.pictures()] == ["r", "r-2"]
     assert [part for part in markdown.page(report).split() if "png" in part] == [
@@ -135,11 +146,11 @@ def test_pictures_of_one_report_have_names_of_their_own():
 
 
 def words(panel: Panel) -> list[str]:
-    """Return what is written in a drawing."""
+    """Return the texts of a drawing."""
     return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
 
 
-def test_bars_whose_names_are_no_numbers_have_all_of_them_however_many():
+def test_all_names_of_bars_are_shown_unless_they_are_numbers():
     def below(names):
         bars = Series("basic", names, tuple(2.5 for _ in names))
         return [word for word in words(Panel("", "grouped", "", "s", (bars,))) if word in names]
@@ -160,7 +171,7 @@ def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
 
 
 @pytest.mark.parametrize("name", ["data-plane", "isolation", "jct-1p1d", "online", "peers-1p2d"])
-def test_measured_reports_read_again_give_the_pages_that_are_stored(name: str):
+def test_stored_reports_reproduce_the_stored_pages(name: str):
     stored = msgspec.json.decode((LAB / f"{name}.json").read_bytes(), type=ExperimentReport)
     assert markdown.page(as_report(stored)) == (LAB / f"{name}.md").read_text(encoding="utf-8")
 
@@ -175,23 +186,23 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
     written = files.write_report(REPORT, b"{}", tmp_path, html=True)
     assert [path.suffix for path in written] == [".html", ".json", ".md"]
-    why = "rates: plots are left out, they need matplotlib: pip install 'matplotlib>=3.11'"
+    why = "rates: no plots, as matplotlib is not installed; pip install 'matplotlib>=3.11'"
     assert f"\n{why}\n" in (tmp_path / "whole.md").read_text()
     page = (tmp_path / "whole.html").read_text()
-    assert "rates: plots are left out" in page
+    assert "rates: no plots" in page
     assert "<svg" not in page
     assert "<em>More</em>" in page
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_a_command_says_before_it_runs_that_plots_will_be_missing(capsys):
+def test_a_command_warns_before_it_runs_that_plots_will_be_missing(capsys):
     assert main(["report", "run.json", "--html", "page.html"]) == 2
     said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("dualpath: page.html: plots are left out, they need matplotlib")
+    assert said[0].startswith("dualpath: page.html: no plots, as matplotlib is not installed")
     assert "run.json" in said[1]
 
 
 @pytest.mark.usefixtures("without_matplotlib")
-def test_the_page_whose_pictures_are_the_point_is_refused(capsys):
+def test_a_page_that_needs_pictures_is_refused(capsys):
     assert main(["eval", "fig7", "--docs", "page.md"]) == 2
     assert "--docs needs matplotlib; pip install 'matplotlib>=3.11'" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Random interleavings: engines die, restart or hide, clients leave, reads fall short."""
+"""Random interleavings: engines die, restart or fall silent, clients leave, reads are short."""
 
 import asyncio
 import contextlib
@@ -50,7 +50,7 @@ async def disturb(
         case "reset":
             engine.connection.reset()
         case "goodbye" if engine.session.joined:
-            engine.send(control.Goodbye(reason="chaos"))
+            engine.send(control.Deregister(reason="chaos"))
             await made.service.saw_loss(name)
             await engine.kill()
             await made.revive(name)
@@ -66,8 +66,8 @@ async def disturb(
             engine.send_raw(chance.randbytes(8))
 
 
-async def play(seed: int) -> list[Message]:
-    """Play the story of a seed; return all that the router got from its engines."""
+async def run_seed(seed: int) -> list[Message]:
+    """Run a seed; return all messages that the router got from its engines."""
     chance = random.Random(seed)
     mode = MODES[seed % len(MODES)]
     network = ControlNetwork(delay=lambda: chance.choice(DELAYS_S))
@@ -75,7 +75,7 @@ async def play(seed: int) -> list[Message]:
         chance.choice([1, 2]),
         chance.choice([1, 2]),
         mode=mode,
-        # A prompt has 20 tokens at most; a later attempt also brings what was generated, 6 at most.
+        # A prompt has at most 20 tokens; a later attempt adds at most 6 generated ones.
         buffer_blocks=chance.choice([7, 9, 30]),
         settings=SETTINGS,
         network=network,
@@ -103,14 +103,14 @@ async def play(seed: int) -> list[Message]:
 
 @pytest.mark.virtual_time
 @pytest.mark.parametrize("seed", range(100))
-async def test_every_stream_is_right_and_nothing_is_left_behind(seed):
-    await play(seed)
+async def test_every_stream_is_right_and_nothing_leaks(seed):
+    await run_seed(seed)
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_a_seed_gives_the_same_run_again(seed):
+def test_equal_seeds_give_equal_runs(seed):
     runs = []
     for _ in range(2):
         with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
-            runs.append(runner.run(play(seed)))
+            runs.append(runner.run(run_seed(seed)))
     assert runs[0] == runs[1]

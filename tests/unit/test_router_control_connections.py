@@ -22,7 +22,7 @@ from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.transport.cluster_secret import ClusterSecret
 
 SECRET = ClusterSecret("s" * 32, "test")
-#: A greeting and a READY of ZMTP 3.0 without security, as a DEALER says them.
+#: A registration and a READY of ZMTP 3.0 without security, as a DEALER says them.
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY_BODY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
 READY = b"\x04" + bytes([len(READY_BODY)]) + READY_BODY

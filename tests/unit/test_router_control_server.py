@@ -12,7 +12,7 @@ from dualpath.core import addresses, control, envelopes, request_messages
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.core.sessions import Conversation
+from dualpath.core.sessions import Channel
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.refusals import ControlRefusal
@@ -41,7 +41,7 @@ async def test_engines_of_both_roles_learn_of_each_other():
     async with cluster(real_sockets=True) as made:
         up = await made.engines["p0"].saw(control.PeerUp)
         assert up.address.engine_id == "d0"
-        welcome = await made.engines["d0"].saw(control.Welcome)
+        welcome = await made.engines["d0"].saw(control.Registered)
         assert [peer.engine_id for peer in welcome.peers] == ["p0"]
         assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
 
@@ -92,12 +92,12 @@ async def test_a_stranger_is_asked_to_greet_first():
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(made.service.control_address)
-        goodbye = envelopes.outside(control.Goodbye(reason="never joined"), "made up")
+        goodbye = envelopes.unnumbered(control.Deregister(reason="never joined"), "made up")
         await socket.send(envelopes.encode(goodbye))
         envelope = envelopes.decode_router_message(await socket.recv())
         assert isinstance(envelope.message, control.Refused)
         assert envelope.session == "made up"
-        assert envelope.message.again
+        assert envelope.message.reregister
         assert "greet anew" in envelope.message.reason
         assert refused(made) == {"unknown-engine": 1}
         context.destroy(linger=0)
@@ -129,7 +129,7 @@ async def test_two_live_processes_do_not_fight_for_one_id():
         made.engines["new"] = new
         await new.join(made.network)
         old.report()
-        assert (await old.saw(control.Refused)).again
+        assert (await old.saw(control.Refused)).reregister
         answer = await old.saw(control.Refused, lambda m: "replaced" in m.reason)
         assert "an engine_id of its own" in answer.reason
         assert refused(made).keys() == {"unknown-engine", "replaced"}
@@ -199,11 +199,11 @@ class Watched:
     def said(self) -> list[object]:
         return [event[1] for event in self.listener.events if event[0] == "said"]
 
-    def greet(self, greeting: int = 1) -> None:
-        self.receive(envelopes.outside(self.engine.hello(greeting)))
+    def greet(self, registration: int = 1) -> None:
+        self.receive(envelopes.unnumbered(self.engine.hello(registration)))
         state = self.registry.get("p0")
         assert state is not None
-        self.talk: Conversation[control.EngineMessage, control.RouterMessage] = Conversation(
+        self.talk: Channel[control.EngineMessage, control.RouterMessage] = Channel(
             state.talk.session
         )
 
@@ -211,7 +211,7 @@ class Watched:
         self.server._handle(b"p0", [envelopes.encode(envelope)])
 
     def say(self, message: control.EngineMessage) -> envelopes.FromEngine:
-        envelope = self.talk.say(message, self.clock())
+        envelope = self.talk.send(message, self.clock())
         self.receive(envelope)
         return envelope
 
@@ -249,27 +249,27 @@ async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched:
 async def test_a_lost_engine_is_heard_again_only_in_a_new_session(watched: Watched):
     watched.let_pass(6)
     watched.say(REPORT)
-    watched.greet(greeting=1)
+    watched.greet(registration=1)
     assert watched.events[-1] == ("lost", "p0")
-    watched.greet(greeting=2)
+    watched.greet(registration=2)
     assert watched.events[-1] == ("joined", "p0")
 
 
 async def test_an_engine_that_has_begun_anew_has_left_its_session(watched: Watched):
     """Its requests are gone there; were it only noticed later, they would wait for nothing."""
-    watched.greet(greeting=2)
+    watched.greet(registration=2)
     assert watched.events == [("joined", "p0"), ("lost", "p0"), ("joined", "p0")]
 
 
 async def test_no_late_message_brings_back_who_said_goodbye(watched: Watched):
-    watched.say(control.Goodbye(reason="done"))
+    watched.say(control.Deregister(reason="done"))
     watched.say(REPORT)
-    watched.greet(greeting=1)
+    watched.greet(registration=1)
     assert watched.events == [("joined", "p0"), ("lost", "p0"), ("dead", "p0", "p0-0")]
 
 
 async def test_a_goodbye_with_open_transfers_proves_nothing(watched: Watched):
-    watched.say(control.Goodbye(reason="in a hurry", settled=False))
+    watched.say(control.Deregister(reason="in a hurry", settled=False))
     assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
@@ -294,7 +294,7 @@ async def test_a_repeated_greeting_changes_nothing(watched: Watched):
 
 async def test_a_message_that_comes_twice_or_too_early_is_taken_up_once_in_order(watched: Watched):
     first, second = (request_messages.Released(request_id=name) for name in ("a", "b"))
-    early = watched.talk.say(first, 0.0), watched.talk.say(second, 0.0)
+    early = watched.talk.send(first, 0.0), watched.talk.send(second, 0.0)
     for envelope in (early[1], early[0], early[0], early[1], early[1]):
         watched.receive(envelope)
     assert watched.said == [first, second]
@@ -323,8 +323,8 @@ async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(w
     assert watched.events[-2:] == [("lost", "p0"), ("joined", "p0")]
     assert watched.registry.unproven() == [former]
     assert not watched.registry.is_dead(former)
-    watched.say(control.Gone(former))
-    watched.say(control.Gone(former))
+    watched.say(control.ConfirmedDead(former))
+    watched.say(control.ConfirmedDead(former))
     assert watched.registry.is_dead(former)
     assert watched.registry.unproven() == []
     dead = [event for event in watched.events if event[0] == "dead"]

@@ -17,7 +17,7 @@ from tests.unit.router_fakes import job
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DrainingError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import front_door
+from dualpath.laboratory.emulated.front_door import emulated_router
 from dualpath.laboratory.emulated.process import emulated_engine
 from dualpath.ops.launch.ports import claim_port
 from dualpath.router.http.server import until_signal
@@ -201,7 +201,7 @@ async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path)
     port = claim_port()
     async with contextlib.AsyncExitStack() as stack, asyncio.timeout(2 * GUARD_S):
         http = await stack.enter_async_context(aiohttp.ClientSession())
-        first = front_door(settings, "127.0.0.1", port)
+        first = emulated_router(settings, "127.0.0.1", port)
         endpoint, service = await first.__aenter__()
         made = Cluster(endpoint, service, http)
         for role in Role:
@@ -214,7 +214,7 @@ async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path)
         answered = await made.ask(PROMPT, 5)
 
         second = asyncio.create_task(
-            stack.enter_async_context(front_door(settings, "127.0.0.1", port))
+            stack.enter_async_context(emulated_router(settings, "127.0.0.1", port))
         )
         await asyncio.sleep(0)
         assert not second.done()

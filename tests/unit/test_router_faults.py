@@ -72,7 +72,7 @@ async def test_a_pe_that_said_goodbye_leaves_nothing_in_quarantine():
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("prefill")
         (lost,) = made.calls.prefills
-        made.engines[lost].send(control.Goodbye(reason="test"))
+        made.engines[lost].send(control.Deregister(reason="test"))
         other = "p1" if lost == "p0" else "p0"
         await made.engines[other].saw(request_messages.Assign)
         made.calls.gates["prefill"].set()

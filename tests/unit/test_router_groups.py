@@ -73,7 +73,7 @@ async def test_a_rank_waits_until_all_of_its_group_have_greeted() -> None:
         metrics = made.service.exposition().decode()
         assert f"dualpath:engine_waits_for_group{{{labels}}} 1.0" in metrics
         await second.start(made.network)
-        await asyncio.gather(*(engine.saw(control.Welcome) for engine in (first, second)))
+        await asyncio.gather(*(engine.saw(control.Registered) for engine in (first, second)))
         assert alive(made) == ["d0", "p0", "p1"]
         assert waits(made) == []
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
@@ -111,7 +111,7 @@ async def test_a_group_is_back_when_all_ranks_of_one_start_are() -> None:
         assert alive(made) == ["d0"]
         await second.kill()
         await restart(made, [second], start=2)
-        await asyncio.gather(*(engine.saw(control.Welcome) for engine in (first, second)))
+        await asyncio.gather(*(engine.saw(control.Registered) for engine in (first, second)))
         assert sorted(alive(made)) == ["d0", "p0", "p1"]
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
 
@@ -176,7 +176,7 @@ async def test_a_group_drains_as_one_and_goes_when_nothing_is_left_on_any_rank()
         made.calls.gates["prefill"].set()
         assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 2
         await first.saw(control.Drained)
-        first.send(control.Goodbye(reason="drained"))
+        first.send(control.Deregister(reason="drained"))
         await made.service.saw_loss("p0")
         assert sorted(alive(made)) == ["d0", "other"]
         assert made.service.status()["counters"]["retries"] == 0

@@ -5,10 +5,15 @@ import pytest
 
 from dualpath.core.addresses import AgentAddress, EngineAddress
 from dualpath.core.cluster import Role
-from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept, NodeDramShare
+from dualpath.core.control import (
+    CACHE_UPDATE_KEY_BYTES,
+    MAX_CACHE_UPDATE_KEYS,
+    CacheUpdate,
+    NodeDramShare,
+)
 from dualpath.core.modes import Mode
-from dualpath.core.request import KeptPrefix
-from dualpath.router.control.kept_blocks import KeptBlocks
+from dualpath.core.request import CachedPrefix
+from dualpath.router.control.kept_blocks import CachedBlocks
 from dualpath.router.engines import EngineInfo
 
 BLOCK_TOKENS = 4
@@ -40,21 +45,21 @@ def engine(
     )
 
 
-def hearing(*engines: EngineInfo) -> KeptBlocks:
-    kept = KeptBlocks()
+def hearing(*engines: EngineInfo) -> CachedBlocks:
+    kept = CachedBlocks()
     for info in engines:
         kept.engine_joined(info, BLOCK_TOKENS)
     return kept
 
 
-def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> Kept:
-    told, gone = (tuple(key[:KEPT_KEY_BYTES] for key in keys) for keys in (added, dropped))
-    return Kept(told, gone, in_node)
+def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> CacheUpdate:
+    told, gone = (tuple(key[:CACHE_UPDATE_KEY_BYTES] for key in keys) for keys in (added, dropped))
+    return CacheUpdate(told, gone, in_node)
 
 
-def believed(kept: KeptBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
+def believed(kept: CachedBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
     prefixes = kept.prefixes(KEYS, mode)
-    assert all(isinstance(prefix, KeptPrefix) and prefix.blocks for prefix in prefixes)
+    assert all(isinstance(prefix, CachedPrefix) and prefix.blocks for prefix in prefixes)
     return {prefix.engine_id: prefix.blocks for prefix in prefixes}
 
 
@@ -81,7 +86,7 @@ def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -
 
 
 def test_directories_of_other_marks_and_nodes_are_others() -> None:
-    other = msgspec.structs.replace(SHARE, mark="other")
+    other = msgspec.structs.replace(SHARE, directory_id="other")
     alone = engine("d3", node_dram=None)
     kept = hearing(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
     for name in ("d0", "d3"):
@@ -118,8 +123,8 @@ def test_no_more_is_believed_than_fits_and_the_latest_news_count(
     in_node: bool, blocks: int
 ) -> None:
     kept = hearing(engine("d0"))
-    most = 2 * blocks + MOST_KEPT_KEYS
-    others = [number.to_bytes(KEPT_KEY_BYTES) for number in range(most)]
+    most = 2 * blocks + MAX_CACHE_UPDATE_KEYS
+    others = [number.to_bytes(CACHE_UPDATE_KEY_BYTES) for number in range(most)]
     kept.heard("d0", news(KEYS[:2], [], in_node=in_node))
     kept.heard("d0", news(others[: most - 2], [], in_node=in_node))
     assert believed(kept) == {"d0": 2}

@@ -39,7 +39,7 @@ from dualpath.router.settings import RouterSettings
 PROMPT = list(range(1, 20))
 
 
-# ---------------------------------------------------------------------- the light front door
+# ---------------------------------------------------------------------- the light router
 
 
 @pytest.mark.parametrize(
@@ -49,12 +49,12 @@ PROMPT = list(range(1, 20))
         ({"prompt": [1] * 3000}, 413, ("more than 4096 bytes", "--max-body-bytes")),
         ({"prompt": [1, 32000]}, 400, ("token id 32000", "0 to 31999")),
         ({"prompt": [-1]}, 400, ("token id -1", "vocabulary")),
-        ({"n": 2}, 400, ("n is 2", "1 answer")),
+        ({"n": 2}, 400, ("n is 2", "set n to 1")),
         ({"cache_salt": ""}, 400, ("cache_salt has 0 characters", "1 to 128")),
         ({"max_tokens": 10**9}, 400, ("context holds",)),
     ],
 )
-async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, status, words, tmp_path):
+async def test_requests_beyond_a_limit_are_refused_with_the_limit(changes, status, words, tmp_path):
     settings = RouterSettings(mode=Mode.DUALPATH, max_prompt_tokens=40, max_body_bytes=4096)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         body = {"prompt": PROMPT, "tokens": 2, **changes}
@@ -64,7 +64,7 @@ async def test_what_goes_beyond_a_limit_is_refused_with_the_limit(changes, statu
         assert (await made.post(PROMPT, 2))[0] == 200
 
 
-def test_a_prompt_that_leaves_its_drafts_no_room_is_refused() -> None:
+def test_a_prompt_too_long_for_the_draft_model_is_refused() -> None:
     class Engines:
         def limit(self, name: str) -> int | None:
             return {"max_model_len": 12, "max_prompt_tokens": 9}.get(name)

@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from dualpath.core.envelopes import outside
+from dualpath.core.envelopes import unnumbered
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES
 from dualpath.router.links import messages as m
 from dualpath.router.links.frames import Frames
@@ -21,11 +21,11 @@ def keys_of(blocks: int) -> tuple[bytes, ...]:
 async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> None:
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
-    frames.add([outside(FIRST)])
-    frames.add([outside(SECOND)])
+    frames.add([unnumbered(FIRST)])
+    frames.add([unnumbered(SECOND)])
     assert sent == []
     await asyncio.sleep(0)
-    frames.add([outside(THIRD)])
+    frames.add([unnumbered(THIRD)])
     await asyncio.sleep(0)
     said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
     assert said == [[FIRST, SECOND], [THIRD]]
@@ -37,7 +37,7 @@ async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it
     told = [m.Begin(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
     large = m.Begin(RequestOrder("large", keys_of(60_000)))
     everything: list[m.FrontEndMessage] = [*told, large, FIRST]
-    frames.add([outside(message) for message in everything])
+    frames.add([unnumbered(message) for message in everything])
     await asyncio.sleep(0)
     said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
     assert [message for frame in said for message in frame] == everything
@@ -48,7 +48,7 @@ async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it
 async def test_what_was_gathered_goes_before_the_end_and_once() -> None:
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
-    frames.add([outside(FIRST)])
+    frames.add([unnumbered(FIRST)])
     frames.flush()
     await asyncio.sleep(0)
     assert len(sent) == 1

@@ -168,7 +168,7 @@ async def test_a_request_waits_runs_and_is_no_longer_counted() -> None:
 async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
     async with cluster(prefill=2, decode=2) as made:
         made.lose("p1")
-        made.engines["d1"].send(control.Goodbye(reason="enough"))
+        made.engines["d1"].send(control.Deregister(reason="enough"))
         await made.service.saw_loss("d1")
         now = Scrape(made.service.exposition().decode())
         assert now.value("dualpath:engine_up") == 2

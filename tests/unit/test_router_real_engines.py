@@ -52,9 +52,9 @@ class LinkedEngine:
         self.forwarder.start()
         self.link.start()
 
-    def _hello(self, greeting: int) -> control.Hello:
+    def _hello(self, registration: int) -> control.Register:
         manager = self.engine.manager
-        return control.Hello(
+        return control.Register(
             version=control.PROTOCOL_VERSION,
             address=manager.address(self.engine.epoch),
             namespace=NAMESPACE,
@@ -64,7 +64,7 @@ class LinkedEngine:
             mode=self.mode.value,
             hbm_tokens=manager.hbm_tokens,
             buffer_tokens=manager.buffer_tokens,
-            greeting=greeting,
+            registration=registration,
         )
 
     def _forward(self) -> None:
@@ -75,7 +75,7 @@ class LinkedEngine:
     def close(self) -> None:
         self.engine.outbox.put(None)  # type: ignore[arg-type]  # ends the forwarder
         self.forwarder.join(GUARD_S)
-        self.link.close(control.Goodbye(reason="test over"))
+        self.link.close(control.Deregister(reason="test over"))
 
 
 class ToyCalls:

@@ -47,7 +47,7 @@ def test_the_error_in_the_answer_names_a_prompt_that_is_too_long(body, reason):
     assert http_refusal(429, body) is HttpRefusal.OVERLOADED
 
 
-async def test_one_of_each_at_the_light_front_door(tmp_path: Path, monkeypatch) -> None:
+async def test_one_of_each_at_the_light_router(tmp_path: Path, monkeypatch) -> None:
     settings = RouterSettings(
         mode=Mode.DUALPATH, max_prompt_tokens=40, max_body_bytes=4096, api_keys=("key",)
     )

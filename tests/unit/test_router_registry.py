@@ -20,7 +20,7 @@ def greet(registry: Registry, engine: FakeEngine) -> None:
     admission = registry.admit(engine.hello())
     assert admission is not None
     admission.engine.machine.on(admission.event)
-    admission.engine.machine.on(Event.COMPLETE)
+    admission.engine.machine.on(Event.GROUP_COMPLETE)
 
 
 def lose(registry: Registry, engine_id: str) -> None:
@@ -58,7 +58,7 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
     lose(registry, "p0")
     admission = registry.admit(hello)
     assert admission is not None
-    assert admission.event is Event.GREETS
+    assert admission.event is Event.REGISTERS
 
 
 async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> None:

@@ -9,7 +9,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 
 from dualpath.core.cluster import GroupRank, Role, UnitShape
 from dualpath.core.errors import BadRequestError
-from dualpath.ops.launch.role_wishes import INTERVAL_S, RoleWishes
+from dualpath.ops.launch.role_wishes import INTERVAL_S, RequestedRoles
 from dualpath.router.control.roles import TAKE_UP_S, Roles, Switch, SwitchState
 
 TIMEOUT_S = 100.0
@@ -116,7 +116,7 @@ class Supervisor:
         self.shapes = {name: UnitShape(Role.PREFILL) for name in ("pe-0", "pe-1")}
         self.begun: list[tuple[str, UnitShape]] = []
         units = {"pe-0": "pe-0", "pe-1-dp0": "pe-1", "pe-1-dp1": "pe-1"}
-        self.wishes = RoleWishes(
+        self.requested = RequestedRoles(
             lambda: self.answer, units, self.shapes, lambda role: 1, self._change
         )
 
@@ -138,12 +138,12 @@ def wish(*engines: str, state: str = "asked", ranks: int | None = None) -> dict[
 
 def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
     made = Supervisor()
-    made.wishes.turn(0.0)
+    made.requested.poll(0.0)
     made.answer = wish("pe-1-dp0", "pe-1-dp1")
-    made.wishes.turn(INTERVAL_S / 2)
+    made.requested.poll(INTERVAL_S / 2)
     assert made.begun == []
     for number in range(1, 4):
-        made.wishes.turn(number * INTERVAL_S)
+        made.requested.poll(number * INTERVAL_S)
     assert made.begun == [("pe-1", UnitShape(Role.DECODE))]
 
 
@@ -158,7 +158,7 @@ def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
 def test_what_is_not_asked_of_these_engines_is_left_alone(answer: dict[str, Any]) -> None:
     made = Supervisor()
     made.answer = answer
-    made.wishes.turn(0.0)
+    made.requested.poll(0.0)
     assert made.begun == []
 
 
@@ -232,5 +232,5 @@ def test_a_group_is_started_anew_for_another_size_alone_and_once() -> None:
     made = Supervisor()
     made.answer = {"switch": {**wish("pe-0")["switch"], "to_role": "prefill", "to_ranks": 3}}
     for number in range(1, 4):
-        made.wishes.turn(number * INTERVAL_S)
+        made.requested.poll(number * INTERVAL_S)
     assert made.begun == [("pe-0", UnitShape(Role.PREFILL, 3))]

@@ -108,7 +108,7 @@ async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_le
         assert await old == await new == expected(PROMPT, 6)
         assert made.calls.prefills == ["p0", "p1"]
         await p0.saw(control.Drained)
-        p0.send(control.Goodbye(reason="drained"))
+        p0.send(control.Deregister(reason="drained"))
         await made.service.saw_loss("p0")
         assert made.service.status()["counters"]["retries"] == 0
 

@@ -1,4 +1,4 @@
-"""What a scheduler and front ends of one machine are started with."""
+"""The command lines of a scheduler and front ends of one machine."""
 
 import argparse
 
@@ -47,7 +47,7 @@ def test_the_scheduler_gets_its_own_settings_and_no_key_on_its_command_line() ->
     assert (address.port, address.lora_modules) == (8001, {"sql": "/adapters/sql"})
 
 
-def test_a_front_end_gets_its_clients_settings_and_where_the_scheduler_is() -> None:
+def test_a_front_end_gets_its_clients_settings_and_the_schedulers_address() -> None:
     commands: list[list[str]] = []
 
     def words(own: RouterSettings, link: LinkSettings) -> list[str]:
@@ -67,7 +67,7 @@ def test_a_front_end_gets_its_clients_settings_and_where_the_scheduler_is() -> N
     assert _link(ROUTER, 0).front_end_name in names  # a restarted one has its name again
 
 
-def test_settings_of_the_environment_count_once_and_keys_go_by_it() -> None:
+def test_settings_of_the_environment_apply_once_and_keys_are_passed_in_it() -> None:
     environment = {
         "PATH": "/bin",
         "DUALPATH_ROUTER_MODE": "basic",
@@ -83,6 +83,6 @@ def test_settings_of_the_environment_count_once_and_keys_go_by_it() -> None:
 
 
 @pytest.mark.parametrize("other", [{"standby_lock": "lock"}, {"standby_lease": "etcd://h:1/n"}])
-def test_front_ends_do_without_routers_that_stand_by(other: dict[str, str]) -> None:
+def test_front_ends_exclude_standby_routers(other: dict[str, str]) -> None:
     with pytest.raises(ConfigError, match="is started again by itself"):
         RouterSettings(front_ends=1, **other)  # type: ignore[arg-type]

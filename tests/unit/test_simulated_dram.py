@@ -1,34 +1,28 @@
-"""DRAM of simulated engines: kept for agents whose tools run, and shared by those of a machine."""
+"""DRAM of simulated engines: blocks retained during tool calls, and blocks shared by engines."""
 
 from collections import Counter
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from tests.engine_harness import GEOMETRY, prompt_keys
 
-from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.read_queue import ReadQueue
-from dualpath.laboratory.chaos.simulation.adversary import KINDS
-from dualpath.laboratory.chaos.simulation.kept_watch import watch_fetches
+from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
 from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import play
-from dualpath.laboratory.chaos.simulation.world import World
+from dualpath.laboratory.chaos.simulation.play import run_seed
 from dualpath.storage.node_dram import NodeDram
 
-#: Of five clusters two have agents whose tools run, and one of these DRAM that engines share.
+#: Two of five clusters have agents with tool calls, one of these also DRAM shared by engines.
 PAUSING, SHARING = range(4, 305, 5), range(2, 303, 5)
 
 
 @pytest.mark.long
-def test_agents_kv_is_brought_back_and_engines_share_what_one_has_read(
+def test_agents_kv_is_prefetched_and_engines_share_blocks_that_one_has_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: Counter[str] = Counter()
     fetch_one, read = ReadQueue._fetch_one, NodeDram.read
 
     def fetched(self: ReadQueue, *args: object) -> None:
-        seen["brought back"] += 1
+        seen["prefetched"] += 1
         fetch_one(self, *args)  # type: ignore[arg-type]
 
     def shared(self: NodeDram, *args: object, **more: object) -> object:
@@ -39,37 +33,26 @@ def test_agents_kv_is_brought_back_and_engines_share_what_one_has_read(
     monkeypatch.setattr(ReadQueue, "_fetch_one", fetched)
     monkeypatch.setattr(NodeDram, "read", shared)
     for seed in (*PAUSING[:10], *SHARING[:10]):
-        outcome = play(seed, kinds=[kind for kind in KINDS if kind.name == "slow storage"])
+        outcome = run_seed(
+            seed, kinds=[kind for kind in FAULT_KINDS if kind.name == "slow storage"]
+        )
         assert not outcome.problems, "\n".join(outcome.story)
-    assert seen["brought back"] > 5
+    assert seen["prefetched"] > 5
     assert seen["shared"] > 5
-
-
-def test_a_block_that_is_brought_back_for_nobody_is_a_problem() -> None:
-    world, buffer = World(0), BlockBuffer(GEOMETRY, 2, lambda grant: None)
-    wanted, left = prompt_keys(2 * GEOMETRY.block_tokens)
-    reader: Any = SimpleNamespace(_to_fetch={}, _next_fetch=lambda: None)
-    manager: Any = SimpleNamespace(_requests=SimpleNamespace(_reader=reader), buffer=buffer)
-    watch_fetches("de-0", manager, world)
-    buffer.retain([wanted], 0)
-    for key in (wanted, left):
-        reader._to_fetch = {key: b""}
-        reader._next_fetch()
-    assert world.problems == [f"de-0: block {left.hex()[:8]} is brought back for nobody"]
 
 
 @pytest.mark.parametrize(
     ("name", "fault", "seeds"),
     [
-        ("order-unending", "slow storage", PAUSING),
-        ("fetched-over-kept", "slow storage", PAUSING),
-        ("fetched-unverified", "rotting storage", PAUSING),
+        ("retention-unending", "slow storage", PAUSING),
+        ("prefetched-over-cached", "slow storage", PAUSING),
+        ("prefetched-unverified", "rotting storage", PAUSING),
         ("shared-unverified", "slow storage", SHARING),
         ("shared-in-part", "slow storage", SHARING),
         ("shared-unbounded", "slow storage", SHARING),
     ],
 )
 def test_planted_bugs_of_dram_are_found(name: str, fault: str, seeds: range) -> None:
-    kinds = [kind for kind in KINDS if kind.name == fault]
+    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
-        assert any(play(seed, kinds=kinds).problems for seed in seeds)
+        assert any(run_seed(seed, kinds=kinds).problems for seed in seeds)

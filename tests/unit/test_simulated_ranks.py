@@ -1,14 +1,14 @@
-"""Simulated engines of several ranks: one end for all, nothing late, and pipes between them."""
+"""Simulated engines of several ranks: all end together; and the pipes between them."""
 
 import re
 
 import pytest
 
 from dualpath.core.cluster import HostProcess
-from dualpath.laboratory.chaos.simulation.adversary import KINDS, Kind
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS, FaultKind
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import Outcome, play
+from dualpath.laboratory.chaos.simulation.play import Outcome, run_seed
 from dualpath.laboratory.chaos.simulation.rank_pipes import RankPipe
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
@@ -17,45 +17,47 @@ from dualpath.laboratory.chaos.simulation.world import Process, World
 SEEDS = range(2, 122, 4)
 
 
-def of(*names: str) -> list[Kind]:
+def of(*names: str) -> list[FaultKind]:
     """Return these kinds of faults."""
-    return [kind for kind in KINDS if kind.name in names]
+    return [kind for kind in FAULT_KINDS if kind.name in names]
 
 
-def told(outcome: Outcome, pattern: str) -> list[str]:
-    """Return the lines of a story that have this."""
+def matching(outcome: Outcome, pattern: str) -> list[str]:
+    """Return the matching lines of a log."""
     return [line for line in outcome.story if re.search(pattern, line)]
 
 
 @pytest.fixture(scope="module")
 def rank_kills() -> list[Outcome]:
-    """Stories in which ranks are killed, and nothing else."""
-    return [play(seed, story=True, kinds=of("kill a rank")) for seed in SEEDS]
+    """Runs in which only ranks are killed."""
+    return [run_seed(seed, story=True, kinds=of("kill a rank")) for seed in SEEDS]
 
 
-def test_an_engine_that_loses_a_rank_says_so_and_ends_as_one(rank_kills: list[Outcome]) -> None:
+def test_an_engine_that_loses_a_rank_logs_it_and_ends_with_all_ranks(
+    rank_kills: list[Outcome],
+) -> None:
     ended = {"pe": 0, "de": 0}
     for outcome in rank_kills:
         assert not outcome.problems, "\n".join(outcome.story)
         for role in ended:
             word = rf"engine ({role}\S*) ends itself: rank 1 \(process \1#\d+\.1\) has ended"
-            ended[role] += len(told(outcome, word))
+            ended[role] += len(matching(outcome, word))
     assert min(ended.values()) > 5
 
 
-def test_ranks_die_and_stand_still_before_their_engine_is_up_and_in_the_midst_of_work() -> None:
+def test_ranks_are_killed_and_stopped_before_their_engine_has_started_and_while_it_works() -> None:
     kinds = of("kill a rank", "stop a rank", "kill an engine", "lose an engine", "kill the router")
     stories: list[str] = []
     for seed in SEEDS:
-        outcome = play(seed, story=True, kinds=kinds)
+        outcome = run_seed(seed, story=True, kinds=kinds)
         assert not outcome.problems, "\n".join(outcome.story)
         stories += outcome.story
-    for what in (r"#\d+\.1 +stands still", r"#\d+\.1 +ends: the engine's first rank has ended"):
+    for what in (r"#\d+\.1 +is stopped", r"#\d+\.1 +ends: the engine's first rank has ended"):
         assert any(re.search(what, line) for line in stories), what
 
 
-def test_ranks_of_one_kv_head_and_of_several_are_played(rank_kills: list[Outcome]) -> None:
-    worlds = [told(outcome, "engines of")[0] for outcome in rank_kills]
+def test_clusters_have_ranks_of_one_kv_head_and_of_several(rank_kills: list[Outcome]) -> None:
+    worlds = [matching(outcome, "engines of")[0] for outcome in rank_kills]
     assert {re.sub(".*engines of ", "", line) for line in worlds} == {
         f"{ranks} ranks for {heads} KV heads"
         for ranks in ("2 and 1", "1 and 2", "2 and 2")
@@ -63,27 +65,27 @@ def test_ranks_of_one_kv_head_and_of_several_are_played(rank_kills: list[Outcome
     }
 
 
-def test_a_seed_with_ranks_gives_the_same_run_again() -> None:
+def test_equal_seeds_with_ranks_give_equal_runs() -> None:
     for seed in SEEDS[:4]:
-        assert play(seed).digest == play(seed).digest
+        assert run_seed(seed).digest == run_seed(seed).digest
 
 
 @pytest.mark.parametrize(
     ("name", "faults", "seeds"),
     [
         ("rank-unawaited", ["stalling transfers"], SEEDS),
-        # One seed in some 150 finds it.  The search begins at one, and goes on from there when what
-        # is played has changed.
+        # One seed in some 150 finds it.  The search begins at one of them, and continues from there
+        # when a change of the code has moved it.
         ("ranks-unnamed", ["stalling transfers", "kill an engine"], range(1306, 5306, 4)),
     ],
 )
 def test_planted_bugs_of_ranks_are_found(name: str, faults: list[str], seeds: range) -> None:
     with planted(name):
-        assert any(play(seed, kinds=of(*faults)).problems for seed in seeds)
+        assert any(run_seed(seed, kinds=of(*faults)).problems for seed in seeds)
 
 
 class Pipe:
-    """Two processes, and what the second reads out of their pipe."""
+    """Two processes connected by a pipe, and the values that the second one reads."""
 
     def __init__(self, seed: int = 0) -> None:
         self.world = World(seed)
@@ -93,7 +95,7 @@ class Pipe:
         self.read: list[object] = []
 
     def reads(self) -> list[object]:
-        """Let the second read until the end."""
+        """Make the second process read until the end of the pipe."""
 
         def read() -> None:
             try:
@@ -108,7 +110,7 @@ class Pipe:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_all_that_was_sent_comes_in_order_before_the_end(seed: int) -> None:
+def test_all_values_arrive_in_order_before_the_end(seed: int) -> None:
     pipe = Pipe(seed)
     for number in range(5):
         pipe.mine.send(number)
@@ -116,40 +118,40 @@ def test_all_that_was_sent_comes_in_order_before_the_end(seed: int) -> None:
     assert pipe.reads() == [0, 1, 2, 3, 4, "end"]
 
 
-def test_what_is_sent_is_a_copy() -> None:
+def test_a_sent_value_is_a_copy() -> None:
     pipe, value = Pipe(), [1]
     pipe.mine.send(value)
     value.append(2)
     assert pipe.reads() == [[1]]
 
 
-def test_a_process_that_stands_still_reads_when_it_goes_on() -> None:
+def test_a_stopped_process_reads_when_it_is_resumed() -> None:
     pipe = Pipe()
     pipe.second.stop()
     pipe.mine.send("late")
     assert pipe.reads() == []
-    pipe.second.go_on()
+    pipe.second.resume()
     pipe.world.run(lambda: False, 1.0)
     assert pipe.read == ["late"]
 
 
-def test_nothing_is_sent_to_a_process_that_is_known_to_be_gone() -> None:
+def test_sending_to_a_process_that_is_known_to_have_exited_fails() -> None:
     pipe = Pipe()
     pipe.theirs.cut()
     pipe.world.run(lambda: False, 1.0)
     with pytest.raises(BrokenPipeError):
-        pipe.mine.send("nobody reads")
+        pipe.mine.send("unread")
 
 
-def test_an_engine_is_gone_when_all_its_ranks_are() -> None:
+def test_an_engine_has_exited_when_all_its_ranks_have() -> None:
     world = World(0)
-    shared = Shared(world)
+    shared = ClusterResources(world)
     (first, known), (second, other) = (shared.process(n, "host-0") for n in ("first", "second"))
     engine = HostProcess(known.host, known.pid, known.start_ticks, ranks=(other,))
     first.kill()
     world.run(lambda: False, 1.0)
-    assert not shared.is_gone("host-0", engine)
+    assert not shared.has_exited("host-0", engine)
     second.kill()
     world.run(lambda: False, 1.0)
-    assert shared.is_gone("host-0", engine)
-    assert not shared.is_gone("host-1", engine)
+    assert shared.has_exited("host-0", engine)
+    assert not shared.has_exited("host-1", engine)

@@ -1,4 +1,4 @@
-"""Storage of simulated engines: the real code for files, on a disk where everything may fail."""
+"""Storage of simulated engines: the real file storage on a disk where every call may fail."""
 
 import errno
 import os
@@ -9,12 +9,12 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import StorageError
-from dualpath.laboratory.chaos.simulation.adversary import KINDS
+from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
 from dualpath.laboratory.chaos.simulation.calls import DiskCalls, SimCalls, StorageFaults
 from dualpath.laboratory.chaos.simulation.disk import ROOT, Disk
 from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import play
-from dualpath.laboratory.chaos.simulation.storage_watch import StorageWatch
+from dualpath.laboratory.chaos.simulation.play import run_seed
+from dualpath.laboratory.chaos.simulation.storage_watch import JanitorChecker
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.storage.posix import PosixStorage
@@ -27,7 +27,7 @@ PAYLOAD = memoryview(bytes(range(GEOMETRY.full_block_bytes)))
 
 
 class Machine:
-    """A process with storage on a disk; what it does runs on a simulated thread."""
+    """A process with storage on a disk; its work runs on a simulated thread."""
 
     def __init__(self, seed: int = 0, *, links: bool = True) -> None:
         self.world = World(seed)
@@ -55,7 +55,7 @@ class Machine:
 
 
 @pytest.mark.parametrize("links", [True, False])
-def test_a_process_that_is_killed_at_any_change_leaves_whole_blocks(links: bool) -> None:
+def test_a_process_that_is_killed_at_any_change_leaves_complete_blocks(links: bool) -> None:
     left_half_written = 0
     for changes in range(60):
         machine = Machine(links=links)
@@ -87,7 +87,7 @@ def _kills_after(machine: Machine, before: int) -> Callable[..., None]:
     return kills
 
 
-def test_a_full_disk_takes_a_part_and_nothing_of_it_is_ever_a_block() -> None:
+def test_a_partial_write_to_a_full_disk_never_becomes_a_block() -> None:
     machine = Machine()
     refused: list[str] = []
 
@@ -109,7 +109,7 @@ def test_a_full_disk_takes_a_part_and_nothing_of_it_is_ever_a_block() -> None:
     assert not list(machine.disk.half_written())
 
 
-def test_the_disk_refuses_as_a_kernel_does() -> None:
+def test_the_disk_raises_the_errors_of_a_kernel() -> None:
     machine = Machine(links=False)
     calls = DiskCalls(machine.disk, machine.world, HostProcess(), lambda pid: False)
     calls.makedirs(f"{ROOT}/folder")
@@ -128,12 +128,12 @@ def test_the_disk_refuses_as_a_kernel_does() -> None:
         with pytest.raises(error):
             refused()
     calls.close(calls.open(f"{ROOT}/folder/file", os.O_CREAT | os.O_EXCL))
-    with pytest.raises(OSError) as full:  # noqa: PT011 - the number says it
+    with pytest.raises(OSError) as full:  # noqa: PT011 - errno is checked below
         calls.rmdir(f"{ROOT}/folder")
     assert full.value.errno == errno.ENOTEMPTY
 
 
-def test_objects_on_the_disk_are_those_of_any_tree() -> None:
+def test_objects_on_the_disk_behave_as_in_any_tree() -> None:
     machine = Machine()
     tree = PosixObjects(
         ROOT, DiskCalls(machine.disk, machine.world, HostProcess(), lambda pid: False)
@@ -147,26 +147,26 @@ def test_objects_on_the_disk_are_those_of_any_tree() -> None:
     assert tree.remove(["janitor/lease/1", "janitor/lease/2"]) == 1
 
 
-def test_a_janitor_that_removes_what_it_knows_to_be_used_is_a_problem() -> None:
+def test_a_janitor_that_evicts_a_block_it_knows_to_be_used_is_a_problem() -> None:
     world = World(0)
-    watch = StorageWatch(world, Disk(links=True), protect_s=1.0)
-    watch._parents[KEYS[1]] = KEYS[0]
-    watch._used(KEYS[1], (world.now_s, world.now_s))
-    watch.goes(KEYS[0], "janitor", news_s=world.now_s, pins_s=0.0)
-    assert not world.problems, "it was told after the janitor looked"
-    watch.goes(KEYS[0], "janitor", news_s=world.now_s + 0.1, pins_s=0.0)
+    checker = JanitorChecker(world, Disk(links=True), protect_s=1.0)
+    checker._parents[KEYS[1]] = KEYS[0]
+    checker._used(KEYS[1], (world.now_s, world.now_s))
+    checker.on_evicted(KEYS[0], "janitor", events_s=world.now_s, pins_s=0.0)
+    assert not world.problems, "the use was recorded after the janitor read the journal"
+    checker.on_evicted(KEYS[0], "janitor", events_s=world.now_s + 0.1, pins_s=0.0)
     assert len(world.problems) == 1
 
 
-def test_what_is_told_of_a_chain_after_it_was_pinned_is_pinned_as_well() -> None:
-    """A janitor hears of it too, and rightly leaves all of it above the quota."""
+def test_blocks_that_are_recorded_of_a_chain_after_it_was_pinned_are_pinned_as_well() -> None:
+    """A janitor reads of them too, and rightly keeps the whole chain above the quota."""
     disk = Disk(links=True)
-    watch = StorageWatch(World(0), disk, protect_s=1.0)
-    watch.pin(KEYS[1])
-    assert watch.pinned == {KEYS[1]}
-    watch._parents[KEYS[1]] = KEYS[0]
-    assert watch.pinned == {KEYS[0], KEYS[1]}
-    assert watch.may_stay == set(), "nothing is stored"
+    checker = JanitorChecker(World(0), disk, protect_s=1.0)
+    checker.pin(KEYS[1])
+    assert checker.pinned == {KEYS[1]}
+    checker._parents[KEYS[1]] = KEYS[0]
+    assert checker.pinned == {KEYS[0], KEYS[1]}
+    assert checker.possibly_pinned == set(), "nothing is stored"
 
 
 @pytest.mark.parametrize(
@@ -176,10 +176,10 @@ def test_what_is_told_of_a_chain_after_it_was_pinned_is_pinned_as_well() -> None
         ("unlink-forgotten", "slow storage"),
         ("janitor-dead", "kill an engine"),
         ("unprotected", "slow storage"),
-        ("pins-unheard", "slow storage"),
+        ("pins-ignored", "slow storage"),
     ],
 )
 def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
-    kinds = [kind for kind in KINDS if kind.name == fault]
+    kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
-        assert any(play(seed, kinds=kinds).problems for seed in range(3, 90, 6))
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 90, 6))

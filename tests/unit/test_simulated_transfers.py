@@ -1,4 +1,4 @@
-"""Simulated transfers: when their bytes arrive, and when they cannot any more."""
+"""Simulated transfers: when their bytes arrive, and when they no longer can."""
 
 import numpy as np
 import pytest
@@ -35,7 +35,7 @@ class Pair:
         self.memory["pe"][:] = 7
 
     def sends(self) -> None:
-        """Let the PE post, until chance makes one of its transfers stall."""
+        """Let the PE post transfers until one of them stalls."""
         pieces = range(_PIECES)
         while not any("stalls" in what for _, _, what in self.world.story):
             self.memory["de"][:] = 0
@@ -43,41 +43,41 @@ class Pair:
             self.world.run(lambda: False, 0.1)
 
     def arrived(self) -> int:
-        """Let 10 s pass; return how many pieces have arrived whole at the DE."""
+        """Run 10 s; return the number of pieces that have arrived completely at the DE."""
         self.memory["de"][:] = 0
         self.world.run(lambda: False, 10.0)
         return int((self.memory["de"] == 7).all(axis=1).sum())
 
 
-def test_what_a_dying_process_has_posted_arrives_until_its_machine_says_that_it_is_gone() -> None:
+def test_transfers_of_a_killed_process_arrive_until_its_machine_reports_its_exit() -> None:
     for dying_s, arrives in ((1.0, 0), (3.0, 2), (6.0, 4)):
         pair = Pair()
         pair.sends()
         process = pair.processes["pe"]
         process.kill()
-        process.gone_s = pair.world.now_s + dying_s
+        process.exits_s = pair.world.now_s + dying_s
         assert pair.arrived() == arrives
-        assert process.is_gone
+        assert process.has_exited
         assert not pair.world.problems
 
 
-def test_a_process_is_gone_a_moment_after_it_was_killed() -> None:
+def test_a_process_has_exited_soon_after_it_was_killed() -> None:
     for seed in range(20):
         world = World(seed)
         process = Process(world, "pe")
         process.kill()
         assert not process.alive
         world.run(lambda: False, 0.1)
-        assert process.is_gone
+        assert process.has_exited
 
 
-def test_bytes_go_on_when_their_peer_is_disconnected_and_nobody_else_may_have_the_memory() -> None:
+def test_transfers_to_a_disconnected_peer_continue_and_their_memory_must_not_be_reused() -> None:
     pair = Pair()
     pair.sends()
     pair.transports["pe"].disconnect("de")
-    pair.owner = "somebody else"
+    pair.owner = "another request"
     assert pair.arrived() == _PIECES
-    assert "is somebody else's now" in pair.world.problems[0]
+    assert "is another request's now" in pair.world.problems[0]
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -19,7 +19,7 @@ GEOMETRY = BlockGeometry.uniform(LAYERS, 1, BLOCK_BYTES)
 
 
 class Noting(InProcessTransport):
-    """Notes the work lists of what is posted, and posts nothing."""
+    """Records posted work lists without moving bytes."""
 
     def __init__(self) -> None:
         super().__init__("engine", InProcessFabric())

@@ -1,4 +1,4 @@
-"""The on-disk format finds whatever is wrong with a block."""
+"""The on-disk format detects every defect of a block."""
 
 import struct
 
@@ -36,7 +36,7 @@ def damaged(content: bytes, position: int, bit: int = 0) -> bytes:
     return bytes(changed)
 
 
-def test_a_header_says_what_was_stored() -> None:
+def test_a_header_describes_the_stored_block() -> None:
     found = block_header.decode_header(header())
     assert found is not None
     assert (found.key, found.namespace_digest) == (KEY, DIGEST)
@@ -46,13 +46,13 @@ def test_a_header_says_what_was_stored() -> None:
     assert defect(WHOLE) is None
 
 
-def test_where_a_block_comes_from_need_not_be_known() -> None:
+def test_the_origin_of_a_block_may_be_unknown() -> None:
     found = block_header.decode_header(block_file.encode_header(KEY, DIGEST, WHOLE))
     assert found is not None
     assert found.origin == UNKNOWN_ORIGIN
 
 
-def test_how_memory_is_divided_is_not_seen() -> None:
+def test_the_division_of_memory_does_not_change_the_file() -> None:
     assert defect(Sections([PAYLOAD], [TAIL[:3], TAIL[3:]])) is None
 
 
@@ -68,7 +68,7 @@ def test_every_flipped_payload_bit_is_found(position: int, bit: int) -> None:
 
 
 @given(position=st.integers(0, len(TAIL) - 1), bit=st.integers(0, 7))
-def test_a_flipped_bit_of_the_tail_concerns_those_only_who_read_it(position: int, bit: int) -> None:
+def test_a_flipped_bit_of_the_tail_affects_only_reads_of_the_tail(position: int, bit: int) -> None:
     tail = damaged(TAIL, position, bit)
     assert defect(Sections([PAYLOAD], [tail])) == "checksum"
     assert defect(Sections([PAYLOAD], None)) is None
@@ -91,7 +91,7 @@ def test_an_intact_block_of_another_kind_is_refused(
     assert defect(payload, key, digest) == reason
 
 
-def test_another_format_version_is_told_from_a_bad_header() -> None:
+def test_another_format_version_is_distinguished_from_a_bad_header() -> None:
     now = block_header.decode_header(header())
     assert now is not None
     later = block_header.packed_header(msgspec.structs.replace(now, version=4))
@@ -100,7 +100,7 @@ def test_another_format_version_is_told_from_a_bad_header() -> None:
 
 
 def version_1(payload: bytes) -> bytes:
-    """The first 4096 bytes of a block as releases before this one wrote it."""
+    """The first 4096 bytes of a block of format version 1."""
     fields = struct.pack(
         "<8sIIQ32s16s16s",
         *(b"DUALPATH", 1, 4096, len(payload), KEY, DIGEST.encode()),
@@ -109,16 +109,18 @@ def version_1(payload: bytes) -> bytes:
     return (fields + xxhash.xxh3_128_digest(fields)).ljust(4096, b"\0")
 
 
-def test_version_1_is_told_from_a_bad_header_also_where_it_is_short() -> None:
+def test_version_1_is_distinguished_from_a_bad_header_also_if_short() -> None:
     old = version_1(PAYLOAD)
     assert block_file.defect(KEY, DIGEST, old, WHOLE) == "format version"
-    assert block_file.defect_of_length(FORM.arrival(WHOLE), KEY, old, WHOLE, 10) == "format version"
-    assert block_file.defect_of_length(FORM.arrival(WHOLE), KEY, header(), WHOLE, 10) == "short"
+    assert (
+        block_file.defect_of_length(FORM.verifier(WHOLE), KEY, old, WHOLE, 10) == "format version"
+    )
+    assert block_file.defect_of_length(FORM.verifier(WHOLE), KEY, header(), WHOLE, 10) == "short"
     assert block_file.defect(KEY, DIGEST, damaged(old, 20), WHOLE) == "bad header"
 
 
 @given(position=st.integers(0, 4096 + 4096 + 255))
-def test_a_whole_file_is_checked_by_what_its_header_says(position: int) -> None:
+def test_a_complete_file_is_verified_by_its_header(position: int) -> None:
     content = header() + PAYLOAD + TAIL
     assert block_file.defect_of_file(FORM, KEY, content) is None
     reason = block_file.defect_of_file(FORM, KEY, damaged(content, position))
@@ -129,7 +131,7 @@ def test_a_whole_file_is_checked_by_what_its_header_says(position: int) -> None:
 
 
 def test_keys_and_digests_have_fixed_sizes() -> None:
-    with pytest.raises(ValueError, match="32 and 16"):
+    with pytest.raises(ValueError, match="32 bytes and 16 characters"):
         block_file.encode_header(b"short", DIGEST, WHOLE)
 
 

@@ -39,7 +39,7 @@ def test_a_rate_wraps_the_backend(tmp_path: Path) -> None:
     assert isinstance(storage.inner, PosixStorage)
 
 
-def test_oracle_keeps_lengths_apart_from_blocks(tmp_path: Path) -> None:
+def test_oracle_stores_lengths_apart_from_blocks(tmp_path: Path) -> None:
     real = open_storage(tmp_path, NAMESPACE)
     oracle = open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE, read_bytes_per_s=1.0)
     assert isinstance(oracle, LengthOnlyStorage)

@@ -1,4 +1,4 @@
-"""One janitor keeps a storage within its limits, and another does when it is gone."""
+"""The janitor keeps a storage within its limits; another candidate replaces a dead one."""
 
 from collections.abc import Callable
 
@@ -23,7 +23,7 @@ def limits(blocks: int, **others: float) -> StorageLimits:
     return StorageLimits(quota_bytes=blocks * BLOCK_BYTES, **wanted)  # type: ignore[arg-type]
 
 
-def test_a_storage_is_kept_within_its_quota_by_what_engines_tell() -> None:
+def test_a_storage_is_kept_within_its_quota_by_journaled_events() -> None:
     story = Story(limits(10))
     janitor, engine = story.janitor(), story.engine()
     assert janitor.step()
@@ -39,10 +39,10 @@ def test_a_storage_is_kept_within_its_quota_by_what_engines_tell() -> None:
     status = read_status(story.tree)
     assert status is not None
     assert (status.blocks, status.used_bytes) == (10, 10 * BLOCK_BYTES)
-    assert status.seen[engine.journal.writer] == 5
+    assert status.applied_segments[engine.journal.writer] == 5
 
 
-def test_whose_blocks_lie_there_is_said_of_those_who_have_a_quota(
+def test_the_status_lists_owners_that_have_a_quota(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     story = Story(StorageLimits(tenant_quota_bytes=100 * BLOCK_BYTES))
@@ -56,14 +56,14 @@ def test_whose_blocks_lie_there_is_said_of_those_who_have_a_quota(
     sizes = {"a" * 16: 2, "b" * 16: 4, "c" * 16: 6}
     assert said.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
     assert said.fullest_namespaces == {}, "they have no quota"
-    monkeypatch.setattr(janitor_module, "MOST_NAMED", 2)
+    monkeypatch.setattr(janitor_module, "MAX_NAMED_OWNERS", 2)
     janitor.step()
     said = read_status(story.tree)
     assert said is not None
     assert said.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
 
 
-def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:
+def test_the_survey_finds_existing_blocks_with_chains_and_tenants() -> None:
     story = Story(limits(6))
     engine = story.engine()
     engine.write(chain(1, 4), tenant=TENANT)
@@ -78,8 +78,8 @@ def test_what_was_there_before_is_found_with_its_chains_and_tenants() -> None:
     assert janitor.index.used_by_tenant() == {TENANT: 2 * BLOCK_BYTES, "": 4 * BLOCK_BYTES}
 
 
-def test_blocks_that_do_not_name_their_tenant_count_with_those_before_them() -> None:
-    """A survey goes by hashes: it finds most blocks before the one that they come behind."""
+def test_blocks_without_a_tenant_count_with_their_parents() -> None:
+    """A survey lists keys in hash order: it finds most blocks before their parents."""
     story = Story(StorageLimits(tenant_quota_bytes=8 * BLOCK_BYTES, high=1.0, low=1.0, protect_s=0))
     engine, prompt, generated = story.engine(), chain(1, 2), chain(1, 12)
     engine.write(prompt, tenant=TENANT)
@@ -94,7 +94,7 @@ def test_blocks_that_do_not_name_their_tenant_count_with_those_before_them() -> 
     assert story.head(generated) == 8
 
 
-def test_what_dead_writers_have_left_half_written_goes_after_a_day_and_nothing_else() -> None:
+def test_only_stale_temporary_files_are_removed_after_a_day() -> None:
     story = Story(limits(6))
     tree, janitor = story.tree, story.janitor()
     left = [f"{PLACE}/tmp/lost-host-4026531836-77-3", "janitor/tmp/0123abcd"]
@@ -116,7 +116,7 @@ def test_what_dead_writers_have_left_half_written_goes_after_a_day_and_nothing_e
     assert sum(key_of(name) is not None for name in names) == 2
 
 
-def test_a_storage_that_was_slow_to_name_its_pins_is_looked_at_again_at_once() -> None:
+def test_planning_is_not_delayed_after_slow_reads_of_pins() -> None:
     story = Story(limits(2, protect_s=10.0))
     janitor, engine = story.janitor(), story.engine()
     story.tree.pins_take_s = 6.0
@@ -129,7 +129,7 @@ def test_a_storage_that_was_slow_to_name_its_pins_is_looked_at_again_at_once() -
     assert story.head(chain(1, 4)) == 2
 
 
-def test_nothing_is_removed_by_one_who_has_not_seen_everything(
+def test_nothing_is_evicted_before_the_first_survey_is_complete(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", -1.0)  # one folder at a time
@@ -149,7 +149,7 @@ def test_nothing_is_removed_by_one_who_has_not_seen_everything(
     assert janitor.survey.surveyed_s is not None
 
 
-def test_a_restart_knows_what_was_saved_and_what_was_told_since(
+def test_a_restart_loads_the_saved_index_and_later_events(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     story = Story(limits(8))
@@ -178,7 +178,7 @@ def test_a_restart_knows_what_was_saved_and_what_was_told_since(
     assert [story.head(chain(n, 4)) for n in (1, 2, 3)] == [4, 0, 4]
 
 
-def test_news_that_cannot_be_read_at_once_are_taken_in_later(
+def test_events_that_cannot_be_read_are_applied_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     story = Story(limits(8))
@@ -190,10 +190,10 @@ def test_news_that_cannot_be_read_at_once_are_taken_in_later(
     second.journal.flush()
     get, broken = story.tree.get, segment_name(second.journal.writer, 1)
 
-    def refusing(name: str, most_bytes: int | None = None) -> bytes | None:
+    def refusing(name: str, max_bytes: int | None = None) -> bytes | None:
         if name == broken:
             raise StorageError("the device refuses; see it")
-        return get(name, most_bytes)
+        return get(name, max_bytes)
 
     monkeypatch.setattr(story.tree, "get", refusing)
     with pytest.raises(StorageError, match="the device refuses"):
@@ -207,14 +207,14 @@ def test_news_that_cannot_be_read_at_once_are_taken_in_later(
 def _noting(
     get: Callable[[str, int | None], bytes | None], listed: list[str]
 ) -> Callable[[str, int | None], bytes | None]:
-    def noting(name: str, most_bytes: int | None = None) -> bytes | None:
+    def noting(name: str, max_bytes: int | None = None) -> bytes | None:
         listed.append(name)
-        return get(name, most_bytes)
+        return get(name, max_bytes)
 
     return noting
 
 
-def test_a_dead_janitor_is_replaced_and_a_sleeper_removes_nothing_more() -> None:
+def test_a_dead_janitor_is_replaced_and_a_suspended_one_removes_nothing() -> None:
     story = Story(limits(4))
     first, second = story.janitor(), story.janitor()
     assert first.step()
@@ -238,7 +238,7 @@ def test_a_dead_janitor_is_replaced_and_a_sleeper_removes_nothing_more() -> None
     assert len(list(story.tree.objects(TERMS))) == 1
 
 
-def test_two_at_once_on_a_server_without_conditions_become_one(
+def test_two_janitors_without_conditional_writes_become_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     story = Story(limits(4))
@@ -249,12 +249,12 @@ def test_two_at_once_on_a_server_without_conditions_become_one(
 
     monkeypatch.setattr(story.tree, "create", create)
     first, second = story.janitor(), story.janitor()
-    first.lease._open(1, story.now_s)
-    second.lease._open(1, story.now_s)
+    first.lease._create_term(1, story.now_s)
+    second.lease._create_term(1, story.now_s)
     assert [first.step(), second.step()] == [False, True]
 
 
-def test_what_nobody_told_is_found_within_a_day() -> None:
+def test_changes_that_were_not_journaled_are_found_within_a_day() -> None:
     story = Story(limits(100))
     janitor, engine = story.janitor(), story.engine()
     keys = chain(1, 4)
@@ -271,10 +271,10 @@ def test_what_nobody_told_is_found_within_a_day() -> None:
     assert janitor.survey is not None
     assert janitor.index.blocks == 4
     assert janitor.index.row(PLACE, chain(2, 4)[3]) is not None
-    assert janitor.survey.differences.gone_blocks == 4
+    assert janitor.survey.differences.missing_blocks == 4
 
 
-def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
+def test_a_used_chain_and_its_ancestors_leave_the_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(janitor_module, "BATCH", 2)
@@ -289,9 +289,9 @@ def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
     engine.journal.flush()
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.0)
     janitor.step()
-    assert janitor._office is not None
-    janitor._office._make_plan()
-    assert len(janitor._office._plan) == 6
+    assert janitor._term is not None
+    janitor._term._make_plan()
+    assert len(janitor._term._plan) == 6
     engine.serve(old)
     engine.journal.flush()
     monkeypatch.setattr(janitor_module, "STEP_BUDGET_S", 0.5)
@@ -300,7 +300,7 @@ def test_a_chain_in_use_leaves_the_plan_with_all_before_it(
     assert story.head(young) == 0
 
 
-def test_pins_hold_whatever_is_asked_for() -> None:
+def test_pinned_blocks_are_never_removed() -> None:
     story = Story(limits(1))
     janitor, engine = story.janitor(), story.engine()
     for number in range(3):
@@ -315,7 +315,7 @@ def test_pins_hold_whatever_is_asked_for() -> None:
         pin_name("tenant", "../../secrets")
 
 
-def test_a_pinned_chain_outlives_its_last_block_and_the_janitor_who_knew_it() -> None:
+def test_a_pinned_chain_survives_its_last_block_and_a_change_of_janitor() -> None:
     story = Story(limits(1))
     janitor, engine = story.janitor(), story.engine()
     engine.write(chain(0, 3))
@@ -325,7 +325,7 @@ def test_a_pinned_chain_outlives_its_last_block_and_the_janitor_who_knew_it() ->
     story.now_s += 10
     janitor.step()
     story.tree.remove([object_name(PLACE, last)])
-    engine.journal.gone(last, story.now_s)
+    engine.journal.removed(last, story.now_s)
     engine.journal.flush()
     story.now_s += 7200
     janitor.step()
@@ -335,7 +335,7 @@ def test_a_pinned_chain_outlives_its_last_block_and_the_janitor_who_knew_it() ->
     assert story.head(chain(0, 3)) == 2
 
 
-def test_a_prefix_goes_when_its_time_is_over() -> None:
+def test_a_prefix_is_evicted_after_its_time_to_live() -> None:
     story = Story(StorageLimits(ttl_s=3600, protect_s=0.0))
     janitor, engine = story.janitor(), story.engine()
     engine.serve(chain(1, 3))

@@ -1,4 +1,4 @@
-"""What an engine tells of its storage, and what it declines to write."""
+"""An engine's journal of its storage, and the writes that it declines."""
 
 import threading
 from typing import Any
@@ -20,8 +20,8 @@ from dualpath.policy.quotas import StorageLimits
 from dualpath.policy.write_gate import BURST_S, Refusal, WriteGate
 from dualpath.storage.contract import DeclinedError
 from dualpath.storage.journal import (
-    Gone,
     Journal,
+    Removed,
     Segment,
     Used,
     Written,
@@ -29,8 +29,8 @@ from dualpath.storage.journal import (
     encode_segment,
     segments,
 )
-from dualpath.storage.keeper import Keeper, KeptStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.keeper import MaintainedStorage, StorageMaintenance
+from dualpath.storage.remembering import LookupCachingStorage
 from dualpath.storage.status import STATUS, Status, write_status
 
 KEYS = prompt_keys(160)
@@ -38,7 +38,7 @@ ORIGIN = BlockOrigin(chain_root(), "a" * 16)
 
 
 class Kept:
-    """A kept storage over one in memory, and the tree its keeper tells."""
+    """A ``MaintainedStorage`` over memory storage, and the tree of its journal."""
 
     def __init__(self, gate: WriteGate | None = None) -> None:
         self.story = Story(StorageLimits())
@@ -50,9 +50,11 @@ class Kept:
             return self.story.now_s
 
         journal = Journal(self.tree, "place", "engine-1")
-        self.keeper = Keeper(self.tree, journal, gate or WriteGate(), None, now_s, now_s)
-        self.storage = KeptStorage(self.inner, self.keeper)
-        self.says(used_blocks=0, quota_blocks=0, seen=0)
+        self.maintenance = StorageMaintenance(
+            self.tree, journal, gate or WriteGate(), None, now_s, now_s
+        )
+        self.storage = MaintainedStorage(self.inner, self.maintenance)
+        self.publish_status(used_blocks=0, quota_blocks=0, applied=0)
 
     def write(self, first: int, end: int, parent: bytes | None = None) -> int:
         before = KEYS[first - 1] if first else chain_root()
@@ -60,40 +62,45 @@ class Kept:
         keys = KEYS[first:end]
         return self.storage.write(keys, [memoryview(full_block(key)) for key in keys], origin)
 
-    def told(self) -> list[Written | Used | Gone]:
-        self.keeper.beat()
-        found: list[Written | Used | Gone] = []
+    def journaled(self) -> list[Written | Used | Removed]:
+        self.maintenance.tick()
+        found: list[Written | Used | Removed] = []
         for _, _, name in segments(self.tree):
             segment = decode_segment(self.tree.get(name) or b"")
             assert segment is not None
             assert segment.namespace == "place"
-            found += segment.news
+            found += segment.events
         return found
 
-    def says(self, used_blocks: int, quota_blocks: int, seen: int, **more: Any) -> None:
-        """Let the janitor say how full the storage is."""
+    def publish_status(
+        self, used_blocks: int, quota_blocks: int, applied: int, **more: Any
+    ) -> None:
+        """Publish a status as the janitor does."""
         limits = StorageLimits(quota_bytes=quota_blocks * self.block_bytes)
         fields: dict[str, Any] = {
             **{"holder": "h", "time_s": 1.0, "blocks": used_blocks, "surveyed_s": 1.0},
-            **{"used_bytes": used_blocks * self.block_bytes, "seen": {"engine-1": seen}},
+            **{
+                "used_bytes": used_blocks * self.block_bytes,
+                "applied_segments": {"engine-1": applied},
+            },
         }
         write_status(self.tree, Status(**fields | {"limits": limits} | more))
-        self.keeper.beat()
+        self.maintenance.tick()
 
-    def says_of_owners(self, tenants: dict[str, int], places: dict[str, int], seen: int) -> None:
-        """Let the janitor say whose blocks those are; each quota is of 12."""
+    def publish_owners(self, tenants: dict[str, int], places: dict[str, int], applied: int) -> None:
+        """Publish a status with blocks by owner; each quota is 12 blocks."""
         quota_bytes = 12 * self.block_bytes
-        self.says(
+        self.publish_status(
             20,
             0,
-            seen,
+            applied,
             limits=StorageLimits(tenant_quota_bytes=quota_bytes, namespace_quota_bytes=quota_bytes),
             fullest_tenants={name: count * self.block_bytes for name, count in tenants.items()},
             fullest_namespaces={name: count * self.block_bytes for name, count in places.items()},
         )
 
 
-def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
+def test_writes_uses_and_missing_blocks_are_journaled_with_their_chain() -> None:
     kept = Kept()
     assert kept.write(0, 2) == 2
     kept.storage.used(KEYS[1])
@@ -105,40 +112,40 @@ def test_what_is_written_used_and_found_gone_is_told_with_its_chain() -> None:
     assert kept.storage.read(KEYS[1], into).is_good
     kept.inner.corrupt(KEYS[1])
     assert kept.storage.read(KEYS[1], into).reason == "checksum"
-    assert kept.told() == [
+    assert kept.journaled() == [
         Written(1000.0, KEYS[0], chain_root(), "a" * 16, kept.block_bytes),
         Written(1000.0, KEYS[1], KEYS[0], "a" * 16, kept.block_bytes),
-        Gone(1001.0, KEYS[0]),
-        Gone(1001.0, KEYS[1]),
+        Removed(1001.0, KEYS[0]),
+        Removed(1001.0, KEYS[1]),
         Used(1001.0, KEYS[1]),
     ]
-    kept.keeper.beat()
-    assert len(kept.told()) == 5  # nothing new, no segment
+    kept.maintenance.tick()
+    assert len(kept.journaled()) == 5  # nothing new, no segment
 
 
-def test_where_nobody_listens_no_news_pile_up() -> None:
+def test_events_are_dropped_without_a_janitor() -> None:
     kept = Kept()
     kept.story.now_s += 4000
     kept.write(0, 2)
-    assert kept.told() == []
+    assert kept.journaled() == []
     kept.story.now_s -= 4000
-    assert kept.told() == []
+    assert kept.journaled() == []
     kept.write(2, 3)
-    assert [news.key for news in kept.told()] == KEYS[2:3]
+    assert [news.key for news in kept.journaled()] == KEYS[2:3]
 
 
-def test_what_cannot_be_told_is_told_later() -> None:
+def test_events_that_cannot_be_written_are_written_later() -> None:
     kept = Kept()
     kept.write(0, 2)
     kept.tree.steps_left, kept.tree.refuses = 0, True
-    assert not kept.keeper.journal.flush()
+    assert not kept.maintenance.journal.flush()
     kept.tree.steps_left = None
     kept.write(2, 3)
-    assert [news.key for news in kept.told()] == KEYS[:3]
+    assert [news.key for news in kept.journaled()] == KEYS[:3]
 
 
-def test_a_damaged_segment_is_none() -> None:
-    content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Gone(2.0, KEYS[1]))))
+def test_a_damaged_segment_is_rejected() -> None:
+    content = encode_segment(Segment("place", (Used(1.0, KEYS[0]), Removed(2.0, KEYS[1]))))
     assert decode_segment(content) is not None
     for position in range(len(content)):
         damaged = bytearray(content)
@@ -148,75 +155,75 @@ def test_a_damaged_segment_is_none() -> None:
     assert decode_segment(encode_segment(Segment("p", (Used(1.0, b"short"),)))) is None
 
 
-def test_beyond_the_quota_nothing_is_written_what_is_on_its_way_included() -> None:
+def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> None:
     kept = Kept()
     kept.write(0, 4)
-    kept.says(used_blocks=6, quota_blocks=12, seen=0)
+    kept.publish_status(used_blocks=6, quota_blocks=12, applied=0)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
+        kept.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
     assert kept.inner.is_stored(KEYS[5])
     assert not kept.inner.is_stored(KEYS[6])
-    assert kept.keeper.done.refused_blocks == 4
-    kept.says(used_blocks=6, quota_blocks=12, seen=9)
+    assert kept.maintenance.stats.refused_blocks == 4
+    kept.publish_status(used_blocks=6, quota_blocks=12, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
         kept.write(8, 9)  # there is room, but not for what lies behind a gap
     assert kept.write(6, 8) == 2
     assert kept.write(8, 9) == 1
 
 
-def test_a_tenant_beyond_its_quota_writes_nothing_and_others_do() -> None:
+def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
     kept = Kept()
     yours = BlockOrigin(chain_root(), "b" * 16)
     kept.write(0, 4)
-    kept.says_of_owners({"a" * 16: 6, "c" * 16: 12}, {}, seen=0)
+    kept.publish_owners({"a" * 16: 6, "c" * 16: 12}, {}, applied=0)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(4, 10)  # 6 there, 4 told and not yet seen: 2 have room
+        kept.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
     assert kept.inner.is_stored(KEYS[5])
     assert not kept.inner.is_stored(KEYS[6])
-    assert kept.keeper.done.refused_blocks == 4
+    assert kept.maintenance.stats.refused_blocks == 4
     others = prompt_keys(160, "another")
     kept.storage.write(others[:5], [memoryview(full_block(key)) for key in others[:5]], yours)
-    kept.says_of_owners({"a" * 16: 6}, {"place": 11}, seen=9)
+    kept.publish_owners({"a" * 16: 6}, {"place": 11}, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
         kept.write(6, 8)  # the tenant has room for both, its namespace for one
     assert [kept.inner.is_stored(key) for key in KEYS[6:8]] == [True, False]
 
 
-def test_a_janitor_that_names_nobody_has_nobody_declined() -> None:
-    """One of before the quotas of tenants bound writers: its status has two fields less."""
+def test_nothing_is_declined_by_a_status_without_owners() -> None:
+    """A status written before quotas of tenants applied to writers lacks two fields."""
     kept = Kept()
-    kept.says_of_owners({"a" * 16: 99}, {"place": 99}, seen=0)
+    kept.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
     said = msgspec.json.decode(kept.tree.get(STATUS) or b"")
     del said["fullest_tenants"], said["fullest_namespaces"]
     kept.tree.replace(STATUS, msgspec.json.encode(said))
-    kept.keeper.beat()
-    assert kept.keeper.status is not None
+    kept.maintenance.tick()
+    assert kept.maintenance.status is not None
     assert kept.write(0, 9) == 9
 
 
-def test_what_is_just_being_told_still_counts_against_the_quota() -> None:
+def test_events_being_written_count_against_the_quota() -> None:
     kept = Kept()
-    kept.says(used_blocks=0, quota_blocks=3, seen=0)
+    kept.publish_status(used_blocks=0, quota_blocks=3, applied=0)
     admitted: list[int] = []
     telling = kept.tree.replace
 
     def meanwhile(name: str, content: bytes) -> None:
-        admitted.append(kept.keeper.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
+        admitted.append(kept.maintenance.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
         telling(name, content)
 
     kept.write(0, 2)
     kept.tree.replace = meanwhile  # type: ignore[method-assign]
-    kept.keeper.beat()
+    kept.maintenance.tick()
     assert admitted == [1]
 
 
-def test_what_was_declined_is_not_believed_to_be_stored() -> None:
+def test_declined_blocks_are_not_cached_as_stored() -> None:
     kept = Kept()
-    kept.says(used_blocks=10, quota_blocks=12, seen=0)
-    storage = RememberingStorage(kept.storage, lambda: 0)
+    kept.publish_status(used_blocks=10, quota_blocks=12, applied=0)
+    storage = LookupCachingStorage(kept.storage, lambda: 0)
     with pytest.raises(DeclinedError):
         storage.write(KEYS[:5], [memoryview(full_block(key)) for key in KEYS[:5]], ORIGIN)
-    assert storage.known_head(KEYS) == 2
+    assert storage.cached_head(KEYS) == 2
 
 
 def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
@@ -227,7 +234,7 @@ def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
         kept.write(0, 5)  # the first three for the second time
     assert [kept.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
     assert kept.write(0, 5) == 2
-    assert (kept.keeper.done.skipped_blocks, kept.keeper.done.refused_blocks) == (5, 0)
+    assert (kept.maintenance.stats.skipped_blocks, kept.maintenance.stats.refused_blocks) == (5, 0)
 
 
 def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
@@ -241,9 +248,9 @@ def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
 
 def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None:
     kept = Kept()
-    kept.says(used_blocks=9, quota_blocks=12, seen=0)
+    kept.publish_status(used_blocks=9, quota_blocks=12, applied=0)
     counters, over = Counters(), threading.Event()
-    storage = RememberingStorage(kept.storage, lambda: 0)
+    storage = LookupCachingStorage(kept.storage, lambda: 0)
     persister = Persister(storage, counters, TraceRecorder(None, "de-0"))
     step = step_of(PERSIST_PROMPT, storage.geometry, BlockRun(0, 5), slots=tuple(range(5)))
     sources = [memoryview(full_block(key)) for key in KEYS[:5]]
@@ -254,4 +261,6 @@ def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None
     assert totals[Counter.PERSISTED_BLOCKS.value] == 3
     assert totals[Counter.PERSIST_DROPPED_BLOCKS.value] == 0
     assert totals[Counter.STORAGE_WRITE_BYTES.value] == 3 * storage.geometry.full_block_bytes
-    assert kept.keeper.done == msgspec.structs.replace(kept.keeper.done, refused_blocks=2)
+    assert kept.maintenance.stats == msgspec.structs.replace(
+        kept.maintenance.stats, refused_blocks=2
+    )

@@ -1,4 +1,4 @@
-"""From a key file to sealed blocks, and what is refused on the way."""
+"""Storage keys: from a key file to sealed blocks, and refusals."""
 
 import logging
 import sys
@@ -66,7 +66,7 @@ def test_a_key_of_the_environment_means_encryption_as_well(monkeypatch: pytest.M
     assert not settings(storage_protection="none").seals_blocks
 
 
-def test_blocks_of_other_protection_lie_elsewhere_and_plain_ones_where_they_did() -> None:
+def test_blocks_of_other_protection_have_another_namespace() -> None:
     plain = StoreNamespace("m", "bf16", "none", GEOMETRY)
     named = [
         settings(storage_key_file="f"),
@@ -89,9 +89,12 @@ def test_an_engine_seals_what_it_stores(tmp_path: Path, file: Path) -> None:
     assert bytes(BLOCK[:32]) not in stored.read_bytes()
 
 
-def test_sealing_without_a_key_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_sealing_without_a_key_is_refused_with_a_remedy(tmp_path: Path) -> None:
     engine = settings(storage=str(tmp_path / "kv"), storage_protection="authenticated")
-    with pytest.raises(ConfigError, match=r"no storage key; `openssl rand -hex 32`.*_key_file"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no storage key; create a storage key with `openssl rand -hex 32`.*_key_file",
+    ):
         LIVE.open_storage(engine, namespace(engine))
 
 
@@ -117,7 +120,7 @@ def test_without_the_library_keys_are_refused_with_what_to_install(
         load_storage_keys(str(file))
 
 
-def test_serve_hands_the_file_to_its_engines(
+def test_serve_passes_the_file_to_its_engines(
     file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     given = ("--storage-key-file", str(file), "--storage-protection", "authenticated")

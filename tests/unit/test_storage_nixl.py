@@ -1,4 +1,4 @@
-"""Storage that NIXL's plugins read: the blocks are those of files and buckets, refusals say why."""
+"""Storage read through NIXL's plugins: the same blocks as without, and clear refusals."""
 
 import os
 from pathlib import Path
@@ -55,7 +55,7 @@ def test_blocks_of_a_directory_are_the_same_with_and_without_nixl(tmp_path: Path
 
 
 @pytest.mark.nixl
-def test_files_that_are_damaged_end_a_read(tmp_path: Path) -> None:
+def test_damaged_files_end_a_read(tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu12")
     storage = opened(f"nixl+posix://{tmp_path}")
     assert isinstance(storage, PosixStorage)
@@ -101,7 +101,7 @@ def test_blocks_of_a_bucket_are_the_same_with_and_without_nixl(
         ("nixl+hf3fs", "3FS's client"),
     ],
 )
-def test_a_plugin_that_is_not_here_is_refused_with_what_it_needs(
+def test_a_missing_plugin_is_refused_with_its_requirements(
     scheme: str, needs: str, tmp_path: Path
 ) -> None:
     api = pytest.importorskip("nixl_cu12._api")
@@ -112,12 +112,12 @@ def test_a_plugin_that_is_not_here_is_refused_with_what_it_needs(
         opened(f"{scheme}://{tmp_path}")
 
 
-def test_who_reads_by_no_plugin_is_told_where_the_blocks_lie(tmp_path: Path) -> None:
+def test_without_plugins_the_error_names_the_directory_or_bucket(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="plugin POSIX is for engines; give the directory"):
         open_storage(f"nixl+posix://{tmp_path}", NAMESPACE)
 
 
-def test_lengths_lie_in_the_directory_whoever_reads_it(tmp_path: Path) -> None:
+def test_lengths_are_stored_in_the_directory_also_with_a_plugin(tmp_path: Path) -> None:
     by_plugin = open_storage(f"nixl+gds://{tmp_path}", NAMESPACE, mode=Mode.ORACLE)
     assert by_plugin.write(KEYS, BLOCKS) == 3
     assert open_storage(tmp_path, NAMESPACE, mode=Mode.ORACLE).is_stored(KEYS[0])
@@ -140,7 +140,7 @@ def test_lengths_lie_in_the_directory_whoever_reads_it(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_the_plugin_is_told_where_the_bucket_is(url: str, expected: dict[str, str]) -> None:
+def test_the_plugin_gets_the_address_of_the_bucket(url: str, expected: dict[str, str]) -> None:
     keys = {"AWS_ACCESS_KEY_ID": "who", "AWS_SECRET_ACCESS_KEY": "hush"}
     found = plugin_parameters(parse_location(url, keys))
     assert found["bucket"] == "blocks"
@@ -150,5 +150,5 @@ def test_the_plugin_is_told_where_the_bucket_is(url: str, expected: dict[str, st
 
 
 def test_an_endpoint_with_a_folder_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no folder in an endpoint.*s3://"):
+    with pytest.raises(ConfigError, match=r"no path in an endpoint.*s3://"):
         plugin_parameters(parse_location("s3://blocks?endpoint_url=http://h/folder", {}))

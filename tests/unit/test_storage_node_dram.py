@@ -1,4 +1,4 @@
-"""DRAM that the engines of a node share: bounded, whole after any crash, never needed."""
+"""DRAM shared by the engines of a node: bounded, consistent after crashes, optional."""
 
 import logging
 import os
@@ -56,7 +56,7 @@ def used_at(dram: NodeDram, key: BlockKey, time_ns: int) -> None:
     os.utime(dram.files.block_path(key), ns=(time_ns, time_ns))
 
 
-def test_what_one_engine_adds_another_finds(tmp_path: Path) -> None:
+def test_a_block_added_by_one_engine_is_found_by_another(tmp_path: Path) -> None:
     one, other = (NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES) for _ in range(2))
     key = key_of(1)
     assert found(other, key) is None
@@ -65,7 +65,7 @@ def test_what_one_engine_adds_another_finds(tmp_path: Path) -> None:
     assert found(other, key) == content_of(key)
 
 
-def test_one_engine_reads_from_storage_what_all_of_the_node_find_then(tmp_path: Path) -> None:
+def test_a_block_read_from_storage_by_one_engine_is_a_hit_for_all(tmp_path: Path) -> None:
     storage, key = MemoryStorage(NAMESPACE), key_of(1)
     storage.write([key], [block_of(key)])
     one, other = (
@@ -96,7 +96,7 @@ def test_a_block_read_without_its_window_layers_is_added_when_it_is_read_whole(
     assert again == content_of(key)
 
 
-def test_what_storage_declines_or_does_not_have_lies_in_no_dram_either(tmp_path: Path) -> None:
+def test_declined_and_missing_blocks_are_not_cached_in_dram(tmp_path: Path) -> None:
     class Declines(MemoryStorage):
         def write(
             self,
@@ -115,7 +115,7 @@ def test_what_storage_declines_or_does_not_have_lies_in_no_dram_either(tmp_path:
     assert not storage.is_stored(keys[1])
 
 
-def test_what_was_used_longest_ago_makes_way(tmp_path: Path) -> None:
+def test_the_least_recently_used_block_is_evicted(tmp_path: Path) -> None:
     dram = NodeDram(tmp_path, NAMESPACE, 3 * FILE_BYTES)
     keys = [key_of(number, first_byte=number * 60) for number in range(4)]
     for number, key in enumerate(keys[:3]):
@@ -127,7 +127,7 @@ def test_what_was_used_longest_ago_makes_way(tmp_path: Path) -> None:
     assert dram.evicted == 1
 
 
-def test_what_is_added_again_counts_as_used(tmp_path: Path) -> None:
+def test_adding_a_block_again_counts_as_a_use(tmp_path: Path) -> None:
     dram = NodeDram(tmp_path, NAMESPACE, 2 * FILE_BYTES)
     keys = [key_of(number) for number in range(3)]
     for number, key in enumerate(keys[:2]):
@@ -149,7 +149,7 @@ def test_all_sets_together_hold_no_more_than_the_bound(tmp_path: Path) -> None:
     assert sum(dram.evicted for dram in drams) == 3 * blocks
 
 
-def test_blocks_of_a_model_that_is_served_no_more_make_way(tmp_path: Path) -> None:
+def test_blocks_of_an_unused_model_are_evicted(tmp_path: Path) -> None:
     former = NodeDram(tmp_path, msgspec.structs.replace(NAMESPACE, model="old"), 2 * FILE_BYTES)
     for number in range(2):
         former.add(key_of(number), block_of(key_of(number)))
@@ -187,7 +187,7 @@ dram.add(key_of(1), block_of(key_of(1)))
 """
 
 
-def test_a_rotten_block_is_not_served_and_comes_anew(tmp_path: Path) -> None:
+def test_a_corrupt_block_is_not_served_and_is_cached_again(tmp_path: Path) -> None:
     dram, key = NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES), key_of(1)
     dram.add(key, block_of(key))
     path = dram.files.block_path(key)
@@ -198,7 +198,7 @@ def test_a_rotten_block_is_not_served_and_comes_anew(tmp_path: Path) -> None:
 
 
 def before_and_after_a_new_key(root: Path) -> list[NodeDram]:
-    """Return what engines have on one directory, of which each can open its own blocks only."""
+    """Return two engines' views of one directory; each can open only its own blocks."""
     sealed = msgspec.structs.replace(NAMESPACE, protection=Protection.ENCRYPTED)
     return [
         NodeDram(root, sealed, 8 * FILE_BYTES, keys=KeyRing(text * 4, "a test"))
@@ -206,7 +206,7 @@ def before_and_after_a_new_key(root: Path) -> list[NodeDram]:
     ]
 
 
-def test_what_is_sealed_with_a_key_of_former_times_makes_way_for_what_can_be_read(
+def test_blocks_sealed_with_an_old_key_are_evicted(
     tmp_path: Path,
 ) -> None:
     former, present = before_and_after_a_new_key(tmp_path)
@@ -218,7 +218,7 @@ def test_what_is_sealed_with_a_key_of_former_times_makes_way_for_what_can_be_rea
     assert found(present, key) == content_of(key)
 
 
-def test_a_bad_block_that_cannot_be_removed_costs_reads_from_storage_and_one_warning(
+def test_an_unreadable_block_that_cannot_be_removed_costs_storage_reads_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     former, present = before_and_after_a_new_key(tmp_path)
@@ -231,10 +231,10 @@ def test_a_bad_block_that_cannot_be_removed_costs_reads_from_storage_and_one_war
     monkeypatch.setattr(os, "unlink", refuse)
     with caplog.at_level(logging.WARNING):
         assert [found(present, key) for _ in range(2)] == [None, None]
-    assert caplog.text.count("cannot remove a bad block") == 1
+    assert caplog.text.count("cannot remove an unreadable block") == 1
 
 
-def test_a_directory_that_is_gone_costs_reads_from_storage_and_one_warning(
+def test_a_removed_directory_costs_storage_reads_and_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root, storage, key = tmp_path / "dram", MemoryStorage(NAMESPACE), key_of(1)
@@ -246,25 +246,25 @@ def test_a_directory_that_is_gone_costs_reads_from_storage_and_one_warning(
             behind.write([key_of(number)], [block_of(key_of(number))])
     into = memoryview(bytearray(GEOMETRY.full_block_bytes))
     assert behind.read(key, into).storage_bytes == GEOMETRY.full_block_bytes
-    assert [r.message for r in caplog.records if "takes no block" in r.message][1:] == []
-    assert "takes no block" in caplog.text
+    assert [r.message for r in caplog.records if "cannot cache a block" in r.message][1:] == []
+    assert "cannot cache a block" in caplog.text
 
 
-def test_nothing_is_found_or_added_where_nothing_is_kept(tmp_path: Path) -> None:
+def test_nothing_is_found_or_added_while_disabled(tmp_path: Path) -> None:
     dram = NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES)
     dram.add(key_of(1), block_of(key_of(1)))
-    dram.keeps = False
+    dram.enabled = False
     assert found(dram, key_of(1)) is None
     dram.add(key_of(2), block_of(key_of(2)))
     assert lying(tmp_path) == {key_of(1).hex()}
 
 
-def test_a_directory_that_every_user_may_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"every user may write to dram_dir .* of your own"):
+    with pytest.raises(ConfigError, match=r"dram_dir .* is world-writable; .* of your own"):
         NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES)
 
 
 def test_a_bound_below_one_block_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"dram_bytes is 100, and a block takes 8192"):
+    with pytest.raises(ConfigError, match=r"dram_bytes is 100, and one block takes 8192"):
         NodeDram(tmp_path, NAMESPACE, 100)

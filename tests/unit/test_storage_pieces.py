@@ -1,4 +1,4 @@
-"""A block read in pieces is verified as they come, and found good or bad as a whole one is."""
+"""A block read in pieces is verified while it is read, with the same result as a complete one."""
 
 import errno
 import os
@@ -13,7 +13,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.storage.block_file import PlainBlocks, encode_header
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.reading import Arrived, KernelReader, nobody
+from dualpath.storage.reading import KernelReader, OnProgress, ignore_progress
 from dualpath.storage.sections import Sections
 from dualpath.transport.memory import allocate_registered
 
@@ -27,7 +27,7 @@ NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)
 
 
 class Device:
-    """A file of which each byte says in which page it lies; reads run inside each other.
+    """A file whose bytes are their page numbers; reads can be nested.
 
     ``preadv`` first starts the read of another file, until ``at_a_time`` are under way.
     """
@@ -58,10 +58,10 @@ class Device:
         return done
 
 
-def test_one_of_few_reads_takes_its_block_at_once_and_one_of_many_equal_pieces() -> None:
+def test_few_reads_use_one_call_and_many_use_equal_pieces() -> None:
     device = Device(9 * PIECE, at_a_time=4)
     assert device.read(1, [PIECE, 0, 5 * PIECE, 3 * PIECE]) == device.content
-    # The first began before there were many.
+    # The first read started before there were many.
     assert device.asked[1] == [9 * PIECE]
     assert device.asked[4] == [PIECE] * 9
     assert device.told[4] == [PIECE * count for count in range(1, 10)]
@@ -83,7 +83,7 @@ def test_pieces_are_equal_and_the_end_of_a_short_file_is_its_end() -> None:
     with_tail=st.booleans(),
     damage=st.none() | st.integers(0, len(HEAD) + len(TAIL) - 1),
 )
-def test_it_does_not_matter_which_pieces_come(
+def test_verification_does_not_depend_on_the_pieces(
     told: list[int], cut: int, with_tail: bool, damage: int | None
 ) -> None:
     header = encode_header(KEY, DIGEST, Sections([HEAD], [TAIL]))
@@ -93,28 +93,31 @@ def test_it_does_not_matter_which_pieces_come(
     memory = memoryview(bytearray(len(content)))
     head, tail = memory[: len(HEAD)], memory[len(HEAD) :]
     payload = Sections([head[:cut], head[cut:]], [tail] if with_tail else None)
-    arrival = PlainBlocks(DIGEST).arrival(payload)
+    verifier = PlainBlocks(DIGEST).verifier(payload)
     for file_bytes in told:
         there = max(file_bytes - HEADER_BYTES, 0)
         memory[:there] = content[:there]
-        arrival.arrived(file_bytes)
+        verifier.received(file_bytes)
     memory[:] = content
     is_bad = damage is not None and (with_tail or damage < len(HEAD))
-    assert arrival.defect(KEY, header) == ("checksum" if is_bad else None)
+    assert verifier.defect(KEY, header) == ("checksum" if is_bad else None)
 
 
 class RefusedHalfWay:
-    """A reader whose first read is refused, as direct I/O may be, when a part has come."""
+    """A reader whose first read fails half way, as direct I/O may."""
 
     def __init__(self) -> None:
         self.reads = 0
 
     def fill_from_file(
-        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+        self,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        on_progress: OnProgress = ignore_progress,
     ) -> int:
         self.reads += 1
         if self.reads == 1:
-            arrived(HEADER_BYTES + 100)
+            on_progress(HEADER_BYTES + 100)
             raise OSError(errno.EINVAL, "Invalid argument")
         return os.preadv(descriptor, list(buffers), 0)
 
@@ -122,7 +125,7 @@ class RefusedHalfWay:
         pass
 
 
-def test_what_had_come_before_direct_io_was_refused_counts_for_nothing(tmp_path: Path) -> None:
+def test_bytes_read_before_direct_io_was_refused_are_ignored(tmp_path: Path) -> None:
     reader = RefusedHalfWay()
     storage = PosixStorage(tmp_path, NAMESPACE, reader=reader)
     if not storage.uses_direct_io:

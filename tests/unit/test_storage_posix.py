@@ -1,4 +1,4 @@
-"""What only a file system does: crashes, full disks, foreign directories, stale files."""
+"""Behaviour specific to file systems: crashes, full disks, foreign directories, stale files."""
 
 import os
 import resource
@@ -38,7 +38,7 @@ def temporary_files(storage: PosixStorage) -> list[Path]:
     return list((storage.path / "tmp").iterdir())
 
 
-def test_files_lie_where_the_layout_says(storage: PosixStorage, tmp_path: Path) -> None:
+def test_files_have_the_documented_paths(storage: PosixStorage, tmp_path: Path) -> None:
     storage.write(KEYS[:1], DATA[:1])
     name = KEYS[0].hex()
     folder = f"org-tiny-model_{NAMESPACE.digest()}"
@@ -69,7 +69,7 @@ def test_two_storages_of_one_process_write_side_by_side(
     second.close()
 
 
-def test_namespaces_do_not_meet(tmp_path: Path) -> None:
+def test_namespaces_are_separate(tmp_path: Path) -> None:
     storage = PosixStorage(tmp_path, NAMESPACE)
     storage.write(KEYS, DATA)
     other = PosixStorage(tmp_path, msgspec.structs.replace(NAMESPACE, dtype="bfloat16"))
@@ -90,7 +90,7 @@ def test_an_unreadable_namespace_file_is_refused(storage: PosixStorage, tmp_path
 
 
 @pytest.mark.parametrize("content", [b"{", b"\xff\xfe{", b"[" * 100_000, b"null"])
-def test_whatever_lies_in_a_namespace_file_is_said_and_not_thrown(
+def test_any_content_of_a_namespace_file_is_refused_with_an_error(
     storage: PosixStorage, tmp_path: Path, content: bytes
 ) -> None:
     (storage.path / "namespace.json").write_bytes(content)
@@ -98,7 +98,9 @@ def test_whatever_lies_in_a_namespace_file_is_said_and_not_thrown(
         PosixStorage(tmp_path, NAMESPACE)
 
 
-def test_what_is_no_namespace_file_at_all_is_refused(storage: PosixStorage, tmp_path: Path) -> None:
+def test_a_namespace_file_that_is_not_a_file_is_refused(
+    storage: PosixStorage, tmp_path: Path
+) -> None:
     (storage.path / "namespace.json").unlink()
     os.mkfifo(storage.path / "namespace.json")
     with pytest.raises(ConfigError, match=r"cannot be used \(not a file\)"):
@@ -119,7 +121,7 @@ def _link_to_nothing(path: Path) -> None:
 
 @pytest.mark.parametrize("direct_io", [False, "auto"])
 @pytest.mark.parametrize("make", [_fifo, _folder, _link_to_nothing])
-def test_what_is_no_file_at_a_blocks_name_hangs_nobody_and_makes_way(
+def test_a_block_name_that_is_not_a_file_does_not_block_and_is_replaced(
     tmp_path: Path, make: Callable[[Path], None], direct_io: posix.DirectIo
 ) -> None:
     storage = PosixStorage(tmp_path, NAMESPACE, direct_io=direct_io)
@@ -136,7 +138,7 @@ def test_what_is_no_file_at_a_blocks_name_hangs_nobody_and_makes_way(
     assert into == DATA[0]
 
 
-def test_a_folder_with_content_at_a_blocks_name_is_left_to_its_owner(
+def test_a_non_empty_folder_at_a_blocks_name_is_not_removed(
     storage: PosixStorage,
 ) -> None:
     path = storage.block_path(KEYS[0])
@@ -159,9 +161,7 @@ def test_kv_is_for_the_user_and_the_group_whatever_the_umask(tmp_path: Path) -> 
         assert path.stat().st_mode & 0o007 == 0, path
 
 
-def test_names_under_tmp_that_nobody_of_us_gives_are_left_alone(
-    storage: PosixStorage, tmp_path: Path
-) -> None:
+def test_foreign_names_under_tmp_are_not_removed(storage: PosixStorage, tmp_path: Path) -> None:
     host = storage._directory._writer.rpartition("-")[0]
     names = [f"{host}-{10**30}-1", f"{host}-\u00b2-1", "x", f"{host}--1"]
     for name in names:
@@ -194,15 +194,15 @@ def test_a_device_that_refuses_a_write_leaves_earlier_blocks_whole(storage: Posi
     assert storage.write(KEYS, DATA) == 3
 
 
-def test_a_look_up_that_cannot_be_answered_says_so(storage: PosixStorage) -> None:
+def test_a_look_up_that_fails_raises(storage: PosixStorage) -> None:
     path = storage.block_path(KEYS[0])
     path.parent.parent.mkdir()
     path.parent.symlink_to(path.parent)
-    with pytest.raises(StorageError, match=r"nobody can say whether .*see the file system"):
+    with pytest.raises(StorageError, match=r"cannot check whether .*check the file system"):
         storage.is_stored(KEYS[0])
 
 
-def test_a_namespace_removed_under_a_writer_begins_anew(storage: PosixStorage) -> None:
+def test_a_namespace_removed_during_writes_is_created_again(storage: PosixStorage) -> None:
     storage.write(KEYS[:1], DATA[:1])
     shutil.rmtree(storage.path)
     assert stored_head(storage, KEYS) == 0
@@ -211,7 +211,7 @@ def test_a_namespace_removed_under_a_writer_begins_anew(storage: PosixStorage) -
     assert (storage.path / "namespace.json").exists()
 
 
-def test_a_lost_root_is_not_made_again_and_serves_when_it_is_back(tmp_path: Path) -> None:
+def test_a_lost_root_is_not_created_again_and_works_when_it_is_back(tmp_path: Path) -> None:
     root, away = tmp_path / "mount", tmp_path / "away"
     storage = PosixStorage(root, NAMESPACE)
     root.rename(away)
@@ -227,7 +227,7 @@ def test_another_file_system_under_the_roots_name_is_not_filled(
 ) -> None:
     shutil.rmtree(storage.path)
     monkeypatch.setattr(storage._directory, "_device", -1)
-    with pytest.raises(StorageError, match="the file system of the storage is gone"):
+    with pytest.raises(StorageError, match="the storage is not mounted any more"):
         storage.write(KEYS[:1], DATA[:1])
     assert not storage.path.exists()
 
@@ -257,7 +257,7 @@ storage.write(KEYS[1:], DATA[1:])
     assert survivor.write(KEYS, DATA) == 3
 
 
-def test_files_of_living_and_of_foreign_writers_are_left_alone(
+def test_temporary_files_of_live_and_foreign_writers_are_not_removed(
     storage: PosixStorage, tmp_path: Path
 ) -> None:
     mine = Path(storage._directory.temporary_path())
@@ -281,7 +281,7 @@ def test_without_hard_links_a_block_still_appears_whole(
     assert temporary_files(storage) == []
 
 
-def test_a_temporary_name_that_stays_is_removed_with_the_next(
+def test_a_temporary_file_that_could_not_be_removed_is_removed_later(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(*_: object) -> int:
@@ -299,10 +299,10 @@ def test_a_temporary_name_that_stays_is_removed_with_the_next(
     assert temporary_files(storage) == []
 
 
-def test_a_block_of_which_nobody_can_say_whether_it_is_there_leaves_nothing_half_written(
+def test_an_unknown_state_of_a_block_leaves_no_temporary_file(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another engine has written it meanwhile, and the disk fails as this one looks."""
+    """Another engine wrote the block meanwhile, and the disk fails when this one checks."""
     real_stat, failing = os.stat, [False]
 
     def taken(*_: object) -> None:
@@ -317,7 +317,7 @@ def test_a_block_of_which_nobody_can_say_whether_it_is_there_leaves_nothing_half
     with monkeypatch.context() as broken:
         broken.setattr(os, "link", taken)
         broken.setattr(os, "stat", stat)
-        with pytest.raises(StorageError, match="nobody can say"):
+        with pytest.raises(StorageError, match="cannot check whether"):
             storage.write(KEYS[:1], DATA[:1])
     assert temporary_files(storage) == []
 

@@ -1,23 +1,23 @@
-"""What an engine remembers of stored blocks, and what makes it forget."""
+"""The cache of successful look-ups, and the invalidation of its entries."""
 
 from collections.abc import Sequence
 
 from tests.engine_harness import full_block, memory_storage, prompt_keys
 
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
 KEYS = prompt_keys(24)
 TRUST_NS = 60_000_000_000
 
 
 class Story:
-    """A storage, the memory in front of it, and a clock."""
+    """A storage, the look-up cache in front of it, and a clock."""
 
     def __init__(self, **limits: int) -> None:
         self.now_ns = 0
         self.inner: MemoryStorage = memory_storage()
-        self.storage = RememberingStorage(self.inner, lambda: self.now_ns, trust_s=60, **limits)
+        self.storage = LookupCachingStorage(self.inner, lambda: self.now_ns, trust_s=60, **limits)
 
     def write(self, keys: Sequence[bytes]) -> None:
         self.storage.write(keys, [memoryview(full_block(key)) for key in keys])
@@ -28,10 +28,10 @@ class Story:
 
     @property
     def known(self) -> int:
-        return self.storage.known_head(KEYS)
+        return self.storage.cached_head(KEYS)
 
 
-def test_what_was_written_read_or_seen_is_known() -> None:
+def test_written_read_and_found_blocks_are_cached() -> None:
     story = Story()
     story.write(KEYS[:1])
     assert story.known == 1
@@ -41,10 +41,10 @@ def test_what_was_written_read_or_seen_is_known() -> None:
     assert story.known == 2
     assert story.storage.is_stored(KEYS[2])
     assert story.known == 3
-    assert story.storage.known_head(KEYS, 2) == 3
+    assert story.storage.cached_head(KEYS, 2) == 3
 
 
-def test_a_read_that_finds_a_block_missing_or_bad_makes_it_forget() -> None:
+def test_a_read_of_a_missing_or_corrupt_block_removes_the_entry() -> None:
     story = Story()
     story.write(KEYS[:4])
     story.inner.drop(KEYS[3])
@@ -59,7 +59,7 @@ def test_a_read_that_finds_a_block_missing_or_bad_makes_it_forget() -> None:
     assert story.known == 0
 
 
-def test_nothing_is_believed_for_longer_than_twice_the_trust() -> None:
+def test_entries_expire_after_twice_the_trust_time() -> None:
     story = Story()
     story.write(KEYS[:2])
     story.now_ns += TRUST_NS - 1
@@ -72,8 +72,8 @@ def test_nothing_is_believed_for_longer_than_twice_the_trust() -> None:
     assert story.known == 0
 
 
-def test_the_memory_is_bounded() -> None:
-    story = Story(most_known=2)
+def test_the_cache_is_bounded() -> None:
+    story = Story(max_keys=2)
     for key in KEYS:
         story.write([key])
-    assert sum(story.storage.known_head([key]) for key in KEYS) <= 4
+    assert sum(story.storage.cached_head([key]) for key in KEYS) <= 4

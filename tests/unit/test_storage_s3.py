@@ -1,4 +1,4 @@
-"""S3 that fails: reads end the run and never hang, look-ups say so, writes are refused."""
+"""S3 failures: reads end the run and never hang, look-ups raise, writes are refused."""
 
 import threading
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from dualpath.ops.launch.ports import claim_port
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_location import parse_location
 from dualpath.storage.s3_signature import Credentials, authorization
 
@@ -27,8 +27,8 @@ NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 BLOCKS = 3
 KEYS = block_keys(range(BLOCKS), 1)
 DATA = [memoryview(bytes([i + 1]) * GEOMETRY.full_block_bytes) for i in range(BLOCKS)]
-#: Attempts follow each other at once; a silent server is given up soon, a slow one never here.
-QUICK = Patience(connect_s=5.0, stall_s=0.2, request_s=5.0, attempts=3, pause_s=0.001)
+#: Retries without pause; a silent server times out soon, a slow one does not.
+QUICK = RetryPolicy(connect_s=5.0, stall_s=0.2, request_s=5.0, attempts=3, pause_s=0.001)
 
 
 @pytest.fixture
@@ -38,9 +38,9 @@ def server() -> Iterator[FaultyS3]:
     running.close()
 
 
-def stored(server: FaultyS3, patience: Patience = QUICK) -> S3Storage:
+def stored(server: FaultyS3, retry_policy: RetryPolicy = QUICK) -> S3Storage:
     """A storage that holds the blocks and reads them one after the other."""
-    storage = S3Storage(server.location, NAMESPACE, patience=patience)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=retry_policy)
     assert storage.write(KEYS, DATA) == BLOCKS
     server.requests.clear()
     return storage
@@ -67,8 +67,8 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
     ("fault", "said"),
     [
         (500, "500 Planned no"),
-        ("closed", "(try 3)"),
-        ("cut", "answer ended after"),
+        ("closed", "(attempt 3)"),
+        ("cut", "response ended after"),
         ("silent", "timed out"),
     ],
 )
@@ -88,7 +88,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     storage.close()
 
 
-def test_an_answer_that_drips_ends_at_the_deadline(server: FaultyS3) -> None:
+def test_a_slow_response_ends_at_the_deadline(server: FaultyS3) -> None:
     storage = stored(server, msgspec.structs.replace(QUICK, stall_s=5.0, request_s=0.3))
     server.faults["GET"] = ["dripping", "dripping", "dripping"]
     outcome = read_run(storage, KEYS, destinations())
@@ -154,13 +154,13 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_says_so(
+def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
     server.faults["HEAD"] = [500, None, *[500] * QUICK.attempts]
     assert storage.is_stored(KEYS[0])
-    with pytest.raises(StorageError, match=r"nobody can say whether .* is stored: HEAD .*500"):
+    with pytest.raises(StorageError, match=r"cannot check whether .* is stored: HEAD .*500"):
         storage.is_stored(KEYS[0])
     assert storage.is_stored(KEYS[0])
     storage.close()
@@ -171,7 +171,7 @@ def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_says_s
 
 @pytest.mark.parametrize("fault", [500, 409, "closed"])
 def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [fault]
     assert storage.write(KEYS, DATA) == BLOCKS
     assert read_run(storage, KEYS, destinations()).good_blocks == BLOCKS
@@ -179,7 +179,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
 
 
 def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]
     with pytest.raises(StorageError, match="507 Planned"):
@@ -188,14 +188,14 @@ def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: F
     storage.close()
 
 
-def test_a_server_without_conditional_writes_is_asked_without_condition(server: FaultyS3) -> None:
-    storage = S3Storage(server.location, NAMESPACE, patience=QUICK)
+def test_a_server_without_conditional_writes_gets_unconditional_ones(server: FaultyS3) -> None:
+    storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.faults["PUT"] = [501]
     assert storage.write(KEYS, DATA) == BLOCKS
     storage.close()
 
 
-def test_a_block_that_another_engine_wrote_meanwhile_is_not_new(server: FaultyS3) -> None:
+def test_a_block_written_meanwhile_by_another_engine_is_not_new(server: FaultyS3) -> None:
     client = S3Client(server.location, QUICK)
     assert client.put("a", [b"first"])
     assert not client.put("a", [b"second"])
@@ -206,7 +206,9 @@ def test_a_block_that_another_engine_wrote_meanwhile_is_not_new(server: FaultyS3
 # --- opening -------------------------------------------------------------------------------------
 
 
-def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: FaultyS3) -> None:
+def test_an_object_longer_than_requested_does_not_affect_the_next_response(
+    server: FaultyS3,
+) -> None:
     client = S3Client(server.location, QUICK)
     client.put("long", [b"x" * 100_000])
     client.put("next", [b"next"])
@@ -217,18 +219,18 @@ def test_an_object_longer_than_asked_for_does_not_spoil_the_next_answer(server: 
     client.close()
 
 
-def test_nobody_there_is_reported_at_once() -> None:
+def test_an_unreachable_server_is_reported_immediately() -> None:
     with pytest.raises(ConfigError, match="cannot be used"):
-        S3Storage(location_at(f"http://127.0.0.1:{claim_port()}"), NAMESPACE, patience=QUICK)
+        S3Storage(location_at(f"http://127.0.0.1:{claim_port()}"), NAMESPACE, retry_policy=QUICK)
 
 
-def test_a_bucket_that_is_not_there_and_keys_that_do_not_fit_are_reported(server: FaultyS3) -> None:
+def test_a_missing_bucket_and_wrong_credentials_are_reported(server: FaultyS3) -> None:
     other = f"s3://other?endpoint_url={server.url}"
-    with pytest.raises(ConfigError, match="make the bucket"):
-        S3Storage(parse_location(other, {}), NAMESPACE, patience=QUICK)
+    with pytest.raises(ConfigError, match="create the bucket"):
+        S3Storage(parse_location(other, {}), NAMESPACE, retry_policy=QUICK)
     unsigned = f"s3://{BUCKET}?endpoint_url={server.url}"
     with pytest.raises(ConfigError, match=r"AccessDenied.*credentials"):
-        S3Storage(parse_location(unsigned, {}), NAMESPACE, patience=QUICK)
+        S3Storage(parse_location(unsigned, {}), NAMESPACE, retry_policy=QUICK)
 
 
 def test_a_prefix_of_another_namespace_is_refused(server: FaultyS3) -> None:
@@ -236,10 +238,10 @@ def test_a_prefix_of_another_namespace_is_refused(server: FaultyS3) -> None:
     name = next(name for name in server.objects if name.endswith("namespace.json"))
     server.objects[name] = server.objects[name].replace(b'"m"', b'"n"')
     with pytest.raises(ConfigError, match="belongs to"):
-        S3Storage(server.location, NAMESPACE, patience=QUICK)
+        S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     server.objects[name] = b"{"
     with pytest.raises(ConfigError, match="not readable as a namespace"):
-        S3Storage(server.location, NAMESPACE, patience=QUICK)
+        S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     storage.close()
 
 
@@ -275,7 +277,7 @@ def test_the_setting_opens_it(server: FaultyS3, monkeypatch: pytest.MonkeyPatch)
         ("s3://kv1?endpoint_url=http://[::1]:9", {}, "http", "[::1]:9", "/kv1/"),
     ],
 )
-def test_url_and_environment_say_where_the_bucket_is(
+def test_url_and_environment_define_the_location(
     url: str, environment: dict[str, str], scheme: str, host: str, base: str
 ) -> None:
     found = parse_location(url, environment)
@@ -290,12 +292,14 @@ def test_url_and_environment_say_where_the_bucket_is(
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
         ("s3://kv1?addressing_style=x", {}, "path, virtual"),
         ("s3://kv1?endpoint_url=h:90", {}, "http://HOST:PORT"),
-        ("s3://kv1?endpoint_url=http://h:x", {}, "no URL"),
+        ("s3://kv1?endpoint_url=http://h:x", {}, "not a URL"),
         ("s3://kv1?endpoint_url=http://a:b@h", {}, "holds credentials"),
         ("s3://kv1", {"AWS_ACCESS_KEY_ID": "a"}, "set both or none"),
     ],
 )
-def test_what_is_wrong_is_named(url: str, environment: dict[str, str], said: str) -> None:
+def test_invalid_locations_are_refused_by_name(
+    url: str, environment: dict[str, str], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
         parse_location(url, environment)
 

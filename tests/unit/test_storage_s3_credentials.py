@@ -1,4 +1,4 @@
-"""Who asks for objects: the environment's keys, else botocore's, else nobody."""
+"""S3 credentials: the environment's keys, else botocore's, else none."""
 
 import sys
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from tests.s3_servers import FaultyS3
 
 from dualpath.core.errors import ConfigError
 from dualpath.storage.s3_client import S3Client, S3Error
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import S3Location, parse_location
 
@@ -38,7 +38,7 @@ class FakeSession(ModuleType):
 
 
 def install(monkeypatch: pytest.MonkeyPatch, session: FakeSession | None) -> None:
-    """Let botocore be this one, or not be installed."""
+    """Replace botocore, or make it appear not installed."""
     monkeypatch.setitem(sys.modules, "botocore", ModuleType("botocore"))
     monkeypatch.setitem(sys.modules, "botocore.session", session)
 
@@ -62,7 +62,7 @@ def test_keys_of_the_environment_come_first(monkeypatch: pytest.MonkeyPatch) -> 
     assert found.credentials().access_key_id == "mine"
 
 
-def test_every_request_is_signed_with_the_keys_of_its_time(
+def test_every_request_is_signed_with_current_keys(
     monkeypatch: pytest.MonkeyPatch, server: FaultyS3
 ) -> None:
     session = FakeSession()
@@ -70,7 +70,7 @@ def test_every_request_is_signed_with_the_keys_of_its_time(
     location = with_credentials(unsigned(server.url))
     assert location.credentials is not None
     assert [location.credentials().access_key_id for _ in range(2)] == ["key-1", "key-2"]
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert session.renewals == 3
     session.error = RuntimeError("the machine's service is silent")
@@ -108,7 +108,7 @@ def test_botocore_itself_reads_a_profile(monkeypatch: pytest.MonkeyPatch, tmp_pa
         with_credentials(unsigned())
 
 
-#: What gives keys to botocore: a new pair each time it is run, good for as long as it is told.
+#: A credential process of botocore: returns a new pair of keys per run, with a given validity.
 KEY_PROCESS = """
 import datetime, json, pathlib, sys
 count = pathlib.Path(sys.argv[1])
@@ -142,10 +142,10 @@ def test_keys_of_a_process_are_renewed_before_they_expire(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
 ) -> None:
     location = process_location(monkeypatch, tmp_path, server.url, good_s=60)
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert client.get("one") == b"bytes"
-    # So near to their end botocore asks again for every request.
+    # Near their expiry botocore renews the keys for every request.
     assert len({*server.signers}) == 2
     (tmp_path / "broken").touch()
     with pytest.raises(S3Error, match=r"S3 keys could not be renewed.*the vault is sealed"):
@@ -160,7 +160,7 @@ def test_keys_of_a_process_serve_many_requests_while_they_are_good(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, server: FaultyS3
 ) -> None:
     location = process_location(monkeypatch, tmp_path, server.url, good_s=7200)
-    client = S3Client(location, Patience(attempts=1))
+    client = S3Client(location, RetryPolicy(attempts=1))
     assert client.put("one", [b"bytes"])
     assert client.get("one") == b"bytes"
     assert server.signers == ["key-1", "key-1"]

@@ -57,7 +57,7 @@ def test_late_wakes_do_not_lower_the_rate() -> None:
     assert clock.now_s == pytest.approx(110.4)
 
 
-def test_silence_earns_no_more_than_the_burst() -> None:
+def test_idling_accumulates_at_most_the_burst() -> None:
     clock = Clock()
     storage = throttled(clock, burst_s=0.5)
     read_run(storage, KEYS[:1], destinations(1))
@@ -73,7 +73,7 @@ def test_concurrent_reads_share_the_rate_in_order_of_arrival() -> None:
     assert passed_s == [6.0, 7.0, 8.0, 9.0]
 
 
-def test_only_bytes_that_moved_are_paid_for() -> None:
+def test_only_read_bytes_are_throttled() -> None:
     clock = Clock()
     storage = throttled(clock)
     missing = block_keys([77], 1)
@@ -82,7 +82,7 @@ def test_only_bytes_that_moved_are_paid_for() -> None:
     assert clock.now_s == pytest.approx(101.0)
 
 
-def test_look_ups_and_writes_pass_freely() -> None:
+def test_look_ups_and_writes_are_not_throttled() -> None:
     clock = Clock()
     storage = throttled(clock)
     assert stored_head(storage, KEYS) == 10
@@ -91,6 +91,6 @@ def test_look_ups_and_writes_pass_freely() -> None:
 
 
 @pytest.mark.parametrize(("rate", "burst_s"), [(0.0, 0.0), (-1.0, 0.0), (1.0, -1.0)])
-def test_absurd_rates_are_refused(rate: float, burst_s: float) -> None:
+def test_invalid_rates_are_refused(rate: float, burst_s: float) -> None:
     with pytest.raises(ConfigError, match="rate must be above 0"):
         TokenBucket(rate, burst_s)

@@ -1,4 +1,4 @@
-"""Traces of others, in their own shape: samples of `tests/data/traces` as sessions."""
+"""Published traces in their own formats: samples in `tests/data/traces` as sessions."""
 
 import json
 from pathlib import Path
@@ -81,7 +81,7 @@ def test_blocks_of_one_trace_are_hit_across_sessions_where_sessions_share():
     assert shared.hit_tokens.tolist() == [0, 512, 1536]
 
 
-def test_dynamos_agents_wait_for_each_other_and_their_hashes_become_small_ids():
+def test_dynamos_sub_agents_follow_wait_for_and_hashes_become_small_ids():
     (agent,) = sample("dynamo")
 
     assert isinstance(agent, BlockSession)
@@ -92,7 +92,7 @@ def test_dynamos_agents_wait_for_each_other_and_their_hashes_become_small_ids():
     assert turns(helper.session) == [(300, 9, [0, 1], 0.25)]
 
 
-def test_aiperfs_lines_without_ids_append_and_messages_may_be_new_ones_only():
+def test_aiperfs_lines_without_ids_are_appends_and_messages_may_be_deltas():
     text, deltas = sorted(sample("aiperf"), key=lambda session: session.session_id, reverse=True)
 
     assert rounds(deltas) == [(300, 40, 0.0), (150, 20, 2.0)]
@@ -133,7 +133,7 @@ def test_lmcache_lines_are_ordered_by_time_and_share_their_text():
     assert other.turns == 1
 
 
-def test_spans_of_agents_and_tools_are_no_requests_and_lengths_tell_what_goes_on():
+def test_spans_of_agents_and_tools_are_ignored_and_lengths_determine_continuation():
     text, lengths = sample("otel")
 
     assert isinstance(text, TextSession)
@@ -141,8 +141,8 @@ def test_spans_of_agents_and_tools_are_no_requests_and_lengths_tell_what_goes_on
     assert text.text_turns[0].generate_tokens == 3
     assert lengths.session_id == "c"
     assert isinstance(lengths, TokenSession)
-    # The third prompt is shorter than what was sent: it keeps what the server's cache held.
-    assert lengths.kept_tokens == (None, None, 64)
+    # The third prompt is shorter than the second: it keeps the prefix in the server's cache.
+    assert lengths.retained_tokens == (None, None, 64)
     assert rounds(lengths) == [(100, 20, 0.0), (30, 5, 2.5), (16, 1, 0.0)]
 
 
@@ -165,10 +165,10 @@ def with_span(change: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("good", "bad", "fault"),
     [
-        (MOONCAKE, MOONCAKE | {"input_length": 0}, "input_length is 0, must be at least 1"),
+        (MOONCAKE, MOONCAKE | {"input_length": 0}, "input_length is 0; it must be at least 1"),
         (MOONCAKE, MOONCAKE | {"input_length": -4}, "Expected `int` >= 0"),
-        (MOONCAKE, {"timestamp": 0, "output_length": 1}, "nor messages nor text_input"),
-        (MOONCAKE, MOONCAKE | {"text_input": "a"}, "contradict each other"),
+        (MOONCAKE, {"timestamp": 0, "output_length": 1}, "messages and text_input are missing"),
+        (MOONCAKE, MOONCAKE | {"text_input": "a"}, "exclude each other"),
         (
             MOONCAKE,
             {"timestamp": 0, "input_length": 9, "hash_ids": [1]},
@@ -176,13 +176,21 @@ def with_span(change: dict[str, Any]) -> dict[str, Any]:
         ),
         (MOONCAKE, MOONCAKE | {"hash_ids": ["x"]}, "Expected `int`, got `str`"),
         (BAILIAN, BAILIAN | {"input_length": 0}, "Expected `int` >= 1"),
-        (BAILIAN, BAILIAN, "chat_id 55 comes twice"),
+        (BAILIAN, BAILIAN, "chat_id 55 occurs twice"),
         (BAILIAN, BAILIAN | {"timestamp": -1}, "Expected `float` >= 0"),
         (LMCACHE, LMCACHE | {"input": ""}, "length >= 1"),
         (LMCACHE, LMCACHE | {"session_id": None}, "Expected `str`, got `null`"),
-        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "x"}}), "'x' is no integer"),
-        (OTEL, with_span({"gen_ai.usage.input_tokens": {"intValue": "0"}}), "is 0, must be 1 to"),
-        (OTEL, with_span({"endTimeUnixNano": "5"}), "endTimeUnixNano is 5, must be"),
+        (
+            OTEL,
+            with_span({"gen_ai.usage.input_tokens": {"intValue": "x"}}),
+            "'x' is not an integer",
+        ),
+        (
+            OTEL,
+            with_span({"gen_ai.usage.input_tokens": {"intValue": "0"}}),
+            "is 0; it must be 1 to",
+        ),
+        (OTEL, with_span({"endTimeUnixNano": "5"}), "endTimeUnixNano is 5; it must be"),
         (OTEL, with_span({"gen_ai.input.messages": {"stringValue": "{"}}), "is not a list"),
     ],
 )
@@ -200,10 +208,10 @@ def test_a_bad_line_is_named_with_fault_and_remedy(
     assert len(broken) == 1
 
 
-def test_lengths_that_fit_no_size_of_blocks_are_refused(tmp_path: Path):
+def test_lengths_that_fit_no_block_size_are_refused(tmp_path: Path):
     path = tmp_path / "t.jsonl"
     lines = [MOONCAKE, MOONCAKE | {"input_length": 4096, "hash_ids": [1, 2]}]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
-    with pytest.raises(TraceError, match="no number of tokens per block fits"):
+    with pytest.raises(TraceError, match="no block size fits"):
         read_trace(path)

@@ -1,4 +1,4 @@
-"""Transfers that count as one end with the last of them, and fail no earlier."""
+"""A transfer group ends with the last of its transfers, and does not fail earlier."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from dualpath.transport.transfer_group import post_together
 
 
 class Piece:
-    """A transfer whose state is set by hand."""
+    """A transfer with a settable state."""
 
     def __init__(self, size_bytes: int) -> None:
         self.bytes = size_bytes
@@ -36,7 +36,7 @@ def posts(*pieces: Piece) -> list[Callable[[], Transfer]]:
     return [lambda piece=piece: piece for piece in pieces]  # type: ignore[misc]
 
 
-def test_one_transfer_stays_itself() -> None:
+def test_a_single_transfer_is_returned_unchanged() -> None:
     piece = Piece(3)
     assert post_together(posts(piece)) is piece
 
@@ -54,7 +54,7 @@ def test_it_is_done_when_all_are() -> None:
     assert second.released
 
 
-def test_one_that_fails_fails_all_once_nothing_moves_any_more() -> None:
+def test_a_failure_fails_the_group_after_all_transfers_ended() -> None:
     first, second = Piece(3), Piece(4)
     both = post_together(posts(first, second))
     first.state = TransferState.FAILED
@@ -66,12 +66,12 @@ def test_one_that_fails_fails_all_once_nothing_moves_any_more() -> None:
     assert second.released
 
 
-def test_nothing_moves_if_the_first_is_refused() -> None:
+def test_nothing_is_posted_if_the_first_is_refused() -> None:
     with pytest.raises(TransportError, match="no such region"):
         post_together([refuse, *posts(Piece(1))])
 
 
-def test_a_later_refusal_fails_it_once_what_was_posted_is_over() -> None:
+def test_a_later_refusal_fails_the_group_after_posted_transfers_ended() -> None:
     first, never = Piece(3), Piece(4)
     both = post_together([*posts(first), refuse, *posts(never)])
     assert (both.bytes, both.poll()) == (3, TransferState.MOVING)

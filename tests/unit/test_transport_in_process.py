@@ -1,4 +1,4 @@
-"""The in-process transport makes ordering mistakes and faults happen on demand."""
+"""The in-process transport exposes ordering mistakes and injects faults."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def fabric() -> InProcessFabric:
     return InProcessFabric()
 
 
-def test_nothing_moves_before_the_first_poll(fabric: InProcessFabric) -> None:
+def test_nothing_is_copied_before_the_first_poll(fabric: InProcessFabric) -> None:
     (pe, source), (de, target) = join(fabric, "pe"), join(fabric, "de")
     pe.connect(de.info())
     source.array[:10] = 1
@@ -30,13 +30,13 @@ def test_nothing_moves_before_the_first_poll(fabric: InProcessFabric) -> None:
     assert set(target.array[:10]) == {2}
 
 
-def test_a_killed_agent_fails_what_is_moving_and_what_comes(fabric: InProcessFabric) -> None:
+def test_a_killed_agent_fails_current_and_later_transfers(fabric: InProcessFabric) -> None:
     (pe, _), (de, target) = join(fabric, "pe"), join(fabric, "de")
     pe.connect(de.info())
     moving = pe.post(Direction.WRITE, "kv", [0], "de", "kv", [0])
     fabric.kill("de")
     assert moving.poll() is TransferState.FAILED
-    assert moving.error() == "agent 'de' is gone"
+    assert moving.error() == "agent 'de' is dead"
     assert not target.array.any()
     with pytest.raises(PeerLostError):
         pe.post(Direction.WRITE, "kv", [0], "de", "kv", [0])
@@ -58,7 +58,7 @@ def test_an_injected_failure_hits_one_transfer_of_the_named_agent(fabric: InProc
     assert next_one.poll() is TransferState.DONE
 
 
-def test_disconnecting_fails_what_is_moving(fabric: InProcessFabric) -> None:
+def test_disconnecting_fails_moving_transfers(fabric: InProcessFabric) -> None:
     (pe, _), (de, _) = join(fabric, "pe"), join(fabric, "de")
     pe.connect(de.info())
     moving = pe.post(Direction.WRITE, "kv", [0], "de", "kv", [0])

@@ -14,7 +14,7 @@ from dualpath.transport.memory import PAGE_BYTES, address_of, allocate_registere
 
 
 @given(size_bytes=st.integers(1, 100_000), power=st.integers(0, 16))
-def test_memory_is_aligned_zeroed_and_of_the_asked_size(size_bytes: int, power: int) -> None:
+def test_memory_is_aligned_zeroed_and_of_the_requested_size(size_bytes: int, power: int) -> None:
     memory = allocate_registered(size_bytes, alignment=2**power)
     assert memory.address % 2**power == 0
     assert memory.array.nbytes == memory.size_bytes == size_bytes
@@ -41,7 +41,7 @@ def test_a_view_keeps_the_memory() -> None:
 @pytest.mark.parametrize(
     ("size_bytes", "alignment"), [(0, 4096), (-1, 4096), (1, 3), (2**62, 4096)]
 )
-def test_absurd_sizes_are_refused(size_bytes: int, alignment: int) -> None:
+def test_invalid_sizes_are_refused(size_bytes: int, alignment: int) -> None:
     with pytest.raises(ConfigError):
         allocate_registered(size_bytes, alignment)
 
@@ -55,7 +55,7 @@ def test_memory_that_was_touched_has_all_its_pages_and_is_still_zero() -> None:
 
 
 def _pages_there(address: int, pages: int) -> NDArray[np.bool_]:
-    """Say of each page whether the process has it: the highest of its 64 bits in /proc."""
+    """Return for each page whether it is present: the highest of its 64 bits in /proc."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:
         pagemap.seek(address // PAGE_BYTES * 8)
         entries = np.frombuffer(pagemap.read(pages * 8), np.uint64)

@@ -1,4 +1,4 @@
-"""The event loop whose clock jumps, on which the router's faults are played."""
+"""The event loop on virtual time, on which the router's faults are tested."""
 
 import asyncio
 import socket
@@ -12,7 +12,7 @@ from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
 pytestmark = pytest.mark.virtual_time
 
 
-async def test_waits_end_in_the_order_of_their_times_and_take_none():
+async def test_waits_end_in_the_order_of_their_times_without_waiting():
     loop, ended = asyncio.get_running_loop(), []
 
     async def wait(seconds: float) -> None:
@@ -25,7 +25,7 @@ async def test_waits_end_in_the_order_of_their_times_and_take_none():
     assert time.monotonic() - started_s < 3600
 
 
-async def test_a_limit_passes_only_when_nothing_else_can_run():
+async def test_a_time_out_passes_only_when_no_task_can_run():
     answer: asyncio.Queue[int] = asyncio.Queue()
     asyncio.get_running_loop().call_later(0.999, answer.put_nowait, 7)
     async with asyncio.timeout(1.0):
@@ -35,7 +35,7 @@ async def test_a_limit_passes_only_when_nothing_else_can_run():
             await answer.get()
 
 
-async def test_time_stands_still_while_a_thread_works():
+async def test_the_clock_stands_still_while_a_thread_runs():
     may_end = threading.Event()
     working = asyncio.ensure_future(asyncio.to_thread(may_end.wait))
     asyncio.get_running_loop().call_later(0.0, may_end.set)
@@ -60,8 +60,8 @@ async def by_a_socket() -> None:
 
 
 @pytest.mark.parametrize(
-    ("story", "words"), [(never, "what never comes"), (by_a_socket, "waits for a socket")]
+    ("story", "words"), [(never, "waits for ever"), (by_a_socket, "waits for a socket")]
 )
-def test_what_would_hang_fails_at_once_and_says_why(story, words):
+def test_a_task_that_would_hang_fails_at_once_with_the_reason(story, words):
     with pytest.raises(RuntimeError, match=words):
         run(story())

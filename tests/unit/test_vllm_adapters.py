@@ -1,4 +1,4 @@
-"""An engine's adapters are known by all that changes what they compute."""
+"""An adapter's digest covers everything that changes what the adapter computes."""
 
 import dataclasses
 from pathlib import Path
@@ -22,7 +22,7 @@ from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm import engine_arguments
 from dualpath.vllm.adapter_identity import ADAPTER_FIELDS, adapter_problems, adapters_of
 
-#: Fields of ``LoRAConfig`` that are limits, memory or kernels, or (the last) refused.
+#: Fields of ``LoRAConfig`` that are limits, memory or kernels; the last one is refused.
 NEUTRAL = {
     "fully_sharded_loras", "max_cpu_loras", "max_lora_cls_labels", "max_lora_rank", "max_loras",
     "specialize_active_lora", "default_mm_loras",
@@ -57,13 +57,13 @@ def digest(adapter: Path, lora: LoRAConfig | None = None) -> str:
     return found.digest
 
 
-def test_every_field_of_vllms_lora_configuration_is_decided_about() -> None:
+def test_every_field_of_vllms_lora_configuration_is_classified() -> None:
     fields = {field.name for field in dataclasses.fields(LoRAConfig)}
     assert fields == NEUTRAL | set(ADAPTER_FIELDS)
 
 
 @pytest.mark.parametrize("field", ADAPTER_FIELDS)
-def test_a_setting_that_makes_other_weights_of_an_adapter_makes_another(
+def test_a_setting_that_changes_an_adapters_weights_changes_its_digest(
     field: str, adapter: Path
 ) -> None:
     changed = LoRAConfig(max_cpu_loras=4)
@@ -71,7 +71,7 @@ def test_a_setting_that_makes_other_weights_of_an_adapter_makes_another(
     assert digest(adapter, changed) != digest(adapter)
 
 
-def test_any_byte_of_an_adapter_counts_and_its_place_does_not(
+def test_the_digest_depends_on_every_byte_of_an_adapter_but_not_on_its_path(
     adapter: Path, tmp_path: Path
 ) -> None:
     before = digest(adapter)
@@ -86,7 +86,7 @@ def test_any_byte_of_an_adapter_counts_and_its_place_does_not(
     assert len({before, digest(moved)}) == 2
 
 
-def test_an_adapter_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_adapter_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'sql' at .*missing"):
         digest(tmp_path / "missing")
     (tmp_path / "empty").mkdir()
@@ -94,7 +94,7 @@ def test_an_adapter_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None
         digest(tmp_path / "empty")
 
 
-def test_adapters_that_could_change_under_stored_kv_are_refused(
+def test_adapters_that_could_change_while_their_kv_is_stored_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two = settings(sql="/sql", chat="/chat")
@@ -109,13 +109,13 @@ def test_adapters_that_could_change_under_stored_kv_are_refused(
     )
     assert "--lora-modules" in unnamed
     (nameless,) = adapter_problems(engine(), settings(**{"a\nb": "/sql"}))
-    assert "is no name" in nameless
+    assert "is not a valid name" in nameless
     monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "1")
     (updated,) = adapter_problems(engine(), two)
     assert "unset it" in updated
 
 
-def test_a_vllm_command_line_tells_the_engine_its_adapters() -> None:
+def test_the_engine_reads_its_adapters_from_vllms_command_line() -> None:
     modules = [LoRAModulePath("sql", "/sql"), LoRAModulePath("chat", "/chat")]
     args = typed(lora_modules=modules, max_loras=1, max_cpu_loras=None)
     assert "--max-cpu-loras 2" in engine_arguments.complete(args)

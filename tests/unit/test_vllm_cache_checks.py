@@ -1,4 +1,4 @@
-"""Which KV caches of vLLM's may be moved block by block, and how the others are refused."""
+"""Which KV cache layouts of vLLM can be transferred by blocks; errors for all others."""
 
 from types import SimpleNamespace
 
@@ -28,7 +28,7 @@ def problems(cache, role=Role.PREFILL, *, prefix_caching=False, **layers):
 
 def test_attention_over_all_tokens_in_one_group_is_served():
     assert problems(cache_of(NAMES, full_attention(32))) == []
-    # What a model with windows has where the hybrid manager is off.
+    # Specs of a model with windows when the hybrid KV cache manager is off.
     assert problems(cache_of(NAMES, full_attention(32, sliding_window=64))) == []
 
 
@@ -49,7 +49,7 @@ def test_a_decode_engine_may_have_a_group_for_windows():
 
 
 def test_a_prefix_cache_must_know_that_old_blocks_lack_their_windows():
-    """Of a prompt's window layers a decode engine gets the last blocks, whatever has the others."""
+    """A decode engine receives only the last blocks of window layers, in any mix of layers."""
     layers = {NAMES[0]: attending(None), NAMES[1]: attending(64)}
     together = cache_of(NAMES, full_attention(32))
     assert problems(together, Role.DECODE, **layers) == []
@@ -62,13 +62,13 @@ def test_a_prefix_cache_must_know_that_old_blocks_lack_their_windows():
 
 
 def test_windows_alone_are_refused_at_a_prefill_engine():
-    """Their blocks change hands while a request goes on."""
+    """vLLM frees and reuses their blocks while a request runs."""
     (problem,) = problems(cache_of(NAMES, sliding_window(32, 64)))
     assert "of the kind SlidingWindowSpec" in problem
 
 
-def test_a_state_is_no_kv_of_tokens():
-    reason = r"layers that keep a state \(MambaSpec\).*no connector around these layers"
+def test_layers_with_a_state_are_refused():
+    reason = r"layers with a state \(MambaSpec\).*does not call the connector around these layers"
     hybrid = cache_of(NAMES[:1], full_attention(32), NAMES[1:], state(32))
     for found in (problems(hybrid), state_problems([full_attention(32), state(32)])):
         with pytest.raises(AssertionError, match=reason):
@@ -76,19 +76,19 @@ def test_a_state_is_no_kv_of_tokens():
     assert state_problems([full_attention(32)]) == []
 
 
-def test_kv_that_depends_on_what_follows_is_refused():
+def test_kv_that_depends_on_later_tokens_is_refused():
     (problem,) = problems(cache_of(NAMES, full_attention(32, non_causal=True)))
-    assert "attend to what follows" in problem
+    assert "depends on later tokens" in problem
 
 
 @pytest.mark.parametrize(
     ("layout", "heads", "served"),
     [("LBHNC", 2, True), ("LBNHC", 2, False), ("LBNHC", 1, True), ("BLHNC", 1, False)],
 )
-def test_heads_lie_one_after_the_other_or_the_engine_is_refused(layout, heads, served):
+def test_a_layout_without_contiguous_heads_is_refused(layout, heads, served):
     found = problems(cache_of(NAMES, full_attention(32, heads), layout=layout))
     assert (found == []) is served
-    assert all(f"layout {layout}" in problem and "asks for LBHNC" in problem for problem in found)
+    assert all(f"layout {layout}" in problem and "needs LBHNC" in problem for problem in found)
 
 
 def test_the_connector_asks_for_the_layout_that_it_needs():

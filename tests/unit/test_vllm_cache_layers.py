@@ -25,7 +25,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.vllm.cache_checks import cache_problems
 from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
 from dualpath.vllm.kv_regions import hbm_layout
-from dualpath.vllm.layerwise_worker import place_in_regions, seen_memory
+from dualpath.vllm.layerwise_worker import place_in_regions, unaliased_bytes
 from dualpath.vllm.worker_side import WorkerSide
 
 LAYERS = 4
@@ -34,7 +34,7 @@ MEMORY = 64 << 20
 
 
 def vllm_config(layout="LBHNC"):
-    """What vLLM's grouping reads of a configuration."""
+    """The configuration fields that vLLM's grouping of KV cache specs reads."""
     from vllm.config import CacheConfig, VllmConfig
 
     config = VllmConfig(cache_config=CacheConfig(block_size=64))
@@ -44,7 +44,7 @@ def vllm_config(layout="LBHNC"):
 
 @pytest.fixture(scope="module")
 def cache():
-    """What vLLM makes of the specs."""
+    """The KV cache groups that vLLM builds from the specs."""
     config = vllm_config()
     groups = kv_cache_utils.get_kv_cache_groups(config, two_parts(LAYERS))
     found = kv_cache_utils.get_kv_cache_config_from_groups(config, groups, MEMORY)
@@ -73,7 +73,7 @@ def test_vllm_puts_both_into_one_group_and_we_into_one_layer(cache):
     assert [layer.names[0] for layer in layers] == [
         f"model.layers.{n}.self_attn.attn" for n in range(LAYERS)
     ]
-    assert all(layer.begins_unseen for layer in layers)
+    assert all(layer.read_before_hook for layer in layers)
     geometry = geometry_of(layers, 64)
     assert geometry.full_block_bytes == LAYERS * (MAIN + INDEX)
     assert cache_problems(Role.PREFILL, loaded_config({}), cache) == []
@@ -87,7 +87,7 @@ def test_layers_without_an_indexer_have_one_part():
 
 
 def views(tensors, blocks, pages):
-    """Each layer's tensor of bytes where it is placed, as vLLM's runners make them."""
+    """Each layer's byte tensor at its offset, as vLLM's model runners allocate it."""
     memory = torch.zeros(tensors[0].size, dtype=torch.uint8)
     return memory, {
         tensor.layers[0]: torch.as_strided(
@@ -102,11 +102,11 @@ def views(tensors, blocks, pages):
 
 @pytest.mark.parametrize("buffers", [1, 2, 3, LAYERS])
 def test_each_part_has_layer_buffers_of_its_own(cache, buffers):
-    """They fit into the memory there is, and no block of one part touches another part's."""
+    """Tensors fit into the available memory, and blocks of different parts do not overlap."""
     pages = {name: two_parts(LAYERS)[name].page_size_bytes for name in two_parts(LAYERS)}
     config = vllm_config()
     seen = kv_cache_utils.get_kv_cache_config_from_groups(
-        config, cache.kv_cache_groups, seen_memory(MEMORY, pages, buffers)
+        config, cache.kv_cache_groups, unaliased_bytes(MEMORY, pages, buffers)
     )
     placed = place_in_regions(seen.kv_cache_tensors, seen.num_blocks, buffers)
     assert MEMORY - buffers * (MAIN + INDEX) < placed[0].size <= MEMORY
@@ -142,12 +142,12 @@ def test_layers_are_counted_as_the_model_does_whatever_order_vllm_names_them_in(
     assert [layer.names for layer in layers] == [
         (f"model.layers.{n}.self_attn.attn",) for n in (0, 1, 2, 10)
     ]
-    assert not any(layer.begins_unseen for layer in layers)
+    assert not any(layer.read_before_hook for layer in layers)
 
 
 @pytest.mark.parametrize(("lookahead_tokens", "again_tokens"), [(0, 0), (1, 0), (3, 2)])
-def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again_tokens):
-    """A PE's cache says nothing of them, as all of its layers have one group; a DE's does."""
+def test_both_roles_use_the_windows_of_the_layers(lookahead_tokens, again_tokens):
+    """A PE has one group for all layers and does not list draft layers; a DE does."""
     names = [f"model.layers.{n}.self_attn.attn" for n in range(3)]
     layers = {names[0]: attending(100), names[1]: attending(None), names[2]: attending(100)}
     images = attending(100)
@@ -165,12 +165,14 @@ def test_both_roles_know_the_windows_that_the_layers_say(lookahead_tokens, again
     assert hooked_layers(everywhere) == dict.fromkeys(names, 0)
 
 
-def test_a_cache_that_nobody_would_hear_of_is_refused():
+def test_a_cache_without_connector_calls_is_refused():
     names = ["model.layers.0.attn", "model.layers.1.sparse"]
-    with pytest.raises(ConfigError, match=r"no connector around model\.layers\.1\.sparse"):
+    with pytest.raises(
+        ConfigError, match=r"not call the connector around model\.layers\.1\.sparse"
+    ):
         cache_layers(cache_of(names, full_attention(32)), without_windows(names[:1]))
     both = ["model.layers.0.attn", "model.layers.0.indexer"]
-    with pytest.raises(ConfigError, match="in several groups of blocks"):
+    with pytest.raises(ConfigError, match="in several KV cache groups"):
         cache_layers(
             cache_of(both[:1], full_attention(32), both[1:], sliding_window(32, 64)),
             without_windows(both[:1]),
@@ -181,7 +183,7 @@ def test_a_cache_that_nobody_would_hear_of_is_refused():
 
 
 class Pass:
-    """A forward pass that notes what is waited for."""
+    """A forward pass that records which layers are waited for."""
 
     def __init__(self):
         self.calls = []
@@ -194,12 +196,12 @@ class Pass:
 
 
 def computed_by(layers):
-    """What a worker's side asks for while a model computes; each layer reads before it calls."""
+    """The waits of a worker while a model computes whose layers read KV before the call."""
     worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
     worker._pass, worker._stopwatch = asked, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
-    worker._begins_unseen = any(layer.begins_unseen for layer in layers)
-    worker._wait_for_unseen(0)
+    worker._read_before_hook = any(layer.read_before_hook for layer in layers)
+    worker._wait_for_early_read(0)
     for layer in layers:
         asked.calls.append("read")
         worker.wait_loaded(layer.names[0])
@@ -214,14 +216,14 @@ def test_a_layer_whose_indexer_reads_first_is_loaded_before_it_begins(cache):
     assert all(calls[n - 1] == f"loaded {layer}" for layer, n in enumerate(reads))
 
 
-def test_other_layers_are_waited_for_as_late_as_they_can_be():
+def test_other_layers_are_awaited_as_late_as_possible():
     names = [f"model.layers.{n}.self_attn.attn" for n in range(2)]
     calls = computed_by(cache_layers(cache_of(names, full_attention(32)), without_windows(names)))
     assert calls == ["read", "loaded 0", "computed 0", "read", "loaded 1", "computed 1"]
 
 
-def test_the_scheduler_checks_transfers_against_the_blocks_that_the_worker_tells_it():
-    """vLLM tells its scheduler of one of the two caches, as if all layers had it."""
+def test_the_scheduler_checks_transfers_with_the_geometry_that_the_worker_reports():
+    """vLLM reports one of the two caches to its scheduler, as if all layers used it."""
     from tests.unit.test_vllm_hooks import GROUPS, SETTINGS
 
     from dualpath.core.blocks import BlockGeometry

@@ -1,4 +1,4 @@
-"""On a CPU, a token without an adapter gets the base model's output, whoever is in its batch."""
+"""On CPUs, tokens without an adapter get the base model's output in every batch."""
 
 import pytest
 
@@ -8,9 +8,9 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-from dualpath.vllm.cpu_adapters import mend_cpu_adapters
+from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
 
-#: Adapters of 3 inputs and 4 outputs, and five tokens of which two have none.
+#: Adapters with 3 inputs and 4 outputs, and five tokens, two of them without an adapter.
 WEIGHTS = torch.ones(2, 1, 4, 3) * torch.tensor([1.0, 10.0])[:, None, None, None]
 INDICES = torch.tensor([0, -1, 1, -1, 0])
 INPUTS = torch.ones(5, 3)
@@ -22,8 +22,8 @@ def mended(monkeypatch):
     for module in (lora_ops, punica_cpu):
         for name in ("bgmv_expand", "bgmv_expand_slice"):
             monkeypatch.setattr(module, name, getattr(module, name))
-    mend_cpu_adapters()
-    mend_cpu_adapters()
+    patch_cpu_lora_kernels()
+    patch_cpu_lora_kernels()
 
 
 @pytest.mark.parametrize("module", [lora_ops, punica_cpu])
@@ -45,8 +45,8 @@ def test_prompts_are_expanded_by_the_same_functions():
     assert (output - 1).tolist() == [[30.0] * 4] * 2 + [[0.0] * 4] * 3
 
 
-def test_vllms_own_functions_still_need_it():
-    """Where this fails, the kernels have learnt it and our wrapper can go."""
+def test_vllms_own_functions_still_need_the_patch():
+    """If this fails, vLLM's kernels handle such tokens and the patch can be removed."""
     output = torch.ones(5, 4)
     lora_ops.bgmv_expand.__wrapped__(INPUTS, WEIGHTS, output, INDICES, True)
     assert (output[1] - 1).tolist() == [30.0] * 4

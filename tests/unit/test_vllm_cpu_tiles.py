@@ -1,4 +1,4 @@
-"""An engine asks for AMX's tile registers before its first pass needs them."""
+"""An engine requests permission for AMX tile registers before its first forward pass."""
 
 import logging
 
@@ -8,12 +8,12 @@ pytest.importorskip("vllm")
 
 import torch
 
-from dualpath.vllm.cpu_tiles import allow_tiles
+from dualpath.vllm.cpu_tiles import enable_amx_tiles
 
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """How often the operating system was asked, on a CPU with AMX."""
+    """Number of permission requests to the operating system, on a CPU with AMX."""
     times: list[str] = []
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
 
@@ -25,21 +25,21 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return times
 
 
-def test_tiles_are_asked_for_where_a_cpu_has_them(
+def test_tiles_are_requested_if_the_cpu_has_them(
     asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    allow_tiles(torch.device("cpu"))
+    enable_amx_tiles(torch.device("cpu"))
     assert asked == ["once"]
-    allow_tiles(torch.device("cuda"))
+    enable_amx_tiles(torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-    allow_tiles(torch.device("cpu"))
+    enable_amx_tiles(torch.device("cpu"))
     assert asked == ["once"]
 
 
-def test_tiles_that_are_refused_are_said_with_what_helps(
+def test_refused_tiles_are_logged_with_the_remedy(
     asked: list[str], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(torch.cpu, "_init_amx", lambda: False)
     with caplog.at_level(logging.WARNING):
-        allow_tiles(torch.device("cpu"))
+        enable_amx_tiles(torch.device("cpu"))
     assert "--dtype float32" in caplog.text

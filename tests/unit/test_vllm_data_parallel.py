@@ -1,4 +1,4 @@
-"""Data-parallel ranks of vLLM as engines: names, the start they agree on, who gets a request."""
+"""Data-parallel ranks of vLLM as engines: names, the agreed start, the rank of a request."""
 
 import threading
 from types import SimpleNamespace
@@ -16,7 +16,7 @@ from dualpath.vllm import data_parallel
 
 
 class Ranks:
-    """vLLM's group of ranks, each on a thread: what rank 0 says is what all hear."""
+    """vLLM's group of ranks, each on a thread; all ranks receive what rank 0 broadcasts."""
 
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=GUARD_S)
@@ -32,7 +32,7 @@ class Ranks:
 
 
 def parallel(rank: int, **fields: Any) -> Any:
-    """The fields of a rank's ``ParallelConfig`` that are looked at."""
+    """The fields of a rank's ``ParallelConfig`` that the code reads."""
     values = {
         "data_parallel_size": 2,
         "data_parallel_rank": rank,
@@ -74,7 +74,7 @@ def test_ranks_agree_on_one_start_named_after_the_first(monkeypatch):
     assert again[0].start != first[0].start
 
 
-def test_ranks_with_names_of_their_own_are_called_after_the_first(monkeypatch):
+def test_a_group_takes_the_name_of_its_first_rank(monkeypatch):
     found = agreed(monkeypatch, ["prefill-a-8001", "prefill-b-8001"])
     assert {dp.group for dp in found} == {"prefill-a-8001"}
 
@@ -87,11 +87,11 @@ def test_ranks_with_names_of_their_own_are_called_after_the_first(monkeypatch):
         ({"data_parallel_hybrid_lb": True, "data_parallel_rank_local": 0}, [0, 0]),
     ],
 )
-def test_a_server_of_several_ranks_is_told_which_one(monkeypatch, fields, numbers):
+def test_requests_to_a_server_of_several_ranks_name_the_rank(monkeypatch, fields, numbers):
     found = agreed(monkeypatch, ["pe-0", "pe-0"], **fields)
     assert [dp.at_server for dp in found] == numbers
 
 
-def test_an_engine_without_a_group_asks_nobody(monkeypatch):
+def test_an_engine_without_a_group_does_not_communicate(monkeypatch):
     monkeypatch.delattr(data_parallel, "get_dp_group")
     assert data_parallel.agree_on_group("pe-0", parallel(0, data_parallel_size=1)) is None

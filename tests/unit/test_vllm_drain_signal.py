@@ -1,4 +1,4 @@
-"""Signals of an engine that is vLLM: who hears of SIGTERM, and when the server gets its SIGINT."""
+"""Signals of a vLLM engine: which process handles SIGTERM, and when the server gets SIGINT."""
 
 import asyncio
 import multiprocessing
@@ -10,12 +10,12 @@ from multiprocessing.synchronize import Event
 import pytest
 from tests.guard import GUARD_S
 
-from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm, on_drain_signal
+from dualpath.vllm.drain_signal import drain_engine_core, drain_on_sigterm, on_drain_signal
 
 
 @pytest.fixture
 async def interrupted() -> AsyncIterator[asyncio.Event]:
-    """What vLLM's server does at SIGINT, and at SIGTERM until that is taken from it."""
+    """vLLM's server: its handlers of SIGINT, and of SIGTERM until ours replaces it."""
     loop, interrupted = asyncio.get_running_loop(), asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, interrupted.set)
@@ -34,7 +34,7 @@ async def test_the_server_is_interrupted_when_all_has_drained_or_at_a_second_sig
         begun.set()
         await over.wait()
 
-    drained_on_sigterm(drain)
+    drain_on_sigterm(drain)
     await asyncio.sleep(0)
     os.kill(os.getpid(), signal.SIGTERM)
     async with asyncio.timeout(GUARD_S):
@@ -49,7 +49,7 @@ async def test_the_server_is_interrupted_when_all_has_drained_or_at_a_second_sig
 
 
 def _engine_core(ready: Event) -> None:
-    """Tells its server at once that nothing is left."""
+    """Reports an empty engine to its server at once."""
     signal.set_wakeup_fd(-1)  # the parent's event loop's
     asked: list[bool] = []
     on_drain_signal(lambda: asked.append(True))
@@ -62,14 +62,14 @@ def _engine_core(ready: Event) -> None:
 async def test_the_engine_core_is_asked_to_drain_and_interrupts_its_server(
     interrupted: asyncio.Event,
 ) -> None:
-    await drain_engine_core(GUARD_S)  # at once: there is none
+    await drain_engine_core(GUARD_S)  # at once: no engine is running
     context = multiprocessing.get_context("fork")
     ready = context.Event()
     core = context.Process(target=_engine_core, args=(ready,), name="EngineCore")
     core.start()
     try:
         assert await asyncio.to_thread(ready.wait, GUARD_S)
-        drained_on_sigterm(lambda: drain_engine_core(GUARD_S))
+        drain_on_sigterm(lambda: drain_engine_core(GUARD_S))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)
         async with asyncio.timeout(GUARD_S):

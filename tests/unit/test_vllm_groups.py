@@ -1,4 +1,4 @@
-"""A decode engine of a model with windows: block ids by group, and none for what is behind them."""
+"""A decode engine of a model with windows: block ids by group, null blocks before windows."""
 
 import msgspec
 import pytest
@@ -20,7 +20,7 @@ from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
 from dualpath.vllm.cache_layers import CacheGroups, cache_groups
 from dualpath.vllm.connector import DualPathConnector
-from dualpath.vllm.late_blocks import LateBlocksMetadata
+from dualpath.vllm.late_blocks import HeldBlocksMetadata
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["none_hash"]
@@ -35,12 +35,12 @@ ONE_GROUP = CacheGroups(BLOCK_TOKENS, (None,), 1024)
 PROMPT = 5 * BLOCK_TOKENS + 3
 
 
-def test_groups_say_what_they_look_back_to():
+def test_groups_have_the_windows_of_their_layers():
     assert CacheGroups(BLOCK_TOKENS, (None, WINDOW), 64 * BLOCK_TOKENS) == GROUPS
 
 
 @pytest.mark.parametrize("window", [1, 2, BLOCK_TOKENS, BLOCK_TOKENS + 1, WINDOW, 1000])
-def test_what_is_behind_a_window_is_what_vllm_frees(window):
+def test_blocks_outside_a_window_are_those_that_vllm_frees(window):
     groups = CacheGroups(BLOCK_TOKENS, (window,), 1024)
     manager = object.__new__(SlidingWindowManager)
     manager.sliding_window, manager.extra_retained_tokens = window, 0
@@ -50,7 +50,7 @@ def test_what_is_behind_a_window_is_what_vllm_frees(window):
 
 
 @pytest.mark.parametrize("windows", [(None,), (None, WINDOW), (None, 1), (None, *[WINDOW] * 5)])
-def test_a_pool_holds_the_longest_requests_that_are_said_to_fit(windows):
+def test_a_pool_holds_as_many_of_the_longest_requests_as_reported(windows):
     groups = CacheGroups(BLOCK_TOKENS, windows, 64 * BLOCK_TOKENS)
     held = sum(64 if w is None else (1 if w == 1 else 3) for w in windows)
     assert groups.tokens_in(10 * held) == 10 * groups.longest_tokens
@@ -58,7 +58,7 @@ def test_a_pool_holds_the_longest_requests_that_are_said_to_fit(windows):
 
 
 class Allocated:
-    """What vLLM gave a request: the null block for what is behind the window."""
+    """The blocks vLLM allocated to a request; null blocks before the window."""
 
     def __init__(self, *groups):
         self.groups = groups
@@ -77,9 +77,9 @@ def taken_over(
     tenant="",
     spare_slots=0,
 ):
-    """A decode request in the step in which its KV is to be copied; its side, and that step.
+    """A decode request in the step that copies its KV: the scheduler side, and that step.
 
-    With ``spare_slots`` its transfer cannot be meant.
+    With ``spare_slots`` its transfer is invalid.
     """
     mode = Mode.DUALPATH if moves else Mode.ORACLE
     settings = msgspec.structs.replace(SETTINGS, role=Role.DECODE, mode=mode)
@@ -106,15 +106,15 @@ def test_a_prompt_is_copied_where_each_group_has_blocks():
     assert block_ids(work.hbm_blocks) == (1, 2, 3, 4, 7, 5, 8, 6, 9)
 
 
-def test_a_request_waits_for_its_copy_also_where_nothing_is_moved():
-    """In mode Oracle nobody has slots, and vLLM waits for the word all the same."""
+def test_a_request_waits_for_its_copy_even_if_nothing_is_moved():
+    """In mode Oracle there are no slots, and vLLM still waits for the report."""
     _, _, promised, step = taken_over(PROMPT + 1, moves=False)
     (work,) = step.decodes
     assert (promised, work.hbm_blocks, work.waits) == (PROMPT, (), True)
 
 
-def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
-    """It would have freed what that token looks at and the next one does not."""
+def test_the_last_token_is_not_reported_if_vllm_recomputes_it():
+    """It would free the block that this token attends to and the next one does not."""
     _, _, promised, step = taken_over(PROMPT)
     assert promised == PROMPT - 1
     assert len(step.decodes[0].hbm_blocks) == 6
@@ -124,7 +124,7 @@ def test_the_last_token_is_not_promised_where_vllm_computes_it_again():
 
 
 def test_blocks_that_vllm_finds_in_hbm_are_not_written_to():
-    """With prefix caching other requests may have them too, and be reading them."""
+    """With prefix caching other requests may share and read these blocks."""
     found = 2 * BLOCK_TOKENS
     blocks = Allocated([1, 2, 3, 4, 5, 6])
     _, _, promised, step = taken_over(PROMPT + 1, ONE_GROUP, blocks, found=found)
@@ -134,7 +134,7 @@ def test_blocks_that_vllm_finds_in_hbm_are_not_written_to():
     assert step.decodes[0].hbm_blocks[:3] == (NO_BLOCK, NO_BLOCK, (3, NO_BLOCK))
 
 
-def test_a_prompt_that_vllm_finds_whole_gives_its_buffer_back_and_is_not_stored_again():
+def test_a_prompt_that_vllm_hits_completely_frees_its_buffer_and_is_not_stored_again():
     prompt, blocks = 5 * BLOCK_TOKENS, Allocated([1, 2, 3, 4, 5, 6])
     side, request, promised, step = taken_over(
         prompt + 1, ONE_GROUP, blocks, prompt=prompt, found=prompt
@@ -162,7 +162,7 @@ def generated(side, request, computed, new=1, added=None):
     return side.build(step).generated
 
 
-def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
+def test_a_full_block_is_persisted_with_the_ids_of_all_groups():
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
     assert generated(side, request, PROMPT) == []
@@ -175,22 +175,22 @@ def test_a_block_that_fills_up_leaves_with_the_ids_of_all_groups():
 
 
 def test_blocks_of_an_answer_are_the_tenants_that_the_router_names():
-    """The salt that engines get does not say it: an adapter's digest may be in it."""
+    """The salt sent to engines does not determine it: it may contain an adapter's digest."""
     side, request, _, _ = taken_over(PROMPT + 1, tenant="a" * 16)
     request.append_output_token_ids(list(range(2 * BLOCK_TOKENS)))
     (block,) = generated(side, request, 6 * BLOCK_TOKENS - 1)
     assert block.tenant == "a" * 16
 
 
-def test_a_prompt_that_is_computed_for_want_of_a_transfer_is_its_tenants_as_well():
+def test_a_prompt_that_is_computed_without_a_transfer_belongs_to_its_tenant():
     side, request, promised, step = taken_over(PROMPT + 1, tenant="a" * 16, spare_slots=1)
     assert (promised, step.decodes) == (0, [])
     blocks = generated(side, request, 0, new=PROMPT + 1)
     assert {block.tenant for block in blocks} == {"a" * 16}
 
 
-def test_a_block_whose_key_comes_a_step_late_leaves_then():
-    """With asynchronous scheduling a step begins before the token of the one before is known."""
+def test_a_block_whose_key_is_one_step_late_is_persisted_then():
+    """With asynchronous scheduling a step begins before the previous step's token is known."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(BLOCK_TOKENS - 5)))
     assert request.num_tokens == 6 * BLOCK_TOKENS - 1
@@ -201,7 +201,7 @@ def test_a_block_whose_key_comes_a_step_late_leaves_then():
 
 
 def test_a_block_that_has_left_a_window_is_not_stored():
-    """vLLM has given it to somebody else, though this list still has its id."""
+    """vLLM has allocated the block to another request, though this list still has its id."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(6 * BLOCK_TOKENS)))
     more = ([10, 11, 12, 13, 14], [15, 16, 17, 18, 19])
@@ -218,35 +218,35 @@ def test_free_hbm_counts_what_the_longest_requests_hold_in_all_groups():
     assert free == 134 * 64 * BLOCK_TOKENS // 67
 
 
-def test_vllm_goes_on_until_the_worker_has_heard_what_the_last_output_freed():
+def test_vllm_runs_another_step_until_the_worker_knows_what_the_last_output_freed():
     """A request that is aborted during its copy frees its HBM with the output of the last step."""
     side, *_ = taken_over(PROMPT + 1)
     pool = BlockPool(num_gpu_blocks=135, enable_caching=False, hash_block_size=BLOCK_TOKENS)
     side.bind_block_pool(pool)
-    assert not side.needs_a_step
+    assert not side.needs_step
     blocks = pool.get_new_blocks(67)
     used = side.build(SchedulerOutput.make_empty()).free_hbm_tokens
-    assert not side.needs_a_step
+    assert not side.needs_step
     pool.free_blocks(blocks)
-    assert side.needs_a_step
+    assert side.needs_step
     assert goes_on(side)
     assert side.build(SchedulerOutput.make_empty()).free_hbm_tokens == 2 * used
-    assert not side.needs_a_step
+    assert not side.needs_step
     assert not goes_on(side)
 
 
-def test_vllm_goes_on_until_the_worker_has_let_go_what_may_come_late():
+def test_vllm_runs_another_step_until_the_worker_has_released_held_blocks():
     side, *_ = taken_over(PROMPT + 1)
     pool = BlockPool(num_gpu_blocks=9, enable_caching=False, hash_block_size=BLOCK_TOKENS)
     side.bind_block_pool(pool)
-    for late, is_held in (([1, 2], []), True), (([], [2]), True), (([], [1]), False):
-        side.note_late_blocks(LateBlocksMetadata(*late))
+    for changes, is_held in (([1, 2], []), True), (([], [2]), True), (([], [1]), False):
+        side.update_held_blocks(HeldBlocksMetadata(*changes))
         side.build(SchedulerOutput.make_empty())
-        assert side.needs_a_step == is_held
+        assert side.needs_step == is_held
 
 
 def goes_on(side):
-    """Ask vLLM's own scheduler whether it makes a step, when it has no request."""
+    """Return whether vLLM's own scheduler runs a step when it has no request."""
     connector = object.__new__(DualPathConnector)
     connector._scheduler = side
     scheduler = object.__new__(Scheduler)
@@ -257,7 +257,7 @@ def goes_on(side):
     return scheduler.has_requests()
 
 
-def test_the_worker_hears_once_that_a_decode_is_over_by_the_name_of_its_transfer():
+def test_the_worker_is_notified_once_of_a_finished_decode_by_transfer_id():
     side, request, _, step = taken_over()
     assert step.ended == []
     side.finished(request)

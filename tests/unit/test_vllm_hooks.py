@@ -1,6 +1,6 @@
-"""What the engine plugin uses of vLLM 0.32's inside; an upgrade that changes any of it fails here.
+"""vLLM 0.32 internals that the engine plugin uses; an upgrade that changes one fails here.
 
-The front end's share is pinned by ``test_frontend_vllm_interface.py``.
+Those that the front end uses are tested by ``test_frontend_vllm_interface.py``.
 """
 
 import inspect
@@ -38,7 +38,7 @@ from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_layers import CacheGroups
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
-from dualpath.vllm.draft_context import most_prompt_tokens
+from dualpath.vllm.draft_context import max_drafted_prompt_tokens
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide
@@ -63,7 +63,7 @@ def own_functions(cls):
 # ------------------------------------------------------------------ scheduler
 
 
-def test_the_quota_hook_is_asked_with_computed_and_new_tokens():
+def test_the_quota_hook_is_called_with_computed_and_new_tokens():
     assert parameters(Scheduler._reserve_prefill_lookahead) == [
         "self", "request", "num_computed_tokens", "num_new_tokens",
     ]  # fmt: skip
@@ -72,7 +72,7 @@ def test_the_quota_hook_is_asked_with_computed_and_new_tokens():
     )
 
 
-def test_the_quota_hook_is_asked_for_running_and_for_waiting_requests():
+def test_the_quota_hook_is_called_for_running_and_for_waiting_requests():
     source = inspect.getsource(Scheduler.schedule)
     running, _, waiting = source.partition("self.waiting")
     assert running.count("self._reserve_prefill_lookahead(") == 1
@@ -164,7 +164,7 @@ def test_engine_cores_are_started_by_the_context_the_launcher_replaces():
 
 @pytest.fixture(scope="module", autouse=True)
 def none_hash():
-    """vLLM's chain root as an engine has it: no PYTHONHASHSEED."""
+    """vLLM's root block hash as in an engine: without PYTHONHASHSEED."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("PYTHONHASHSEED", raising=False)
         kv_cache_utils.init_none_hash(sha256_cbor)
@@ -230,8 +230,8 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
 
 
 @pytest.mark.parametrize("role", list(Role))
-def test_a_transfer_that_cannot_be_meant_grants_nothing_and_fails_at_a_prefill_engine(role):
-    """The engine goes on: vLLM's scheduler would end with an exception that left this place."""
+def test_an_invalid_transfer_grants_no_hit_and_fails_at_a_prefill_engine(role):
+    """The engine continues: an exception raised here would end vLLM's scheduler."""
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
     whole = prefill_transfer(5, keys[4])  # the last token has to be computed
@@ -262,13 +262,13 @@ def drafting(method, tokens, context=None):
     )
 
 
-def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
-    """vLLM leaves the draft model out of such a pass, and nobody says so of its layers."""
-    assert most_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
-    assert most_prompt_tokens(drafting("ngram", 3)) is None
-    assert most_prompt_tokens(drafting("mtp", 3)) == 197
-    assert most_prompt_tokens(drafting("draft_model", 1, 64)) == 63
-    assert most_prompt_tokens(drafting("dflash", 2, 64)) == 61
+def test_a_prompt_too_long_for_the_draft_model_is_not_computed():
+    """vLLM skips the draft model in such a pass, and nothing is reported for its layers."""
+    assert max_drafted_prompt_tokens(SimpleNamespace(speculative_config=None)) is None
+    assert max_drafted_prompt_tokens(drafting("ngram", 3)) is None
+    assert max_drafted_prompt_tokens(drafting("mtp", 3)) == 197
+    assert max_drafted_prompt_tokens(drafting("draft_model", 1, 64)) == 63
+    assert max_drafted_prompt_tokens(drafting("dflash", 2, 64)) == 61
     tokens = list(range(5 * BLOCK_TOKENS))
     keys = block_keys(tokens, BLOCK_TOKENS)
     for most, rejected in ((len(tokens), []), (len(tokens) - 1, ["r"])):
@@ -277,21 +277,23 @@ def test_a_prompt_that_leaves_its_drafts_no_room_is_not_computed():
         side.matched_tokens(vllm_request(tokens, transfer=transfer), 0)
         step = side.build(SchedulerOutput.make_empty())
         assert list(step.rejected) == rejected
-        assert all("do not fit the draft model's context" in why for why in step.rejected.values())
+        assert all(
+            "the draft model's context allows at most" in why for why in step.rejected.values()
+        )
 
 
 class Blocks:
-    """What vLLM allocated."""
+    """The KV caches that vLLM allocated."""
 
     def get_block_ids(self):
         return ([3],)
 
 
-def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
-    """Its layers share regions, so that a computation would answer garbage with status 200."""
+def test_vllm_fails_requests_without_a_transfer_at_a_prefill_engine():
+    """Its layers share regions, so a computation would return garbage with status 200."""
     side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
-    request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM would not heed the promise
+    request.skip_reading_prefix_cache = True  # prompt logprobs: vLLM ignores external tokens
     promised, asynchronously = side.matched_tokens(request, 0)
     assert asynchronously
     assert not request.skip_reading_prefix_cache
@@ -301,7 +303,7 @@ def test_what_reaches_a_prefill_engine_without_a_transfer_is_failed_by_vllm():
     assert side.build(SchedulerOutput.make_empty()).refused == []
 
 
-def test_a_decode_engine_computes_what_it_is_asked_directly():
+def test_a_decode_engine_computes_direct_requests():
     side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=Role.DECODE), GEOMETRY, GROUPS)
     request = vllm_request(range(5 * BLOCK_TOKENS))
     assert side.matched_tokens(request, 0) == (0, False)
@@ -310,7 +312,7 @@ def test_a_decode_engine_computes_what_it_is_asked_directly():
 
 
 def _json(value):
-    """Return what a value is after its way over HTTP."""
+    """Return a value encoded for HTTP and decoded again."""
     return msgspec.json.decode(msgspec.json.encode(value))
 
 
@@ -365,13 +367,13 @@ def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
     [
         # What the engine of a dense model's second rank sees: vLLM has reset the size.
         ({"data_parallel_index": 1}, "rank 1 of independent replicas of a dense model"),
-        ({"enable_elastic_ep": True}, "size changes; leave --enable-elastic-ep out"),
-        ({"decode_context_parallel_size": 2}, r"context parallel sizes \(1, 2\)"),
-        ({"prefill_context_parallel_size": 2}, r"context parallel sizes \(2, 1\)"),
-        ({"pipeline_parallel_size": 2}, "pipeline parallel size 2, which spreads"),
+        ({"enable_elastic_ep": True}, "variable size; leave --enable-elastic-ep out"),
+        ({"decode_context_parallel_size": 2}, r"context parallel sizes are \(1, 2\)"),
+        ({"prefill_context_parallel_size": 2}, r"context parallel sizes are \(2, 1\)"),
+        ({"pipeline_parallel_size": 2}, "pipeline parallel size is 2: layers would be spread"),
     ],
 )
-def test_ranks_that_could_not_be_engines_are_refused(change, message):
+def test_unsupported_parallel_settings_are_refused(change, message):
     config = engine_config()
     for name, value in change.items():
         setattr(config.parallel_config, name, value)
@@ -379,8 +381,8 @@ def test_ranks_that_could_not_be_engines_are_refused(change, message):
         check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
-def test_ranks_never_have_one_name():
-    """Also where all were given the same settings."""
+def test_ranks_have_different_engine_ids():
+    """Also if all ranks have the same settings."""
     names = set()
     for rank, size in ((0, 2), (1, 2)):
         config = engine_config()
@@ -395,19 +397,19 @@ def test_ranks_never_have_one_name():
 @pytest.mark.parametrize(
     ("part", "field", "message"),
     [
-        ("model_config", "is_diffusion", "changes with what follows"),
+        ("model_config", "is_diffusion", "depends on later tokens"),
         ("model_config", "is_encoder_decoder", "encoder's input"),
-        (None, "weight_transfer_config", "weights change under stored KV"),
+        (None, "weight_transfer_config", "weights would change while KV"),
     ],
 )
-def test_kv_that_is_no_function_of_the_tokens_before_is_refused(part, field, message):
+def test_kv_that_depends_on_more_than_earlier_tokens_is_refused(part, field, message):
     config = engine_config()
     setattr(getattr(config, part) if part else config, field, True)
     with pytest.raises(ConfigError, match=message):
         check_engine_config(config, SETTINGS, ONE_GROUP)
 
 
-def test_vllm_must_fail_what_a_prefill_engine_refuses():
+def test_vllm_must_fail_requests_that_a_prefill_engine_refuses():
     config = engine_config()
     config.kv_transfer_config.kv_load_failure_policy = "recompute"
     with pytest.raises(ConfigError, match="kv_load_failure_policy is 'recompute'"):
@@ -418,11 +420,11 @@ def test_vllm_must_fail_what_a_prefill_engine_refuses():
 @pytest.mark.parametrize(
     "name", ["max_num_batched_tokens", "max_num_scheduled_tokens", "long_prefill_token_threshold"]
 )
-def test_a_prefill_engine_whose_passes_hold_no_block_is_refused(name):
-    """Its scheduler would wait for ever for room for a block: a chunk ends with one."""
+def test_a_token_budget_below_one_block_is_refused_at_a_prefill_engine(name):
+    """Chunks end at block boundaries: its scheduler would wait for ever for a whole block."""
     check_engine_config(engine_config({name: BLOCK_TOKENS}), SETTINGS, ONE_GROUP)
     few = engine_config({name: BLOCK_TOKENS - 1})
     flag = name.replace("_", "-")
-    with pytest.raises(ConfigError, match=rf"{flag} is 15, .* give --{flag} at least 16"):
+    with pytest.raises(ConfigError, match=rf"{flag} is 15, .* set --{flag} to at least 16"):
         check_engine_config(few, SETTINGS, ONE_GROUP)
     check_engine_config(few, msgspec.structs.replace(SETTINGS, role=Role.DECODE), ONE_GROUP)

@@ -1,4 +1,4 @@
-"""What names an image in keys, what engines get of it, and which images are refused."""
+"""The image identifiers in keys, what engines receive, and which images are refused."""
 
 import base64
 
@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import (
 )
 
 from dualpath.core.errors import BadRequestError
-from dualpath.vllm.prompt_images import check_fit, features_on_wire, sent_images
+from dualpath.vllm.prompt_images import check_encoder_cache, features_on_wire, image_inputs
 
 
 def pixels(seed):
@@ -38,7 +38,7 @@ def feature(seed=1, offset=3, length=40, called="u", **changes):
 
 
 def test_an_image_is_named_by_its_values_whatever_a_client_calls_it():
-    one, same, other = sent_images(
+    one, same, other = image_inputs(
         [feature(1, called="a"), feature(1, 50, called="b"), feature(2, 99, called="a")]
     )
     assert one.name == same.name != other.name
@@ -47,13 +47,13 @@ def test_an_image_is_named_by_its_values_whatever_a_client_calls_it():
     assert one.item.identifier == one.name
 
 
-def test_an_adapter_of_the_encoder_stands_before_the_name_as_engines_put_it():
-    (image,) = sent_images([feature(called="a", identifier="sql:a", mm_hash="a")])
+def test_an_adapter_of_the_encoder_prefixes_the_name_as_in_engines():
+    (image,) = image_inputs([feature(called="a", identifier="sql:a", mm_hash="a")])
     assert image.item.identifier == f"sql:{image.name}"
 
 
-def test_vllm_reads_what_engines_get():
-    sent = sent_images([feature(1), feature(2, 50)])
+def test_vllm_reads_the_features_that_engines_receive():
+    sent = image_inputs([feature(1), feature(2, 50)])
     features = MultiModalFeatures.model_validate(features_on_wire(sent))
     assert features.mm_hashes == {"image": [image.name for image in sent]}
     assert [(p.offset, p.length) for p in features.mm_placeholders["image"]] == [(3, 40), (50, 40)]
@@ -71,17 +71,17 @@ def test_vllm_reads_what_engines_get():
         {"mm_position": PlaceholderRange(0, 3, is_embed=torch.tensor([False, True, True]))},
     ],
 )
-def test_what_cannot_be_carried_is_refused(changes):
+def test_unsupported_parts_are_refused(changes):
     with pytest.raises(BadRequestError):
-        sent_images([feature(**changes)])
+        image_inputs([feature(**changes)])
 
 
-def test_images_that_no_engine_could_hold_at_once_are_refused():
-    """It goes on by whole blocks: it would wait for ever within the block that needs both."""
-    apart = sent_images([feature(1, 0, 64), feature(2, 64, 64)])
-    together = sent_images([feature(1, 0, 60), feature(2, 60, 64)])
-    check_fit((), 64, 0)
-    check_fit(apart, 64, 64)
-    check_fit(together, 64, 124)
-    with pytest.raises(BadRequestError, match=r"images of 124 tokens touch one block of 64"):
-        check_fit(together, 64, 123)
+def test_images_beyond_the_encoder_cache_are_refused():
+    """It computes whole blocks: it would wait for ever within the block that needs both."""
+    apart = image_inputs([feature(1, 0, 64), feature(2, 64, 64)])
+    together = image_inputs([feature(1, 0, 60), feature(2, 60, 64)])
+    check_encoder_cache((), 64, 0)
+    check_encoder_cache(apart, 64, 64)
+    check_encoder_cache(together, 64, 124)
+    with pytest.raises(BadRequestError, match=r"one block of 64 tokens needs images of 124 tokens"):
+        check_encoder_cache(together, 64, 123)

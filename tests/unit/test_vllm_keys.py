@@ -13,13 +13,13 @@ from vllm.v1.request import Request
 
 from dualpath.core.adapters import Adapter
 from dualpath.core.key_extras import KeyExtras, PromptItem
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 
 BLOCK_TOKENS = 32
 TOKENS = list(range(3, 3 + 150))
 ADAPTER = Adapter("sql", "/adapters/sql", "d" * 64)
 LORA = LoRARequest("sql", 7, "/adapters/sql")
-#: Over two blocks, within one, up to a block's end, and two in one block.
+#: Image ranges: over two blocks, within one, up to a block's end, and two in one block.
 IMAGES = (
     PromptItem("aa", 10, 40),
     PromptItem("bb", 70, 20),
@@ -37,7 +37,7 @@ def hashed_as_engines_do(monkeypatch):
 
 
 def hashes(items=(), **fields):
-    """What an engine calls the blocks of a request."""
+    """The keys an engine uses for the blocks of a request."""
     features = [
         MultiModalFeatureSpec(
             data=None,
@@ -60,7 +60,7 @@ def hashes(items=(), **fields):
 
 
 def keys(extras):
-    return KeyMemory(BLOCK_TOKENS).keys(TOKENS, extras)
+    return KeyCache(BLOCK_TOKENS).keys(TOKENS, extras)
 
 
 @pytest.mark.parametrize("salt", [None, "tenant"])

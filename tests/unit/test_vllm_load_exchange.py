@@ -1,4 +1,4 @@
-"""Ranks give each other blocks of latent KV: the tensors are real, the group is made of threads."""
+"""Ranks exchange blocks of latent KV: real tensors, and a group of threads."""
 
 from functools import partial
 from typing import Any
@@ -14,15 +14,15 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.rank import RankPlace
 from dualpath.engine.step_transfers import Replica
 from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.vllm.load_exchange import TensorExchange, exchanging
+from dualpath.vllm.load_exchange import TensorExchange, with_load_exchange
 
 BLOCKS = 6
-#: Of each engine block: as with an attention kernel that has smaller ones.
+#: Kernel blocks per engine block, as with an attention kernel that has smaller blocks.
 KERNEL_BLOCKS = 2
 
 
 class ThreadGroup:
-    """As much of vLLM's group as is used, between threads."""
+    """The methods of vLLM's group that are used, between threads."""
 
     def __init__(self, ranks: ThreadRanks, rank: int) -> None:
         self.rank_in_group = rank
@@ -33,7 +33,7 @@ class ThreadGroup:
 
 
 def kv_of(layer: int, part: int) -> torch.Tensor:
-    """A tensor of a layer as vLLM makes it, in one of the dtypes of caches."""
+    """A layer's KV cache tensor as vLLM allocates it, in one of the cache dtypes."""
     dtype = (torch.bfloat16, torch.uint8)[part]
     shape = (BLOCKS * KERNEL_BLOCKS, 1, 4, (8, 3)[part])
     return torch.arange(torch.Size(shape).numel()).add(7 * layer).reshape(shape).to(dtype)
@@ -71,24 +71,24 @@ def test_each_rank_has_the_blocks_of_all_and_no_other_has_changed(
                     assert torch.equal(found[block], wanted), (rank, layer, part, block)
 
 
-def test_where_nothing_is_held_twice_there_is_nothing_to_share() -> None:
+def test_without_replicas_nothing_is_shared() -> None:
     ranks = ThreadRanks(2)
     place = RankPlace(ranks.ends[0])
-    assert exchanging(place, ThreadGroup(ranks, 0), [[kv_of(0, 0)]], BLOCKS) is place
+    assert with_load_exchange(place, ThreadGroup(ranks, 0), [[kv_of(0, 0)]], BLOCKS) is place
 
 
 def test_kv_outside_gpus_and_of_some_heads_is_refused() -> None:
     ranks = ThreadRanks(4)
     group = ThreadGroup(ranks, 0)
     latent, two_heads = (RankPlace(ranks.ends[0], Replica(0, count)) for count in (4, 2))
-    with pytest.raises(ConfigError, match=r"memory of the cpu.*leave share_loads out"):
-        exchanging(latent, group, [[kv_of(0, 0)]], BLOCKS)
+    with pytest.raises(ConfigError, match=r"cpu memory.*leave share_loads out"):
+        with_load_exchange(latent, group, [[kv_of(0, 0)]], BLOCKS)
     on_gpu: Any = OnGpu()
     with pytest.raises(ConfigError, match=r"4 ranks of which 2 hold the same KV"):
-        exchanging(two_heads, group, [[on_gpu]], BLOCKS)
+        with_load_exchange(two_heads, group, [[on_gpu]], BLOCKS)
 
 
 class OnGpu:
-    """As much of a tensor as is looked at."""
+    """The attributes of a tensor that the code reads."""
 
     device = torch.device("cuda")

@@ -1,6 +1,6 @@
-"""Which engines may load each other's KV: those whose model and layout have one name.
+"""Which engines may load each other's KV: those with the same model and layout identity.
 
-Every field of vLLM's configuration is either in the name or listed in ``tests/vllm_fields.py`` as
+Every field of vLLM's configuration is either in the identity or in ``tests/vllm_fields.py`` as
 one that changes KV by rounding at most, so that a field of another version of vLLM is a decision
 and no accident.
 """
@@ -67,7 +67,7 @@ def changed(config: VllmConfig, part: str = "", **fields: Any) -> VllmConfig:
 
 
 def configured(config: VllmConfig, **fields: Any) -> VllmConfig:
-    """The configuration with other values in that of the model, as ``--hf-overrides`` leaves it."""
+    """The configuration with other model values, as after ``--hf-overrides``."""
     other = changed(config)
     for name, value in fields.items():
         setattr(other.model_config.hf_config, name, value)
@@ -83,9 +83,7 @@ def fields_of(part: str, config: VllmConfig) -> set[str]:
 
 
 @pytest.mark.parametrize("part", sorted(LOOKED_AT))
-def test_every_field_of_vllms_configuration_is_in_the_name_or_known_to_change_nothing(
-    part: str, made: VllmConfig
-) -> None:
+def test_every_field_of_vllms_configuration_is_classified(part: str, made: VllmConfig) -> None:
     decided = [
         set(KV_FIELDS.get(part, ())), LOOKED_AT[part], NEUTRAL[part], REFUSED.get(part, set()),
     ]  # fmt: skip
@@ -105,7 +103,7 @@ def test_each_field_that_changes_kv_changes_the_name(
 
 
 @pytest.mark.parametrize("part", sorted(NEUTRAL))
-def test_no_other_field_changes_it(part: str, config: VllmConfig) -> None:
+def test_no_other_field_changes_the_name(part: str, config: VllmConfig) -> None:
     before = model_fingerprint(config)
     for field in sorted(NEUTRAL[part] | NEUTRAL_LATER.get(part, set())):
         assert model_fingerprint(changed(config, part, **{field: "another"})) == before, field
@@ -122,7 +120,7 @@ def test_each_variable_that_changes_kv_changes_the_name(
 
 
 @pytest.mark.parametrize("name", ["additional_config", "engram_config"])
-def test_parts_of_which_nothing_is_known_are_in_the_name(name: str, config: VllmConfig) -> None:
+def test_unknown_parts_are_in_the_name(name: str, config: VllmConfig) -> None:
     other = changed(config)
     setattr(other, name, {"another": 1})
     assert model_fingerprint(other) != model_fingerprint(config)
@@ -147,7 +145,7 @@ def test_whatever_the_effective_configuration_says_is_in_the_name(
     assert model_fingerprint(configured(config, **fields)) != model_fingerprint(config)
 
 
-def test_where_and_by_whom_a_configuration_was_read_changes_nothing(config: VllmConfig) -> None:
+def test_the_path_and_version_of_a_configuration_are_not_in_the_name(config: VllmConfig) -> None:
     read = configured(config, transformers_version="99", _commit_hash="0" * 40)
     read.model_config.hf_config._name_or_path = "elsewhere"
     assert model_fingerprint(read) == model_fingerprint(config)
@@ -159,7 +157,7 @@ def test_another_implementation_of_the_model_is_another_architecture(config: Vll
 
 
 def test_the_longest_context_counts_where_rope_depends_on_it(config: VllmConfig) -> None:
-    """vLLM's longrope takes its long factors if a context may be longer than the original ones."""
+    """vLLM's longrope uses its long factors if contexts may be longer than the original limit."""
     names: dict[tuple[str, int], list[str]] = {}
     for kind in ("yarn", "longrope", "dynamic"):
         rope = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 1000}
@@ -176,7 +174,9 @@ def test_the_longest_context_counts_where_rope_depends_on_it(config: VllmConfig)
         assert (short != beyond) is (kind == "longrope")
 
 
-def test_a_draft_model_is_in_the_name_if_its_kv_lies_with_the_targets(config: VllmConfig) -> None:
+def test_a_draft_model_is_in_the_name_if_its_kv_is_stored_with_the_targets(
+    config: VllmConfig,
+) -> None:
     def speculating(kv: bool, **fields: Any) -> VllmConfig:
         draft = configured(config, **fields).model_config
         return changed(
@@ -198,7 +198,7 @@ NEUTRAL_FOR_IMAGES = {
     "allow_missing_mm_embeddings", "enable_mm_embeds", "interleave_mm_strings", "limit_per_prompt",
     "media_io_kwargs", "mm_encoder_attn_backend", "mm_encoder_tp_mode", "mm_hasher_algorithm",
     "mm_ipc_gpu_memory_gb", "mm_processor_cache_gb", "mm_processor_cache_type",
-    "mm_encoder_fp8_scale_path",  # its file counts
+    "mm_encoder_fp8_scale_path",  # its file is part of the identity
     "mm_processor_kwargs", "mm_shm_cache_max_object_size_mb", "mm_tensor_ipc",
     "skip_mm_profiling",
 }  # fmt: skip
@@ -211,7 +211,7 @@ def seeing(config: VllmConfig, **fields: Any) -> VllmConfig:
     return changed(config, "model_config", multimodal_config=images)
 
 
-def test_every_field_of_what_encodes_images_is_decided_about() -> None:
+def test_every_field_of_the_multimodal_configuration_is_classified() -> None:
     fields = {field.name for field in dataclasses.fields(MultiModalConfig)}
     assert fields - NEUTRAL_FOR_IMAGES - set(IMAGE_FIELDS) == set()
 
@@ -222,7 +222,7 @@ def test_how_images_are_encoded_is_in_the_name(field: str, config: VllmConfig) -
     assert model_fingerprint(other) != model_fingerprint(seeing(config))
 
 
-def test_a_processors_files_are_in_the_name_of_a_model_that_sees(
+def test_a_processors_files_are_in_the_name_of_a_multimodal_model(
     config: VllmConfig, tmp_path: Path
 ) -> None:
     place = folder(tmp_path, model__safetensors=b"w")
@@ -250,7 +250,7 @@ def at(config: VllmConfig, model: Path | str, **fields: Any) -> VllmConfig:
 
 
 def folder(root: Path, **files: bytes) -> Path:
-    """A model's folder of one name, wherever it lies."""
+    """A model folder with a fixed name, in any parent folder."""
     place = root / "model"
     place.mkdir(parents=True)
     for name, content in files.items():
@@ -261,14 +261,16 @@ def folder(root: Path, **files: bytes) -> Path:
 MEGABYTE = bytes(1 << 20)
 
 
-def test_a_local_model_is_its_weights_wherever_it_lies(config: VllmConfig, tmp_path: Path) -> None:
+def test_a_local_model_is_identified_by_its_weights_not_its_path(
+    config: VllmConfig, tmp_path: Path
+) -> None:
     here = folder(tmp_path / "here", a__safetensors=MEGABYTE)
     there = folder(tmp_path / "there", a__safetensors=MEGABYTE, README__md=b"new")
     assert model_fingerprint(at(config, here)) == model_fingerprint(at(config, there))
 
 
 def test_one_byte_in_the_middle_makes_another_model(config: VllmConfig, tmp_path: Path) -> None:
-    """As a merged adapter or a retrained token does; samples of head and tail would be equal."""
+    """As after merging an adapter or retraining a token; samples of head and tail are equal."""
     model = folder(tmp_path, a__safetensors=MEGABYTE, b__safetensors=MEGABYTE)
     before = model_fingerprint(at(config, model))
     weights = bytearray(MEGABYTE)
@@ -287,10 +289,10 @@ def test_only_files_that_are_loaded_count(config: VllmConfig, tmp_path: Path) ->
     assert len({model_fingerprint(each) for each in pickled}) == 2
 
 
-def test_a_hub_model_is_what_its_cache_names_by_sha256(
+def test_a_hub_model_is_identified_by_the_sha256_names_of_its_cache(
     config: VllmConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Like a copy of it, which is read; another commit of ``main`` is another model."""
+    """Same as for a local copy, which is read; another commit of ``main`` is another model."""
 
     def cached(commit: str, content: bytes) -> None:
         repository = tmp_path / "hub" / "models--org--model"
@@ -314,11 +316,9 @@ def test_a_hub_model_is_what_its_cache_names_by_sha256(
     assert model_fingerprint(hub) == first
 
 
-def test_weights_that_cannot_be_told_from_others_are_refused(
-    config: VllmConfig, tmp_path: Path
-) -> None:
+def test_weights_that_cannot_be_identified_are_refused(config: VllmConfig, tmp_path: Path) -> None:
     for unknown in (at(config, "org/absent"), at(config, "org/absent", revision="main")):
-        with pytest.raises(ConfigError, match="could be taken for that of other weights"):
+        with pytest.raises(ConfigError, match="could be confused with that of other weights"):
             model_fingerprint(unknown)
     with pytest.raises(ConfigError, match="neither files of a folder"):
         model_fingerprint(at(config, folder(tmp_path, config__json=b"{}")))
@@ -365,7 +365,7 @@ def test_weights_are_read_once(
 
 
 @pytest.mark.parametrize("kept", [b"", b"{", b"[]", b'{"path": 7}', b"\xff"])
-def test_a_kept_digest_that_cannot_be_read_is_made_again(
+def test_an_unreadable_cached_digest_is_computed_again(
     kept: bytes, config: VllmConfig, tmp_path: Path
 ) -> None:
     model = at(config, folder(tmp_path, a__safetensors=MEGABYTE))
@@ -376,7 +376,7 @@ def test_a_kept_digest_that_cannot_be_read_is_made_again(
     assert model_fingerprint(model) == before
 
 
-def test_a_cache_that_cannot_be_written_costs_another_reading_only(
+def test_without_a_writable_cache_weights_are_read_again(
     config: VllmConfig, tmp_path: Path
 ) -> None:
     (tmp_path / "cache").write_bytes(b"a file in its place")
@@ -388,7 +388,7 @@ def test_a_cache_that_cannot_be_written_costs_another_reading_only(
 
 
 def laid_out(config: VllmConfig, backend: str = "CPU_ATTN", dtype: str = "auto") -> VllmConfig:
-    """The configuration of an engine whose layers have come to these."""
+    """The configuration of an engine whose layers resolved to these."""
     layer = SimpleNamespace(
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=dtype
     )

@@ -1,7 +1,7 @@
-"""Model Runner V2, the default on GPUs, calls a connector by its own class; ours serves it too.
+"""Model Runner V2, the default on GPUs, calls connectors through a class of its own.
 
 The runner itself needs Triton. Its class for connectors is vLLM's own here, and calls our
-connector, whose worker's side is a list of what it was told.
+connector, whose worker side records its calls in a list.
 """
 
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from dualpath.vllm.metadata import StepMetadata
 
 
 class Told:
-    """A worker's side that notes what it is told, in order."""
+    """A worker side that records its calls in order."""
 
     def __init__(self):
         self.calls = []
@@ -42,7 +42,7 @@ class Told:
         self.calls.append("take copied")
         return {"over", "failed"}, {"failed"}
 
-    def take_late_blocks(self):
+    def take_held_blocks(self):
         return None
 
 
@@ -99,11 +99,11 @@ def test_a_step_without_tokens_begins_and_ends_too(runner, told):
     assert output.kv_connector_output.finished_recving == {"over", "failed"}
 
 
-def test_a_dummy_step_is_not_ours(runner, told):
+def test_a_dummy_step_does_not_call_the_connector(runner, told):
     """Warm-up, and the steps of a data-parallel rank that has nothing to do."""
     runner.set_disabled(True)
     runner.pre_forward(a_step())
     runner.finish_forward()
     assert runner.post_forward(set()) is None
-    assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # what layers would call
+    assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # as layers see it
     assert told.calls == ["register"]

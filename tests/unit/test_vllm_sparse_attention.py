@@ -1,4 +1,4 @@
-"""vLLM's sparse attention calls no connector; ours is called around what reads a layer's KV."""
+"""vLLM's sparse attention calls no connector; the patch calls it before a layer's KV is read."""
 
 import inspect
 from typing import Any
@@ -19,14 +19,14 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun
 from dualpath.engine.forward_pass import ForwardPass, PromptPart
-from dualpath.vllm.cache_layers import begins_unseen, cache_layers, hooked_layers
+from dualpath.vllm.cache_layers import cache_layers, hooked_layers, read_before_hook
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.sparse_attention import (
     READER,
-    announce_sparse_layers,
-    announces_whole_layer,
     calls_connector,
+    calls_connector_first,
+    patch_sparse_layers,
     reads_at_one_place,
 )
 from dualpath.vllm.worker_side import WorkerSide
@@ -37,7 +37,7 @@ TOKENS = 3 * GEOMETRY.block_tokens
 
 
 def toy_kind() -> type:
-    """vLLM's class with kernels of ours; each test has a class that nobody has changed."""
+    """vLLM's class with our kernels; each test gets an unpatched class."""
 
     class Toy(DeepseekV32Attention):
         def _sparse_indexer_and_attn(
@@ -60,7 +60,7 @@ def model(kind: type) -> dict[str, Any]:
 
 
 def run(layers: dict[str, Any], read: Any) -> None:
-    """Compute all layers, as their own ``forward`` calls the function, in a pass of vLLM's."""
+    """Compute all layers in a forward pass of vLLM, as their own ``forward`` calls the function."""
     context = ForwardContext(
         no_compile_layers=layers, attn_metadata=dict.fromkeys(layers, object()), slot_mapping={}
     )
@@ -70,7 +70,7 @@ def run(layers: dict[str, Any], read: Any) -> None:
 
 
 class Reads(list[str]):
-    """The layers whose KV was read; ``at`` is told of each at that moment."""
+    """The layers whose KV was read; ``at`` is called for each at that moment."""
 
     def __init__(self, at: Any) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class Reads(list[str]):
 
 @pytest.fixture
 def connector(monkeypatch):
-    """A connector of a worker that has begun no pass."""
+    """A connector of a worker that has not begun a pass."""
     made: Any = object.__new__(DualPathConnector)
     made._connector_metadata = StepMetadata()
     made._worker = worker = object.__new__(WorkerSide)
     worker._layers = {name: index for index, name in enumerate(NAMES)}
-    worker._begins_unseen, worker._stopwatch, worker._pass = False, None, None
+    worker._read_before_hook, worker._stopwatch, worker._pass = False, None, None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", made)
     return made
 
@@ -101,7 +101,7 @@ def layers_of(kind: type) -> tuple[Any, Any]:
 
 
 def one_pass(connector, layers, at=lambda cluster, layer, keys: None, buffers=2):
-    """Load two blocks and compute a third; return what was read when, and what failed."""
+    """Load two blocks and compute a third; return the order of reads, and the failures."""
     cluster = ToyCluster(layer_buffers=buffers)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
@@ -116,11 +116,11 @@ def one_pass(connector, layers, at=lambda cluster, layer, keys: None, buffers=2)
     return list(read), failures
 
 
-def test_vllms_own_class_is_as_it_is_known_here():
+def test_vllms_own_class_has_the_supported_form():
     assert not calls_connector(toy_kind())
     assert reads_at_one_place(DeepseekV32Attention)
     assert calls_connector(MLAAttention)
-    assert not announces_whole_layer(MLAAttention)
+    assert not calls_connector_first(MLAAttention)
 
 
 def test_every_layer_has_its_stored_kv_when_it_reads_and_later_ones_still_load(connector):
@@ -133,50 +133,50 @@ def test_every_layer_has_its_stored_kv_when_it_reads_and_later_ones_still_load(c
             assert region[block][: GEOMETRY.bytes_of(layer)].tobytes() == expected
 
     layers = model(toy_kind())
-    announce_sparse_layers(loaded_config(layers))
-    announce_sparse_layers(loaded_config(layers))
+    patch_sparse_layers(loaded_config(layers))
+    patch_sparse_layers(loaded_config(layers))
     read, failures = one_pass(connector, layers, at)
     assert (read, failures) == (NAMES, {})
 
 
-def test_a_layer_that_calls_nobody_fails_the_pass(connector):
+def test_a_layer_that_does_not_call_the_connector_fails_the_pass(connector):
     _, failures = one_pass(connector, model(toy_kind()))
     assert "layer 0 is computed without" in failures["r"]
 
 
-def test_such_a_layer_need_not_be_there_before_it_begins():
+def test_a_patched_layer_is_not_loaded_before_it_begins():
     config, cache = layers_of(toy_kind())
-    with pytest.raises(ConfigError, match="calls no connector around"):
+    with pytest.raises(ConfigError, match="does not call the connector around"):
         cache_layers(cache, hooked_layers(config))
-    announce_sparse_layers(config)
+    patch_sparse_layers(config)
     layers = cache_layers(cache, hooked_layers(config))
     assert [layer.names[0] for layer in layers] == NAMES
-    assert not begins_unseen(config, layers)
+    assert not read_before_hook(config, layers)
     others, cache = layers_of(MLAAttention)
-    assert begins_unseen(others, cache_layers(cache, hooked_layers(others)))
+    assert read_before_hook(others, cache_layers(cache, hooked_layers(others)))
 
 
 def test_a_function_with_another_signature_is_left_alone_and_the_model_refused():
     kind = toy_kind()
     setattr(kind, READER, lambda self, positions, everything_else, output: None)
     config, _ = layers_of(kind)
-    with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*goes past vLLM's connector"):
-        announce_sparse_layers(config)
+    with pytest.raises(ConfigError, match=f"{NAMES[0]} is a .*Toy.*does not call the connector"):
+        patch_sparse_layers(config)
     assert "announced" not in vars(kind)
 
 
-def test_amds_class_goes_another_way_and_is_refused_by_its_name():
-    """It has the known function too, by inheritance, and never calls it."""
+def test_amds_class_is_refused_by_its_name():
+    """It also inherits the known function, and never calls it."""
     from vllm.models.deepseek_v32.amd.rocm import DeepseekV32MLAAttention
 
     config, _ = layers_of(DeepseekV32MLAAttention)
     with pytest.raises(ConfigError, match=r"amd\.rocm\.DeepseekV32MLAAttention.* on NVIDIA GPUs"):
-        announce_sparse_layers(config)
+        patch_sparse_layers(config)
     assert "announced" not in vars(DeepseekV32MLAAttention)
 
 
-def test_graphs_are_broken_around_what_waits(monkeypatch):
-    """Else a captured graph would have the waits of its capture only."""
+def test_graphs_are_broken_around_the_patched_function(monkeypatch):
+    """Otherwise a captured graph would contain only the waits at its capture."""
     from dualpath.vllm import sparse_attention
 
     broken = []
@@ -188,7 +188,7 @@ def test_graphs_are_broken_around_what_waits(monkeypatch):
     monkeypatch.setattr(sparse_attention, "eager_break_during_capture", noted)
     kind = toy_kind()
     original = getattr(kind, READER)
-    announce_sparse_layers(loaded_config(model(kind)))
+    patch_sparse_layers(loaded_config(model(kind)))
     (outermost,) = broken
     assert getattr(kind, READER) is outermost
     assert inspect.unwrap(outermost) is original

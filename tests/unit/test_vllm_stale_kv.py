@@ -1,6 +1,6 @@
 """vLLM's own attention on HBM that is NaN wherever nothing was loaded or computed.
 
-A small stack of layers, of which only attention is vLLM's: the functions that write new KV, call
+A small stack of layers; its attention is vLLM's: the functions that write new KV, call
 the connector and read, in vLLM's order, over the transfers of a prefill engine with few layer
 buffers.
 """
@@ -15,7 +15,7 @@ pytest.importorskip("vllm")
 
 import torch
 from tests.engine_harness import ToyCluster
-from tests.poisoned_hbm import forget_a_wait, poison_hbm
+from tests.poisoned_hbm import poison_hbm, skip_wait
 from vllm.distributed.kv_transfer import kv_transfer_state
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention.attention import (
@@ -39,13 +39,13 @@ WIDTH = HEADS * HEAD
 NAMES = [f"model.layers.{number}.attn" for number in range(LAYERS)]
 PART_BYTES = KV_HEADS * BLOCK * 2 * HEAD * 4
 TOKENS = 5 * BLOCK - 7
-#: Nowhere is a chunk's block before the prompt's: what is read there is somebody else's.
+#: Chunk blocks never precede the prompt's blocks: data read there belongs to another request.
 HBM_BLOCKS = (40, 7, 23, 4, 61)
 WINDOWS = {"all tokens": (), "windows": (40, 0, 64, 0, 40)}
 
 
 class Model:
-    """Weights, and what they make of a prompt without any cache."""
+    """Weights, and the output for a prompt computed without a cache."""
 
     def __init__(self, windows: Sequence[int]) -> None:
         made = torch.Generator().manual_seed(0)
@@ -65,7 +65,7 @@ class Model:
         return (x @ self.query[layer].T).view(len(x), HEADS, HEAD), key, value
 
     def answer(self) -> torch.Tensor:
-        """Return what all layers make of the prompt, attention by hand."""
+        """Return the output of all layers for the prompt, with reference attention."""
         x, ahead = self.prompt, torch.arange(TOKENS)[:, None] - torch.arange(TOKENS)[None]
         for layer, window in enumerate(self.windows):
             query, key, value = self.projected(layer, x)
@@ -108,13 +108,13 @@ class Engine:
         return self.cluster.load(name, self.keys, TOKENS, pe_hits, de_hits)
 
     def store(self, transfer: PrefillTransfer) -> None:
-        """Store what a prompt's full blocks are in the buffer of the decode engine."""
+        """Store the KV of a prompt's full blocks in the decode engine's buffer."""
         blocks = [self.cluster.de.slot_bytes(slot) for slot in transfer.de_slots]
         pairs = zip(self.keys, blocks, strict=False)
         self.cluster.storage.write(self.keys, [memoryview(block) for _, block in pairs])
 
     def compute(self, transfer: PrefillTransfer, chunk: BlockRun) -> torch.Tensor:
-        """Run one forward pass; return what it makes of the chunk's tokens."""
+        """Run one forward pass; return its output for the chunk's tokens."""
         first, end = chunk.first * BLOCK, min(chunk.end * BLOCK, TOKENS)
         part = PromptPart(transfer, chunk, HBM_BLOCKS)
         forward = ForwardPass(self.cluster.pe.manager, lambda message: None, [part])
@@ -171,13 +171,13 @@ class Engine:
 
 @pytest.fixture
 def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """What vLLM's functions call: a connector whose worker has begun no pass."""
+    """The connector that vLLM's functions call; its worker has not begun a pass."""
     connector: Any = object.__new__(DualPathConnector)
     connector._connector_metadata = StepMetadata()
     made: Any = object.__new__(WorkerSide)
     connector._worker = made
     made._layers = {name: index for index, name in enumerate(NAMES)}
-    made._begins_unseen, made._stopwatch, made._pass = False, None, None
+    made._read_before_hook, made._stopwatch, made._pass = False, None, None
     monkeypatch.setattr(kv_transfer_state, "_KV_CONNECTOR_AGENT", connector)
     config = SimpleNamespace(model_config=SimpleNamespace(dtype=torch.float32))
     monkeypatch.setattr(cpu_attn, "get_current_vllm_config", lambda: config)
@@ -208,11 +208,11 @@ def test_every_chunk_reads_nothing_but_what_was_loaded_or_computed(
 
 
 @pytest.mark.parametrize("unwaited", range(LAYERS))
-def test_one_wait_less_is_seen_in_what_the_layers_answer(
+def test_one_missing_wait_changes_the_output_of_the_layers(
     unwaited: int, worker: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poison_hbm(monkeypatch.setattr)
-    forget_a_wait(unwaited, monkeypatch.setattr)
+    skip_wait(unwaited, monkeypatch.setattr)
     engine = Engine(Model(()), 2, worker)
     transfer = engine.load("r", 0, 0)
     assert engine.compute(transfer, BlockRun(0, 2)).isfinite().all()

@@ -41,7 +41,7 @@ def test_the_commands_replay_report_and_compare(tmp_path: Path, capsys: pytest.C
     assert result.setting.broken_lines == 1
     printed = capsys.readouterr()
     assert "first #2" in printed.out
-    assert "left out: " in printed.err
+    assert "skipped: " in printed.err
     assert "turns 5/5" in printed.err
     assert "<svg" in Path(page).read_text()
 
@@ -60,13 +60,13 @@ def test_the_replay_command_shows_failed_turns_by_its_exit_code(tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "more", "error", "message"),
     [
-        ("broken", [], TraceError, "holds no readable JSON|line 1"),
+        ("broken", [], TraceError, "has no readable JSON|line 1"),
         ("[[8, 5]]", ["--json", "/dev/null/x.json"], ConfigError, "cannot be written"),
         (
             '{"messages": [{"role": "user"}, {"role": "assistant"}]}',
             [],
             ConfigError,
-            "is text.*--tokenizer",
+            "is a text trace.*--tokenizer",
         ),
     ],
 )

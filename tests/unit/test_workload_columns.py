@@ -52,7 +52,7 @@ def test_the_last_generated_token_is_no_hit_and_hits_are_full_blocks():
     assert table.generated_tokens.tolist() == [28, 30, 1]
 
 
-def test_tool_delays_are_left_out_kept_or_scaled():
+def test_tool_delays_are_dropped_recorded_or_scaled():
     session = rounds((5, 1), (5, 1), delay_s=2.0)
 
     delays = [
@@ -84,7 +84,7 @@ def test_sub_agents_start_after_a_round_of_their_parent_and_hit_its_blocks():
     table.check()
 
 
-def test_truncation_takes_away_the_sub_agents_of_rounds_that_do_not_happen():
+def test_truncation_removes_sub_agents_of_removed_rounds():
     helpers = (
         SubAgent(0, blocks("w/a", (4, 1, (0, 0)))),
         SubAgent(1, blocks("w/b", (4, 1, (0, 0)))),
@@ -105,7 +105,7 @@ def text(name: str, *asked: str) -> TextSession:
     return TextSession(name, (turn, TextTurn((*turn.messages, Message("user", "more")), "")))
 
 
-def test_what_sessions_share_depends_on_the_order_they_are_taken_in():
+def test_shared_tokens_depend_on_the_order_of_sessions():
     sessions = [text("a", "x"), text("b", "y")]
 
     first_hits = {}
@@ -141,18 +141,18 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         WorkloadSettings(**settings)
 
 
-def test_workloads_that_cannot_be_are_refused():
-    with pytest.raises(ConfigError, match="there is no session"):
+def test_invalid_workloads_are_refused():
+    with pytest.raises(ConfigError, match="there are no sessions"):
         agents_from_sessions([])
-    with pytest.raises(TraceError, match="no round fits max_context_tokens 4"):
+    with pytest.raises(TraceError, match="no round fits into max_context_tokens 4"):
         agents_from_sessions([rounds((5, 1))], WorkloadSettings(max_context_tokens=4))
     with pytest.raises(
         TraceError, match=r"round 1 of agent 0 needs 12 tokens.* limit of 10;.*trunc"
     ):
         agents_from_sessions([rounds((5, 1), (5, 1))], WorkloadSettings(context_limit_tokens=10))
-    with pytest.raises(ConfigError, match="made of block ids, which cannot be stretched"):
+    with pytest.raises(ConfigError, match="consists of block ids, which cannot be scaled"):
         agents_from_sessions([blocks("w", (8, 1, (0, 1)))], WorkloadSettings(scale_append=2.0))
-    with pytest.raises(ConfigError, match="is text, which cannot be stretched"):
+    with pytest.raises(ConfigError, match="is text, which cannot be scaled"):
         agents_from_sessions([text("a", "x")], WorkloadSettings(scale_append=2.0))
     with pytest.raises(ConfigError, match="is a AdditionalAgent, which has no recorded rounds"):
         agents_from_sessions(make_agents([rounds((5, 1))], 2, 0))
@@ -193,7 +193,7 @@ def test_arrivals_are_given_to_agents_and_not_to_sub_agents():
         with_arrivals(table, [1.0, float("nan")])
 
 
-def test_random_arrivals_are_those_of_a_replay_and_end_with_the_duration():
+def test_random_arrivals_equal_those_of_a_replay_and_end_with_the_duration():
     times = poisson_times_s(1000, 2.0, 5)
 
     assert times.tolist() == arrival_times_s(1000, 2.0, 5)
@@ -212,10 +212,10 @@ def test_recorded_arrivals_count_from_the_first(tmp_path: Path):
     )
     assert recorded_times_s(file).tolist() == [0.0, 1.5]
     file.write_text("TIMESTAMP\n7.5\nsoon\n")
-    with pytest.raises(TraceError, match=r"a\.csv, line 3: TIMESTAMP 'soon' is no time"):
+    with pytest.raises(TraceError, match=r"a\.csv, line 3: TIMESTAMP 'soon' is not a time"):
         recorded_times_s(file)
     file.write_text("TIMESTAMP\n")
-    with pytest.raises(TraceError, match="holds no arrival"):
+    with pytest.raises(TraceError, match="has no arrivals"):
         recorded_times_s(file)
     with pytest.raises(TraceError, match="cannot be read"):
         recorded_times_s(tmp_path / "none.csv")
@@ -247,7 +247,7 @@ def test_real_traces_have_their_published_hit_rate(
 
 
 def replayed(sessions: Sequence[Session]) -> list[tuple[int, int]]:
-    """(prompt, hit) of every round of sessions without sub-agents, against a perfect store."""
+    """(prompt, hit) of every round of sessions without sub-agents, with a perfect store."""
     vocabulary = Vocabulary(high=1 << 30, encode=approximate_encode)
     rows: list[tuple[int, int]] = []
     for session in sessions:

@@ -1,4 +1,4 @@
-"""Trace readers: what they accept, what they refuse and how they say it."""
+"""Trace readers: what they accept, what they refuse, and the errors."""
 
 import gzip
 import json
@@ -69,10 +69,10 @@ def test_rounds_are_read_from_objects_and_from_bare_lists(tmp_path: Path):
     assert (named.session_id, bare.session_id) == ("a", "t-3")
     rounds = [(r.append_tokens, r.generated_tokens) for r in named.trajectory.rounds]
     assert rounds == [(5, 2), (3, 1)]
-    assert named.kept_tokens == ()
+    assert named.retained_tokens == ()
 
 
-def test_recorded_rounds_say_how_much_context_they_keep(tmp_path: Path):
+def test_recorded_rounds_state_how_much_context_they_retain(tmp_path: Path):
     rounds = [
         {"t": 0, "prompt": 10, "append": 10, "context": 0, "gen": 4, "think_s": 0, "api_s": 1},
         {"t": 1, "prompt": 20, "append": 6, "context": 14, "gen": 2, "think_s": 1.5},
@@ -83,7 +83,7 @@ def test_recorded_rounds_say_how_much_context_they_keep(tmp_path: Path):
     (session,) = read_trace(path)
 
     assert isinstance(session, TokenSession)
-    assert session.kept_tokens == (None, None, 8)
+    assert session.retained_tokens == (None, None, 8)
     assert [r.delay_s for r in session.trajectory.rounds] == [0.0, 1.5, 0.0]
 
 
@@ -110,7 +110,7 @@ def test_a_broken_line_is_named_with_fault_and_remedy(tmp_path: Path, line: str,
         read_trace(path)
 
 
-def test_broken_lines_are_left_out_and_handed_over_when_asked(tmp_path: Path):
+def test_broken_lines_are_left_out_and_reported_on_request(tmp_path: Path):
     path = write_lines(tmp_path / "t.jsonl", "{", [[5, 1]], [[5, -1]], [[6, 1]])
     broken: list[TraceError] = []
 
@@ -174,13 +174,13 @@ def test_weka_one_file_per_session_with_expanded_ids(tmp_path: Path):
         ({"in": -3}, "Expected `int` >= 0"),
         ({"in": 0}, "must be at least 1"),
         ({"in": 3, "hash_ids": [1, 2, 3]}, "exceed its prompt"),
-        ({"hash_ids": [[5, 2]]}, "no run of block ids"),
-        ({"hash_ids": [-4]}, "no run of block ids"),
-        ({"hash_ids": [[0, 1099511627775]]}, "no run of block ids"),
+        ({"hash_ids": [[5, 2]]}, "not a run of block ids"),
+        ({"hash_ids": [-4]}, "not a run of block ids"),
+        ({"hash_ids": [[0, 1099511627775]]}, "not a run of block ids"),
         ({"think_time": -1}, "Expected `float` >= 0"),
     ],
 )
-def test_absurd_weka_requests_are_refused(tmp_path: Path, change: dict[str, Any], fault: str):
+def test_invalid_weka_requests_are_refused(tmp_path: Path, change: dict[str, Any], fault: str):
     trace = json.loads(json.dumps(WEKA))
     trace["requests"][0] |= change
 
@@ -250,13 +250,15 @@ def test_ids_are_made_unique_and_the_limit_holds(tmp_path: Path):
     ("name", "content", "message"),
     [
         ("missing.jsonl", None, "cannot be read"),
-        ("empty.jsonl", b"", "holds no readable JSON"),
-        ("odd.jsonl", b'{"a": 1}\n', "format not recognised.*--trace-format"),
+        ("empty.jsonl", b"", "has no readable JSON"),
+        ("odd.jsonl", b'{"a": 1}\n', "format is not recognised.*--trace-format"),
         ("cut.jsonl.xz", lzma.compress(b"[[5, 1]]\n" * 1000)[:40], "cannot be read"),
         ("no.tar", b"not a tar", "cannot be read"),
     ],
 )
-def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes | None, message: str):
+def test_unusable_files_are_refused_with_the_reason(
+    tmp_path: Path, name: str, content: bytes | None, message: str
+):
     if content is not None:
         (tmp_path / name).write_bytes(content)
 
@@ -264,10 +266,10 @@ def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes | None
         read_trace(tmp_path / name)
 
 
-def test_an_empty_folder_and_an_unknown_format_say_why(tmp_path: Path):
-    with pytest.raises(TraceError, match=r"holds no \.jsonl or \.json file"):
+def test_an_empty_folder_and_an_unknown_format_are_refused_with_the_reason(tmp_path: Path):
+    with pytest.raises(TraceError, match=r"has no \.jsonl or \.json file"):
         read_trace(tmp_path)
-    with pytest.raises(TraceError, match="format 'csv' is unknown; known are auto, rounds"):
+    with pytest.raises(TraceError, match="format 'csv' is unknown; give one of auto, rounds"):
         read_trace(write_lines(tmp_path / "t.jsonl", [[5, 1]]), "csv")
 
 

@@ -1,4 +1,4 @@
-"""Trajectories made to Table 2, and their statistics."""
+"""Trajectories generated after Table 2, and their statistics."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ def test_equal_seeds_give_equal_bytes_and_others_do_not():
     assert first != other
 
 
-def test_more_agents_are_sampled_trajectories_behind_a_synthetic_round():
+def test_more_agents_are_sampled_trajectories_after_a_synthetic_round():
     base = generate_agents(DATASETS["32K"], 500, 1)
 
     more = generate_agents(DATASETS["32K"], 520, 1)
@@ -135,8 +135,8 @@ def test_settings_out_of_range_are_refused(settings: dict[str, Any], message: st
         GeneratorSettings(**settings)
 
 
-def test_a_table_that_no_trajectories_have_is_refused():
+def test_impossible_means_are_refused():
     impossible = Dataset("odd", 65536, 157, 100, 50, 55958, 32721)
 
-    with pytest.raises(ConfigError, match="no trajectories have a mean of 150"):
+    with pytest.raises(ConfigError, match="no trajectories can have a mean of 150"):
         generate(impossible, 0)

@@ -26,10 +26,10 @@ from dualpath.laboratory.workload.conversation.block_session import (
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import HintsGiven, Isolation, ToolDelays
+from dualpath.laboratory.workload.replay.result import Isolation, SentHints, ToolDelays
 
 
-def test_every_prompt_is_what_was_sent_and_generated_plus_the_append():
+def test_every_prompt_is_sent_and_generated_tokens_plus_the_append():
     server = FakeServer()
 
     result = run(server, [agent("a", (10, 3), (5, 2), (7, 4))])
@@ -76,7 +76,7 @@ def test_one_and_two_token_turns_have_no_later_gaps():
     assert (two.ttft_s, two.ttst_s, two.tpot_s) == (1.0, 1.0, None)
 
 
-def test_actual_hits_equal_the_ideal_when_the_store_keeps_everything():
+def test_actual_hits_equal_ideal_hits_with_an_unlimited_store():
     rounds = [(10, 3), (5, 2), (1, 6), (9, 1)]
 
     result = run(FakeServer(), [agent("a", *rounds), agent("b", *rounds)])
@@ -86,7 +86,7 @@ def test_actual_hits_equal_the_ideal_when_the_store_keeps_everything():
     assert result.summary.hit_tokens == sum(t.ideal_hit_tokens for t in result.turns) > 0
 
 
-def test_an_edited_context_hits_only_the_prefix_it_kept():
+def test_an_edited_context_hits_only_its_retained_prefix():
     session = TokenSession(
         Trajectory("a", (Round(16, 4), Round(8, 2), Round(3, 2))), (None, 9, None)
     )
@@ -123,7 +123,7 @@ def test_a_plain_vllm_endpoint_leaves_unknown_fields_empty():
     assert not result.failed
 
 
-def test_random_tokens_stay_inside_the_vocabulary_the_server_states():
+def test_random_tokens_are_in_the_vocabulary_that_the_server_reports():
     server = FakeServer()
 
     run(server, [agent("a", (300, 1))])
@@ -146,7 +146,7 @@ def test_isolation_separates_sessions_or_runs_or_nothing():
     assert salts[Isolation.NONE] == [None, None]
 
 
-def test_recorded_tool_delays_are_waited_for_only_when_asked():
+def test_recorded_tool_delays_are_awaited_only_on_request():
     sessions = [agent("a", (8, 1), (4, 1), delay_s=2.5)]
     without, with_delays = TickingClock(), TickingClock()
 
@@ -157,8 +157,8 @@ def test_recorded_tool_delays_are_waited_for_only_when_asked():
     assert with_delays.slept_s == [2.5, 2.5]
 
 
-@pytest.mark.parametrize("given", HintsGiven)
-def test_agents_speak_of_their_sessions_only_when_asked(given: HintsGiven):
+@pytest.mark.parametrize("given", SentHints)
+def test_agents_send_session_hints_only_on_request(given: SentHints):
     server, sessions = FakeServer(), [agent("a/1", (8, 1), (4, 1), delay_s=2.5)]
 
     run(
@@ -170,16 +170,16 @@ def test_agents_speak_of_their_sessions_only_when_asked(given: HintsGiven):
         session_hints=given,
     )
 
-    named = given is not HintsGiven.NONE
+    named = given is not SentHints.NONE
     assert [body.get("session_id") for body in server.bodies] == ["a/1" if named else None] * 2
     pauses = [("POST", "a/1", {"next_turn_s": 2.5, "cache_salt": "r"})] * 2
     end = [("DELETE", "a/1", {"cache_salt": "r"})]
-    assert server.hints == (pauses if given is HintsGiven.PAUSES else []) + (end if named else [])
+    assert server.hints == (pauses if given is SentHints.PAUSES else []) + (end if named else [])
 
 
-def test_an_endpoint_that_knows_no_sessions_serves_them_as_well():
+def test_an_endpoint_without_session_hints_serves_agents_that_send_them():
     server = FakeServer(status=False)
-    result = run(server, [agent("a", (8, 1), (4, 1))], session_hints=HintsGiven.NAMES)
+    result = run(server, [agent("a", (8, 1), (4, 1))], session_hints=SentHints.NAMES)
     assert result.summary.turns_failed == 0
     assert server.hints == []
 
@@ -197,7 +197,7 @@ def test_poisson_arrivals_are_seeded_and_spread():
     assert len(starts[0]) == 3
 
 
-def test_additional_agents_repeat_a_trajectory_behind_a_synthetic_round():
+def test_additional_agents_repeat_a_trajectory_after_a_synthetic_round():
     server = FakeServer()
 
     result = run(server, [agent("a", (8, 2), (4, 2))], agents=2)
@@ -224,7 +224,7 @@ def test_a_first_prompt_beyond_the_limit_is_counted_not_hidden():
     assert result.summary.turns == 1
 
 
-def test_a_failed_turn_ends_its_agent_alone_and_carries_the_servers_message():
+def test_a_failed_turn_ends_only_its_agent_and_has_the_servers_message():
     async def refuse_long(request: web.Request, body: dict[str, Any]) -> web.Response | None:
         if len(body["prompt"]) < 20:
             return None
@@ -249,7 +249,7 @@ TOKEN = {"choices": [{"index": 0, "text": "x", "token_ids": [1]}]}
     ("chunks", "done", "message"),
     [
         ([TOKEN, {"error": {"message": "engine died", "code": 500}}], True, "engine died"),
-        ([TOKEN], True, "1 of 3 tokens came back"),
+        ([TOKEN], True, "1 of 3 tokens were generated"),
         ([TOKEN], False, "ended after 1 tokens without"),
         ([{"choices": [{"index": 0, "text": "x"}]}], True, "return_token_ids"),
         ([TOKEN, {"choices": 3}], True, "unreadable chunk"),
@@ -265,7 +265,7 @@ def test_a_broken_stream_is_a_failed_turn(chunks: list[dict[str, Any]], done: bo
     assert result.failed
 
 
-def test_a_connection_cut_in_mid_stream_is_a_failed_turn():
+def test_a_connection_closed_in_mid_stream_is_a_failed_turn():
     async def cut(request: web.Request, body: dict[str, Any]) -> web.StreamResponse:
         response = web.StreamResponse()
         await response.prepare(request)
@@ -279,7 +279,7 @@ def test_a_connection_cut_in_mid_stream_is_a_failed_turn():
     assert "connection failed" in str(result.turns[0].error)
 
 
-def test_a_silent_server_meets_the_read_timeout():
+def test_a_silent_server_exceeds_the_read_timeout():
     async def silent(request: web.Request, body: dict[str, Any]) -> None:
         await asyncio.Event().wait()
 
@@ -288,8 +288,8 @@ def test_a_silent_server_meets_the_read_timeout():
     assert "read timeout" in str(result.turns[0].error)
 
 
-def test_nothing_listening_is_said_at_once():
-    with pytest.raises(EngineLostError, match="is the server up there"):
+def test_a_missing_server_is_reported_at_once():
+    with pytest.raises(EngineLostError, match="check that the server is running"):
         asyncio.run(replay([agent("a", (8, 1))], "http://127.0.0.1:9", ReplayOptions()))
 
 
@@ -306,7 +306,7 @@ def test_nothing_listening_is_said_at_once():
         ({"read_timeout_s": 0.0}, "read_timeout_s is 0"),
     ],
 )
-def test_settings_that_cannot_work_are_refused_before_anything_is_sent(
+def test_invalid_settings_are_refused_before_anything_is_sent(
     options: dict[str, Any], message: str
 ):
     server = FakeServer()
@@ -360,10 +360,10 @@ def test_a_server_that_dies_after_the_run_costs_only_its_counters(
 
     assert result.server is None
     assert result.summary.turns == 1
-    assert "no counters after the run" in caplog.text
+    assert "counters after the run are missing" in caplog.text
 
 
-def test_sub_agents_run_beside_their_parent_and_count_for_its_session():
+def test_sub_agents_run_in_parallel_to_their_parent_and_count_for_its_session():
     helper = BlockSession("w/h", 4, (BlockTurn(8, 2, ((1, 1), (9, 9))),), (), "w")
     session = BlockSession(
         "w",

@@ -18,10 +18,10 @@ from dualpath.laboratory.workload.replay.progress import ConsoleProgress, Progre
 from dualpath.laboratory.workload.replay.report import compare
 from dualpath.laboratory.workload.replay.result import (
     SCHEMA,
-    HintsGiven,
     Isolation,
     ReplayResult,
     ReplaySetting,
+    SentHints,
     ServerCounters,
     SessionRecord,
     ToolDelays,
@@ -50,7 +50,7 @@ SETTING = ReplaySetting(
     seed=3,
     tool_delays=ToolDelays.NONE,
     isolation=Isolation.SESSION,
-    session_hints=HintsGiven.NONE,
+    session_hints=SentHints.NONE,
     max_context_tokens=4096,
     max_turns=None,
     scale_append=1.0,
@@ -121,9 +121,11 @@ def test_modes_are_set_against_basic_and_oracle():
 
 def test_the_headline_is_speed_up_ceiling_and_share():
     first, ceiling, share = compare(RUNS).headline
-    assert first == "DualPath is 2.00 times as fast as Basic: 1 agent done in 5.0 s, not 10.0 s."
+    assert (
+        first == "DualPath is 2.00 times as fast as Basic: 1 agent finished in 5.0 s, not 10.0 s."
+    )
     assert ceiling.startswith("The ceiling is 2.50 times")
-    assert share.startswith("DualPath takes away 83% of Basic's waiting for loads")
+    assert share.startswith("DualPath removes 83% of Basic's waiting for loads")
 
 
 def test_the_headline_names_the_modes_that_are_missing():
@@ -139,12 +141,12 @@ def test_the_headline_names_the_modes_that_are_missing():
     assert compare([basic, result("dualpath", 5.0, turn(0, error="x")), oracle]).headline == ()
 
 
-def test_without_waiting_for_loads_there_is_nothing_to_gain():
+def test_without_waiting_for_loads_no_speed_up_is_possible():
     runs = [result("basic", 4.0), result("dualpath", 4.0), result("oracle", 4.0)]
-    assert compare(runs).headline[-1].endswith("there was nothing to gain.")
+    assert compare(runs).headline[-1].endswith("so no speed-up was possible.")
 
 
-def test_where_a_turns_time_goes_stands_last_and_adds_up():
+def test_the_parts_of_a_turns_time_are_last_and_add_up():
     last = [block for block in compare(RUNS).blocks if isinstance(block, Plots)][-1].panels[-1]
     assert last.title == "Where the time of a turn goes"
     parts = [series.y[0] for series in last.series]
@@ -194,11 +196,11 @@ def test_the_throttle_of_a_run_that_reads_nothing_is_no_difference():
     )
 
 
-def test_equal_labels_are_set_apart():
+def test_equal_labels_are_numbered():
     assert figures([RUNS[0], RUNS[0]]).columns[1:] == ("basic", "basic #2")
 
 
-def test_a_failed_turn_enters_no_figure():
+def test_a_failed_turn_is_in_no_metric():
     run = result("basic", 5.0, turn(0), turn(1, error="x", ttft_s=None, prompt_tokens=9))
 
     assert run.failed
@@ -237,8 +239,8 @@ def test_a_result_survives_its_file(tmp_path: Path):
     ("text", "message"),
     [
         ('{"schema": "dualpath.replay/99"}', "schema is 'dualpath.replay/99'"),
-        ("[]", "is no replay result"),
-        ('{"schema": "dualpath.replay/1"}', "is no replay result"),
+        ("[]", "is not a replay result"),
+        ('{"schema": "dualpath.replay/1"}', "is not a replay result"),
         (None, "cannot be read"),
     ],
 )
@@ -259,7 +261,7 @@ def test_unwritable_places_are_named(tmp_path: Path):
 
 
 class Tags(HTMLParser):
-    """Checks that every tag is closed in order."""
+    """Checks that every HTML tag is closed in order."""
 
     def __init__(self) -> None:
         super().__init__()

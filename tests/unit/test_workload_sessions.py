@@ -1,4 +1,4 @@
-"""What each kind of session sends, turn by turn."""
+"""The prompts that each kind of session sends, turn by turn."""
 
 import os
 from collections.abc import Sequence
@@ -39,7 +39,7 @@ GENERATED = 7_000_000
 
 
 def play(conversation: Conversation) -> tuple[list[list[int]], list[list[int]]]:
-    """Run to the end against a server whose answers are unmistakable; return both sides."""
+    """Run a session against a server with recognizable answers; return both sides."""
     prompts: list[list[int]] = []
     answers: list[list[int]] = []
     while (turn := conversation.next_turn()) is not None:
@@ -58,7 +58,7 @@ def text(prompt: Sequence[int]) -> str:
     return "".join(chr(token) if token < GENERATED else "#" for token in prompt)
 
 
-def test_scaling_multiplies_lengths_and_keeps_the_chain():
+def test_scaling_multiplies_lengths_and_preserves_the_prefix_chain():
     settings = AgentSettings(scale_append=2.0, scale_generate=0.5)
 
     prompts, answers = play(rounds((10, 4), (3, 1)).start(settings, contents()))
@@ -68,7 +68,7 @@ def test_scaling_multiplies_lengths_and_keeps_the_chain():
     assert prompts[1][:22] == prompts[0] + answers[0]
 
 
-def test_an_edited_context_keeps_its_share_when_scaled():
+def test_an_edited_context_retains_its_share_when_scaled():
     session = TokenSession(Trajectory("s", (Round(10, 10), Round(4, 1))), (None, 10))
 
     prompts, _ = play(
@@ -97,7 +97,7 @@ def test_most_turns():
     )
 
 
-def test_turns_are_asked_for_and_recorded_in_alternation():
+def test_next_turn_and_record_must_alternate():
     conversation = rounds((5, 1), (5, 1)).start(SETTINGS, contents())
 
     with pytest.raises(RuntimeError, match="no turn to record"):
@@ -120,7 +120,7 @@ SYSTEM, USER = Message("system", "S"), Message("user", "U")
 ANSWER, TOOL = Message("assistant", "recorded"), Message("user", "T")
 
 
-def test_a_text_prompt_goes_on_after_the_tokens_really_generated():
+def test_a_text_prompt_continues_after_the_generated_tokens():
     session = TextSession(
         "s",
         (
@@ -166,7 +166,7 @@ def test_a_replaced_last_message_shortens_the_common_prefix_but_not_the_answer()
     assert "recorded" not in text(sent[1])
 
 
-def test_text_needs_a_tokenizer_and_cannot_be_stretched():
+def test_text_needs_a_tokenizer_and_cannot_be_scaled():
     session = TextSession("s", (TextTurn((USER,)),))
 
     with pytest.raises(ConfigError, match="--tokenizer"):
@@ -189,7 +189,7 @@ def test_equal_block_ids_are_equal_tokens_and_others_differ():
     assert prompts[1][:4] != prompts[0][:4]
 
 
-def test_a_prompt_of_blocks_goes_on_after_the_tokens_really_generated():
+def test_a_prompt_of_blocks_continues_after_the_generated_tokens():
     # 10 prompt tokens are 2 blocks and a partial one, which the next prompt's block 3 completes.
     session = blocks((10, 5, ((1, 2),)), (20, 1, ((1, 5),)), (20, 1, ((1, 5),)))
 
@@ -199,7 +199,7 @@ def test_a_prompt_of_blocks_goes_on_after_the_tokens_really_generated():
     assert prompts[2] == prompts[1]
 
 
-def test_a_compacted_prompt_of_blocks_does_not_take_the_answer():
+def test_a_compacted_prompt_of_blocks_does_not_contain_the_answer():
     session = blocks((8, 4, ((1, 2),)), (12, 1, ((1, 1), (8, 9))))
 
     prompts, _ = play(session.start(SETTINGS, contents()))
@@ -227,7 +227,7 @@ def test_sub_agents_share_their_parents_blocks_and_change_nothing_for_it():
     assert parent.token_ids(second)[:8] == alone[1][:8]
 
 
-def test_blocks_cannot_be_stretched():
+def test_blocks_cannot_be_scaled():
     with pytest.raises(ConfigError, match="scale_append is 2"):
         blocks((8, 1, ((1, 2),))).start(AgentSettings(scale_append=2.0), contents())
 
@@ -236,7 +236,7 @@ DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "
 
 
 def ideal_hit_rate(sessions: Sequence[Session]) -> float:
-    """Replay against a perfect store with blocks of 64."""
+    """Replay with a perfect store with blocks of 64 tokens."""
     hits = tokens = 0
     for session in sessions:
         stored: StoredPrefixes[TokenIds] = StoredPrefixes()

@@ -4,9 +4,9 @@ Run with the interpreter of the directory that ``set_up.sh`` made:
 ``DIRECTORY/bin/python replay.py TRACE --workers 48`` (aggregated, a delta trace) or
 ``… --prefill-workers 16 --decode-workers 32`` (disaggregated, a cumulative trace).
 
-CPU-seconds are those of the replay alone: imports are over before, and what reading the trace
-takes is measured by a replay that ends at virtual time zero and taken off.  Dynamo gets its
-KV router, prefix caches that hold every session, and no logging.
+CPU-seconds are those of the replay only, without imports; the time to read the trace is measured by
+a replay that ends at virtual time zero and subtracted.  Dynamo runs with its KV router, prefix
+caches that hold every session, and without logging.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-# Dynamo reads it when imported; at its default level it writes lines for every request.
+# Dynamo reads it at import; at the default level it logs every request.
 os.environ["DYN_LOG"] = "off"
 
 from dynamo.mocker import MockEngineArgs
@@ -38,7 +38,7 @@ def engine(**role: bool) -> MockEngineArgs:
 
 
 def deployment(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return in what the two ways of replaying differ."""
+    """Return the arguments of an aggregated or a disaggregated replay."""
     if arguments.workers:
         return {
             "extra_engine_args": engine(),
@@ -57,14 +57,14 @@ def deployment(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def timed(call: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any], float]:
-    """Return the report and the CPU-seconds it took."""
+    """Return the report and its CPU-seconds."""
     started = time.process_time()
     report = call()
     return report, time.process_time() - started
 
 
 def peak_memory_bytes() -> int:
-    """Return the most memory this process held; ``ru_maxrss`` may be its parent's."""
+    """Return the peak memory of this process; ``ru_maxrss`` may be its parent's."""
     status = Path("/proc/self/status").read_text().splitlines()
     line = next(line for line in status if line.startswith("VmHWM:"))
     return int(line.split()[1]) * 1024

@@ -1,12 +1,12 @@
-"""Turns a trace of [append, generated] rounds into one that Dynamo's replay reads.
+"""Converts a trace of [append, generated] rounds to a trace for Dynamo's replay.
 
 Run in dualpath's environment: ``python rounds_to_dynamo.py TRACE OUTPUT [--cumulative]``.
 
 The rows are Mooncake's: one per turn, a hash id per block of tokens, ``delay`` in milliseconds
-after the session's previous turn.  By default a row holds what the turn appends and Dynamo puts
-the earlier prompts and the tokens it generated before it (``mooncake-delta``), which is what a
-round means (§A.3).  Dynamo replays that form on aggregated workers only; with ``--cumulative`` a
-row holds the whole prompt (``mooncake``), whose generated part then has ids of its own.
+after the session's previous turn.  By default a row contains the appended tokens, and Dynamo
+prepends the earlier prompts and its generated tokens (``mooncake-delta``), as in a round (§A.3).
+Dynamo supports this format only with aggregated workers; with ``--cumulative`` a row contains the
+whole prompt (``mooncake``), whose generated part then has other ids.
 """
 
 import argparse
@@ -20,8 +20,8 @@ from dualpath.core.request import Round
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
 
-#: Tokens per hash id.  Whole prompts take eight times larger blocks, or the file would be huge;
-#: Dynamo cuts both into its own blocks and finds the same hits.
+#: Tokens per hash id.  Whole prompts use blocks eight times as large to limit the file's size;
+#: Dynamo splits both into its own blocks and finds the same hits.
 DELTA_BLOCK_TOKENS = 64
 CUMULATIVE_BLOCK_TOKENS = 512
 
@@ -29,7 +29,7 @@ Row = dict[str, object]
 
 
 def delta_rows(session_id: str, rounds: Sequence[Round], ids: Iterator[int]) -> Iterator[Row]:
-    """Yield one row per round with what it appends; Dynamo wants one token at least."""
+    """Yield one row per round with its appended tokens; Dynamo requires at least one."""
     for index, recorded in enumerate(rounds):
         tokens = max(recorded.append_tokens, 1)
         blocks = [next(ids) for _ in range(-(-tokens // DELTA_BLOCK_TOKENS))]
@@ -60,14 +60,14 @@ def _row(session_id: str, index: int, recorded: Round, tokens: int, blocks: list
 
 
 def trajectories(trace: Path) -> Iterable[tuple[str, Sequence[Round]]]:
-    """Yield (session id, rounds); raise ``TraceError`` for sessions that are no pure appends."""
+    """Yield (session id, rounds); raises ``TraceError`` for sessions that do more than append."""
     for session in read_trace(trace):
         if not isinstance(session, TokenSession) or any(
-            tokens is not None for tokens in session.kept_tokens
+            tokens is not None for tokens in session.retained_tokens
         ):
             raise TraceError(
-                f"{trace}: session {session.session_id} is not made of pure appends, which is all "
-                "that this conversion knows; give a trace of [append, generated] rounds"
+                f"{trace}: session {session.session_id} does more than append, which this "
+                "conversion does not support; give a trace of [append, generated] rounds"
             )
         yield session.session_id, session.trajectory.rounds
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes an environment with Dynamo's simulator in the given directory (about 450 MB, a minute).
+# Creates an environment with Dynamo's simulator in the given directory (about 450 MB, a minute).
 # Usage: sh set_up.sh DIRECTORY [PYTHON]
 set -eu
 if [ $# -lt 1 ]; then

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes an environment with this stack in the given directory.
+# Creates an environment with this stack in the given directory.
 # Usage: sh set_up.sh DIRECTORY [PYTHON]
 set -eu
 if [ $# -lt 1 ]; then

@@ -1,4 +1,4 @@
-"""vLLM PD over NIXL, LMCache's server on every prefill node as the way to storage."""
+"""vLLM PD over NIXL, with storage through LMCache's server on every prefill node."""
 
 import msgspec
 from benchmarks.peers.peer_stack import (
@@ -15,19 +15,19 @@ from dualpath.laboratory.lab.node_processes import NodeCommand
 SERVER_PORT = 5555
 HTTP_PORT = 8080
 _GIB = 1 << 30
-#: A look-up that finds no room in L1 is a miss, where others wait: it gets more of it.
+#: A look-up without room in L1 is a miss, where other stacks wait: L1 gets more memory.
 _BUFFER_FACTOR = 4
 
 
 class LMCacheStack:
-    """Closest to the paper's Basic: storage behind the PE alone, whole prompts, then computing.
+    """Closest to the paper's Basic: only the PE reads storage, the whole prompt before computation.
 
-    DRAM is a buffer and no cache: as a cache, L1 fills to just below its watermark, never evicts,
-    and everything that does not fit then is neither stored nor loaded.
+    DRAM is a buffer and not a cache: as a cache, L1 fills to just below its watermark, never
+    evicts, and KV that does not fit is neither stored nor loaded.
     """
 
     name = "vllm-nixl-lmcache"
-    #: What becomes of L1's copy when storage has a chunk, and when a request has got it.
+    #: L1's copy of a chunk after it was stored, and after a request has loaded it.
     policies = ("--l2-store-policy", "skip_l1", "--l2-prefetch-policy", "default")
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
@@ -53,17 +53,17 @@ class LMCacheStack:
 
 
 class LMCacheDramStack(LMCacheStack):
-    """The same with L1 as a cache, for agents whose KV fits into the PEs' DRAM."""
+    """``LMCacheStack`` with L1 as a cache, for agents whose KV fits in the PEs' DRAM."""
 
     name = "vllm-nixl-lmcache-dram"
     policies = ("--l2-store-policy", "default", "--l2-prefetch-policy", "retain")
 
 
 def server(settings: PeerSettings, node: Node, policies: tuple[str, ...]) -> NodeCommand:
-    """Return LMCache's multi-process server of a node, with these policies of its L1.
+    """Return LMCache's multi-process server of a node with the given policies of its L1.
 
-    Reads pass the page cache by (``use_odirect``), several at a time; more workers than one serve
-    the engine, so that a look-up does not wait behind a load.
+    Concurrent reads bypass the page cache (``use_odirect``); several workers serve the engine, so
+    that a look-up does not wait for a load.
     """
     adapter = {
         "type": "fs_native",

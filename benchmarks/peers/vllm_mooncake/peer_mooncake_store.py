@@ -1,14 +1,14 @@
-"""vLLM's MooncakeStoreConnector for its CPU platform.
+"""vLLM's MooncakeStoreConnector for the CPU platform.
 
-Found by vLLM through ``kv_connector_module_path``; imported in the peer's environment only.  Three
-things are other than shipped, everything else is vLLM's and Mooncake's:
+vLLM loads it through ``kv_connector_module_path``; it is imported only in the peer's environment.
+Three things differ from vLLM's connector:
 
-* Before it stores, vLLM waits for an event of CUDA, which a torch without CUDA cannot make.  On a
-  CPU the forward pass is over when a connector is asked to store, so there is nothing to wait for.
+* Before storing, vLLM waits for a CUDA event, which torch without CUDA cannot create.  On a CPU the
+  forward pass is complete when a connector is asked to store, so no wait is needed.
 * vLLM reads Mooncake's settings from a file whose path is in the environment.  Here they are
-  ``store`` of ``kv_connector_extra_config``, and this writes the file.
-* It reports no statistics: MultiConnector looks for the class that adds them up by its name among
-  vLLM's own connectors, does not find this one, and the API server ends.
+  ``store`` of ``kv_connector_extra_config``, and this connector writes the file.
+* It reports no statistics: MultiConnector looks up the class that aggregates them by name among
+  vLLM's connectors, does not find this one, and the API server would end.
 """
 
 import json
@@ -35,7 +35,7 @@ class CPUMooncakeStoreConnector(MooncakeStoreConnector):
             os.unlink(file.name)
 
     def wait_for_save(self) -> None:
-        """Hand what this step has computed to the thread that stores it."""
+        """Pass the KV of this step to the storing thread."""
         worker = self.connector_worker
         if worker.kv_send_thread is None:
             return

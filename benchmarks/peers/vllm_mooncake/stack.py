@@ -1,4 +1,4 @@
-"""vLLM PD over NIXL, Mooncake Store over the DRAM and storage of every node."""
+"""vLLM PD over NIXL, with Mooncake Store over the DRAM and storage of every node."""
 
 from pathlib import Path
 
@@ -18,14 +18,14 @@ METRICS_PORT = 9003
 OWNER_PORT = 50052
 HEALTH_PORT = 9300
 _MIB = 1 << 20
-#: An owner's buffer for reads from storage: several whole prompts.
+#: Buffer of an owner for reads from storage, large enough for several prompts.
 _STAGING_BYTES = 256 * _MIB
 
 
 class MooncakeStack:
-    """A pool that decode nodes are part of: what lies in their storage is read through their NICs.
+    """A pool that includes decode nodes: blocks in their storage are read through their NICs.
 
-    Where a block lies was decided when it was stored, at random; not whose queue is shorter.
+    A block's node is chosen at random when it is stored, not by queue length when it is read.
     """
 
     name = "vllm-nixl-mooncake"
@@ -36,7 +36,9 @@ class MooncakeStack:
             master(settings),
             *(owner(settings, node) for node in (*settings.prefill, *settings.decode)),
             *(
-                engine(settings, node, _transfer(settings, index), environment=_host(node))
+                engine(
+                    settings, node, _transfer(settings, index), environment=_host_environment(node)
+                )
                 for index, node in enumerate(settings.storing)
             ),
             *(engine(settings, node, nixl_connector()) for node in settings.forwarding),
@@ -45,9 +47,9 @@ class MooncakeStack:
 
 
 def master(settings: PeerSettings) -> NodeCommand:
-    """Return the process that knows where everything lies; it has an owner write what is put.
+    """Return the master, which knows the node of each block and makes its owner write it.
 
-    What is put while there is no room is refused and so not stored: it makes room early.
+    Without room, a block is refused and not stored, so the master evicts early.
     """
     address = settings.head.address
     return NodeCommand(
@@ -69,9 +71,9 @@ def master(settings: PeerSettings) -> NodeCommand:
 def owner(settings: PeerSettings, node: Node) -> NodeCommand:
     """Return the process that owns a node's part of the pool, in DRAM and in storage.
 
-    It reads past the page cache (``USE_URING``), as the links ask.  As shipped, a file of storage
-    is written once 500 blocks or 256 MiB are there for it, and what is left waits in DRAM; here
-    each block is a file, as with the other stacks.
+    It bypasses the page cache (``USE_URING``), as the shaped links require.  By default a storage
+    file is written once it has 500 blocks or 256 MiB, and the rest waits in DRAM; here each block
+    is a file, as with the other stacks.
     """
     folder = Path(settings.storage) / f"mooncake-{node.name}"
     return NodeCommand(
@@ -104,13 +106,13 @@ def owner(settings: PeerSettings, node: Node) -> NodeCommand:
 
 
 def _transfer(settings: PeerSettings, index: int) -> dict[str, object]:
-    """Return the KV transfer config of an engine that stores; ``index`` is its number."""
+    """Return the KV transfer config of storing engine number ``index``."""
     store: dict[str, object] = {
         "kv_connector": "CPUMooncakeStoreConnector",
         "kv_connector_module_path": "vllm_mooncake.peer_mooncake_store",
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            # Its look-ups go over a socket of this machine's file system, which nodes share.
+            # Look-ups use a socket in the file system of this machine, which all nodes share.
             "lookup_rpc_port": index,
             "save_decode_cache": True,
             "store": {
@@ -127,7 +129,7 @@ def _transfer(settings: PeerSettings, index: int) -> dict[str, object]:
     return store if settings.aggregated else both(nixl_connector(), store)
 
 
-def _host(node: Node) -> dict[str, str]:
+def _host_environment(node: Node) -> dict[str, str]:
     return {
         "MOONCAKE_REQUESTER_LOCAL_HOSTNAME": node.address,
         "VLLM_MOONCAKE_LOAD_RECV_THREADS": "4",

@@ -1,9 +1,9 @@
-"""vLLM's tiered offloading for its CPU platform, which refuses it as shipped.
+"""vLLM's tiered offloading for the CPU platform, which does not support it.
 
-Found by vLLM through ``spec_module_path``; imported in the peer's environment only.  Everything but
-the copy between an engine's KV memory and the tier in DRAM is vLLM's own: look-ups, eviction, the
-file system tier with its threads and O_DIRECT.  The copy is a ``memcpy`` on the calling thread,
-done when it is submitted.
+vLLM loads it through ``spec_module_path``; it is imported only in the peer's environment.
+Everything but the copy between an engine's KV memory and the DRAM tier is vLLM's: look-ups,
+eviction, the file system tier with its threads and O_DIRECT.  The copy is a ``memcpy`` on the
+calling thread, complete on return of the submission.
 """
 
 import ctypes
@@ -24,10 +24,10 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
 class CPUTieringOffloadingSpec(TieringOffloadingSpec):
-    """The tiered offloading with a worker that needs no GPU."""
+    """Tiered offloading with a worker that needs no GPU."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """Return the worker, made on the first call."""
+        """Return the worker, created on the first call."""
         if self._worker is None:
             region = SharedOffloadRegion(
                 engine_id=self._engine_id,
@@ -71,33 +71,33 @@ class CopyWorker(OffloadingWorker):
         return self._copy(job_id, dst_spec, src_spec, store=False)
 
     def get_finished(self) -> list[TransferResult]:
-        """Return what was copied since the last call."""
+        """Return the copies since the last call."""
         finished, self._finished = self._finished, []
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Return at once: copies are over when they are submitted."""
+        """Return at once: submitted copies are complete."""
 
     def shutdown(self) -> None:
-        """Let the tier's memory go."""
+        """Release the tier's memory."""
         self._tier.clear()
         self._region.cleanup()
 
     def _copy(
         self, job_id: int, memory: GPULoadStoreSpec, tier: LoadStoreSpec, *, store: bool
     ) -> bool:
-        begun_s = time.perf_counter()
+        start_s = time.perf_counter()
         copied_bytes = 0
-        places = list(self._places(memory, tier))
+        positions = list(self._positions(memory, tier))
         for blocks, chunks in zip(self._memory, self._tier, strict=True):
             page_bytes = blocks.shape[1]
-            for block, chunk, offset in places:
+            for block, chunk, offset in positions:
                 in_memory = blocks.data_ptr() + block * blocks.stride(0)
                 in_tier = chunks.data_ptr() + chunk * chunks.stride(0) + offset * page_bytes
-                to, source = (in_tier, in_memory) if store else (in_memory, in_tier)
-                ctypes.memmove(to, source, page_bytes)
+                destination, source = (in_tier, in_memory) if store else (in_memory, in_tier)
+                ctypes.memmove(destination, source, page_bytes)
                 copied_bytes += page_bytes
-        seconds = time.perf_counter() - begun_s
+        seconds = time.perf_counter() - start_s
         self._finished.append(
             TransferResult(
                 job_id=job_id, success=True, transfer_size=copied_bytes, transfer_time=seconds
@@ -105,10 +105,10 @@ class CopyWorker(OffloadingWorker):
         )
         return True
 
-    def _places(
+    def _positions(
         self, memory: GPULoadStoreSpec, tier: LoadStoreSpec
     ) -> Iterator[tuple[int, int, int]]:
-        """Yield (block, chunk, block's place in the chunk); the first chunk may begin inside."""
+        """Yield (block, chunk, block's index in the chunk); the first chunk may be partial."""
         first = memory.block_indices[0] % self._blocks_per_chunk
         chunks: np.ndarray = tier.block_ids
         for index, block in enumerate(memory.block_ids.tolist(), start=first):

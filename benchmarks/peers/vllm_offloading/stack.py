@@ -1,4 +1,4 @@
-"""vLLM PD over NIXL, vLLM's own offloading to a file system tier on every prefill node."""
+"""vLLM PD over NIXL, with vLLM's offloading to a file system tier on every prefill node."""
 
 from benchmarks.peers.peer_stack import (
     PeerSettings,
@@ -12,7 +12,7 @@ from dualpath.laboratory.lab.node_processes import NodeCommand
 
 
 class OffloadingStack:
-    """Storage behind the PE alone, through a tier in DRAM, without a further process."""
+    """Only the PE reads storage, through a tier in DRAM, without further processes."""
 
     name = "vllm-nixl-offloading"
 

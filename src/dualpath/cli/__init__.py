@@ -1,1 +1,1 @@
-"""The `dualpath` command: one module per subcommand, loaded only when it is chosen."""
+"""The `dualpath` command: one module per subcommand, imported only when it is used."""

@@ -1,4 +1,4 @@
-"""`dualpath bounds`: Eq. 1-9 of §4.2 for a cluster of one's own, and what binds."""
+"""`dualpath bounds`: Eq. 1-9 of §4.2 for a given cluster, and its bottleneck."""
 
 import argparse
 import math
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dualpath.plan.bounds import RatioBound
     from dualpath.plan.movements import Link
 
-#: A load that equals its limit but for rounding fits.
+#: Relative tolerance of comparisons with a limit, for rounding.
 _TOLERANCE = 1e-9
 #: The mean prompt of the 64K dataset (§3, Table 2).
 _PROMPT_TOKENS = 33_150
@@ -29,15 +29,17 @@ _HIT_RATE = 0.987
 
 _REMARKS = """\
 Eq. 1 holds for 2s ≤ g (for (1 + r)s ≤ g); the paper's "s ≤ g" is not enough.
-DRAM is half duplex, its reads and writes add up; a NIC carries both directions at full rate.
-Eq. 1-9 leave out the KV of miss tokens and the writes to storage; --model counts them, but for
-the writes of generated tokens. Without --model every GPU of an engine has KV heads of its own."""
+DRAM is half duplex: its reads and writes add up; a NIC carries both directions at full rate.
+Eq. 1-9 omit the KV of miss tokens and the writes to storage; --model counts them, except the
+writes of generated tokens. Without --model every GPU of an engine has its own KV heads."""
 
 
 class BoundsSettings(Settings, frozen=True, kw_only=True):
-    """The machine, and the prompts whose transfer plans are summed."""
+    """The cluster, and the prompts whose transfer plans are summed."""
 
-    cluster: Annotated[str, Setting("of the catalog, or a TOML file", metavar="C.toml|NAME")] = ""
+    cluster: Annotated[
+        str, Setting("cluster from the catalog or a TOML file", metavar="C.toml|NAME")
+    ] = ""
     model: Annotated[
         str,
         Setting(
@@ -47,10 +49,10 @@ class BoundsSettings(Settings, frozen=True, kw_only=True):
     ] = ""
     kv_cache_dtype: KvDtype = "auto"
     hit_rate: Annotated[float, Setting("stored share of a prompt", ge=0, le=1)] = _HIT_RATE
-    prompt_tokens: Annotated[int, Setting("of a prompt", ge=2, le=1 << 24)] = _PROMPT_TOKENS
+    prompt_tokens: Annotated[int, Setting("tokens of a prompt", ge=2, le=1 << 24)] = _PROMPT_TOKENS
 
 
-#: What of a cluster file Eq. 1-9 look at.
+#: Settings of a cluster file that Eq. 1-9 use.
 _MACHINE = (
     "gpus_per_node",
     "prefill_tp",
@@ -65,10 +67,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath bounds`."""
     parser = subparsers.add_parser(
         "bounds",
-        help="print Eq. 1-9 for a cluster, the bottleneck-free P/D range and what binds",
+        help="print Eq. 1-9 for a cluster, the bottleneck-free P/D range and the bottleneck",
         description="Checks whether all storage NICs of a cluster can be saturated without a "
         "bottleneck in its compute NICs or DRAM (paper §4.2), equation by equation. Options "
-        "override what --cluster says; without both, the paper's machine is meant.",
+        "override --cluster; the default is the paper's cluster.",
     )
     add_json_argument(parser)
     add_settings(parser, BoundsSettings)
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the bounds; return 0.
 
     Raises:
-        ConfigError: a cluster, model or number that cannot be.
+        ConfigError: an invalid cluster, model or number.
     """
     from dualpath.model.catalog.load import load_model
     from dualpath.report.text import print_blocks
@@ -121,7 +123,7 @@ def _shape(
     from dualpath.model.evaluation.needs import replicas_of
     from dualpath.model.evaluation.planner import link_shape
 
-    # The defaults are §4.2's nominal rates, the paper's cluster files hold fitted ones.
+    # The defaults are §4.2's nominal rates; the paper's cluster files have fitted ones.
     nominal = ClusterSettings(prefill_nodes=2, decode_nodes=4)
     values = msgspec.structs.asdict(load_cluster(settings.cluster) if settings.cluster else nominal)
     if "nodes" in args:
@@ -146,7 +148,7 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         for bound in link_bounds(shape)
     )
     ratio = _ratio(shape)
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     ranges = [
         (
             bound.equation,
@@ -157,8 +159,8 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
         )
         for bound in ratio_bounds(shape)
     ]
-    whole = f"{least:.3g} to {most:.3g}" if least <= most else "none"
-    inside = all(_holds(bound, ratio) for bound in ratio_bounds(shape)) and least <= most
+    whole = f"{low:.3g} to {high:.3g}" if low <= high else "none"
+    inside = all(_holds(bound, ratio) for bound in ratio_bounds(shape)) and low <= high
     verdict = "holds" if inside else "EXCEEDED"
     ranges.append(("Eq. 9", "all of them, and Eq. 1", "", whole, verdict))
     columns = ("", "at P/D", "link", "left (GB/s)", "right (GB/s)", "margin")
@@ -167,7 +169,7 @@ def _equations(shape: "ClusterShape") -> tuple[Table, Table]:
 
 
 def _verdict(shape: "ClusterShape") -> list[str]:
-    """Return what binds here, and what would bind first as P/D moves."""
+    """Return the bottleneck of this shape, and the first ones as P/D changes."""
     from dualpath.plan.bounds import link_bounds, prefill_to_decode_range
 
     bounds = link_bounds(shape)
@@ -176,17 +178,17 @@ def _verdict(shape: "ClusterShape") -> list[str]:
     name = f"{link_name(tightest.link)} ({tightest.equation})"
     if exceeded:
         lines = [
-            f"Binds: {name}. It lets the storage NICs be used to "
+            f"Bottleneck: {name}. It limits the storage NICs to "
             f"{100 / (1 - tightest.margin):.0f} % of their bandwidth."
         ]
     else:
         lines = [
-            f"Nothing binds: all storage NICs can be saturated. Nearest to its limit is {name}, "
+            f"No bottleneck: all storage NICs can be saturated. Closest to its limit is {name}, "
             f"loaded to {100 * (1 - tightest.margin):.0f} %."
         ]
-    lines += [_hopeless(bound.link, shape) for bound in exceeded if bound.link in _FIXED]
-    least, most = prefill_to_decode_range(shape)
-    if least <= most:
+    lines += [_infeasible(bound.link, shape) for bound in exceeded if bound.link in _FIXED]
+    low, high = prefill_to_decode_range(shape)
+    if low <= high:
         lines += _as_ratio_moves(shape)
     elif not any(bound.link in _FIXED for bound in exceeded):
         lines.append("No P/D satisfies Eq. 9: lower the SNIC rate or add compute NIC bandwidth.")
@@ -197,35 +199,35 @@ def _verdict(shape: "ClusterShape") -> list[str]:
 _FIXED = ("pe-cnic-read", "pe-dram")
 
 
-def _hopeless(link: "Link", shape: "ClusterShape") -> str:
+def _infeasible(link: "Link", shape: "ClusterShape") -> str:
     once = 1 + shape.prefill_replicas
     if link.value == "pe-cnic-read":
         rate = shape.gpus_per_node / once * shape.cnic_bytes_per_s
-        what = f"an SNIC of at most g/{once:g} · B = {gigabytes(rate)} GB/s"
+        limit = f"an SNIC of at most g/{once:g} · B = {gigabytes(rate)} GB/s"
     else:
         rate = shape.dram_bytes_per_s / once
-        what = f"an SNIC of at most M/{once:g} = {gigabytes(rate)} GB/s"
-    return f"The load of {link_name(link)} does not depend on P/D; it needs {what}."
+        limit = f"an SNIC of at most M/{once:g} = {gigabytes(rate)} GB/s"
+    return f"The load of {link_name(link)} does not depend on P/D; it requires {limit}."
 
 
 def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
     from dualpath.plan.bounds import prefill_to_decode_range, ratio_bounds
 
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     bounds = ratio_bounds(shape)
     below = next(bound for bound in bounds if bound.least)
-    above = [b for b in bounds if not b.least and math.isclose(b.ratio, most, rel_tol=_TOLERANCE)]
+    above = [b for b in bounds if not b.least and math.isclose(b.ratio, high, rel_tol=_TOLERANCE)]
     names = " and ".join(f"{link_name(bound.link)} ({bound.equation})" for bound in above)
-    verb = "binds" if len(above) == 1 else "bind"
+    verb = "becomes" if len(above) == 1 else "become"
     lines = [
-        f"As P/D grows {names} {verb} first, at {most:.3g}; as it falls {link_name(below.link)} "
-        f"({below.equation}) does, at {least:.3g}."
+        f"As P/D grows, {names} {verb} the bottleneck at {high:.3g}; as it falls, "
+        f"{link_name(below.link)} ({below.equation}) does at {low:.3g}."
     ]
     nodes = shape.prefill_nodes + shape.decode_nodes
     fits = [
         p
         for p in range(1, nodes)
-        if least * (1 - _TOLERANCE) <= p / (nodes - p) <= most * (1 + _TOLERANCE)
+        if low * (1 - _TOLERANCE) <= p / (nodes - p) <= high * (1 + _TOLERANCE)
     ]
     if fits:
         span = f"{fits[0]}P{nodes - fits[0]}D"
@@ -233,7 +235,7 @@ def _as_ratio_moves(shape: "ClusterShape") -> list[str]:
             span += f" to {fits[-1]}P{nodes - fits[-1]}D"
         lines.append(f"Bottleneck-free splits of {nodes} nodes: {span}.")
     else:
-        lines.append(f"No split of {nodes} nodes lies in the range.")
+        lines.append(f"No split of {nodes} nodes is in the range.")
     return lines
 
 
@@ -246,11 +248,11 @@ def _plan_loads(
     hits = round(settings.hit_rate * settings.prompt_tokens)
     if not 1 <= hits < settings.prompt_tokens:
         raise ConfigError(
-            f"--hit-rate {settings.hit_rate:g} makes {hits} of {settings.prompt_tokens} prompt "
-            f"tokens stored, must be 1 to {settings.prompt_tokens - 1}; change it or "
+            f"--hit-rate {settings.hit_rate:g} means {hits} of {settings.prompt_tokens} prompt "
+            f"tokens are stored, must be 1 to {settings.prompt_tokens - 1}; change it or "
             "--prompt-tokens"
         )
-    # Blocks of one token, so that no rounding to blocks enters.
+    # Blocks of one token, so that nothing is rounded to blocks.
     geometry = model.block_geometry(1)
     return plan_bytes_per_s(shape, geometry, hits, settings.prompt_tokens - hits)
 
@@ -273,14 +275,14 @@ def _document(shape: "ClusterShape", loads: "dict[Link, float]") -> dict[str, An
 
     from dualpath.plan.bounds import link_bounds, prefill_to_decode_range, ratio_bounds
 
-    least, most = prefill_to_decode_range(shape)
+    low, high = prefill_to_decode_range(shape)
     return {
         "shape": shape,
         "link_bounds": [
             {**msgspec.to_builtins(bound), "margin": bound.margin} for bound in link_bounds(shape)
         ],
         "ratio_bounds": ratio_bounds(shape),
-        "bottleneck_free_range": [least, most] if least <= most else None,
+        "bottleneck_free_range": [low, high] if low <= high else None,
         "verdict": _verdict(shape),
         "plan_bytes_per_s": {link.value: load for link, load in loads.items()},
     }

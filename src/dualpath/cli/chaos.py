@@ -1,4 +1,4 @@
-"""`dualpath chaos`: does anything get lost, hang or go wrong when things fail?
+"""`dualpath chaos`: fault injection.
 
 An action is a module `dualpath.cli.chaos_<name>` with `add_action(actions)`, which adds its parser
 and sets `act` to the function that does the work and returns the exit code.
@@ -9,7 +9,8 @@ from types import ModuleType
 
 from dualpath.cli import chaos_fuzz, chaos_run, chaos_simulate
 
-_DESCRIPTION = """Faults on purpose: does anything get lost, does anything hang, is any KV wrong?"""
+_DESCRIPTION = """Fault injection: checks that no request is lost or hangs and that all KV is
+correct."""
 
 ACTIONS: tuple[ModuleType, ...] = (chaos_fuzz, chaos_run, chaos_simulate)
 
@@ -18,7 +19,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parsers of `dualpath chaos`."""
     parser = subparsers.add_parser(
         "chaos",
-        help="faults on purpose: is anything lost, late or wrong?",
+        help="inject faults and check that nothing is lost, late or wrong",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -28,6 +29,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; return the action's exit code."""
+    """Run the action; return its exit code."""
     exit_code: int = args.act(args)
     return exit_code

@@ -1,19 +1,19 @@
-"""`dualpath chaos fuzz`: bad input in large numbers."""
+"""`dualpath chaos fuzz`: fuzzing of the system's parsers."""
 
 import argparse
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import add_json_argument, require_json_writable, say, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, require_json_writable, wrote_json
 from dualpath.cli.settings import SECTIONS
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpath.laboratory.chaos.fuzz.campaign import FuzzResult, Subject
 
-_DESCRIPTION = """Give what reads input, input that is almost right: a field replaced or left out,
-bytes turned over, cut off, doubled, or noise. Each is taken or refused with a clear error; another
-exception, an error in the log, a traceback, memory that grows or a subject that no longer works is
-a finding. Equal seeds give equal inputs. Exit code 1 if anything was found."""
+_DESCRIPTION = """Send almost valid input to parsers: fields replaced or omitted, bytes flipped,
+truncated, duplicated, or noise. Each input must be accepted or refused with a clear error; another
+exception, an error in the log, a traceback, growing memory or a subject that stops working is a
+finding. Equal seeds give equal inputs. Exit code 1 if there are findings."""
 _EPILOG = """\
 dualpath chaos fuzz control --count 1000000
 dualpath chaos fuzz http --count 100000 --endpoint http://127.0.0.1:8000 --pid 4711
@@ -26,7 +26,7 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
     """Add the parser of `dualpath chaos fuzz`."""
     parser = actions.add_parser(
         "fuzz",
-        help="give the cluster's readers bad input",
+        help="fuzz the cluster's parsers",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -36,37 +36,35 @@ def add_action(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         "subject",
         choices=_SUBJECTS,
         metavar="SUBJECT",
-        help="http, an endpoint's requests; control, frames at the control address; traces, "
-        "settings, blocks and sealed-blocks, files",
+        help="http: requests to an endpoint; control: frames to a control address; traces, "
+        "settings, blocks and sealed-blocks: files",
     )
-    parser.add_argument("--count", type=int, default=10_000, metavar="N", help="inputs")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="decides the inputs")
-    parser.add_argument("--endpoint", default="", metavar="URL", help="of http: where it is")
-    parser.add_argument(
-        "--model", default="", metavar="NAME", help="of http: as vLLM's front end wants it"
-    )
+    parser.add_argument("--count", type=int, default=10_000, metavar="N", help="number of inputs")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the inputs")
+    parser.add_argument("--endpoint", default="", metavar="URL", help="http: URL of the endpoint")
+    parser.add_argument("--model", default="", metavar="NAME", help="http: the served model's name")
     parser.add_argument(
         "--path",
         action="append",
         default=[],
         metavar="PATH",
-        help="of http: only this path; may be given several times",
+        help="http: only this path; may be given several times",
     )
     parser.add_argument(
-        "--pid", type=int, metavar="PID", help="of http: the process whose memory may not grow"
+        "--pid", type=int, metavar="PID", help="http: the process whose memory must not grow"
     )
     parser.add_argument(
-        "--at-once", type=int, default=8, metavar="N", help="of http: requests at the same time"
+        "--at-once", type=int, default=8, metavar="N", help="http: concurrent requests"
     )
     add_json_argument(parser)
     parser.set_defaults(act=fuzz)
 
 
 def fuzz(args: argparse.Namespace) -> int:
-    """Give all inputs and print what was found.
+    """Run all inputs and print the findings.
 
     Raises:
-        ConfigError: http without an endpoint, or a path that it has no body for.
+        ConfigError: http without an endpoint, or an unknown path.
     """
     import asyncio
 
@@ -74,7 +72,12 @@ def fuzz(args: argparse.Namespace) -> int:
 
     at_once = args.at_once if args.subject == "http" else 1
     campaign = Campaign(
-        args.subject, _subject(args), args.seed, args.count, at_once=at_once, say=say
+        args.subject,
+        _subject(args),
+        args.seed,
+        args.count,
+        at_once=at_once,
+        progress=print_progress,
     )
     require_json_writable(args)
     result = asyncio.run(campaign.run())
@@ -111,7 +114,7 @@ def _http(args: argparse.Namespace) -> "Subject":
     if not args.endpoint:
         raise ConfigError(
             "http needs a running endpoint; start `dualpath serve` or `dualpath emulate` and give "
-            "its address as --endpoint http://HOST:PORT"
+            "--endpoint http://HOST:PORT"
         )
     if unknown := set(args.path) - set(BODIES):
         raise ConfigError(
@@ -122,12 +125,12 @@ def _http(args: argparse.Namespace) -> "Subject":
 
 def _print(result: "FuzzResult") -> None:
     came = ", ".join(f"{number} {name}" for name, number in result.outcomes.items())
-    say(f"{result.subject}, seed {result.seed}: {result.count} inputs: {came}")
+    print_progress(f"{result.subject}, seed {result.seed}: {result.count} inputs: {came}")
     mebibyte = 1 << 20
-    say(
+    print_progress(
         f"memory {result.warm_bytes / mebibyte:.0f} MiB after the warm-up, "
         f"{result.end_bytes / mebibyte:.0f} MiB at the end"
     )
     for finding in result.findings:
-        say(f"input {finding.number}: {finding.what}\n    {finding.given}")
-    say(f"{result.findings_total} findings")
+        print_progress(f"input {finding.number}: {finding.what}\n    {finding.given}")
+    print_progress(f"{result.findings_total} findings")

@@ -1,4 +1,4 @@
-"""`dualpath config check`: the settings that would count, and where each comes from."""
+"""`dualpath config check`: the effective settings and the origin of each."""
 
 import argparse
 import importlib
@@ -11,9 +11,9 @@ from dualpath.core.errors import ConfigError
 if TYPE_CHECKING:
     from dualpath.core.configuration import Given, Layers, Schema
 
-#: Commands that read settings; the function ``checked_layers`` of each returns what it would take.
+#: Commands that read settings; ``checked_layers`` of each returns its effective settings.
 _COMMANDS = ("serve", "router", "scheduler", "frontend", "emulate")
-#: Longer values are cut in the table; JSON has them whole.
+#: Longer values are truncated in the table, not in JSON.
 _WIDTH = 60
 
 _EPILOG = """\
@@ -26,9 +26,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parsers of `dualpath config`."""
     parser = subparsers.add_parser(
         "config",
-        help="check settings from flags, environment and file, and say where each is from",
+        help="check settings from flags, environment and file, and print the origin of each",
         description="Settings come from flags, DUALPATH_... variables, --config FILE.toml and "
-        "defaults; the first of these that has a value wins.",
+        "defaults, in this order of precedence.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -37,8 +37,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     check = actions.add_parser(
         "check",
         help="print the effective settings with their origin",
-        description="Print the effective settings with their origin: of a whole command if one is "
-        "given, else of every section. Keys and secrets are never printed. Nothing is started.",
+        description="Print the effective settings with their origin: of a command if one is given, "
+        "else of every section. Keys and secrets are never printed. Nothing is started.",
         allow_abbrev=False,
     )
     check.add_argument("--config", metavar="FILE.toml", help="settings of all parts")
@@ -47,16 +47,16 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
-        help=f"{', '.join(_COMMANDS)} with its arguments, as it would be typed; default: none",
+        help=f"{', '.join(_COMMANDS)} with its arguments, as on a command line; default: none",
     )
-    command.required = False  # argparse takes any positional for required
+    command.required = False  # argparse treats every positional as required
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the settings; return 0.
 
     Raises:
-        ConfigError: an unknown section, key or variable, a wrong value, or something missing.
+        ConfigError: an unknown section, key or variable, an invalid or a missing value.
     """
     from dualpath.cli.settings import SECTIONS as known
     from dualpath.cli.settings import outer_layers
@@ -77,10 +77,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
-    """Return what a command would take, after its own checks."""
+    """Return the effective settings of a command, after its own checks."""
     name, *arguments = command
     if name not in _COMMANDS:
-        raise ConfigError(f"{name!r} takes no settings; give one of {', '.join(_COMMANDS)}")
+        raise ConfigError(f"{name!r} has no settings; give one of {', '.join(_COMMANDS)}")
     module = importlib.import_module(f"dualpath.cli.{name}")
     subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
     module.add_parser(subparsers)
@@ -94,7 +94,7 @@ def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
 
 
 def _check_complete(known: "Schema", layers: "Layers") -> None:
-    """Let every section that has all it needs be checked by its own class."""
+    """Validate every section that has all required values."""
     from dualpath.core.configuration import build
     from dualpath.core.settings import declared
 

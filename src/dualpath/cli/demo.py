@@ -1,10 +1,10 @@
-"""`dualpath demo`: real agent sessions on a real small model, Basic against DualPath and Oracle."""
+"""`dualpath demo`: real agent sessions on a small model; compares Basic, DualPath and Oracle."""
 
 import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import say_if_undrawn
+from dualpath.cli.output import warn_if_no_plots
 from dualpath.cli.packages import require_packages
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
@@ -30,15 +30,15 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Run all modes and compare them; returns 1 if any turn failed.
 
-    Raises ``ConfigError`` or ``EngineLostError``; nothing is left running or stored then.
+    Raises ``ConfigError`` or ``EngineLostError``, after all processes and files are removed.
     """
     demo = flag_settings(args, DemoSettings)
     require_packages("vllm", "nixl_cu12")
-    say_if_undrawn("report.html")
+    warn_if_no_plots("report.html")
     out = _writable(Path(args.out))
-    from dualpath.ops.launch.fork_server import import_ahead
+    from dualpath.ops.launch.fork_server import preload_modules
 
-    import_ahead()  # takes seconds, as what follows does
+    preload_modules()  # takes seconds, in parallel with the preparation below
     from dualpath.laboratory.demo.run import DemoRun
     from dualpath.laboratory.demo.sessions import demo_agents
     from dualpath.laboratory.models.smollm2 import prepare_smollm2
@@ -69,7 +69,7 @@ def _report(results: "list[ReplayResult]", out: Path, chosen: "ChosenRate | None
     print_report(report)
     page = out / "report.html"
     write_page(report, page)
-    _say(f"the same with plots: {page}; engine traces and logs beside it")
+    _say(f"report with plots: {page}; engine traces and logs are in the same folder")
 
 
 def _writable(path: Path) -> Path:
@@ -77,8 +77,8 @@ def _writable(path: Path) -> Path:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"output folder {str(path)!r} cannot be made ({error.strerror}); choose another with "
-            "--out"
+            f"output folder {str(path)!r} cannot be created ({error.strerror}); choose another "
+            "with --out"
         ) from error
     return path
 

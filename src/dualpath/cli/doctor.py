@@ -1,4 +1,4 @@
-"""`dualpath doctor`: checks the node it runs on, and says what to fix."""
+"""`dualpath doctor`: checks the node it runs on and prints remedies."""
 
 import argparse
 import textwrap
@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.ops.doctor.examination import Wanted
+from dualpath.ops.doctor.examination import CheckSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 EXIT_ERRORS = 1
 _WIDTH = 100
-#: What the last line of the table counts.
+#: Statuses counted in the last line.
 _COUNTED = ("error", "warning")
 _EPILOG = """\
 dualpath doctor
@@ -27,36 +27,36 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath doctor`."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check a node for everything that engines need, and say what to fix",
+        help="check a node for everything that engines need, and print remedies",
         description="Checks the node it runs on: software, compute network, memory and limits; "
-        "storage, ports and the router's address if they are given. Writes nothing but a temporary "
+        "storage, ports and the router's address if they are given. Writes only a temporary "
         "file on the storage. Exit code 1 if an engine could not serve.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     add_json_argument(parser)
-    add_settings(parser, Wanted)
+    add_settings(parser, CheckSettings)
 
 
 def run(args: argparse.Namespace) -> int:
     """Check and print; returns 1 if a check failed.
 
     Raises:
-        ConfigError: a size that is no size.
+        ConfigError: an invalid size.
     """
     from dualpath.ops.doctor.examination import examine
     from dualpath.ops.doctor.finding import has_errors
     from dualpath.ops.doctor.node import Node
 
-    findings = list(examine(flag_settings(args, Wanted), Node()))
+    findings = list(examine(flag_settings(args, CheckSettings), Node()))
     if not wrote_json(args, findings):
         print("\n".join(table(findings)))
     return EXIT_ERRORS if has_errors(findings) else 0
 
 
 def table(findings: "Sequence[Finding]") -> list[str]:
-    """Return the lines of the table: status, check, what was found; below it what to do."""
+    """Return the lines of the table: status, check, finding; below it the remedy."""
     width = max(len(finding.check) for finding in findings)
     lines = []
     for finding in findings:

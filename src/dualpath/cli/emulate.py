@@ -1,10 +1,10 @@
-"""``dualpath emulate``: a process of a cluster whose engines take time but compute nothing."""
+"""``dualpath emulate``: an emulated engine (real data plane, modelled compute) or its router."""
 
 import argparse
 import os
 from typing import TYPE_CHECKING
 
-from dualpath.cli.scaled_router import FrontEndWords, run_scaled_router
+from dualpath.cli.scaled_router import FrontEndCommand, run_scaled_router
 from dualpath.cli.settings import (
     EMULATED,
     ENGINE,
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
     from dualpath.router.settings import RouterSettings
 
-#: Of NIXL's progress thread: it wakes on events too, and a hundred engines may share a machine.
+#: Pause of NIXL's progress thread: it also wakes on events, and many engines share a machine.
 PROGRESS_DELAY_US = 5000
 
 _ENGINE_PARTS = (
@@ -51,11 +51,11 @@ _ROUTER_PARTS = (
 )
 _FRONT_END_PARTS = (Part(EMULATED, "HTTP server"), LINK, FRONT_END_OF_ROUTER)
 
-_DESCRIPTION = """Start one emulated engine, a router for such engines, or one more front end of it.
-Everything is real but the kernels: scheduler, storage, buffers, transfers and checksums are those
-of a vLLM engine; a forward pass takes the time that the simulator's cost model says, and KV bytes
-are a function of token prefix and layer, compared wherever they arrive. Neither vLLM nor a model is
-needed."""
+_DESCRIPTION = """Start one emulated engine, a router for emulated engines, or a front end of it.
+Everything except the kernels is real: scheduler, storage, buffers, transfers and checksums are
+those of a vLLM engine. A forward pass takes the time of the simulator's cost model, and KV bytes
+are a function of token prefix and layer, verified at every destination. Needs neither vLLM nor a
+model."""
 _EPILOG = """\
 dualpath emulate router  --port 8000 --control-port 5700
 dualpath emulate prefill --model qwen2.5-32b --storage kv --router tcp://127.0.0.1:5700
@@ -68,7 +68,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath emulate`."""
     parser = subparsers.add_parser(
         "emulate",
-        help="start an emulated engine, or a light router for such engines",
+        help="start an emulated engine, or a router for emulated engines",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -79,27 +79,27 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the process until a signal ends it; returns 0.
+    """Run the process until a signal stops it; returns 0.
 
     Raises:
-        ConfigError: a setting is wrong or an address taken; nothing is left running.
+        ConfigError: an invalid setting, or an address in use; no process is left running.
     """
     from dualpath.cli.event_loop import run_served
 
     if args.role == ROUTER:
         settings = router_settings(args)
         if settings.front_ends:
-            return run_scaled_router(settings, *http_address(args), _front_end_words(args))
+            return run_scaled_router(settings, *http_address(args), _front_end_command(args))
 
-        from dualpath.laboratory.emulated.front_door_process import run_front_door
+        from dualpath.laboratory.emulated.front_door_process import run_emulated_router
 
-        run_served(run_front_door(settings, *http_address(args)))
+        run_served(run_emulated_router(settings, *http_address(args)))
     elif args.role == FRONTEND:
         settings, link = router_settings(args), link_settings(args)
 
-        from dualpath.laboratory.emulated.front_door_process import run_linked_front_door
+        from dualpath.laboratory.emulated.front_door_process import run_emulated_front_end
 
-        run_served(run_linked_front_door(settings, link, *http_address(args)))
+        run_served(run_emulated_front_end(settings, link, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
 
@@ -109,18 +109,18 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _front_end_words(args: argparse.Namespace) -> FrontEndWords:
+def _front_end_command(args: argparse.Namespace) -> FrontEndCommand:
     host, _ = http_address(args)
 
-    def words(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
+    def command(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
         address = ["--host", host, "--port", str(port)]
         return ["emulate", FRONTEND, *address, *arguments(own), *arguments(link)]
 
-    return words
+    return command
 
 
 def layers(args: argparse.Namespace) -> Configuration:
-    """Return what flags, environment and file say; raises ``ConfigError``."""
+    """Return the settings of flags, environment and file; raises ``ConfigError``."""
     if args.role == ROUTER:
         return configuration(args, _ROUTER_PARTS)
     if args.role == FRONTEND:
@@ -137,7 +137,7 @@ def layers(args: argparse.Namespace) -> Configuration:
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
-    """Return the same after the settings were made of them."""
+    """Return ``layers`` after validating the settings."""
     if args.role == ROUTER:
         router_settings(args)
     elif args.role == FRONTEND:
@@ -181,7 +181,7 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
     options = found.settings(EMULATED, EmulatedOptions)
     if not options.model:
         raise ConfigError(
-            f"--model is missing; a {args.role} engine needs it, as a flag, as "
+            f"--model is missing; give it for a {args.role} engine as a flag, as "
             "DUALPATH_EMULATED_MODEL or as model in [emulated] of a --config file"
         )
     costs = single_engine_costs(options.model, options.gpu, options.tensor_parallel_size)
@@ -215,8 +215,8 @@ def _geometry(options: "EmulatedOptions", costs: "ModelCosts") -> "BlockGeometry
     if options.layer_parts:
         if (layers, kv_bytes) != (None, None):
             raise ConfigError(
-                f"{{layer_parts}} is {options.layer_parts!r} and says how many layers there are "
-                "and how large each is; leave out {layers} and {kv_bytes_per_token}"
+                f"{{layer_parts}} is {options.layer_parts!r}, which defines number and size of the "
+                "layers; omit {layers} and {kv_bytes_per_token}"
             )
         return part_geometry(options.layer_parts, options.block_tokens)
     return block_geometry(

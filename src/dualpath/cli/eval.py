@@ -1,4 +1,4 @@
-"""`dualpath eval`: the paper's evaluation, simulated, beside the numbers that the paper quotes."""
+"""`dualpath eval`: simulates the paper's evaluation and compares it with the paper's numbers."""
 
 import argparse
 import sys
@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import say_if_undrawn
+from dualpath.cli.output import warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath.model.evaluation.settings import EvaluationSettings
@@ -33,9 +33,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "eval",
         help="reproduce the paper's evaluation in the simulator",
-        description="Simulate figures of the paper's evaluation and write, for each, Markdown, "
-        "JSON, PNG and HTML with setting, seed, and the paper's own numbers where its text quotes "
-        "them. `beyond` and `dram-tier` measure what is not in the paper.",
+        description="Simulate figures of the paper's evaluation and write Markdown, JSON, PNG and "
+        "HTML for each, with setting, seed, and the numbers that the paper's text quotes. `beyond` "
+        "and `dram-tier` are experiments beyond the paper.",
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -47,21 +47,21 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     )
     parser.add_argument("--out", metavar="DIR", help="write the files here")
     parser.add_argument(
-        "--docs", metavar="FILE.md", help="write one page over all of them, plots beside it"
+        "--docs", metavar="FILE.md", help="write one page with all of them, and plots next to it"
     )
     add_settings(parser, EvaluationSettings, without=("tail_share",))
     add_settings(parser, CoreSettings)
     parser.add_argument(
         "--traces",
         metavar="DIR",
-        help="folder with real traces for `beyond`; what is not there is left out, saying so",
+        help="folder with real traces for `beyond`; missing traces are skipped with a note",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Make the runs, print what is compared, write the files; return 0.
+    """Run the simulations, print the comparison, write the files; return 0.
 
-    Raises ``ConfigError`` for settings that do not fit and files that cannot be written.
+    Raises ``ConfigError`` for invalid settings and files that cannot be written.
     """
     import msgspec
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report import markdown
     from dualpath.report.files import require_plots
 
-    say_if_undrawn(args.out)
+    warn_if_no_plots(args.out)
     if args.docs:
         require_plots("--docs")
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 def _chosen(
     names: Sequence[str], traces: Mapping[str, Path]
 ) -> "list[Callable[[Runs], FigureReport]]":
-    """Return what builds the reports named, in the order of the paper and each once."""
+    """Return the builders of the selected reports, each once, in the order of the paper."""
     from dualpath.model.evaluation import beyond, dram_tier
     from dualpath.model.evaluation.figures import FIGURES
 
@@ -137,7 +137,7 @@ def _runs(
 
 
 class _Progress:
-    """Says on stderr which run begins, and the CPU time so far."""
+    """Prints each run as it starts, and the CPU time so far, to stderr."""
 
     def __init__(self) -> None:
         self._made = 0

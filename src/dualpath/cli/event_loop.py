@@ -1,4 +1,4 @@
-"""The event loop of commands that serve without vLLM: uvloop's where it is installed."""
+"""The event loop of commands that serve without vLLM: uvloop's if it is installed."""
 
 import asyncio
 from collections.abc import Coroutine

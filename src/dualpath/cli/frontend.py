@@ -1,4 +1,4 @@
-"""`dualpath frontend`: an OpenAI endpoint of its own process, before a router's scheduler."""
+"""`dualpath frontend`: an OpenAI endpoint in its own process, connected to a scheduler."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -14,7 +14,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import ended_by_sigterm
+from dualpath.cli.termination import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
@@ -38,7 +38,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath frontend`."""
     parser = subparsers.add_parser(
         "frontend",
-        help="start one more front end of a router; N of them share its engines",
+        help="start a further front end of a router; all front ends share its engines",
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -47,10 +47,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the front end until a signal ends it; returns 0.
+    """Run the front end until a signal stops it; returns 0.
 
     Raises:
-        ConfigError: a setting is wrong or an address taken; nothing is left running.
+        ConfigError: an invalid setting, or an address in use; no process is left running.
     """
     settings = _settings(args)
 
@@ -58,19 +58,19 @@ def run(args: argparse.Namespace) -> int:
 
     from dualpath.vllm.frontend_process import run_front_end
 
-    # A signal before the server handles it ends the start.
-    with ended_by_sigterm():
+    # Until the server handles signals, SIGTERM interrupts the start.
+    with sigterm_as_interrupt():
         uvloop.run(run_front_end(*settings))
     return 0
 
 
 def layers(args: argparse.Namespace) -> Configuration:
-    """Return what flags, environment and file say; raises ``ConfigError``."""
+    """Return the settings of flags, environment and file; raises ``ConfigError``."""
     return configuration(args, PARTS)
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
-    """Return the same after the settings were made of them."""
+    """Return ``layers`` after validating the settings."""
     _settings(args)
     return layers(args)
 

@@ -1,4 +1,4 @@
-"""`dualpath lab`: a cluster on this machine, each node with shaped links."""
+"""`dualpath lab`: an emulated cluster on this machine, with shaped links per node."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -8,9 +8,9 @@ from dualpath.cli.lab_experiments import (
     add_run_parser,
     run_experiment,
 )
-from dualpath.cli.output import add_json_argument, say, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.cli.settings import LAB, Part, add_parts, add_settings, configuration, flag_settings
-from dualpath.cli.termination import ended_by_sigterm
+from dualpath.cli.termination import sigterm_as_interrupt
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.report.model import Notes, Table
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 PARTS = (Part(LAB),)
 
-_DESCRIPTION = """A cluster on this machine: network namespaces whose compute NICs share a switch,
-every link shaped to its rate with a lane for inference and one for KV, and storage whose reads are
-throttled per node. `run` and `bench` make a lab of their own and remove it again."""
+_DESCRIPTION = """An emulated cluster on this machine: nodes are network namespaces whose compute
+NICs share a switch; every link is shaped to its rate, with a lane for inference and one for KV, and
+storage reads are throttled per node. `run` and `bench` create their own lab and remove it."""
 _EPILOG = """\
 dualpath lab up --nodes 1P2D --cnic-bytes-per-s 1Gbit --snic-bytes-per-s 50MB
 dualpath lab down
@@ -33,24 +33,26 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parsers of `dualpath lab`."""
     parser = subparsers.add_parser(
         "lab",
-        help="a cluster on this machine: nodes with shaped compute and storage NICs",
+        help="emulate a cluster on this machine: nodes with shaped compute and storage NICs",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
-    up = actions.add_parser("up", help="make a lab", description="Make a lab and say how.")
+    up = actions.add_parser(
+        "up", help="create a lab", description="Create a lab and print its nodes and links."
+    )
     status = actions.add_parser(
         "status",
-        help="say how the links of a lab are shaped",
-        description="Report on a lab.",
+        help="print nodes and links of a lab",
+        description="Print nodes and links of a lab.",
     )
     down = actions.add_parser(
         "down",
         help="remove a lab",
-        description="Remove everything of a lab, also what a crash has left, and kill processes on "
-        "its nodes.",
+        description="Remove everything of a lab, including leftovers of a crash, and kill the "
+        "processes on its nodes.",
     )
     up.add_argument("--dry-run", action="store_true", help="print the steps and exit")
     for action in (up, status):
@@ -63,11 +65,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; return 0.
+    """Run the action; return 0.
 
     Raises:
-        ConfigError: settings no lab can have, a lab of that name where there is one already, or
-            none where there should be, a step that the kernel refuses.
+        ConfigError: invalid settings, a lab of that name that exists already or does not exist,
+            or a step that the kernel refuses.
     """
     if args.action in ("run", "bench"):
         return run_experiment(args)
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         _print(lab_status(name), args)
         return 0
     removed = lab_down(name)
-    say(f"lab {name!r} removed: {removed or 'nothing was there'}")
+    print_progress(f"lab {name!r} removed: {removed or 'nothing to remove'}")
     return 0
 
 
@@ -95,8 +97,8 @@ def _up(settings: LabSettings, args: argparse.Namespace) -> int:
         for step in make_steps(settings, find_machine(settings)):
             print(describe(step))
         return 0
-    # An end by signal is an exception, which undoes what has been made.
-    with ended_by_sigterm():
+    # SIGTERM raises an exception, which removes the partly created lab.
+    with sigterm_as_interrupt():
         state = lab_up(settings)
     _print(state, args)
     return 0

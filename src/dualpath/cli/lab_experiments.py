@@ -1,4 +1,4 @@
-"""`dualpath lab run` and `dualpath lab bench`: experiments on labs that are made for them."""
+"""`dualpath lab run` and `dualpath lab bench`: experiments on temporary labs."""
 
 import argparse
 import sys
@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualpath.cli.output import say, say_if_undrawn
+from dualpath.cli.output import print_progress, warn_if_no_plots
 from dualpath.cli.settings import (
     LAB,
     Part,
@@ -37,7 +37,7 @@ _BENCH = {
     name: getattr(BENCH_LAB, name)
     for name in ("name", "snic_bytes_per_s", "cnic_bytes_per_s", "image_bytes")
 }
-#: The lab of `run`, whose nodes and name are asked for, and that of the experiments.
+#: The lab of `run`, with flags for nodes and name, and that of the experiments.
 _RUN_LAB = Part(LAB, "lab", defaults=_BENCH)
 _BENCH_LAB = Part(LAB, "lab", without=("name", "nodes"), defaults=_BENCH)
 
@@ -51,24 +51,25 @@ _SIMULATOR = {
     "mode": (Mode.BASIC, Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE),
 }
 _SEALED = {"name": "sealed", "nodes": ("1P2D",), "mode": (Mode.DUALPATH,)}
-#: Settings of `isolation` and `data-plane` that experimenters change; the rest is what it is.
+#: Settings of `isolation` and `data-plane` that have flags; the others are fixed.
 _ISOLATION = (
     *("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat"),
     "most_busy",
 )
 _DATA_PLANE = ("storage", "repeat")
-#: Of the policy: objectives that the router's does not have, and what is measured.
+#: Settings of the role policy without flags: objectives that only the simulator's policy has, and
+#: a measured one.
 _NOT_ASKED = ("ttft_slo_s", "tpot_slo_s", "switch_s")
 
-_DESCRIPTION = """Make a lab, run agents on it in every mode asked for, print job completion times
-and the use of links, remove the lab. Engines are emulated: real scheduler, storage, buffers and
-transfers; every KV block is compared where it arrives. Exit code 1 if the machine was too busy."""
+_DESCRIPTION = """Create a lab, run agents on it in each of the modes, print job completion times
+and link utilization, remove the lab. Engines are emulated: real scheduler, storage, buffers and
+transfers; every KV block is verified at its destination. Exit code 1: the machine was too busy."""
 
 
 def add_run_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add `dualpath lab run`."""
     parser = actions.add_parser(
-        "run", help="make a lab, replay agents on it, remove it", description=_DESCRIPTION
+        "run", help="create a lab, replay agents on it, remove it", description=_DESCRIPTION
     )
     _add_out(parser)
     _add_vllm(parser)
@@ -83,57 +84,57 @@ def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParse
 
     parser = actions.add_parser(
         "bench",
-        help="experiments on labs made for them",
-        description="Experiments on labs made for them; each prints a report and, with --out, "
-        "writes it as Markdown, PNG and JSON. Let the machine do nothing else meanwhile.",
+        help="run experiments on temporary labs",
+        description="Experiments on temporary labs; each prints a report and, with --out, "
+        "writes it as Markdown, PNG and JSON. The machine must be otherwise idle.",
     )
     experiments = parser.add_subparsers(dest="experiment", metavar="EXPERIMENT", required=True)
     jct = experiments.add_parser(
         "jct",
-        help="job completion time of every mode, use and balance of links",
-        description="Job completion time of all modes on several clusters, in turns.",
+        help="job completion time, link utilization and balance of every mode",
+        description="Job completion time of all modes on several clusters, interleaved.",
     )
     _add_vllm(jct)
     online = experiments.add_parser(
         "online",
         help="the highest arrival rate of agents under an SLO, by bisection, and latencies",
         description="The highest arrival rate of agents under an SLO in every mode, found by "
-        "bisection, and TTFT, TTST and TPOT at every rate tried.",
+        "bisection, and TTFT, TTST and TPOT at every tried rate.",
     )
     simulator = experiments.add_parser(
         "simulator",
-        help="job completion times measured beside those the simulator predicts",
-        description="The same cluster and agents through lab and simulator.",
+        help="measured job completion times compared with the simulator's",
+        description="The same cluster and agents in lab and simulator.",
     )
     isolation = experiments.add_parser(
         "isolation",
-        help="latency of model communication beside KV bulk, with and without QoS",
-        description="An exchange between all nodes in the inference lane: alone, beside KV bulk in "
-        "the same lane, and beside KV bulk in its own (§5.1, §A.1).",
+        help="latency of model communication during KV transfers, with and without QoS",
+        description="An exchange between all nodes in the inference lane: alone, with KV transfers "
+        "in the same lane, and with KV transfers in their own lane (§5.1, §A.1).",
     )
     data_plane = experiments.add_parser(
         "data-plane",
-        help="storage reads and transfers beside fio and raw NIXL, processor time per GB",
-        description="Storage to DRAM beside fio and raw NIXL; Layer Blocks between two engines "
-        "beside raw NIXL; cost of a descriptor.",
+        help="storage reads and transfers compared with fio and raw NIXL, CPU time per GB",
+        description="Storage to DRAM compared with fio and raw NIXL; Layer Blocks between two "
+        "engines compared with raw NIXL; cost of a descriptor.",
     )
     dram = experiments.add_parser(
         "dram",
-        help="the same agents without and with KV kept in DRAM, by how much of it fits",
+        help="job completion time without and with a DRAM cache, by its size",
         description="Job completion time and TTFT without and with a DRAM tier and in Oracle, by "
-        "how much of the working set fits.",
+        "the share of the working set that fits.",
     )
     sealed = experiments.add_parser(
         "sealed",
-        help="job completion time with authenticated and encrypted blocks beside plain ones",
-        description="Job completion time and processor time with plain, authenticated and "
+        help="job completion time with plain, authenticated and encrypted blocks",
+        description="Job completion time and CPU time with plain, authenticated and "
         "encrypted blocks.",
     )
     roles = experiments.add_parser(
         "roles",
-        help="roles that follow a load from prompts to answers, measured and simulated",
+        help="role changes under a load that shifts from prefill to decode, measured and simulated",
         description="Emulated engines that change their role by the simulator's policy, engines "
-        "that do not, and both simulated: JCT, and when roles change. It makes no lab.",
+        "that do not, and both simulated: JCT, and the times of role changes. Creates no lab.",
     )
     for parser in (jct, online, simulator, dram, sealed, roles, isolation, data_plane):
         _add_out(parser)
@@ -175,12 +176,12 @@ def _dram_lab() -> Part:
 
 
 def _values(settings: Settings) -> dict[str, Any]:
-    """Return what may be set, by name, as an experiment's own defaults."""
+    """Return all settings by name, as an experiment's own defaults."""
     return {field.name: getattr(settings, field.name) for field in declared(type(settings))}
 
 
 def _add_common(parser: argparse.ArgumentParser, lab: Part, compared: Sequence[str] = ()) -> None:
-    """Add what most experiments have; settings of engines that are ``compared`` are no flags."""
+    """Add the flags of most experiments; ``compared`` settings of engines have no flags."""
     add_settings(parser, WindowSettings, title="agents")
     add_settings(parser, EmulatedNodes, title="emulated engines", without=compared)
     add_parts(parser, (lab,))
@@ -194,8 +195,8 @@ def _add_vllm(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--vllm",
         metavar="MODEL",
-        help="real vLLM engines with this model's folder (`dualpath model wide` makes one) instead "
-        "of emulated ones",
+        help="use vLLM engines with this model folder (`dualpath model wide` creates one) instead "
+        "of emulated engines",
     )
 
 
@@ -207,12 +208,12 @@ def run_experiment(args: argparse.Namespace) -> int:
     from dualpath.laboratory.experiments.report import as_report, write_experiment
     from dualpath.report.text import print_report
 
-    say_if_undrawn(args.out)
+    warn_if_no_plots(args.out)
     report = _measured(args)
     print_report(as_report(report))
     if args.out:
         for path in write_experiment(report, Path(args.out)):
-            say(f"wrote {path}")
+            print_progress(f"wrote {path}")
     return 1 if report.too_busy else 0
 
 
@@ -231,9 +232,9 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
     command = command_line()
     match "run" if args.action == "run" else args.experiment:
         case "run":
-            return measure_jct(_jct_settings(args, _RUN_LAB, _RUN), command, say)
+            return measure_jct(_jct_settings(args, _RUN_LAB, _RUN), command, print_progress)
         case "jct":
-            return measure_jct(_jct_settings(args, _BENCH_LAB, {}), command, say)
+            return measure_jct(_jct_settings(args, _BENCH_LAB, {}), command, print_progress)
         case "dram":
             base = _dram_base()
             jct = _jct_settings(
@@ -243,23 +244,27 @@ def _measured(args: argparse.Namespace) -> "ExperimentReport":
                 windows=_values(base.windows),
                 emulated=_values(base.emulated),
             )
-            return measure_dram_tier(flag_settings(args, TierSettings, jct=jct), command, say)
+            return measure_dram_tier(
+                flag_settings(args, TierSettings, jct=jct), command, print_progress
+            )
         case "sealed":
             settings = _jct_settings(args, _BENCH_LAB, _SEALED)
-            return measure_sealed_blocks(settings, command, say)
+            return measure_sealed_blocks(settings, command, print_progress)
         case "simulator":
             settings = _jct_settings(args, _BENCH_LAB, _SIMULATOR)
-            return compare_with_simulator(settings, command, say)
+            return compare_with_simulator(settings, command, print_progress)
         case "online":
             jct = _jct_settings(args, _BENCH_LAB, _ONLINE)
-            return measure_online(flag_settings(args, OnlineSettings, jct=jct), command, say)
+            return measure_online(
+                flag_settings(args, OnlineSettings, jct=jct), command, print_progress
+            )
         case "roles":
             defaults = _values(RoleShiftSettings().rebalancing)
             policy = flag_settings(args, RebalanceSettings, defaults=defaults)
             roles = flag_settings(args, RoleShiftSettings, rebalancing=policy)
-            return measure_roles(roles, command, say)
+            return measure_roles(roles, command, print_progress)
         case "isolation":
-            return measure_isolation(flag_settings(args, IsolationSettings), say)
+            return measure_isolation(flag_settings(args, IsolationSettings), print_progress)
         case _:
             return measure_data_plane(flag_settings(args, DataPlaneSettings), command)
 
@@ -288,12 +293,12 @@ def _jct_settings(
 
 
 def command_line() -> str:
-    """Return the command as it was given, without where it writes and without absolute paths."""
+    """Return the command line, without --out and without absolute paths."""
     import shlex
 
-    words = sys.argv[1:]
-    if "--out" in words:
-        place = words.index("--out")
-        del words[place : place + 2]
-    named = [Path(word).name if Path(word).is_absolute() else word for word in words]
+    arguments = sys.argv[1:]
+    if "--out" in arguments:
+        place = arguments.index("--out")
+        del arguments[place : place + 2]
+    named = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
     return shlex.join(["dualpath", *named])

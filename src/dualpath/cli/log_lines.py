@@ -1,7 +1,7 @@
-"""What a command logs, on standard error: when, how serious, who says it, what.
+"""Logging of commands, to standard error: time, level, logger, message.
 
-Events from INFO on, of dualpath; warnings of what it is built on.  Processes with vLLM take vLLM's
-lines once they know them (``vllm.engine_arguments.join_vllm_logging``).
+INFO and above of dualpath, WARNING and above of libraries.  Processes with vLLM switch to vLLM's
+log format once vLLM is imported (``vllm.engine_arguments.join_vllm_logging``).
 """
 
 import logging
@@ -9,7 +9,7 @@ import logging
 _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 
 
-def begin_log_lines() -> None:
-    """Give this process's log lines time and level; whoever has handlers already keeps them."""
+def configure_logging() -> None:
+    """Configure logging of this process, unless it has handlers already."""
     logging.basicConfig(format=_FORMAT)
     logging.getLogger("dualpath").setLevel(logging.INFO)

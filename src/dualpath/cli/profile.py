@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import say
+from dualpath.cli.output import print_progress
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.report.files import require_writable
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.cost_fit import Profile
     from dualpath.vllm.measurement import Measurement
 
-#: A worse fit is reported as a warning: something else kept the machine busy, or the form is wrong.
+#: A worse fit is reported as a warning: the machine was busy, or the cost model does not fit.
 _DOUBTFUL_ERROR = 0.15
-_DESCRIPTION = """Start one vLLM engine here, time prefill passes of several lengths behind several
+_DESCRIPTION = """Start one vLLM engine on this machine, time prefill passes with several new and
 cached lengths and decode steps of several batches, fit the simulator's coefficients to the medians
-and write them as a TOML file that `dualpath simulate --model` reads. Needs vLLM and, for the
-figures to mean anything, an otherwise idle machine."""
+and write them as a TOML file for `dualpath simulate --model`. Needs vLLM and an otherwise idle
+machine."""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -34,12 +34,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     parser.add_argument("--out", required=True, metavar="COSTS.toml", help="file to write")
-    parser.add_argument("--name", help="of the model in the file (default: the folder's)")
+    parser.add_argument("--name", help="name of the model in the file (default: the folder's)")
     add_settings(parser, ProfileSettings, positional=("model",))
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure, fit, write, and print what it is worth; return 0.
+    """Measure, fit, write the file and print a summary; return 0.
 
     Raises ``ConfigError`` for a grid, model or file that cannot be used.
     """
@@ -57,14 +57,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(settings: ProfileSettings) -> "Measurement":
-    # What `dualpath serve` gives its engines, so that the same machine is measured; read by vLLM
-    # and torch when they are imported.
+    # The same environment as engines of `dualpath serve`; vLLM and torch read it at import.
     for name, value in {**ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
         os.environ.setdefault(name, value)
-    say(f"starting vLLM with {settings.model}")
+    print_progress(f"starting vLLM with {settings.model}")
     from dualpath.vllm.profiler import measure
 
-    return measure(settings, lambda done, total, what: say(f"{done}/{total} {what}"))
+    return measure(settings, lambda done, total, what: print_progress(f"{done}/{total} {what}"))
 
 
 def render(
@@ -83,8 +82,8 @@ def render(
         f"ClientMachine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
         f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.platform}; device {facts.device}.",
         f"Engine: {facts.software}.",
-        "feed_forward_token_s holds the whole time per token: timing whole passes cannot tell "
-        "attention's share. pair_s is attention alone.",
+        "feed_forward_token_s is the whole time per token: timing whole passes cannot separate "
+        "attention's share. pair_s is attention only.",
         f"prefill_tokens_per_s: one round of {typical[0]} cached and {typical[1]} new tokens per "
         "pass, hits included; computed_weight of them pass for each that is new.",
         f"Engine setting quota_flops_per_s = {quota:.4g} (attention FLOP/s of the compute quota)."
@@ -132,8 +131,8 @@ def _print_summary(profile: "Profile", measurement: "Measurement", out: Path) ->
     worst = max(_worst(profile.prefill_errors), _worst(profile.decode_errors))
     if worst > _DOUBTFUL_ERROR:
         print(
-            f"warning: a measured time is {worst:.0%} off the fit; repeat on an idle machine, with "
-            "a larger --repeat and --decode-steps",
+            f"warning: a measured time differs {worst:.0%} from the fit; repeat on an idle "
+            "machine, with a larger --repeat and --decode-steps",
             file=sys.stderr,
         )
     print(f"written to {out}; use it with `dualpath simulate --model {out}`")

@@ -1,4 +1,4 @@
-"""`dualpath qos`: what to set on a fabric so that KV never delays model communication (A.1)."""
+"""`dualpath qos`: network settings that keep KV from delaying model communication (A.1)."""
 
 import argparse
 import textwrap
@@ -19,7 +19,7 @@ _WIDTH = 100
 
 
 class QosSettings(Settings, frozen=True):
-    """The fabric and how its lanes are divided; ``FabricLanes`` says how each is recognised."""
+    """The compute network and the bandwidth ratio; ``FabricLanes`` defines the lanes."""
 
     fabric: Annotated[Fabric, Setting("the compute network")]
     ratio: Ratio = "99:1"
@@ -31,10 +31,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser = subparsers.add_parser(
         "qos",
         help="print the settings that keep KV from delaying model communication",
-        description="Prints the settings of the paper's §A.1 for a fabric, line by line with the "
-        "reason: inference traffic gets a lane with nearly all of the bandwidth reserved, KV one "
-        "with the rest, and either may use what the other leaves. Nothing is changed; lines that "
-        "begin with # are explanation.",
+        description="Prints the settings of the paper's §A.1 for a compute network, each with its "
+        "reason: inference traffic gets a lane with nearly all of the bandwidth reserved, KV a "
+        "lane with the rest, and each may use bandwidth that the other leaves. Nothing is changed; "
+        "lines that begin with # are comments.",
         allow_abbrev=False,
     )
     add_json_argument(parser)
@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the settings; return 0.
 
     Raises:
-        ConfigError: a ratio, level, value or range that the fabric does not have.
+        ConfigError: a ratio, level, value or range that the network does not support.
     """
     from dualpath.ops.fabric_settings import fabric_settings
 

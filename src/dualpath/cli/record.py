@@ -1,4 +1,4 @@
-"""``dualpath record --endpoint URL --out FILE``: live traffic as a trace."""
+"""``dualpath record --endpoint URL --out FILE``: records live traffic as a trace."""
 
 import argparse
 import sys
@@ -16,25 +16,25 @@ if TYPE_CHECKING:
     from dualpath.laboratory.workload.record.recorder import Recorder
 
 _WRITTEN = tuple(name for name, kind in FORMATS.items() if kind is not None)
-_DESCRIPTION = """Stand between clients and an OpenAI endpoint that sends token ids (dualpath,
-vLLM), and write the completions that pass as a trace: lengths, times and numbered blocks, no texts
-and no hashes. Clients see the endpoint's answers as they are. Ctrl-C ends it; the trace is written
-then and every few seconds before."""
+_DESCRIPTION = """A proxy between clients and an OpenAI endpoint that returns token ids (dualpath,
+vLLM); it records completions as a trace: lengths, times and numbered blocks, without texts and
+hashes. Responses are passed to clients unchanged. Ctrl-C stops it; the trace is written then and
+every few seconds before."""
 
 
 class RecordSettings(Settings, frozen=True, kw_only=True):
-    """What is recorded, and as what."""
+    """The endpoint to record, and the trace to write."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
     out: Annotated[str, Setting("the trace; replaced if it exists", metavar="FILE.jsonl")]
-    format: Annotated[str, Setting("of the trace", choices=_WRITTEN)] = "weka"
+    format: Annotated[str, Setting("format of the trace", choices=_WRITTEN)] = "weka"
     text: Annotated[
-        bool, Setting("keep texts, which lmcache and agentperf hold; they are what users wrote")
+        bool, Setting("record texts of users (formats lmcache and agentperf; sensitive data)")
     ] = False
     block_tokens: Annotated[int, Setting("tokens of a block in the trace", ge=1, le=1 << 16)] = 64
-    host: Annotated[str, Setting("where to listen")] = "127.0.0.1"
-    port: Annotated[int, Setting("where to listen", ge=1, le=65535)] = 8001
-    save_every_s: Annotated[float, Setting("between two writes of the trace", ge=0.1, le=1e6)] = 30
+    host: Annotated[str, Setting("address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Setting("port to listen on", ge=1, le=65535)] = 8001
+    save_every_s: Annotated[float, Setting("interval of writing the trace", ge=0.1, le=1e6)] = 30
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -48,7 +48,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def run(args: argparse.Namespace) -> int:
     """Record until interrupted; return 0, or 1 if nothing was recorded.
 
-    Raises ``ConfigError`` for settings that contradict each other and an address that is taken.
+    Raises ``ConfigError`` for contradictory settings and an address in use.
     """
     import asyncio
 
@@ -58,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
     require_writable("--out", settings.out)
     if (FORMATS[settings.format] == "text") is not settings.text:
         raise ConfigError(
-            f"--format {settings.format} holds text, which is recorded with --text only"
+            f"--format {settings.format} contains texts; give --text to record them"
             if not settings.text
-            else f"--text is given and --format {settings.format} holds none; leave it out, or "
-            f"take {' or '.join(name for name, kind in FORMATS.items() if kind == 'text')}"
+            else f"--text is given and --format {settings.format} has no texts; omit it, or give "
+            f"{' or '.join(name for name, kind in FORMATS.items() if kind == 'text')}"
         )
     recorded = asyncio.run(_record(settings))
     return 0 if recorded else 1
@@ -94,18 +94,17 @@ async def _record(settings: RecordSettings) -> int:
         await listening
     except OSError as error:
         raise ConfigError(
-            f"--port {settings.port} on {settings.host} cannot be listened at ({error}); give "
-            "another"
+            f"cannot listen on --port {settings.port} of {settings.host} ({error}); give another"
         ) from None
     print(
-        f"{proxy.recorded} requests recorded, {proxy.not_recorded} passed on only",
+        f"{proxy.recorded} requests recorded, {proxy.not_recorded} forwarded only",
         file=sys.stderr,
     )
     return proxy.recorded
 
 
 def _sessions(recorder: "Recorder", settings: RecordSettings) -> "Sequence[Session]":
-    """Return what the format holds, as it is now."""
+    """Return the sessions recorded so far, in the kind that the format stores."""
     from dualpath.laboratory.workload.columns.lengths import as_lengths
 
     match FORMATS[settings.format]:

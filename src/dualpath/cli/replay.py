@@ -1,4 +1,4 @@
-"""``dualpath replay TRACE --endpoint URL``: replay agents and report what they saw."""
+"""``dualpath replay TRACE --endpoint URL``: replays agents and reports their latencies."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from dualpath.cli.output import (
     add_json_argument,
     require_json_writable,
-    say_if_undrawn,
+    warn_if_no_plots,
     wrote_json,
 )
 from dualpath.cli.settings import add_settings, flag_settings
@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 
 _BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
-context really sent and generated so far plus what the trace appends, and exactly the recorded
-number of tokens is generated. Random tokens (for traces of lengths or block ids) are drawn below
-the server's vocab_size, or from 1000 to 30000 where it is unknown. Exit code 1 if a turn failed."""
+context actually sent and generated so far plus the tokens that the trace appends, and exactly the
+recorded number of tokens is generated. Random tokens (for traces of lengths or block ids) are below
+the server's vocab_size, or from 1000 to 30000 if it is unknown. Exit code 1 if a turn failed."""
 
 
 class ReplaySettings(Settings, frozen=True, kw_only=True):
-    """What is asked, and what becomes of broken lines."""
+    """The endpoint, and the handling of invalid lines."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
-    skip_broken: Annotated[bool, Setting("leave broken trace lines out and count them")] = False
+    skip_broken: Annotated[bool, Setting("skip and count invalid trace lines")] = False
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -51,7 +51,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Replay, print the table, write what was asked for.
+    """Replay, print the table, write the requested files.
 
     Returns 0, or 1 if a turn failed or nothing was replayed.  Raises ``DualPathError`` for a
     trace, setting or endpoint that cannot be used.
@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
 
     asked = flag_settings(args, ReplaySettings)
     trace = flag_settings(args, TraceSettings, positional=("trace",))
-    say_if_undrawn(args.html)
+    warn_if_no_plots(args.html)
     require_writable("--html", args.html)
     require_json_writable(args)
     form = detect_format(trace.trace) if trace.trace_format == AUTO else trace.trace_format
@@ -94,9 +94,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _report_broken(broken: "Sequence[TraceError]") -> None:
     for error in broken[:_BROKEN_SHOWN]:
-        print(f"left out: {error}", file=sys.stderr)
+        print(f"skipped: {error}", file=sys.stderr)
     if len(broken) > _BROKEN_SHOWN:
-        print(f"left out: {len(broken) - _BROKEN_SHOWN} more broken lines", file=sys.stderr)
+        print(f"skipped: {len(broken) - _BROKEN_SHOWN} more invalid lines", file=sys.stderr)
 
 
 def _encoder(
@@ -109,8 +109,8 @@ def _encoder(
         return None
     if not trace.tokenizer:
         raise ConfigError(
-            f"{trace.trace} is text and has to be tokenised; pass --tokenizer with the served "
-            "model's folder"
+            f"{trace.trace} is a text trace and must be tokenised; give --tokenizer with the "
+            "served model's folder"
         )
     from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
 

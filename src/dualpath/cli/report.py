@@ -1,4 +1,4 @@
-"""``dualpath report RUN.json …``: runs of ``dualpath replay`` side by side."""
+"""``dualpath report RUN.json …``: compares runs of ``dualpath replay``."""
 
 import argparse
 
@@ -17,17 +17,17 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the comparison, write the page if asked for; return 0.
+    """Print the comparison, write the page if requested; return 0.
 
-    Raises ``ConfigError`` for a file that is no replay result or cannot be written.
+    Raises ``ConfigError`` for a file that is not a replay result or cannot be written.
     """
-    from dualpath.cli.output import say_if_undrawn
+    from dualpath.cli.output import warn_if_no_plots
     from dualpath.laboratory.workload.replay.report import compare
     from dualpath.laboratory.workload.replay.result import read_result
     from dualpath.report.files import write_page
     from dualpath.report.text import print_report
 
-    say_if_undrawn(args.html)
+    warn_if_no_plots(args.html)
     report = compare([read_result(path) for path in args.runs], args.title)
     if args.html:
         write_page(report, args.html)

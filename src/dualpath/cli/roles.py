@@ -1,4 +1,4 @@
-"""`dualpath roles`: which engines prefill and which decode, and changes while they serve."""
+"""`dualpath roles`: prints or changes the roles of engines while they serve."""
 
 import argparse
 import time
@@ -17,13 +17,14 @@ if TYPE_CHECKING:
 
 _POLL_S = 0.5
 _DESCRIPTION = """Print the roles of a cluster's engines, or change them and the sizes of
-data-parallel groups. An engine or group drains, is started again by who supervises it, and joins;
-no request fails. One at a time changes, the last of a role never does. By schedule: have cron or a
-timer run it with --nodes. VLLM_API_KEY holds the API key, if there is one."""
+data-parallel groups. An engine or group drains, is restarted by its supervisor, and rejoins; no
+request fails. One engine or group changes at a time, and the last one of a role never does. For
+scheduled changes, run it with --nodes from cron or a timer. VLLM_API_KEY is the API key, if
+any."""
 
 
 class RolesSettings(Settings, frozen=True, kw_only=True):
-    """Which router, and what is to change."""
+    """The router, and the requested changes."""
 
     endpoint: Annotated[str, Setting("http://host:port of the router", metavar="URL")] = (
         "http://127.0.0.1:8000"
@@ -34,31 +35,31 @@ class RolesSettings(Settings, frozen=True, kw_only=True):
     ranks: Annotated[
         dict[str, int],
         Setting(
-            "groups and the number of ranks they start anew with; with {set} of the same group in "
-            "one switch",
+            "groups and their new numbers of ranks; applied together with {set} of the same group",
             metavar="GROUP=N,…",
         ),
     ] = msgspec.field(default_factory=dict)
     nodes: Annotated[
-        str, Setting("engines change their role until it is so; empty: none", metavar="xPyD")
+        str,
+        Setting("change roles until there are x prefill, y decode; empty: none", metavar="xPyD"),
     ] = ""
-    wait_s: Annotated[float, Setting("for each change, then it is given up on", gt=0)] = 900.0
+    wait_s: Annotated[float, Setting("timeout of each change", gt=0)] = 900.0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for nodes that no cluster has, and for groups without a rank."""
+        """Raise ``ConfigError`` for invalid nodes, and for groups without a rank."""
         super().check()
         if self.nodes:
             parse_nodes(self.nodes)
         for name, ranks in self.ranks.items():
             if ranks < 1:
-                raise ConfigError(f"{{ranks}} has {name}={ranks}; a group has at least 1 rank")
+                raise ConfigError(f"{{ranks}} has {name}={ranks}; must be at least 1")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath roles`."""
     parser = subparsers.add_parser(
         "roles",
-        help="which engines prefill and which decode, and change it or groups while they serve",
+        help="print or change the roles of engines while they serve",
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
@@ -67,19 +68,19 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Change what is asked for, then print; returns 0.
+    """Apply the requested changes, then print the roles; returns 0.
 
     Raises:
-        ConfigError: the router refuses a change, or nodes are not the cluster's.
-        EngineLostError: the router does not answer, or an engine is not back in time.
-        DeadlineError: a change is not over within ``wait_s``.
+        ConfigError: the router refuses a change, or ``nodes`` does not match the cluster.
+        EngineLostError: the router does not answer, or an engine did not rejoin in time.
+        DeadlineError: a change did not end within ``wait_s``.
     """
     require_json_writable(args)
     settings = flag_settings(args, RolesSettings)
     call = _caller(settings.endpoint)
     for engine_id in dict.fromkeys((*settings.set, *settings.ranks)):
-        wish = {"role": settings.set.get(engine_id), "ranks": settings.ranks.get(engine_id)}
-        _change(call, {"engine_id": engine_id, **wish}, settings.wait_s)
+        request = {"role": settings.set.get(engine_id), "ranks": settings.ranks.get(engine_id)}
+        _change(call, {"engine_id": engine_id, **request}, settings.wait_s)
     if settings.nodes:
         _divide(call, settings.nodes, settings.wait_s)
     report = call(None)
@@ -89,10 +90,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def lines(report: dict[str, Any]) -> list[str]:
-    """Return what is printed: the division, the switch under way, those before."""
+    """Return the lines to print: numbers per role, the running switch, earlier switches."""
     shown = [nodes_text(report["prefill"], report["decode"])]
     if report["cost_s"] is not None:
-        shown.append(f"a switch takes {report['cost_s']:.1f} s (median of those below)")
+        shown.append(f"a switch takes {report['cost_s']:.1f} s (median of the switches below)")
     for switch in [*([report["switch"]] if report["switch"] else []), *reversed(report["past"])]:
         took = "" if switch["took_s"] is None else f" after {switch['took_s']:.1f} s"
         note = f": {switch['note']}" if switch["note"] else ""
@@ -107,8 +108,8 @@ def _divide(call: "Callable[[object], dict[str, Any]]", nodes: str, wait_s: floa
     report = call(None)
     if prefill + decode != report["prefill"] + report["decode"]:
         raise ConfigError(
-            f"{{nodes}} is {nodes}, the cluster serves as "
-            f"{nodes_text(report['prefill'], report['decode'])}; name as many nodes as serve"
+            f"{{nodes}} is {nodes}, and the cluster is "
+            f"{nodes_text(report['prefill'], report['decode'])}; give the same total"
         )
     more = prefill - report["prefill"]
     role = Role.PREFILL if more > 0 else Role.DECODE
@@ -117,35 +118,35 @@ def _divide(call: "Callable[[object], dict[str, Any]]", nodes: str, wait_s: floa
 
 
 def _change(
-    call: "Callable[[object], dict[str, Any]]", wish: dict[str, object], wait_s: float
+    call: "Callable[[object], dict[str, Any]]", request: dict[str, object], wait_s: float
 ) -> None:
-    asked = call(wish)
+    asked = call(request)
     deadline_s = time.monotonic() + wait_s
     while (report := call(None))["switch"] is not None:
         if time.monotonic() > deadline_s:
             raise DeadlineError(
                 f"{', '.join(asked['engines'])} is {report['switch']['state']} after {wait_s:g} s; "
-                "look again with `dualpath roles`, or wait longer with {wait_s}"
+                "check again with `dualpath roles`, or wait longer with {wait_s}"
             )
         time.sleep(_POLL_S)
     ended = next((s for s in reversed(report["past"]) if s["engines"] == asked["engines"]), None)
     if ended is None:
         raise EngineLostError(
-            f"the router was started anew while {', '.join(asked['engines'])} changed its role; "
-            "look with `dualpath roles`"
+            f"the router was restarted while {', '.join(asked['engines'])} changed its role; "
+            "check the roles with `dualpath roles`"
         )
     if ended["state"] != "joined":
         raise EngineLostError(f"{', '.join(ended['engines'])}: {ended['note']}")
 
 
 def _caller(endpoint: str) -> "Callable[[object], dict[str, Any]]":
-    """Return what GETs the roles (None) or POSTs a wish, with the environment's API key."""
+    """Return a function that GETs the roles (None) or POSTs a request, with the API key."""
     from dualpath.router.api_keys import client_headers
     from dualpath.router.control.roles_client import call_roles
 
-    def call(wish: object) -> dict[str, Any]:
+    def call(request: object) -> dict[str, Any]:
         try:
-            return call_roles(endpoint, client_headers(()), wish)
+            return call_roles(endpoint, client_headers(()), request)
         except BadRequestError as error:
             raise ConfigError(str(error)) from error
 

@@ -1,4 +1,4 @@
-"""`dualpath router`: the OpenAI endpoint and the central scheduler; engines register with it."""
+"""`dualpath router`: an OpenAI endpoint and the scheduler; engines register with it."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import ended_by_sigterm
+from dualpath.cli.termination import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
@@ -26,7 +26,7 @@ PARTS = (
 )
 
 _SERVER_EXAMPLE = """\
-Arguments after --vllm-args go to vLLM's own front end verbatim, for instance
+Arguments after --vllm-args are passed to vLLM's front end verbatim, for instance
   dualpath router MODEL --port 8000 --vllm-args --enable-auto-tool-choice --tool-call-parser hermes
 """
 
@@ -44,10 +44,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the router until a signal ends it; returns 0.
+    """Run the router until a signal stops it; returns 0.
 
     Raises:
-        ConfigError: a setting is wrong or an address taken; nothing is left running.
+        ConfigError: an invalid setting, or an address in use; no process is left running.
     """
     router_settings, front_end_settings = _settings(args)
     if router_settings.front_ends:
@@ -57,8 +57,8 @@ def run(args: argparse.Namespace) -> int:
 
     from dualpath.vllm.router_process import run_router
 
-    # A signal before the server handles it ends the start.
-    with ended_by_sigterm():
+    # Until the server handles signals, SIGTERM interrupts the start.
+    with sigterm_as_interrupt():
         uvloop.run(run_router(router_settings, front_end_settings))
     return 0
 
@@ -77,12 +77,12 @@ def _run_several(router: "RouterSettings", endpoint: "FrontEndSettings") -> int:
 
 
 def layers(args: argparse.Namespace) -> Configuration:
-    """Return what flags, environment and file say; raises ``ConfigError``."""
+    """Return the settings of flags, environment and file; raises ``ConfigError``."""
     return configuration(args, PARTS)
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
-    """Return the same after the settings were made of them."""
+    """Return ``layers`` after validating the settings."""
     _settings(args)
     return layers(args)
 

@@ -1,33 +1,33 @@
-"""What commands do that start a router as several processes; see ``ops.launch.scaled_router``."""
+"""Runs a router as several processes, for commands; see ``ops.launch.scaled_router``."""
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dualpath.cli.termination import ended_by_sigterm, watch_until_ended
+from dualpath.cli.termination import sigterm_as_interrupt, watch_until_stopped
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
     from dualpath.router.settings import RouterSettings
 
-#: The words after ``dualpath`` that start a front end of these settings and link, at this port.
-FrontEndWords = Callable[["RouterSettings", "LinkSettings", int], Sequence[str]]
+#: Returns the arguments after ``dualpath`` of a front end with these settings, link and port.
+FrontEndCommand = Callable[["RouterSettings", "LinkSettings", int], Sequence[str]]
 
 
 def run_scaled_router(
     settings: "RouterSettings",
     host: str,
     port: int,
-    front_end: FrontEndWords,
+    front_end: FrontEndCommand,
     adapters: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    Returns 0.  Raises ``ConfigError`` if an address is taken; nothing is left running then.
+    Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
     """
     from dualpath.ops.launch.scaled_router import ScaledRouter, client_port
 
-    with ended_by_sigterm():
+    with sigterm_as_interrupt():
         try:
             with (
                 client_port(host, port) as number,
@@ -43,7 +43,7 @@ def run_scaled_router(
                     f"cluster at {processes.cluster_url}, engines register at "
                     f"{processes.control_address}"
                 )
-                watch_until_ended(processes, _say)
+                watch_until_stopped(processes, _say)
         except KeyboardInterrupt:
             _say("stopped")
     return 0

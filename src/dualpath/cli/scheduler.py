@@ -1,4 +1,4 @@
-"""`dualpath scheduler`: a router without clients, for front ends of their own processes."""
+"""`dualpath scheduler`: the scheduler without an endpoint, for separate front ends."""
 
 import argparse
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import ended_by_sigterm
+from dualpath.cli.termination import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.http.settings import SchedulerAddress
@@ -42,29 +42,29 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the scheduler until a signal ends it; returns 0.
+    """Run the scheduler until a signal stops it; returns 0.
 
     Raises:
-        ConfigError: a setting is wrong or an address taken; nothing is left running.
+        ConfigError: an invalid setting, or an address in use; no process is left running.
     """
     settings, address = _settings(args)
 
     from dualpath.cli.event_loop import run_served
     from dualpath.router.http.scheduler_process import run_scheduler
 
-    # A signal before the server handles it ends the start.
-    with ended_by_sigterm():
+    # Until the server handles signals, SIGTERM interrupts the start.
+    with sigterm_as_interrupt():
         run_served(run_scheduler(settings, address))
     return 0
 
 
 def layers(args: argparse.Namespace) -> Configuration:
-    """Return what flags, environment and file say; raises ``ConfigError``."""
+    """Return the settings of flags, environment and file; raises ``ConfigError``."""
     return configuration(args, PARTS)
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
-    """Return the same after the settings were made of them."""
+    """Return ``layers`` after validating the settings."""
     _settings(args)
     return layers(args)
 

@@ -14,7 +14,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import ended_by_sigterm, watch_until_ended
+from dualpath.cli.termination import sigterm_as_interrupt, watch_until_stopped
 from dualpath.core.configuration import Given, Origin
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.settings import LocalClusterSettings
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 PARTS = (Part(CLUSTER, positional=("model",)),)
 
 _EPILOG = """\
-The parts also start one by one, on any machine that reaches the others: `dualpath router MODEL`,
-and plain vLLM servers with our --kv-transfer-config (`--dry-run` prints the commands).
+Router and engines can also be started separately, on machines that reach each other:
+`dualpath router MODEL`, and vLLM servers with our --kv-transfer-config (`--dry-run` prints the
+commands).
 """
 
 
@@ -44,14 +45,14 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def layers(args: argparse.Namespace) -> Configuration:
-    """Return what flags, environment and file say; raises ``ConfigError``."""
+    """Return the settings of flags, environment and file; raises ``ConfigError``."""
     origin = Origin.FLAG if args.config else Origin.DEFAULT
     file = Given(CLUSTER, "config_file", args.config or "", origin, "--config")
     return configuration(args, PARTS, [file])
 
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
-    """Return the same after the checks of ``cluster_settings``."""
+    """Return ``layers`` after the checks of ``cluster_settings``."""
     cluster_settings(args)
     return layers(args)
 
@@ -65,23 +66,23 @@ def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
 
 
 def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
-    """Raise ``ConfigError`` for what router or engines get otherwise, by their command line."""
+    """Raise ``ConfigError`` for settings that command lines of router or engines override."""
     from dualpath.ops.launch.commands import engine_keys, router_keys
 
     taken = {ENGINE: engine_keys(settings), ROUTER: router_keys(settings)}
     for given in [g for section in (ENGINE, ROUTER, ENDPOINT) for g in found.elsewhere(section)]:
         if given.section == ENDPOINT or given.key in taken[given.section]:
             raise ConfigError(
-                f"{given.place} does not count here: `dualpath serve` gives its router and "
-                f"engines what stands in [{CLUSTER}]; set it there"
+                f"{given.place} has no effect: `dualpath serve` configures its router and engines "
+                f"from [{CLUSTER}]; set it there"
             )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until Ctrl-C, or after SIGTERM until requests under way have ended; returns 0.
+    """Serve until Ctrl-C, or after SIGTERM until running requests have ended; returns 0.
 
-    A process that ends is started again.
-    Raises ``ConfigError`` or ``EngineLostError``; nothing is left running then.
+    Processes that exit are restarted.
+    Raises ``ConfigError`` or ``EngineLostError``; no process is left running then.
     """
     settings = cluster_settings(args)
     if args.dry_run:
@@ -91,11 +92,11 @@ def run(args: argparse.Namespace) -> int:
     require_packages("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
     from dualpath.ops.launch.local_cluster import LocalCluster
 
-    with ended_by_sigterm():
+    with sigterm_as_interrupt():
         try:
             with LocalCluster(settings, _say) as cluster:
-                _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C ends it)")
-                watch_until_ended(cluster, _say)
+                _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C stops it)")
+                watch_until_stopped(cluster, _say)
         except KeyboardInterrupt:
             _say("stopped")
     return 0
@@ -121,10 +122,10 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     on_ray = settings.executor == "ray"
     plan = DevicePlan(settings, () if on_ray else usable_devices(settings.devices))
     on_cpus = has_cpu_build() if on_ray else plan.on_cpus
-    # Works with every build; the `vllm` command does not find itself in the CPU build.
+    # Works with every build; the `vllm` command does not work in the CPU build.
     module = ENGINE_ENTRY.partition(":")[0]
     control_port = 5700
-    rpc_ports = itertools.count(29550)  # from vLLM's default on, one for each group
+    rpc_ports = itertools.count(29550)  # starting at vLLM's default, one for each group
     router, *_ = router_units(settings)
     _print_bundle(settings, router, on_cpus)
     print("dualpath " + shlex.join(router_command(settings, settings.port, control_port)))
@@ -150,11 +151,11 @@ def _print_commands(settings: LocalClusterSettings) -> int:
 
 
 def _print_bundle(settings: LocalClusterSettings, unit: "Unit", on_cpus: bool) -> None:
-    from dualpath.ops.launch.bundles import bundle, shown
+    from dualpath.ops.launch.bundles import bundle, format_resources
 
     if settings.executor == "ray":
         resources = bundle(unit, settings.ray_cpus, with_devices=not on_cpus)
-        print(f"# {unit.name}: a bundle of {shown(resources)}")
+        print(f"# {unit.name}: a bundle of {format_resources(resources)}")
 
 
 def _say(text: str) -> None:

@@ -1,9 +1,9 @@
 """Settings of a command: its flags over the environment over ``--config FILE`` over defaults.
 
-A command names the ``Settings`` structs that it takes as ``Part``s; their flags, help and types
-come from the declarations (``core.settings``).  One flag counts for every part that has the key.
-What serves (a cluster, its router and engines, a lab) has a section in a file and variables; what
-computes or measures has flags alone.
+A command lists the ``Settings`` structs that it uses as ``Part``s; their flags, help and types come
+from the declarations (``core.settings``).  A flag applies to every part that has the key.  Settings
+of commands that serve (a cluster, its router and engines, a lab) can also be set in a section of a
+file and as variables; commands that compute or measure have flags only.
 """
 
 import argparse
@@ -38,7 +38,7 @@ ENGINE = "engine"
 EMULATED = "emulated"
 LAB = "lab"
 
-#: Where the struct of each section is; a section that nobody asks for is not imported.
+#: The struct of each section; imported when the section is used.
 _SECTIONS = {
     CLUSTER: "dualpath.ops.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
@@ -70,10 +70,10 @@ SECTIONS: Schema = _Sections()
 
 
 class Part(NamedTuple):
-    """A section of which a command has the flags, under ``title`` in its help.
+    """A section whose settings are flags of a command, under ``title`` in its help.
 
-    ``positional`` keys are given without a flag, those of ``without`` not at all.  ``defaults`` are
-    the command's own.
+    ``positional`` keys are positional arguments, ``without`` keys have no flag.  ``defaults``
+    override the declared ones.
     """
 
     section: str
@@ -83,14 +83,14 @@ class Part(NamedTuple):
     defaults: Mapping[str, Any] = {}
 
 
-#: What a front end has of the router's settings, whose scheduler has the others.
+#: Settings of the router that apply to a front end; the others apply to its scheduler.
 FRONT_END_OF_ROUTER = Part(ROUTER, "clients", without=SCHEDULERS_OWN)
 LINK = Part(FRONTEND, "scheduler")
 SCHEDULER_OF_ROUTER = Part(ROUTER, "engines and scheduling", without=FRONT_ENDS_OWN)
 
 
 class SettingAction(argparse.Action):
-    """Keeps what was typed for a setting; nothing is kept for one that was not typed."""
+    """Stores the text given for a setting; settings that were not given are absent."""
 
     declared: Declared
     shown_default: str
@@ -113,7 +113,7 @@ def add_config_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config",
         metavar="FILE.toml",
-        help="settings of all parts, one section each; flags and DUALPATH_... variables win",
+        help="settings file with a section per part; flags and DUALPATH_... variables override it",
     )
 
 
@@ -141,9 +141,9 @@ def add_settings(
     without: Sequence[str] = (),
     defaults: Mapping[str, Any] = {},
 ) -> None:
-    """Add an argument for every setting that may be a flag: those of ``only``, but ``without``.
+    """Add an argument for every setting that may be a flag: if in ``only``, not in ``without``.
 
-    A flag that the parser has already counts for both.  ``defaults`` are the command's own.
+    A flag that the parser already has applies to both.  ``defaults`` override the declared ones.
     """
     group = parser.add_argument_group(title) if title else parser
     for field in declared(kind):
@@ -152,23 +152,23 @@ def add_settings(
         if taken or not wanted or not field.setting.flag:
             continue
         default = defaults.get(field.name, field.default)
-        words: dict[str, Any] = {"metavar": _metavar(field)}
+        options: dict[str, Any] = {"metavar": _metavar(field)}
         if field.name in positional:
             names = [field.name]
-            words = {"nargs": "?", "metavar": field.name.upper()}
+            options = {"nargs": "?", "metavar": field.name.upper()}
         elif field.is_bool:
-            names, words = [field.flag, option(f"no_{field.name}")], {"nargs": 0}
+            names, options = [field.flag, option(f"no_{field.name}")], {"nargs": 0}
         else:
             names = [field.flag]
             if field.setting.rest:
-                words["nargs"] = argparse.REMAINDER
+                options["nargs"] = argparse.REMAINDER
         action = group.add_argument(
             *names, action=SettingAction, default=argparse.SUPPRESS, help=_help(field, default),
-            **words,
+            **options,
         )  # fmt: skip
         assert isinstance(action, SettingAction)
         action.declared, action.shown_default = field, default_text(field, default)
-        action.required = False  # what is missing may be in a file or a variable
+        action.required = False  # the value may be in a file or a variable
 
 
 def flag_settings(
@@ -177,17 +177,17 @@ def flag_settings(
     *,
     positional: Sequence[str] = (),
     defaults: Mapping[str, Any] = {},
-    **worked_out: Any,  # noqa: ANN401 - values of any type
+    **computed: Any,  # noqa: ANN401 - values of any type
 ) -> T:
-    """Return settings of flags over ``defaults``; ``worked_out`` values win over both.
+    """Return settings of flags over ``defaults``; ``computed`` values override both.
 
     Raises ``ConfigError`` that names the flag.
     """
     given = [Given("", key, value, Origin.DEFAULT, "") for key, value in defaults.items()]
-    typed = _typed(args, "", kind, positional, tuple(worked_out))
-    won = [Given("", key, value, Origin.DEFAULT, "") for key, value in worked_out.items()]
+    typed = _typed(args, "", kind, positional, tuple(computed))
+    overrides = [Given("", key, value, Origin.DEFAULT, "") for key, value in computed.items()]
     flags = {field.name: _place(field, positional) for field in declared(kind)}
-    return build(kind, "", layered(given, typed, won), flags)
+    return build(kind, "", layered(given, typed, overrides), flags)
 
 
 class Configuration:
@@ -198,11 +198,11 @@ class Configuration:
         self._flags = flags
 
     def settings(self, section: str, kind: type[T]) -> T:
-        """Return a section's settings; raises ``ConfigError`` that names where a value is from."""
+        """Return a section's settings; raises ``ConfigError`` that names a value's origin."""
         return build(kind, section, self.layers, self._flags)
 
     def elsewhere(self, section: str) -> list[Given]:
-        """Return what file and environment say of a section."""
+        """Return the settings of a section from file and environment."""
         origins = (Origin.FILE, Origin.ENVIRONMENT)
         return [g for g in self.layers.values() if g.section == section and g.origin in origins]
 
@@ -210,9 +210,9 @@ class Configuration:
 def configuration(
     args: argparse.Namespace, parts: Iterable[Part], derived: Iterable[Given] = ()
 ) -> Configuration:
-    """Return the layers of a command; raises ``ConfigError`` for an unknown key or wrong value.
+    """Return the layers of a command; raises ``ConfigError`` for an unknown key or invalid value.
 
-    ``derived`` is what the command works out of other arguments, each with its origin.
+    ``derived``: settings that the command derives from other arguments, each with its origin.
     """
     defaults: list[Given] = []
     typed: list[Given] = []
@@ -233,7 +233,7 @@ def configuration(
 
 
 def outer_layers(file: str | None) -> tuple[list[Given], list[Given]]:
-    """Return what the file and what the environment say; raises ``ConfigError``."""
+    """Return the settings of file and environment; raises ``ConfigError``."""
     from dualpath.engine.settings import read_settings_file
 
     tables = from_tables(SECTIONS, read_settings_file(file), file) if file else []
@@ -241,7 +241,7 @@ def outer_layers(file: str | None) -> tuple[list[Given], list[Given]]:
 
 
 def default_text(field: Declared, default: object) -> str:
-    """Return a default for people; empty where there is none or its help says what it means."""
+    """Return a default as text; empty if there is none or the help describes it."""
     if field.required and default is field.default:
         return "required"
     return "" if default in (None, "", (), {}) else field.shown(default)

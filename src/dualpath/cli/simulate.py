@@ -1,4 +1,4 @@
-"""``dualpath simulate``: what the modes would bring on a cluster, model and trace of one's own."""
+"""``dualpath simulate``: compares the modes on a simulated cluster, model and trace."""
 
 import argparse
 import sys
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dualpath.model.sim.settings import ClusterSettings, Setup
 
 SCHEMA = "dualpath.simulation/1"
-_DESCRIPTION = """Simulate modes of the system on a modelled cluster and print them side by side:
-the scheduler and the transfer plans are those of the live system, time is virtual. Everything is
-seeded; equal commands give equal numbers. docs/simulator.md is the model."""
+_DESCRIPTION = """Simulate modes of the system on a modelled cluster and compare them: the scheduler
+and the transfer plans are those of the live system, time is virtual. Everything is seeded; equal
+commands give equal numbers. docs/simulator.md describes the model."""
 _EPILOG = """\
 dualpath simulate --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
 dualpath simulate --cluster c.toml --model costs.toml --trace t.jsonl --mode basic,dualpath \\
@@ -39,22 +39,21 @@ dualpath simulate --cluster c.toml --model costs.toml --trace t.jsonl --mode bas
 
 
 class SimulateSettings(Settings, frozen=True, kw_only=True):
-    """What is run; modes come once each, in the order of the ablation."""
+    """The runs; each mode runs once, in the order of the ablation."""
 
     mode: Annotated[tuple[Mode, ...], Setting("modes to compare")] = tuple(Mode)
     agents_per_s: Annotated[
-        float | None, Setting("agents arrive at random (Poisson); none: all at once", gt=0, le=1e6)
+        float | None,
+        Setting("arrival rate of agents (Poisson); none: all at once", gt=0, le=1e6),
     ] = None
-    until_s: Annotated[float | None, Setting("cuts the run at this virtual time", gt=0, le=1e9)] = (
-        None
-    )
+    until_s: Annotated[float | None, Setting("end of the run in virtual time", gt=0, le=1e9)] = None
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the parser of `dualpath simulate`."""
     parser = subparsers.add_parser(
         "simulate",
-        help="what the modes would bring on a modelled cluster, model and trace",
+        help="compare the modes on a simulated cluster, model and trace",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -68,7 +67,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Simulate, print the comparison, write JSON if asked for; return 0.
+    """Simulate, print the comparison, write JSON if requested; return 0.
 
     Raises ``ConfigError`` or ``TraceError`` before anything is simulated.
     """
@@ -103,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
     document = _document(settings, trace.settings.seed, setups[0], notes[-1], summaries)
     if wrote_json(args, document):
         return 0
-    terminal().print(Text("Simulated: figures of a model, nothing was served.", style="bold"))
+    terminal().print(Text("Simulated results.", style="bold"))
     print_report(compare(summaries, notes))
     return 0
 
@@ -125,7 +124,7 @@ def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
 
 
 def _engines(cluster: "ClusterSettings") -> str:
-    """Return what engines are made of, unless each has one GPU."""
+    """Return the GPUs per engine, empty if each engine has one."""
     prefill, decode = cluster.gpus_per_engine(Role.PREFILL), cluster.gpus_per_engine(Role.DECODE)
     return "" if prefill == decode == 1 else f", {prefill} for a PE and {decode} for a DE"
 
@@ -151,7 +150,7 @@ def _document(
 
 
 class _SimulationProgress:
-    """Bars on a terminal, a line per finished mode elsewhere; all on standard error."""
+    """Progress on standard error: bars on a terminal, else a line per finished mode."""
 
     def __init__(self, rounds: int, quiet: bool) -> None:
         from rich.console import Console
@@ -181,7 +180,7 @@ class _SimulationProgress:
         self._bars.stop()
 
     def begin(self, mode: str) -> "Progress":
-        """Return what the simulator calls now and then."""
+        """Return the progress callback of a mode."""
         task = self._bars.add_task(mode, total=self._rounds, virtual_s=0.0)
         self._task = task
 

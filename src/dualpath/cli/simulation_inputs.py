@@ -1,4 +1,4 @@
-"""What `dualpath simulate` and `dualpath plan` are given: machine, model, workload, files."""
+"""Inputs of `dualpath simulate` and `dualpath plan`: cluster, model, workload, files."""
 
 import argparse
 import importlib.util
@@ -27,30 +27,30 @@ if TYPE_CHECKING:
 
 Core = Literal["compiled", "reference"]
 
-#: Agents of a generated dataset where none are asked for: the trajectories of §7.2.
+#: Default number of agents of a generated dataset: the trajectories of §7.2.
 DATASET_AGENTS = 500
 
 
 class MachineSettings(Settings, frozen=True, kw_only=True):
-    """The modelled machine: a cluster, what of it is changed, a model."""
+    """The simulated cluster and model."""
 
     cluster: Annotated[str, Setting("cluster file or catalog name", metavar="C.toml|NAME")]
     model: CostsName
     gpu: GpuName = "hopper"
     kv_cache_dtype: KvDtype = "auto"
     hbm_from_weights: Annotated[
-        bool, Setting("HBM for KV is what the model's weights leave of the GPU, not the cluster's")
+        bool, Setting("compute HBM for KV from the GPU and the weights, not from the cluster file")
     ] = False
 
 
 class CoreSettings(Settings, frozen=True):
-    """Which simulator runs."""
+    """The simulator core."""
 
-    core: Annotated[Core, Setting("of the simulator; both give the same numbers")] = "compiled"
+    core: Annotated[Core, Setting("simulator core; both give the same numbers")] = "compiled"
 
 
 class TraceSettings(Settings, frozen=True, kw_only=True):
-    """Where the agents come from."""
+    """The trace of agents."""
 
     trace: Annotated[
         str,
@@ -59,14 +59,14 @@ class TraceSettings(Settings, frozen=True, kw_only=True):
             metavar="T.jsonl|32k|48k|64k",
         ),
     ]
-    trace_format: Annotated[str, Setting("of the trace", choices=(AUTO, *FORMATS))] = AUTO
+    trace_format: Annotated[str, Setting("format of the trace", choices=(AUTO, *FORMATS))] = AUTO
     tokenizer: Annotated[
-        str, Setting("for text traces; without it 4 bytes are a token", metavar="FOLDER")
+        str, Setting("tokenizer for text traces; empty: 4 bytes are a token", metavar="FOLDER")
     ] = ""
 
 
 class DelaySettings(Settings, frozen=True):
-    """Whether simulated agents wait for their tools."""
+    """Whether simulated agents wait for their tool calls."""
 
     tool_delays: Annotated[
         ToolDelays, Setting("wait for the recorded tool times between turns")
@@ -74,22 +74,22 @@ class DelaySettings(Settings, frozen=True):
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
-    """Add what describes cluster, model and core; ``nodes`` with the cluster's shape."""
+    """Add arguments for cluster, model and core; ``nodes``: also for the cluster's shape."""
     from dualpath.model.sim.settings import ClusterSettings
 
     add_settings(parser, MachineSettings, title="machine")
     add_settings(parser, CoreSettings)
-    # What is not given is the cluster file's.
+    # Settings without a flag are those of the cluster file.
     unset = dict.fromkeys((field.name for field in declared(ClusterSettings)), None)
-    title = "settings in the place of the cluster file's"
+    title = "settings that override the cluster file"
     if nodes:
         add_settings(parser, NodesSettings, title=title, defaults={"nodes": None})
-        title = "more settings in the place of the cluster file's"
+        title = "more settings that override the cluster file"
     add_settings(parser, ClusterSettings, title=title, defaults=unset)
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what describes the agents; `dualpath plan` has the same."""
+    """Add arguments for the agents."""
     add_settings(parser, TraceSettings, title="workload")
     add_settings(parser, WorkloadSettings, title="agents")
     add_settings(parser, DelaySettings)
@@ -112,7 +112,7 @@ def load_cluster(args: argparse.Namespace) -> "ClusterSettings":
 
 
 def _with_hbm_left(args: argparse.Namespace, cluster: "ClusterSettings") -> "ClusterSettings":
-    """Return the cluster with the HBM that weights leave, where that is asked for."""
+    """Return the cluster, with ``hbm_from_weights`` with the HBM that weights leave."""
     import msgspec
 
     from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
@@ -122,8 +122,8 @@ def _with_hbm_left(args: argparse.Namespace, cluster: "ClusterSettings") -> "Clu
     weights = load_weights(args)
     if weights is None:
         raise ConfigError(
-            f"--hbm-from-weights is given, but {args.model} holds measured costs, which know no "
-            "weights; leave it out"
+            f"--hbm-from-weights is given, but {args.model} has measured costs without weights; "
+            "omit it"
         )
     left = {}
     for role in Role:
@@ -132,8 +132,8 @@ def _with_hbm_left(args: argparse.Namespace, cluster: "ClusterSettings") -> "Clu
         if left[role] <= 0:
             raise ConfigError(
                 f"the weights of {args.model}, over {shared.engine} GPUs per engine and "
-                f"{shared.experts} for experts, leave no HBM for KV at the {role} engines; give "
-                f"--{role}-tp more GPUs, or the role larger groups"
+                f"{shared.experts} for experts, leave no HBM for KV at the {role} engines; raise "
+                f"--{role}-tp, or give the role larger groups"
             )
     return msgspec.structs.replace(
         cluster, prefill_hbm_bytes=left[Role.PREFILL], decode_hbm_bytes=left[Role.DECODE]
@@ -159,7 +159,7 @@ def load_weights(args: argparse.Namespace) -> "tuple[ModelGeometry, GpuRates] | 
 
 
 class Trace(NamedTuple):
-    """The workload read once; ``agents`` makes as many of it as asked for."""
+    """A workload, read once; ``agents`` creates agents from it."""
 
     asked: TraceSettings
     sessions: "Sequence[Session]"
@@ -171,7 +171,7 @@ class Trace(NamedTuple):
     def read(
         cls, args: argparse.Namespace, cluster: "ClusterSettings", model: "ModelCosts"
     ) -> "Trace":
-        """Read a trace, or name a dataset; raises ``ConfigError`` or ``TraceError``."""
+        """Read a trace or select a dataset; raises ``ConfigError`` or ``TraceError``."""
         from dualpath.laboratory.workload.columns.generator import DATASETS
         from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
         from dualpath.laboratory.workload.formats import read_trace
@@ -196,7 +196,7 @@ class Trace(NamedTuple):
         return cls(asked, sessions, dataset, settings, encode)
 
     def agents(self, count: int | None = None) -> "AgentTable":
-        """Return ``count`` agents, all at once; None for the number asked for."""
+        """Return ``count`` agents, all at once; None for the number in the settings."""
         import msgspec
 
         from dualpath.laboratory.workload.columns.from_sessions import agents_from_sessions
@@ -221,18 +221,18 @@ def arriving(agents: "AgentTable", agents_per_s: float | None, seed: int) -> "Ag
 
 
 def checked_core(args: argparse.Namespace) -> Core:
-    """Return the core asked for; raises ``ConfigError`` if it cannot run here."""
+    """Return the selected core; raises ``ConfigError`` if it is not installed."""
     core = flag_settings(args, CoreSettings).core
     if core == "compiled" and importlib.util.find_spec("numba") is None:
         raise ConfigError(
             f"the compiled core needs numba; {extra('simulate').remedy}, or give "
-            "--core reference, which is slower and gives the same numbers"
+            "--core reference, which is slower but gives the same numbers"
         )
     return core
 
 
 def workload_note(trace: Trace, agents: "AgentTable", agents_per_s: float | None = None) -> str:
-    """Return what was asked of the cluster, in one sentence."""
+    """Return a description of the workload in one sentence."""
     arrivals = "all at once" if agents_per_s is None else f"at {agents_per_s:g} per s"
     asked, settings = trace.asked, trace.settings
     changes = [

@@ -1,6 +1,6 @@
-"""`dualpath storage`: what lies in a storage, whether it is whole, and what goes.
+"""`dualpath storage`: lists, verifies, pins and removes stored blocks, and applies limits.
 
-An action is a module `dualpath.cli.storage_<name>` with `add_action(actions)`, as in
+Actions are in modules `dualpath.cli.storage_<name>` with `add_actions(actions)`, as in
 `dualpath.cli.chaos`.
 """
 
@@ -16,9 +16,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parsers of `dualpath storage`."""
     parser = subparsers.add_parser(
         "storage",
-        help="what lies in a storage, whether it is whole, and what goes",
-        description="Look after a storage: count what lies there, check it, pin or remove parts of "
-        "it, keep it within limits. Engines may run meanwhile.",
+        help="list, verify, pin or remove stored blocks; keep a storage within limits",
+        description="Maintain a storage: list, verify, pin or remove stored blocks, and keep the "
+        "storage within limits. Engines may run at the same time.",
         allow_abbrev=False,
     )
     actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
@@ -27,6 +27,6 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; return the action's exit code."""
+    """Run the action; return its exit code."""
     exit_code: int = args.act(args)
     return exit_code

@@ -1,16 +1,16 @@
-"""`dualpath storage ls`, `du` and `verify`: nothing is changed, but for bad blocks if asked for."""
+"""`dualpath storage ls`, `du` and `verify`: read-only, except `verify --remove`."""
 
 import argparse
 import time
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import add_json_argument, say, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpath.policy.chain_index import ChainIndex
-    from dualpath.storage.inventory import Grouping, Share
+    from dualpath.storage.inventory import Grouping, GroupUsage
     from dualpath.storage.objects import ObjectTree
 
 _EXIT_BAD = 1
@@ -19,11 +19,11 @@ _PROGRESS_S = 2.0
 
 
 def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the parsers of the three."""
+    """Add the three parsers."""
     parser = add_action(actions, "ls", "list the namespaces: model, blocks, size, last use")
     add_json_argument(parser)
     parser.set_defaults(act=look, by="namespace")
-    parser = add_action(actions, "du", "say what takes the space")
+    parser = add_action(actions, "du", "print used space by namespace, tenant or age")
     parser.add_argument(
         "--by",
         choices=("namespace", "tenant", "age"),
@@ -32,23 +32,25 @@ def add_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     )
     add_json_argument(parser)
     parser.set_defaults(act=look)
-    parser = add_action(actions, "verify", "read and check every block; exit code 1 if one is bad")
+    parser = add_action(
+        actions, "verify", "read and verify every block; exit code 1 if one is corrupt"
+    )
     parser.add_argument(
         "--rate",
         default="100MB",
         metavar="BYTES/S",
-        help="read no faster than that, such as 1GB; 0: as fast as it goes (default: 100MB)",
+        help="limit of the read rate, such as 1GB; 0: none (default: 100MB)",
     )
     parser.add_argument(
         "--remove",
         action="store_true",
-        help="remove the blocks that are bad, but not those of another format or storage key",
+        help="remove corrupt blocks, but not those of another format or storage key",
     )
     parser.add_argument(
         "--storage-key-file",
         default="",
         metavar="FILE",
-        help="as engines have it, for sealed blocks (default: DUALPATH_STORAGE_KEY)",
+        help="the engines' storage keys, for sealed blocks (default: DUALPATH_STORAGE_KEY)",
     )
     parser.set_defaults(act=verify)
 
@@ -68,51 +70,51 @@ def add_action(
     parser.add_argument(
         "--survey",
         action="store_true",
-        help="look at what lies there, and not at the janitor's index",
+        help="list the storage instead of using the janitor's index",
     )
     return parser
 
 
-def opened(args: argparse.Namespace) -> "tuple[ObjectTree, ChainIndex]":
-    """Return everything in a storage and what is known of it; raises ``ConfigError``."""
-    from dualpath.storage.inventory import known
+def open_index(args: argparse.Namespace) -> "tuple[ObjectTree, ChainIndex]":
+    """Return a storage as a tree, and an index of its blocks; raises ``ConfigError``."""
+    from dualpath.storage.inventory import load_or_survey
 
-    tree = open_place(args.storage)
-    return tree, known(tree, time.time, Progress("surveyed"), survey=args.survey)
+    tree = open_existing_tree(args.storage)
+    return tree, load_or_survey(tree, time.time, Progress("surveyed"), survey=args.survey)
 
 
-def open_place(location: str) -> "ObjectTree":
-    """Return everything in a storage; raises ``ConfigError`` where there is none."""
+def open_existing_tree(location: str) -> "ObjectTree":
+    """Return a storage as a tree; raises ``ConfigError`` if it is empty."""
     from dualpath.storage.factory import open_tree
 
     tree = open_tree(location)
     if not tree.folders(""):
-        raise ConfigError(f"nothing lies at {location!r}; give the engines' --storage")
+        raise ConfigError(f"there is no storage at {location!r}; give the engines' --storage")
     return tree
 
 
 class Progress:
-    """Says every few seconds on standard error how far something has come."""
+    """Prints progress to standard error every few seconds."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._said_s = time.monotonic()
+    def __init__(self, action: str) -> None:
+        self._action = action
+        self._printed_s = time.monotonic()
 
     def __call__(self, share: float) -> None:
-        """Note the share that is done, 0 to 1."""
-        if time.monotonic() - self._said_s >= _PROGRESS_S:
-            self._said_s = time.monotonic()
-            say(f"{share * 100:.0f} % {self._what}")
+        """Report the completed share, 0 to 1."""
+        if time.monotonic() - self._printed_s >= _PROGRESS_S:
+            self._printed_s = time.monotonic()
+            print_progress(f"{share * 100:.0f} % {self._action}")
 
 
 def look(args: argparse.Namespace) -> int:
     """Print the groups; returns 0."""
-    from dualpath.storage.inventory import shares
+    from dualpath.storage.inventory import usage_by_group
     from dualpath.storage.status import read_status
 
-    tree, index = opened(args)
+    tree, index = open_index(args)
     by: Grouping = args.by
-    found = shares(tree, index, by, time.time())
+    found = usage_by_group(tree, index, by, time.time())
     if wrote_json(args, found):
         return 0
     for line in _table(found, by):
@@ -120,35 +122,38 @@ def look(args: argparse.Namespace) -> int:
     status = read_status(tree)
     if status is not None:
         quota = status.limits.quota_bytes
-        said = datetime.fromtimestamp(status.time_s, UTC).isoformat(" ", "seconds")
-        print(f"quota: {_size(quota) if quota else 'none'}; janitor {status.holder}, heard {said}")
+        reported = datetime.fromtimestamp(status.time_s, UTC).isoformat(" ", "seconds")
+        print(
+            f"quota: {_size(quota) if quota else 'none'}; "
+            f"janitor {status.holder}, last report {reported}"
+        )
     return 0
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Check all blocks and print the bad ones; returns 1 if there are any."""
+    """Verify all blocks and print corrupt ones; returns 1 if there are any."""
     from dualpath.engine.storage_keys import load_storage_keys
-    from dualpath.storage.block_file import STAYING
-    from dualpath.storage.inventory import Choice, chosen, discard
+    from dualpath.storage.block_file import UNREADABLE_HERE
+    from dualpath.storage.inventory import BlockFilter, discard, select_rows
     from dualpath.storage.inventory import verify as check
 
     keys = load_storage_keys(args.storage_key_file)
-    tree, index = opened(args)
+    tree, index = open_index(args)
     rate = parse_amount("--rate", args.rate)
-    rows, report = chosen(index, Choice()), Progress("checked")
+    rows, report = select_rows(index, BlockFilter()), Progress("checked")
     bad, missing, read_bytes = [], 0, 0
-    verdicts = check(tree, index, rows, rate, keys, time.monotonic, time.sleep)
-    for number, verdict in enumerate(verdicts):
-        read_bytes += verdict.bytes
-        missing += verdict.bytes == 0
-        if verdict.reason is not None and verdict.bytes:
-            bad.append(verdict)
-            print(f"{verdict.namespace}/{verdict.key.hex()}: {verdict.reason}")
+    results = check(tree, index, rows, rate, keys, time.monotonic, time.sleep)
+    for number, result in enumerate(results):
+        read_bytes += result.bytes
+        missing += result.bytes == 0
+        if result.reason is not None and result.bytes:
+            bad.append(result)
+            print(f"{result.namespace}/{result.key.hex()}: {result.reason}")
         report(number / len(rows))
     if args.remove:
-        discard(tree, [one for one in bad if one.reason not in STAYING])
+        discard(tree, [one for one in bad if one.reason not in UNREADABLE_HERE])
     done = " and removed" if args.remove else ""
-    print(f"{len(rows) - missing} blocks, {_size(read_bytes)} read; {len(bad)} bad{done}")
+    print(f"{len(rows) - missing} blocks, {_size(read_bytes)} read; {len(bad)} corrupt{done}")
     return _EXIT_BAD if bad else 0
 
 
@@ -163,7 +168,7 @@ def parse_amount(flag: str, text: str) -> float:
     return amount
 
 
-def _table(found: "list[Share]", by: str) -> list[str]:
+def _table(found: "list[GroupUsage]", by: str) -> list[str]:
     heads = {"namespace": "namespace", "tenant": "tenant", "age": "used within"}
     rows = [(heads[by], "blocks", "size", "tenants", "last use", "protection", "model")]
     rows += [

@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 _COLUMNS = ("model", "N (B)", "KV (bytes/token)", "context", "GB/PFLOP", "paper", "error")
 
 _REMARKS = """\
-N: active parameters without the embedding. KV: what grows with the context.
-DeepSeek's rows come twice. Geometry gives 278,528 FLOP per pair of tokens and layer (absorbed
-latent attention, 128 heads). The paper's figures agree with {pair_flop:,}, for which it gives no
-reason; that number is used nowhere else. Projections of the sparse indexer are left out of N, as
-in the paper's figures."""
+N: active parameters without the embedding. KV: KV-cache that grows with the context.
+DeepSeek has two sets of rows. Geometry gives 278,528 FLOP per pair of tokens and layer (absorbed
+latent attention, 128 heads). The paper's figures match {pair_flop:,}, which the paper does not
+explain; that number is used only here. N excludes the projections of the sparse indexer, as in the
+paper's figures."""
 
 
 class Table1Settings(Settings, frozen=True):
-    """What is added to the paper's table."""
+    """Models added to the paper's table."""
 
     model: Annotated[
         tuple[str, ...],
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; return 0.
 
     Raises:
-        ConfigError: a model that cannot be found or read.
+        ConfigError: a model that does not exist or cannot be read.
     """
     from dualpath.model.catalog.load import load_model
     from dualpath.model.catalog.table1 import paper_table1, table1_rows

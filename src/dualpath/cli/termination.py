@@ -1,4 +1,4 @@
-"""SIGTERM ends a command as Ctrl-C does, so that what it has begun is taken down."""
+"""Handling of SIGTERM in commands: it stops a command like Ctrl-C, or drains it first."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -7,8 +7,8 @@ from typing import Protocol
 
 
 @contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Have SIGTERM raise ``KeyboardInterrupt`` in the block, unless something handles it there."""
+def sigterm_as_interrupt() -> Iterator[None]:
+    """Make SIGTERM raise ``KeyboardInterrupt`` in the ``with`` block, unless it gets a handler."""
     previous = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
@@ -17,38 +17,38 @@ def ended_by_sigterm() -> Iterator[None]:
 
 
 def interrupt(signal_number: int, frame: object) -> None:
-    """Raise ``KeyboardInterrupt``, as a handler of a signal."""
+    """Raise ``KeyboardInterrupt``; a signal handler."""
     raise KeyboardInterrupt
 
 
 class Watched(Protocol):
-    """Processes under a command that supervises them."""
+    """Processes that a command supervises."""
 
     def watch(self) -> None:
-        """Start again whatever ends; never returns."""
+        """Restart processes that exit; never returns."""
         ...
 
     def drain(self) -> None:
-        """Take no new requests; return when those under way have ended."""
+        """Accept no new requests; return when running ones have ended."""
         ...
 
 
-def watch_until_ended(processes: Watched, say: Callable[[str], None]) -> None:
-    """Watch until Ctrl-C, which raises ``KeyboardInterrupt``; return after SIGTERM and a drain.
+def watch_until_stopped(processes: Watched, report: Callable[[str], None]) -> None:
+    """Supervise until Ctrl-C, which raises ``KeyboardInterrupt``; on SIGTERM, drain and return.
 
-    A second SIGTERM is as Ctrl-C.
+    A second SIGTERM has the effect of Ctrl-C.
     """
     signal.signal(signal.SIGTERM, _drain)
     try:
         processes.watch()
     except _DrainError:
         signal.signal(signal.SIGTERM, interrupt)
-        say("ends when the requests under way have ended")
+        report("draining: stops when running requests have ended")
         processes.drain()
 
 
 class _DrainError(Exception):
-    """Leaves the loop that watches."""
+    """Raised by SIGTERM to leave the supervision loop."""
 
 
 def _drain(signal_number: int, frame: object) -> None:

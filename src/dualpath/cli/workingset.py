@@ -1,4 +1,4 @@
-"""`dualpath workingset`: bytes of KV of a prompt, an agent and all agents in flight (§8.2)."""
+"""`dualpath workingset`: KV bytes of a prompt, an agent and all concurrent agents (§8.2)."""
 
 import argparse
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -34,31 +34,35 @@ PAPER = (Quoted(0.1, 69e9), Quoted(0.45, 681e9))
 def working_set_bytes(
     agents_per_s: float, jct_s: float, total_tokens: float, kv_bytes_per_token: float
 ) -> float:
-    """Return λ·T̄·total/2 tokens as bytes: agents in flight, on average half way through (§8.2)."""
+    """Return λ·T̄·total/2 tokens as bytes: concurrent agents, on average half complete (§8.2)."""
     return agents_per_s * jct_s * total_tokens / 2 * kv_bytes_per_token
 
 
 class WorkingSetSettings(Settings, frozen=True, kw_only=True):
-    """Agents in flight, and what one of them holds."""
+    """The load of agents, and their sizes."""
 
-    agents_per_s: Annotated[float | None, Setting("agents that arrive", gt=0, le=1e12)] = None
+    agents_per_s: Annotated[float | None, Setting("arrival rate of agents", gt=0, le=1e12)] = None
     jct_s: Annotated[float | None, Setting("mean job completion time", gt=0, le=1e12)] = None
     total_tokens: Annotated[
-        float, Setting("mean of an agent when it is done; Table 2, 64K", ge=1, le=1e12)
+        float, Setting("mean final context of an agent; Table 2, 64K", ge=1, le=1e12)
     ] = PAPER_TOTAL_TOKENS
     model: Annotated[
-        tuple[str, ...], Setting("of the catalog, or files", metavar=f"{MODEL_METAVAR},…")
+        tuple[str, ...], Setting("models of the catalog, or files", metavar=f"{MODEL_METAVAR},…")
     ] = (PAPER_MODEL,)
     kv_cache_dtype: KvDtype = "auto"
     gap_factor: Annotated[
-        float, Setting("tool calls and pauses make the JCT so many times as long", ge=1, le=1e12)
+        float, Setting("factor by which tool calls and pauses extend the JCT", ge=1, le=1e12)
     ] = 1.0
-    prompt_tokens: Annotated[int, Setting("of the longest prompt", ge=2, le=1 << 24)] = 1 << 16
-    block_tokens: Annotated[int, Setting("of a block", ge=1, le=1 << 16)] = 64
+    prompt_tokens: Annotated[int, Setting("tokens of the longest prompt", ge=2, le=1 << 24)] = (
+        1 << 16
+    )
+    block_tokens: Annotated[int, Setting("tokens of a block", ge=1, le=1 << 16)] = 64
     layer_buffers: Annotated[
         int, Setting("layers of KV in the HBM of a prefill engine", ge=1, le=1 << 10)
     ] = 2
-    snic_bytes_per_s: Annotated[float, Setting("a node's storage NIC", ge=1, le=1e15)] = 50e9
+    snic_bytes_per_s: Annotated[float, Setting("rate of a node's storage NIC", ge=1, le=1e15)] = (
+        50e9
+    )
 
     def check(self) -> None:
         """Raise ``ConfigError`` if only one of rate and JCT is given."""
@@ -73,11 +77,11 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     """Add the parser of `dualpath workingset`."""
     parser = subparsers.add_parser(
         "workingset",
-        help="print the bytes of KV that prompts, agents and all in flight take, model by model",
-        description="What one prompt and one agent of a model take in buffers, HBM, links and "
-        "storage, and the working set of §8.2: agents per second x mean job completion time x half "
-        "of an agent's tokens x KV bytes per token. Without --agents-per-s and --jct-s "
-        "the working set is what the paper's own figures imply.",
+        help="print the KV bytes of prompts, agents and the working set, per model",
+        description="Print the bytes of one prompt and one agent of a model in buffers, HBM, links "
+        "and storage, and the working set of §8.2: agents per second x mean job completion time x "
+        "half of an agent's tokens x KV bytes per token. Without --agents-per-s and --jct-s, print "
+        "the mean JCT that the paper's figures imply.",
     )
     add_json_argument(parser)
     add_settings(parser, WorkingSetSettings)
@@ -87,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the sizes and the working set; return 0.
 
     Raises:
-        ConfigError: a number out of range, a rate or JCT without the other, an unknown model.
+        ConfigError: a number out of range, only one of rate and JCT, an unknown model.
     """
     from dualpath.model.catalog.load import load_model
     from dualpath.report.text import print_blocks
@@ -168,9 +172,9 @@ def _own(asked: WorkingSetSettings, models: "Sequence[ModelGeometry]") -> "Seque
     if asked.gap_factor <= 1:
         return (table,)
     gaps = (
-        f"Gaps load no engine: with a JCT {asked.gap_factor:g} times as long the same machines "
-        f"take {asked.gap_factor:g} times the agents per second, and the working set grows "
-        f"{asked.gap_factor**2:g}-fold."
+        f"Gaps do not load engines: with a JCT {asked.gap_factor:g} times as long the same "
+        f"machines serve {asked.gap_factor:g} times the agents per second, and the working set "
+        f"grows {asked.gap_factor**2:g}-fold."
     )
     return table, Notes((gaps,))
 

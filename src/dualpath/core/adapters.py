@@ -1,4 +1,4 @@
-"""LoRA adapters: what clients call them, where engines find them, and what their KV depends on."""
+"""LoRA adapters: names for clients, paths at engines, and their effect on block keys."""
 
 import msgspec
 
@@ -9,9 +9,9 @@ from dualpath.core.names import Name
 class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter as an engine has loaded it.
 
-    ``name`` is the ``model`` of requests, ``path`` the text that stands for its place on command
-    lines: vLLM's keys hold both, so router and engines must write them alike.  ``digest`` is over
-    its weights and all else that changes what it computes.
+    ``name`` is the ``model`` of requests, ``path`` its path exactly as written on command lines:
+    both enter vLLM's keys, so router and engines must spell them alike.  ``digest`` covers its
+    weights and everything else that changes its output.
     """
 
     name: Name
@@ -19,14 +19,15 @@ class Adapter(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     digest: Name
 
     def salt(self, cache_salt: str | None) -> str:
-        """Return the salt that engines hash in the place of the client's.
+        """Return the salt that engines hash in place of the client's.
 
-        vLLM's keys know an adapter by name and path only.  So its digest, of one length always,
-        stands before the client's salt, and another adapter in its place shares no KV.
+        vLLM's keys contain only the name and path of an adapter.  So its digest, of constant
+        length, is prepended to the client's salt, and another adapter at the same path shares no
+        KV.
         """
         return f"{self.digest}:{cache_salt}" if cache_salt else self.digest
 
     def extras(self, cache_salt: str | None, items: tuple[PromptItem, ...] = ()) -> KeyExtras:
-        """Return what enters the keys of a request for this adapter."""
+        """Return the extra keys of a request for this adapter."""
         every = (("lora", self.name, self.path),)
         return KeyExtras(every=every, cache_salt=self.salt(cache_salt), items=items)

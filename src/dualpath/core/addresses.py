@@ -1,7 +1,7 @@
-"""How engines reach each other over the compute network, and which process each of them is.
+"""Addresses of engines on the compute network, and the identity of their processes.
 
 An engine of several ranks has an agent per rank, each on the NIC of its device.  All of them reach
-the same buffer: which rank of one engine speaks with which of another is a matter of NICs alone.
+the same buffer, so the pairing of two engines' ranks affects only the load of the NICs.
 """
 
 from typing import Annotated
@@ -12,8 +12,8 @@ from msgspec import Meta
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.names import Name
 
-#: Ranks of one engine; more are an error.
-MOST_RANKS = 256
+#: Maximum ranks of one engine.
+MAX_RANKS = 256
 
 
 class RegionAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -37,7 +37,7 @@ class AgentAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How other engines reach this one over the compute network, and which process it is.
+    """The address of an engine on the compute network, and the identity of its process.
 
     ``agents`` has one per rank, rank 0 first.
     """
@@ -45,13 +45,13 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_id: Name
     epoch: Name
     role: Role
-    agents: Annotated[tuple[AgentAddress, ...], Meta(min_length=1, max_length=MOST_RANKS)]
+    agents: Annotated[tuple[AgentAddress, ...], Meta(min_length=1, max_length=MAX_RANKS)]
     process: HostProcess = HostProcess()
 
     def agents_for(self, rank: int, ranks: int) -> tuple[AgentAddress, ...]:
-        """Return whom rank ``rank`` of an engine of ``ranks`` speaks with: in turn, if several.
+        """Return the agents that rank ``rank`` of an engine with ``ranks`` ranks connects to.
 
-        Every rank has a partner, every agent about as many, and neighbours share one.
+        Every rank has at least one, the agents are spread evenly, and neighbouring ranks share one.
         """
         mine = len(self.agents)
         first = rank * mine // ranks
@@ -59,12 +59,12 @@ class EngineAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def writer(self) -> "Writer":
-        """This process as one that may write into others' buffers."""
+        """This process as a writer into buffers of other engines."""
         return Writer(self.engine_id, self.epoch, self.process)
 
 
 class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process of a prefill engine, whose transfers write into decode engines' buffers."""
+    """A process of a prefill engine; its transfers write into decode engines' buffers."""
 
     engine_id: Name
     epoch: Name
@@ -72,5 +72,5 @@ class Writer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def id(self) -> tuple[str, str]:
-        """Engine and epoch, which name the process."""
+        """Engine and epoch, which identify the process."""
         return self.engine_id, self.epoch

@@ -5,13 +5,13 @@ the concatenation of the Layer Blocks of all layers, in layer order, so that no 
 is ever needed: a Layer Block is a slice of a Full Block.
 
 A Layer Block consists of *parts*, one for each KV tensor that a layer has (latent KV and the keys
-of an indexer, say); most layers have one.  A Full Block is that of the whole model, all heads of
-it, head-major, and says nothing of how an engine is cut: who moves only some heads moves a *slice*
-of each part (``core.parts``).
+of an indexer, say); most layers have one.  A Full Block has all heads of the whole model,
+head-major, independent of an engine's tensor parallelism: a rank that moves only some heads moves a
+*slice* of each part (``core.parts``).
 
-A block's *key* is a chain: SHA-256 over the canonical CBOR of (parent key, the block's token ids,
-extra keys), the very function vLLM calls ``sha256_cbor``.  Equal keys therefore mean equal token
-prefixes, and router, engines and storage agree on them without talking to each other.
+A block's *key* is a chained hash: SHA-256 over the canonical CBOR of (parent key, the block's token
+ids, extra keys), the same function as vLLM's ``sha256_cbor``.  Equal keys therefore mean equal
+token prefixes, and router, engines and storage compute the same keys without communication.
 """
 
 import enum
@@ -38,16 +38,16 @@ def holding_blocks(tokens: int, block_tokens: int) -> int:
     return -(-tokens // block_tokens)
 
 
-def most_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
-    """Most blocks a prompt may hit: at least its last token has to be computed (§A.4)."""
+def max_hit_blocks(prompt_tokens: int, block_tokens: int) -> int:
+    """Maximum hit blocks of a prompt: at least its last token has to be computed (§A.4)."""
     return max(prompt_tokens - 1, 0) // block_tokens
 
 
 def first_seen_block(tokens: int, window_tokens: int, block_tokens: int) -> int:
-    """Return the first block that attention of the token behind ``tokens`` others looks at.
+    """Return the first block that the token after ``tokens`` others attends to.
 
-    Tokens after it look at no earlier one.  A token sees itself and the ``window_tokens`` - 1
-    before it; with a window of 0 it sees all.
+    Later tokens attend to no earlier block.  A token attends to itself and ``window_tokens`` - 1
+    tokens before it; with a window of 0 to all.
     """
     if window_tokens == 0:
         return 0
@@ -68,9 +68,9 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
 
     ``block_tokens`` ≥ 1 tokens per block (64 in the paper); ``layer_parts``: for each layer the
     bytes ≥ 1 of its parts, opaque: engines may pack K and V as they like.  ``layer_windows``: for
-    each layer the tokens of its sliding window, 0 where it attends to all; empty where all do.
-    Raises ``ValueError`` (msgspec's, where it is decoded) for blocks without tokens, layers or
-    bytes, or windows of other layers.
+    each layer the tokens of its sliding window, 0 for full attention; empty if all layers have full
+    attention.  Raises ``ValueError`` (msgspec's, when decoded) for blocks without tokens, layers or
+    bytes, and for windows that do not match the layers.
     """
 
     block_tokens: int
@@ -78,7 +78,7 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
     layer_windows: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """See the class."""
+        """Validate; see the class."""
         if self.block_tokens < 1 or not self.layer_parts:
             raise ValueError(
                 f"blocks of {self.block_tokens} tokens in {len(self.layer_parts)} layers; each "
@@ -105,32 +105,32 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
 
     @property
     def layers(self) -> int:
-        """Layers that have KV."""
+        """Number of layers with KV."""
         return len(self.layer_parts)
 
     def is_window_layer(self, layer: int) -> bool:
-        """Whether a layer attends to the last tokens only."""
+        """Whether a layer has a sliding window."""
         return bool(self.layer_windows) and self.layer_windows[layer] > 0
 
     def seen_from(self, layer: int, tokens: int) -> int:
-        """Return the first block whose KV a layer needs for the token behind ``tokens`` others.
+        """Return the first block whose KV a layer needs for the token after ``tokens`` others.
 
-        Those before it are behind the layer's window, and no kernel looks at them.
+        Blocks before it are outside the layer's window, and no kernel reads them.
         """
         window = self.layer_windows[layer] if self.layer_windows else 0
         return first_seen_block(tokens, window, self.block_tokens)
 
     def whole_from(self, hit_blocks: int) -> int:
-        """Return from which block on a hit of ``hit_blocks`` blocks needs its window layers.
+        """Return the first block of a hit of ``hit_blocks`` blocks that needs its window layers.
 
-        0 where there are none: all its blocks have to be whole.
+        0 for a model without window layers: all blocks need all layers.
         """
         hit_tokens = hit_blocks * self.block_tokens
         return first_seen_block(hit_tokens, max(self.layer_windows, default=0), self.block_tokens)
 
     @cached_property
     def parts(self) -> tuple[LayerPart, ...]:
-        """All parts, in the order in which they lie in a Full Block."""
+        """All parts, in their order within a Full Block."""
         found, offset_bytes = [], 0
         for layer, sizes in enumerate(self.layer_parts):
             for part, size_bytes in enumerate(sizes):
@@ -150,13 +150,13 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return sum(map(self.bytes_of, layers))
 
     def bytes_of(self, layer: int | None, *, whole: bool = True) -> int:
-        """Bytes of a block in one layer, or (None) in all, those with a window if it is whole."""
+        """Bytes of a block in one layer, or (None) in all; not ``whole``: without window layers."""
         if layer is not None:
             return sum(self.layer_parts[layer])
         return self.full_block_bytes if whole else self.windowless_bytes
 
     def slice_of(self, layer: int) -> slice:
-        """Return which bytes of a Full Block are the Layer Block of a layer."""
+        """Return the slice of a Full Block that is the Layer Block of a layer."""
         before = sum(map(sum, self.layer_parts[:layer]))
         return slice(before, before + self.bytes_of(layer))
 
@@ -170,24 +170,24 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return holding_blocks(tokens, self.block_tokens)
 
     def max_hit_blocks(self, prompt_tokens: int) -> int:
-        """Most blocks a prompt may hit."""
-        return most_hit_blocks(prompt_tokens, self.block_tokens)
+        """Maximum hit blocks of a prompt."""
+        return max_hit_blocks(prompt_tokens, self.block_tokens)
 
 
 class Protection(enum.StrEnum):
-    """What stored blocks withstand beyond accidents, for who has no storage key."""
+    """Protection of stored blocks against anyone without the storage key."""
 
     AUTHENTICATED = "authenticated"
-    """Nobody forges one; who can read the storage reads it."""
+    """Blocks cannot be forged, but anyone with access to the storage can read them."""
     ENCRYPTED = "encrypted"
-    """Nobody forges or reads one."""
+    """Blocks can neither be forged nor read."""
 
 
 class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Everything that must be equal for two engines to exchange stored blocks.
 
-    ``mode`` keeps the length-only blocks of Oracle runs (§7.2) away from real ones, and
-    ``protection``, absent for plain blocks, keeps those apart that are believed for other reasons.
+    ``mode`` separates the length-only blocks of Oracle runs (§7.2) from real ones;
+    ``protection``, absent for plain blocks, separates blocks by how they are protected.
     """
 
     model: str
@@ -195,7 +195,7 @@ class StoreNamespace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     layout: str
     geometry: BlockGeometry
     mode: str = "kv"
-    # Unset is not encoded: plain namespaces are named as they were before there were others.
+    # Unset is not encoded, so that the digest of plain namespaces is that of earlier versions.
     protection: Protection | msgspec.UnsetType = msgspec.UNSET
 
     def digest(self) -> str:
@@ -208,17 +208,17 @@ TenantTag = Annotated[str, msgspec.Meta(pattern=r"\A(?:[0-9a-f]{16})?\Z")]
 
 
 class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Where a run of blocks of one chain comes from, for whoever has to remove some again.
+    """Parent and tenant of a run of blocks of one chain, stored for eviction and quotas.
 
-    ``parent`` is the key before the first of them, ``chain_root()`` where there is none, empty
-    where it is not known.  ``tenant`` is a ``tenant_tag``, empty without one or where not known.
+    ``parent`` is the key before the first block, ``chain_root()`` for a first block of a prompt,
+    empty if unknown.  ``tenant`` is a ``tenant_tag``, empty without a tenant or if unknown.
     """
 
     parent: BlockKey = b""
     tenant: TenantTag = ""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for what fits into no block's header."""
+        """Raise ``ValueError`` for values that do not fit into a block's header."""
         if len(self.parent) not in (0, 32) or len(self.tenant) not in (0, 16):
             raise ValueError(
                 f"parent of {len(self.parent)} bytes and tenant of {len(self.tenant)} characters: "
@@ -226,12 +226,12 @@ class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-#: Of blocks of which nobody has said it.
+#: The origin of blocks whose parent and tenant are unknown.
 UNKNOWN_ORIGIN = BlockOrigin()
 
 
 def tenant_tag(cache_salt: str | None) -> str:
-    """Return 16 hex digits that stand for a salt where blocks are counted; empty without one."""
+    """Return 16 hex digits that identify a salt's tenant in quotas; empty without a salt."""
     if not cache_salt:
         return ""
     return hashlib.sha256(cbor2.dumps(["dualpath-tenant", cache_salt])).hexdigest()[:16]
@@ -254,7 +254,7 @@ def block_keys(
 
     Equal to vLLM's ``request.block_hashes`` under ``--prefix-caching-hash-algo sha256_cbor``.
     ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first one and, through
-    the chain, all.  Trailing tokens that fill no block have no key.
+    the chain, all.  Trailing tokens that do not fill a block have no key.
     """
     extras = KeyExtras(every=extra_keys, cache_salt=cache_salt)
     return chained_keys(chain_root(), token_ids, block_tokens, extras)
@@ -267,7 +267,7 @@ def chained_keys(
     extras: KeyExtras,
     first_block: int = 0,
 ) -> list[BlockKey]:
-    """Go on with a chain after ``parent``, the key of the block before ``first_block``."""
+    """Continue a chain after ``parent``, the key of the block before ``first_block``."""
     keys: list[BlockKey] = []
     blocks = encoded_blocks(token_ids, block_tokens)
     beside = extras.encoded(first_block, len(blocks), block_tokens)

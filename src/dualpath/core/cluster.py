@@ -10,23 +10,23 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.names import Name
 from dualpath.core.settings import Setting, Settings
 
-#: More nodes are a typing error, not a cluster.
-MOST_NODES = 100_000
+#: More nodes are taken for a typing error.
+MAX_NODES = 100_000
 
 
 class Role(enum.StrEnum):
-    """What an engine does; every group holds engines of one role (§6.1)."""
+    """Prefill or decode; all engines of a group have one role (§6.1)."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
 class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A process as its machine's own table of processes knows it, and those it works with.
+    """Identity of a process in the process table of its machine, with those of its other ranks.
 
-    ``host`` names the machine since its last start and its numbering of processes, empty if it
-    cannot be told; ``start_ticks`` after that start tell the process from later ones of its number.
-    ``ranks`` are the processes of an engine's other ranks: it is gone when they are gone as well.
+    ``host`` identifies the boot of the machine and the PID namespace, empty if unknown;
+    ``start_ticks`` after that boot distinguish the process from later ones with the same ``pid``.
+    ``ranks`` are the processes of an engine's other ranks: the engine has ended when all have.
     """
 
     host: str = ""
@@ -38,9 +38,9 @@ class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine's place in a data-parallel group, whose ranks compute in lock step (§A.4).
 
-    The ranks of one start of a group, and no others, share ``group`` and ``epoch``; ``rank`` counts
-    from 0 to ``size`` - 1.  ``at_server`` is its number at an HTTP server that several ranks share,
-    None if it has one of its own.
+    Exactly the ranks of one start of a group share ``group`` and ``epoch``; ``rank`` counts from 0
+    to ``size`` - 1.  ``at_server`` is its index at an HTTP server that several ranks share, None if
+    the rank has a server of its own.
     """
 
     group: Name
@@ -51,22 +51,22 @@ class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def start(self) -> tuple[str, str]:
-        """Group and epoch, which all ranks of one start share."""
+        """Group and epoch, which identify one start of the group."""
         return self.group, self.epoch
 
 
 def rank_mark(rank: int) -> str:
-    """Return what the name of a rank of a data-parallel group ends in."""
+    """Return the suffix of the name of a rank of a data-parallel group."""
     return f"-dp{rank}"
 
 
 def rank_name(unit: str, rank: int, size: int) -> str:
-    """Return the name of a rank of a unit of ``size``; the unit's own where it is alone."""
+    """Return the name of a rank of a unit of ``size`` ranks; of one rank, the unit's own name."""
     return f"{unit}{rank_mark(rank)}" if size > 1 else unit
 
 
 class UnitShape(msgspec.Struct, frozen=True):
-    """What starts and ends as one: an engine, or the ``ranks`` of a data-parallel group."""
+    """A unit that starts and ends as one: an engine, or ``ranks`` of a data-parallel group."""
 
     role: Role
     ranks: int = 1
@@ -76,7 +76,7 @@ class UnitShape(msgspec.Struct, frozen=True):
 
 
 class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The symbols of §4.2.
+    """The size and bandwidths of a cluster, with the symbols of §4.2.
 
     ``prefill_nodes`` P, ``decode_nodes`` D, ``gpus_per_node`` g (one compute NIC each),
     ``cnic_bytes_per_s`` B, ``snic_ratio`` s (a node's storage NIC carries s·B),
@@ -94,7 +94,7 @@ class ClusterShape(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_replicas: float = 1
 
 
-def parse_nodes(text: str, most: int = MOST_NODES) -> tuple[int, int]:
+def parse_nodes(text: str, most: int = MAX_NODES) -> tuple[int, int]:
     """Return prefill and decode nodes of ``"2P4D"``, each at least 1.
 
     Raises ``ConfigError`` for anything else, and for more than ``most`` nodes together.
@@ -126,7 +126,7 @@ class NodesSettings(Settings, frozen=True, kw_only=True):
     )
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for nodes that no cluster has."""
+        """Raise ``ConfigError`` for an invalid number of nodes."""
         super().check()
         parse_nodes(self.nodes)
 

@@ -1,8 +1,9 @@
-"""Settings from flags, environment and file, and where each value came from.
+"""Settings from flags, environment and file, and the origin of each value.
 
 A schema maps sections to ``Settings`` structs (``core.settings``).  A key has the same name
 everywhere: ``mode`` of section ``router`` is ``--mode``, ``mode`` under ``[router]`` in a file and
-``DUALPATH_ROUTER_MODE`` in the environment.  Later layers win: default, file, environment, flag.
+``DUALPATH_ROUTER_MODE`` in the environment.  Later layers override earlier ones: default, file,
+environment, flag.
 """
 
 import enum
@@ -20,7 +21,7 @@ Schema = Mapping[str, type[Settings]]
 
 PREFIX = "DUALPATH_"
 
-#: Variables with our prefix that are no setting of a section.
+#: Variables with our prefix that are not settings of a section.
 OTHER_VARIABLES = frozenset(
     {
         "DUALPATH_CACHE",
@@ -35,7 +36,7 @@ HIDDEN = "(hidden)"
 
 
 class Origin(enum.StrEnum):
-    """Who said so; a later member wins over an earlier one."""
+    """The layer of a value; a later member overrides an earlier one."""
 
     DEFAULT = "default"
     FILE = "file"
@@ -44,7 +45,7 @@ class Origin(enum.StrEnum):
 
 
 class Given(msgspec.Struct, frozen=True):
-    """A value for one key of one section; ``place`` is what a user typed to give it."""
+    """A value for one key of one section; ``place`` is the flag, variable or key the user wrote."""
 
     section: str
     key: str
@@ -54,7 +55,7 @@ class Given(msgspec.Struct, frozen=True):
 
     @property
     def shown(self) -> str:
-        """The value as people may see it."""
+        """The value for display; secrets are hidden."""
         if is_secret(self.key) and self.value not in (None, "", ()):
             return HIDDEN
         if isinstance(self.value, str):
@@ -71,9 +72,9 @@ def variable(section: str, key: str) -> str:
 
 
 def from_tables(schema: Schema, tables: Mapping[str, Any], file: str) -> list[Given]:
-    """Return what a file says; raises ``ConfigError`` for a section, key or value it may not have.
+    """Return the values of a parsed file; raises ``ConfigError`` for what the schema lacks.
 
-    ``tables`` is the parsed file, ``file`` its name for messages.
+    ``tables`` are its sections, ``file`` is its name for messages.
     """
     found = []
     for section, table in tables.items():
@@ -93,15 +94,15 @@ def from_tables(schema: Schema, tables: Mapping[str, Any], file: str) -> list[Gi
 def from_environment(
     schema: Schema, environment: Mapping[str, str], others: Collection[str] = ()
 ) -> list[Given]:
-    """Return what variables say; raises ``ConfigError`` for unknown ones and wrong values.
+    """Return the values of variables; raises ``ConfigError`` for unknown variables and bad values.
 
-    ``others`` are variables with our prefix that are no setting.
+    ``others`` are variables with our prefix that are not settings.
     """
     found = []
     for name in sorted(environment):
         if not name.startswith(PREFIX) or name in others:
             continue
-        # Only sections that a variable may belong to are looked at: each is an import.
+        # Only sections that the variable may belong to are loaded, as each costs an import.
         sections = [section for section in schema if name.startswith(variable(section, ""))]
         keys = {variable(s, f.name): (s, f) for s in sections for f in declared(schema[s])}
         if name not in keys:
@@ -116,7 +117,7 @@ def from_environment(
 
 
 def from_flag(section: str, field: Declared, text: object, place: str) -> Given:
-    """Return what a flag says, which is a text or, for what takes the rest, a list of them.
+    """Return the value of a flag: a text or, for a setting with ``rest``, a list of texts.
 
     Raises ``ConfigError``.
     """
@@ -124,15 +125,15 @@ def from_flag(section: str, field: Declared, text: object, place: str) -> Given:
 
 
 def layered(*layers: Iterable[Given]) -> dict[tuple[str, str], Given]:
-    """Return the winner for every key; later layers win."""
+    """Return the effective value of every key; later layers override earlier ones."""
     return {(given.section, given.key): given for layer in layers for given in layer}
 
 
 def build(kind: type[T], section: str, layers: Layers, flags: Mapping[str, str]) -> T:
-    """Return a section's settings; those without a section are given by flags alone.
+    """Return a section's settings; those with an empty section name come from flags only.
 
-    ``flags`` says how a key is typed in this command.  Raises ``ConfigError`` that names the key
-    that is missing, or what is wrong, each as the user wrote it or could write it.
+    ``flags`` maps keys to the flags of this command.  Raises ``ConfigError`` that names a missing
+    key or an invalid value, in the spelling that the user wrote or can write.
     """
     given = {key: value for (owner, key), value in layers.items() if owner == section}
     for field in declared(kind):
@@ -152,7 +153,7 @@ def build(kind: type[T], section: str, layers: Layers, flags: Mapping[str, str])
 
 
 def effective(kind: type[Settings], section: str, layers: Layers) -> list[Given]:
-    """Return every key of a section with its value and origin; a missing one has value None."""
+    """Return every key of a section with its value and origin; a missing value is None."""
     rows = []
     for field in declared(kind):
         known = layers.get((section, field.name))
@@ -169,7 +170,7 @@ def _by_name(kind: type[Settings]) -> dict[str, Declared]:
 
 
 def _given(section: str, field: Declared, value: object, origin: Origin, place: str) -> Given:
-    """Return a value in the field's type; raises ``ConfigError`` that names the place."""
+    """Return a value converted to the field's type; raises ``ConfigError`` with the place."""
     written = origin is not Origin.FILE and isinstance(value, str)
     try:
         found = field.parse(str(value)) if written else field.convert(value)

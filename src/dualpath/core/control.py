@@ -1,15 +1,15 @@
 """Control messages between router and engines.
 
 Messages are msgpack-encoded tagged structs in an envelope (``core.envelopes``).  An engine opens a
-session (``core.sessions``) with ``Hello`` and is answered with ``Welcome`` or ``Refused``.  Bulk
-data never travels here.
+session (``core.sessions``) with ``Register``; the answer is ``Registered`` or ``Refused``.  KV is
+never sent over this connection.
 
-    router → engine   Welcome Refused Heard PeerUp PeerDown IsGone Lookup Sync Assign Read Persist
-                      Release Retain Drained
-    engine → router   Hello Report Kept Gone LookupDone Synced Reserved ReadDone PrefillDone KvInHbm
-                      Released Failed Goodbye
+    router → engine   Registered Refused Ack PeerUp PeerDown LivenessProbe Lookup Sync Assign Read
+                      Persist Release Retain Drained
+    engine → router   Register Report CacheUpdate ConfirmedDead LookupDone Synced Reserved ReadDone
+                      PrefillDone KvInHbm Released Failed Deregister
 
-Those about one request are in ``core.request_messages``, which has their order.
+The messages about one request, and their order, are in ``core.request_messages``.
 """
 
 from typing import Annotated, Any
@@ -36,39 +36,41 @@ from dualpath.core.request_messages import (
     Reserved,
 )
 
-#: Raised by one whenever a message changes its meaning; both ends must agree.
-PROTOCOL_VERSION = 8
+#: Incremented whenever a message changes its form or meaning; both ends must agree.
+PROTOCOL_VERSION = 9
 
-#: Of a key in ``Kept``, and how many of them at a time.
-KEPT_KEY_BYTES = 8
-MOST_KEPT_KEYS = 4096
+#: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
+CACHE_UPDATE_KEY_BYTES = 8
+MAX_CACHE_UPDATE_KEYS = 4096
 
 
 class NodeDramShare(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The DRAM that an engine shares with others of its node.
+    """The DRAM that an engine shares with other engines of its node.
 
-    ``mark`` tells it from any other DRAM of that node; ``tokens``: how much KV all may keep there.
+    ``directory_id`` identifies it on that node; ``tokens`` is its capacity for KV of all engines
+    together.
     """
 
-    mark: Name
+    directory_id: Name
     tokens: Annotated[int, msgspec.Meta(ge=0)]
 
 
-class Hello(Message, frozen=True, tag=True):
+class Register(Message, frozen=True, tag=True):
     """First message of an engine; asks for a session (after a restart with a new epoch).
 
-    ``greeting`` grows by one with every session that this process asks for: a repeated or late
-    ``Hello`` is told from the wish to begin anew.  What sessions before have left in doubt:
-    ``unsettled`` are attempts whose transfers this PE has not seen end, ``quarantined`` are
-    attempts whose slots in this DE's buffer one of ``writers`` may still write to.
+    ``registration`` numbers the sessions that this process asks for, by which the router
+    distinguishes a resent or late ``Register`` from a request for a new session.  In-doubt attempts
+    of earlier sessions: ``unsettled`` are attempts whose transfers this PE has not seen end,
+    ``quarantined`` are attempts whose slots in this DE's buffer one of ``writers`` may still write
+    to.
 
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
-    ``buffer_tokens`` are capacities in tokens; ``limits`` carries what the front end has to know
-    of the engine (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` what it
-    knows of its own speed, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is its
-    place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is what
-    it shares with other engines, if anything.
+    ``buffer_tokens`` are capacities in tokens; ``limits`` are the engine's limits that the front
+    end enforces (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` its
+    measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
+    its place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is
+    the DRAM that it shares with other engines, None without.
     """
 
     version: int
@@ -83,7 +85,7 @@ class Hello(Message, frozen=True, tag=True):
     snic_bytes_per_s: float | None = None
     limits: dict[str, Any] = msgspec.field(default_factory=dict)
     rates: Rates = Rates()
-    greeting: int = 1
+    registration: int = 1
     unsettled: tuple[str, ...] = ()
     quarantined: tuple[str, ...] = ()
     writers: tuple[Writer, ...] = ()
@@ -92,31 +94,32 @@ class Hello(Message, frozen=True, tag=True):
     node_dram: NodeDramShare | None = None
 
 
-class Welcome(Message, frozen=True, tag=True):
-    """Answer to the ``Hello`` with this ``greeting``: the session of its envelope has begun.
+class Registered(Message, frozen=True, tag=True):
+    """Answer to the ``Register`` with this ``registration``: the session of its envelope has begun.
 
-    ``peers`` are the engines of the other role.  ``keep_blocks``: whether blocks are to stay in the
-    buffer for later requests.
+    ``peers`` are the engines of the other role.  ``enable_caching``: whether the engine caches
+    blocks in its DRAM buffer for later requests.
     """
 
     peers: tuple[EngineAddress, ...]
-    greeting: int = 1
-    keep_blocks: bool = True
+    registration: int = 1
+    enable_caching: bool = True
 
 
 class Refused(Message, frozen=True, tag=True):
     """The engine may not join; ``reason`` names value, limit and remedy.
 
-    So is a rank answered whose group is not complete yet: it goes on greeting.  ``again``: the
-    session of its envelope is over, or none has begun; a new greeting is welcome.
+    Also the answer to a rank while its group is incomplete: the rank goes on registering.
+    ``reregister``: the session of its envelope is over or never began, and the engine has to
+    register again.
     """
 
     reason: str
-    again: bool = False
+    reregister: bool = False
 
 
-class Heard(Message, frozen=True, tag=True):
-    """Nothing but its envelope: the router lives, and how far the engine's messages have come."""
+class Ack(Message, frozen=True, tag=True):
+    """Heartbeat of the router; its envelope acknowledges the engine's messages."""
 
 
 class PeerUp(Message, frozen=True, tag=True):
@@ -128,7 +131,7 @@ class PeerUp(Message, frozen=True, tag=True):
 class PeerDown(Message, frozen=True, tag=True):
     """An engine of the other role is lost; its transfers must be treated as failed.
 
-    ``certain`` says that its process is known to be gone and writes nothing more.
+    ``certain``: its process is known to have ended and writes nothing more.
     """
 
     engine_id: Name
@@ -136,17 +139,17 @@ class PeerDown(Message, frozen=True, tag=True):
     certain: bool
 
 
-class IsGone(Message, frozen=True, tag=True):
+class LivenessProbe(Message, frozen=True, tag=True):
     """Ask an engine on the same machine whether a lost process has ended.
 
-    Answered with ``Gone`` if it has, else not at all; the router asks again.
+    Answered with ``ConfirmedDead`` if it has, otherwise not at all; the router asks repeatedly.
     """
 
     writer: Writer
 
 
-class Gone(Message, frozen=True, tag=True):
-    """A machine's own word that a process has ended: its transfers have ended with it."""
+class ConfirmedDead(Message, frozen=True, tag=True):
+    """The process table of a machine proves that a process has ended, and so have its transfers."""
 
     writer: Writer
 
@@ -154,7 +157,7 @@ class Gone(Message, frozen=True, tag=True):
 class Lookup(Message, frozen=True, tag=True):
     """Ask how many blocks at the head of ``keys`` are stored.
 
-    Answered within ``deadline_s`` (from receipt) with what is known by then.
+    Answered within ``deadline_s`` (from receipt) with the blocks found by then.
     """
 
     call_id: int
@@ -163,7 +166,7 @@ class Lookup(Message, frozen=True, tag=True):
 
 
 class LookupDone(Message, frozen=True, tag=True):
-    """Answer to ``Lookup``; ``partial``: its deadline came first, there may be more blocks."""
+    """Answer to ``Lookup``; ``partial``: the deadline came first, more blocks may be stored."""
 
     call_id: int
     hit_blocks: int
@@ -171,10 +174,10 @@ class LookupDone(Message, frozen=True, tag=True):
 
 
 class Sync(Message, frozen=True, tag=True):
-    """Ask whether everything sent to this engine before has been taken up.
+    """A barrier: ask for an answer once all earlier messages to this engine are processed.
 
-    The engine answers in the order in which it takes up commands: what it sent before its answer
-    is at the router before it, and what reaches the engine on another connection after it cannot
+    The engine answers in the order of commands.  So its earlier messages reach the router before
+    the answer, and a request that reaches the engine on another connection afterwards cannot
     overtake an earlier command.
     """
 
@@ -188,12 +191,12 @@ class Synced(Message, frozen=True, tag=True):
 
 
 class Retain(Message, frozen=True, tag=True):
-    """Keep blocks in the DRAM buffer of a DE, for a turn that may follow; not answered.
+    """Retain blocks in the DRAM buffer of a DE for a turn that may follow; not answered.
 
-    For ``retain_s`` those of them that no request holds leave after all others that none holds; 0:
-    before all others.  ``fetch``: what is not there is read, when no request waits for storage,
-    into slots that none wants.  The turn is expected in ``expected_s``: of what is kept, that
-    leaves first whose turn is expected last.
+    For ``retain_s`` these blocks are evicted after all other unreferenced blocks; 0: before all
+    others.  ``fetch``: missing blocks are read into free slots while no request waits for storage.
+    The turn is expected in ``expected_s``: of retained blocks, the one with the latest expected
+    turn is evicted first.
     """
 
     keys: tuple[bytes, ...]
@@ -203,13 +206,14 @@ class Retain(Message, frozen=True, tag=True):
 
 
 class Drained(Message, frozen=True, tag=True):
-    """To an engine that drains: nothing of any request is on it, and nothing will be."""
+    """To an engine that drains: it has no request left and gets none."""
 
 
 class StorageUse(msgspec.Struct, frozen=True):
-    """What a storage's janitor said last: how much lies there, how much may, and since when.
+    """The last status of a storage's janitor: bytes and blocks stored, and the quota.
 
-    ``age_s`` is how long ago that was.  ``surveyed``: whether it knows everything that lies there.
+    ``age_s`` is the age of that status.  ``surveyed``: whether the janitor has listed the whole
+    storage.
     """
 
     used_bytes: int
@@ -225,11 +229,10 @@ class Report(Message, frozen=True, tag=True):
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` read_q of the
     engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
     already counted in.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).  ``unhealthy`` says why the data plane cannot go on, if it cannot;
-    ``storage`` how full the storage is, where one looks after it;
-    ``draining`` why the engine wants nothing new, if so: it goes once it is told ``Drained``.
-    ``kept_buffer_tokens``: how many of the free tokens of the buffer keep their KV for requests to
-    come.
+    ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
+    works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
+    engine drains, None if it does not: it leaves once it receives ``Drained``.
+    ``cached_buffer_tokens``: how many of the free tokens of the buffer hold cached KV.
     """
 
     report_seq: int
@@ -243,37 +246,38 @@ class Report(Message, frozen=True, tag=True):
     unhealthy: str | None = None
     storage: StorageUse | None = None
     draining: str | None = None
-    kept_buffer_tokens: int = 0
+    cached_buffer_tokens: int = 0
 
 
-class Kept(Message, frozen=True, tag=True):
-    """Blocks that the engine's buffer keeps since it last said so, and such that are gone.
+class CacheUpdate(Message, frozen=True, tag=True):
+    """Blocks that were added to the engine's DRAM cache or removed since the last update.
 
-    By the first ``KEPT_KEY_BYTES`` of their keys.  A session begins with none; at most
-    ``MOST_KEPT_KEYS`` are told at a time.  The router only plans with them: what a request gets
-    stands in ``Reserved``.  ``in_node``: they lie in the DRAM that the engine shares
-    (``Hello.node_dram``), as far as it has seen itself.
+    Each is named by the first ``CACHE_UPDATE_KEY_BYTES`` of its key.  A session begins with an
+    empty cache; an update has at most ``MAX_CACHE_UPDATE_KEYS`` keys of each list.  The router uses
+    them as hints for planning: the blocks that a request finds are in ``Reserved``.  ``in_node``:
+    the blocks are in the DRAM that engines of the node share (``Register.node_dram``), as far as
+    this engine has observed it.
     """
 
     added: tuple[bytes, ...] = ()
-    dropped: tuple[bytes, ...] = ()
+    removed: tuple[bytes, ...] = ()
     in_node: bool = False
 
 
-class Goodbye(Message, frozen=True, tag=True):
-    """The engine leaves on purpose; ``settled`` if all of its transfers are over."""
+class Deregister(Message, frozen=True, tag=True):
+    """The engine shuts down; ``settled`` if all of its transfers are over."""
 
     reason: str
     settled: bool = True
 
 
 RouterMessage = (
-    Welcome
+    Registered
     | Refused
-    | Heard
+    | Ack
     | PeerUp
     | PeerDown
-    | IsGone
+    | LivenessProbe
     | Lookup
     | Sync
     | Assign
@@ -284,10 +288,10 @@ RouterMessage = (
     | Drained
 )
 EngineMessage = (
-    Hello
+    Register
     | Report
-    | Kept
-    | Gone
+    | CacheUpdate
+    | ConfirmedDead
     | LookupDone
     | Synced
     | Reserved
@@ -296,5 +300,5 @@ EngineMessage = (
     | KvInHbm
     | Released
     | Failed
-    | Goodbye
+    | Deregister
 )

@@ -1,4 +1,4 @@
-"""How control messages travel: each in an envelope that says its place in a session."""
+"""The wire form of control messages: each is in an envelope with its place in a session."""
 
 from collections.abc import Iterable
 from typing import Annotated, Generic, TypeVar
@@ -16,11 +16,11 @@ M = TypeVar("M", bound=Message)
 class Envelope(
     msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True
 ):
-    """A message as it travels, with its place in a session (``core.sessions.Conversation``).
+    """A message on the wire, with its place in a session (``core.sessions.Channel``).
 
     ``session`` is empty before one has begun.  ``number`` counts the messages of one direction
-    from 1 on, in order; 0 are those that may be lost.  ``received`` is the highest number up to
-    which the sender has got everything of the other direction.
+    from 1 on, in order; 0 marks messages that may be lost.  ``received`` acknowledges all messages
+    of the other direction up to this number.
     """
 
     session: Name
@@ -39,8 +39,8 @@ _ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(F
 _ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def outside(message: M, session: str = "") -> Envelope[M]:
-    """Return a message in an envelope that belongs to no conversation."""
+def unnumbered(message: M, session: str = "") -> Envelope[M]:
+    """Return a message in an envelope without a number, outside of any channel."""
     return Envelope(session, 0, 0, message)
 
 
@@ -49,14 +49,17 @@ def encode(envelope: Envelope[M]) -> bytes:
     return _ENCODER.encode(envelope)
 
 
-def encode_together(envelopes: Iterable[Envelope[M]], most_bytes: int) -> list[bytes]:
-    """Return frames of several messages each, in order; what alone is larger is a frame alone."""
+def encode_batches(envelopes: Iterable[Envelope[M]], max_bytes: int) -> list[bytes]:
+    """Return frames of several messages each, in order, of at most ``most_bytes``.
+
+    A larger message is a frame of its own.
+    """
     frames: list[list[msgspec.Raw]] = []
-    size_bytes = most_bytes
+    size_bytes = max_bytes
     for envelope in envelopes:
         encoded = encode(envelope)
         size_bytes += len(encoded)
-        if size_bytes > most_bytes:
+        if size_bytes > max_bytes:
             frames.append([])
             size_bytes = len(encoded)
         frames[-1].append(msgspec.Raw(encoded))
@@ -77,7 +80,7 @@ def decode_with(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _De
     """Decode a frame of other messages; raises ``IncompatibleError`` for anything malformed."""
     try:
         return decoder.decode(frame)
-    # ValueError: text that is no UTF-8; RecursionError: nested deeper than any message.
+    # ValueError: text that is not UTF-8; RecursionError: nested deeper than any message.
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise IncompatibleError(
             f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "

@@ -4,22 +4,23 @@
     ├── ConfigError            a setting is wrong; raised before anything starts
     ├── BadRequestError        a client's request cannot be served as asked
     │   └── PromptTooLongError     its prompt has more tokens than may be served
-    ├── TurnedAwayError        nothing was begun; the same request may be served later
-    │   ├── OverloadedError        more requests at once than the router takes
+    ├── TurnedAwayError        not started; the same request may be served later
+    │   ├── OverloadedError        more requests at once than the router accepts
     │   └── DrainingError          the router is about to end
     ├── TraceError             a workload trace is malformed
-    ├── StorageError           external storage refuses; a bad block is no error, it ends a hit
-    ├── TransportError         a transfer between places failed
+    ├── StorageError           external storage fails; a bad block is not an error, it ends a hit
+    ├── TransportError         a transfer failed
     │   └── PeerLostError          the other engine is gone
     ├── BufferTooSmallError    a buffer request that can never be granted
     ├── EngineLostError        an engine died or stopped reporting
-    │   └── SchedulerLostError     the scheduler is, whatever became of its engines
+    │   └── SchedulerLostError     the scheduler died; the state of its engines is unknown
     ├── DeadlineError          something took longer than its deadline
     └── IncompatibleError      two components disagree on version, model or layout
         └── EngineRefusedError     an engine may not join
 
-Every message names the value, the limit and the remedy.  In it ``{name}`` stands for a setting:
-who reports the error spells it as the user does, as a flag, a variable or a key of a file.
+Every message names the value, the limit and the remedy.  In a message ``{name}`` is a placeholder
+for a setting: the code that shows the error replaces it by the user's spelling: a flag, a variable
+or a key of a file.
 """
 
 import re
@@ -32,17 +33,17 @@ class DualPathError(Exception):
     """Base of everything dualpath raises on purpose."""
 
     def __str__(self) -> str:
-        """Return the message, settings by their names."""
+        """Return the message with settings as plain names."""
         return self.spelled({})
 
     def spelled(self, spellings: Mapping[str, str]) -> str:
-        """Return the message; ``spellings`` says how settings are written, by their names."""
+        """Return the message; ``spellings`` maps names of settings to the user's spelling."""
         text = super().__str__()
         return _SETTING.sub(lambda found: spellings.get(found[1], found[1]), text)
 
 
 class ConfigError(DualPathError):
-    """A setting is wrong; nothing has been started."""
+    """A setting is invalid; nothing has been started."""
 
 
 class BadRequestError(DualPathError):
@@ -54,15 +55,15 @@ class PromptTooLongError(BadRequestError):
 
 
 class TurnedAwayError(DualPathError):
-    """Nothing of the request was begun; later it may be served."""
+    """The request was not started; it may be served later."""
 
 
 class DrainingError(TurnedAwayError):
-    """The router ends what it has and takes nothing new; the next one will."""
+    """The router finishes its requests and accepts no new ones; the next router will."""
 
 
 class OverloadedError(TurnedAwayError):
-    """More requests at once than the router takes; later it may be served."""
+    """More requests at once than the router accepts; the request may be served later."""
 
 
 class TraceError(DualPathError):
@@ -90,11 +91,11 @@ class EngineLostError(DualPathError):
 
 
 class SchedulerLostError(EngineLostError):
-    """A front end's scheduler died or is out of reach: which of its engines live is not known."""
+    """A front end's scheduler died or is unreachable; which of its engines live is unknown."""
 
 
 class DeadlineError(DualPathError):
-    """Something took longer than its deadline."""
+    """A deadline passed."""
 
 
 class IncompatibleError(DualPathError):
@@ -102,7 +103,7 @@ class IncompatibleError(DualPathError):
 
 
 class EngineRefusedError(IncompatibleError):
-    """An engine may not join; ``reason`` is a word for what kept it out, for metrics."""
+    """An engine may not join; ``reason`` is a one-word cause for metrics."""
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(message)

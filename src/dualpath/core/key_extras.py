@@ -1,4 +1,4 @@
-"""What enters block keys beside tokens: whatever makes the KV of the same tokens another.
+"""The extra keys of blocks: everything besides the tokens that changes their KV.
 
 The same values in the same order as in vLLM 0.32 (``v1/core/kv_cache_utils.py``,
 ``generate_block_hash_extra_keys``): those of every block, then the images that touch a block, then,
@@ -10,9 +10,9 @@ import msgspec
 
 
 class PromptItem(msgspec.Struct, frozen=True):
-    """An image, or another item, in the place of ``tokens`` ≥ 1 tokens from ``first_token`` on.
+    """An image, or another item, in place of ``tokens`` ≥ 1 tokens from ``first_token`` on.
 
-    ``identifier`` names its content: equal identifiers mean equal KV for equal tokens before.
+    ``identifier`` names its content: equal identifiers after equal prefixes mean equal KV.
     """
 
     identifier: str
@@ -25,12 +25,12 @@ class PromptItem(msgspec.Struct, frozen=True):
         return self.first_token + self.tokens
 
     def blocks(self, block_tokens: int) -> range:
-        """Return the blocks that it touches."""
+        """Return the blocks that it overlaps."""
         return range(self.first_token // block_tokens, -(-self.end_token // block_tokens))
 
 
 class KeyExtras(msgspec.Struct, frozen=True):
-    """The extra keys of one prompt's blocks, and of whatever continues it.
+    """The extra keys of one prompt's blocks and of its continuation.
 
     ``every`` are those of each block (the adapter, say), ``items`` do not overlap and are in the
     order of their tokens, ``cache_salt`` enters the first block and, through the chain, all.
@@ -41,7 +41,7 @@ class KeyExtras(msgspec.Struct, frozen=True):
     items: tuple[PromptItem, ...] = ()
 
     def encoded(self, first_block: int, blocks: int, block_tokens: int) -> list[bytes]:
-        """Return the canonical CBOR of the extra keys of ``blocks`` blocks from the first on."""
+        """Return the canonical CBOR of the extra keys of ``blocks`` blocks from ``first_block``."""
         common = cbor2.dumps(self.every or None, canonical=True)
         found = [common] * blocks
         for block, own in self._own(first_block, first_block + blocks, block_tokens).items():
@@ -49,7 +49,7 @@ class KeyExtras(msgspec.Struct, frozen=True):
         return found
 
     def _own(self, begin: int, end: int, block_tokens: int) -> dict[int, list[object]]:
-        """Return what single blocks from ``begin`` until before ``end`` have beside ``every``."""
+        """Return the extra keys of single blocks of ``[begin, end)``, without ``every``."""
         own: dict[int, list[object]] = {}
         for item in self.items:
             touched = item.blocks(block_tokens)

@@ -1,7 +1,7 @@
-"""Block keys of prompts that begin as earlier ones did (agents resend their whole context).
+"""A cache of block keys for prompts with a known prefix (agents resend their whole context).
 
-Tokens are compared by SHA-256 over runs of blocks and what came before them, so that a remembered
-key is as certain as a computed one.
+Tokens are compared by a SHA-256 chain over runs of blocks, so that a cached key is as reliable as a
+computed one.
 """
 
 import hashlib
@@ -13,15 +13,15 @@ import cbor2
 from dualpath.core.blocks import BlockKey, chain_root, chained_keys
 from dualpath.core.key_extras import KeyExtras
 
-#: Runs cost 1.5 KB each, together 50 MB; they hold the contexts of 1,000 agents of 32K tokens.
+#: A run takes 1.5 KB, all of them 50 MB: the contexts of 1,000 agents of 32K tokens.
 CAPACITY_RUNS = 1 << 15
-#: Tokens that are hashed at once; what a prompt has beyond its last whole run is computed anew.
+#: Tokens of a run; the keys after a prompt's last whole run are always computed.
 RUN_TOKENS = 1024
 NO_EXTRAS = KeyExtras()
 
 
-class KeyMemory:
-    """Remembers the latest ``capacity_runs`` runs of tokens; one owner, one block size."""
+class KeyCache:
+    """Caches the keys of the latest ``capacity_runs`` runs of tokens; not thread-safe."""
 
     def __init__(self, block_tokens: int, capacity_runs: int = CAPACITY_RUNS) -> None:
         self._block_tokens = block_tokens
@@ -30,7 +30,7 @@ class KeyMemory:
         self._runs: dict[bytes, list[BlockKey]] = {}
 
     def __len__(self) -> int:
-        """Runs that are remembered."""
+        """Number of cached runs."""
         return len(self._runs)
 
     def keys(self, token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS) -> list[BlockKey]:
@@ -42,22 +42,22 @@ class KeyMemory:
                 break
             keys += run
         keys = self.continued(keys, token_ids, extras)
-        self._remember(names, keys)
+        self._store(names, keys)
         return keys
 
     def continued(
         self, known: Sequence[BlockKey], token_ids: Sequence[int], extras: KeyExtras = NO_EXTRAS
     ) -> list[BlockKey]:
-        """Return the keys of ``token_ids``, the first of which are ``known``; remembers nothing."""
+        """Return the keys of ``token_ids``, the first of which are ``known``; caches nothing."""
         known = known[: len(token_ids) // self._block_tokens]
         parent = known[-1] if known else chain_root()
         rest = token_ids[len(known) * self._block_tokens :]
         return [*known, *chained_keys(parent, rest, self._block_tokens, extras, len(known))]
 
     def _names(self, token_ids: Sequence[int], extras: KeyExtras) -> list[bytes]:
-        """Name each whole run by its tokens, extra keys and all before.
+        """Return a digest of each whole run: of its tokens, its extra keys and all runs before.
 
-        None where ids are not 32 bits wide.
+        Empty if a token id exceeds 32 bits.
         """
         blocks = self._run_tokens // self._block_tokens
         runs = len(token_ids) // self._run_tokens
@@ -76,8 +76,8 @@ class KeyMemory:
             names.append(name := running.digest())
         return names
 
-    def _remember(self, names: list[bytes], keys: list[BlockKey]) -> None:
-        """Put a prompt's runs last; its first one very last, as the others need it."""
+    def _store(self, names: list[bytes], keys: list[BlockKey]) -> None:
+        """Make a prompt's runs the most recent, the first one last, as the others depend on it."""
         blocks = self._run_tokens // self._block_tokens
         for number in reversed(range(len(names))):
             known = self._runs.pop(names[number], None)

@@ -1,4 +1,4 @@
-"""What all messages of the control plane have in common."""
+"""The base class of control messages."""
 
 import msgspec
 

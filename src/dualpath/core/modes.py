@@ -1,27 +1,27 @@
-"""The modes of §7: two baselines, three ablation steps and the system, as one setting."""
+"""The modes of §7 as one setting: baselines, ablation steps and the full system."""
 
 import enum
 
 
 class Mode(enum.StrEnum):
-    """What is switched on; every step of the ablation (§7.5) adds one thing to the one before."""
+    """The enabled features; every step of the ablation (§7.5) adds one to the step before."""
 
     BASIC = "basic"
     """Reads on the PE only, all layers in HBM, load before compute and send after it."""
     LAYERWISE = "layerwise"
     """Basic plus layerwise prefill."""
     ROUND_ROBIN = "round-robin"
-    """Layerwise plus dual-path loading, engines and read sides in turn."""
+    """Layerwise plus dual-path loading; engines and read sides are chosen round robin."""
     DUALPATH = "dualpath"
-    """Round robin's data path under the scheduler of §6."""
+    """The data path of round-robin with the scheduler of §6."""
     SPLIT = "split"
-    """DualPath that also divides one request's blocks between both sides (§6.1, future work)."""
+    """DualPath that also splits the reads of one request between both sides (§6.1, future work)."""
     ORACLE = "oracle"
-    """No reads and no transfers; lengths only, generated text is meaningless (§7.2)."""
+    """No reads and no transfers, only lengths; generated text is meaningless (§7.2)."""
 
     @property
     def layerwise(self) -> bool:
-        """Whether the PE keeps only a few layers of KV in HBM and overlaps transfers."""
+        """Whether the PE has only a few layers of KV in HBM and overlaps transfers."""
         return self is not Mode.BASIC
 
     @property
@@ -36,10 +36,10 @@ class Mode(enum.StrEnum):
 
     @property
     def moves_bytes(self) -> bool:
-        """Whether KV really moves; False only for Oracle."""
+        """Whether KV is transferred; False only for Oracle."""
         return self is not Mode.ORACLE
 
 
-#: What serves where nobody chooses: with both storage NICs on each request it was as fast as the
-#: paper's rule or faster wherever both were measured (``docs/measured.md``, ``benchmarks``).
+#: With both storage NICs used by each request it was at least as fast as the paper's rule wherever
+#: both were measured (``docs/measured.md``, ``benchmarks``).
 DEFAULT_MODE = Mode.SPLIT

@@ -1,9 +1,9 @@
-"""What may be a name: of an engine, a node, a group, a process start, a request.
+"""Which strings are valid names of engines, nodes, groups, process starts and requests.
 
-Names stand in log lines, metrics, files of traces and pages.  One with a newline forges a log line,
-one with a direction mark shows something else than it is, one without end fills the log.  So there
-is one rule, asked where a name enters: at the wire (``core.control``), at an engine's settings, and
-where a request begins.
+Names appear in log lines, metrics, trace files and HTML pages.  A name with a newline forges a log
+line, one with a direction mark is displayed as another name, and an endless one fills the log.  So
+one rule is checked wherever a name enters: on the wire (``core.control``), in an engine's settings,
+and where a request begins.
 """
 
 import re
@@ -12,7 +12,7 @@ from typing import Annotated
 import msgspec
 
 LONGEST_NAME_CHARACTERS = 256
-#: An attempt at a request adds its number to the name.
+#: The name of an attempt is the name of its request and the attempt's number.
 _LONGEST_ON_WIRE = LONGEST_NAME_CHARACTERS + 32
 
 #: All but control characters, line ends, marks of direction and width, lone surrogates.
@@ -27,16 +27,16 @@ Name = Annotated[str, msgspec.Meta(pattern=rf"\A{_PRINTABLE}*\Z", max_length=_LO
 
 
 def in_one_line(text: str, most: int = 500) -> str:
-    """Return what a peer wrote so that it cannot end a line of the log, nor fill it."""
+    """Escape and truncate a peer's text, so that it stays within one log line."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most])
 
 
-def unfit_name(name: str) -> str | None:
-    """Return what is wrong with a name, None if nothing; the empty name is one."""
+def name_problem(name: str) -> str | None:
+    """Return why a name is invalid, None if it is valid; the empty name is valid."""
     if _NAME.match(name):
         return None
     shown = ascii(name[:60])
     return (
-        f"{shown} of {len(name)} characters is no name: use at most {LONGEST_NAME_CHARACTERS} "
-        "printable characters"
+        f"{shown} of {len(name)} characters is not a valid name: use at most "
+        f"{LONGEST_NAME_CHARACTERS} printable characters"
     )

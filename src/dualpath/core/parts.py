@@ -1,8 +1,8 @@
-"""Slices of parts: what one mover (an engine, or a rank of one) moves of every Full Block.
+"""Slices of parts: the share of every Full Block that one engine, or one of its ranks, moves.
 
-Parts are head-major, so the heads of a rank are one contiguous slice of a part.  Which slice that
-is belongs to the mover, not to the blocks: engines that are cut differently share buffers and
-storage.
+Parts are head-major, so the heads of a rank are one contiguous slice of a part.  The slice is a
+property of the rank and not of the block: engines of different tensor-parallel sizes share buffers
+and storage.
 """
 
 import msgspec
@@ -35,15 +35,15 @@ class PartSlice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         )
 
 
-#: What an engine of one device moves of a part.
+#: The slice of an engine of one device: whole parts.
 WHOLE = PartSlice()
 
 
 def slices_of(ranks: int, heads: int) -> int:
-    """Return into how many slices ``ranks`` of an engine cut each part, which has so many KV heads.
+    """Return into how many slices ``ranks`` of an engine divide each part of ``heads`` KV heads.
 
-    With fewer heads than ranks several ranks hold the same slice, as vLLM has it; latent KV is one
-    head.  Raises ``ConfigError`` where neither number divides the other.
+    With fewer heads than ranks several ranks hold the same slice, as in vLLM; latent KV counts as
+    one head.  Raises ``ConfigError`` if neither number divides the other.
     """
     slices = min(ranks, heads)
     if ranks % slices or heads % slices:

@@ -1,35 +1,35 @@
-"""How fast an engine is, and how it knows: what α, β and the compute quota follow from (§A.4)."""
+"""Speeds of an engine and their origin; α, β and the compute quota are derived from them (§A.4)."""
 
 import enum
 from typing import Annotated
 
 import msgspec
 
-#: Prompt tokens that pass for one that is computed: more than any context has.
-MOST_COMPUTED_WEIGHT = 1e9
-ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MOST_COMPUTED_WEIGHT)]
+#: Upper bound of ``Rates.computed_weight``: more tokens than any context has.
+MAX_COMPUTED_WEIGHT = 1e9
+ComputedWeight = Annotated[float, msgspec.Meta(ge=1, le=MAX_COMPUTED_WEIGHT)]
 
 
 class RateOrigin(enum.StrEnum):
-    """How an engine knows a rate."""
+    """How an engine got a rate."""
 
     MEASURED = "measured"
-    """At this start."""
+    """Measured at this start."""
     REMEMBERED = "remembered"
     """Measured at an earlier start, with the same model, device and settings."""
     FILE = "file"
-    """Read from what ``dualpath profile`` wrote."""
+    """Read from a file of ``dualpath profile``."""
     SET = "set"
-    """A setting bounds it."""
+    """Limited by a setting."""
     COSTS = "costs"
-    """An emulated engine computes by its costs."""
+    """Derived from the cost table of an emulated engine."""
 
 
 class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """``per_s`` bytes or tokens in a second, above 0.
+    """``per_s`` bytes or tokens per second, above 0.
 
-    ``age_s`` is how long before the engine joined it was measured, at least 0; None where it was
-    not, or at this start.
+    ``age_s`` ≥ 0 is the age of the measurement when the engine joined; None if the rate was
+    measured at this start or not at all.
     """
 
     per_s: float
@@ -38,10 +38,10 @@ class Rate(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_default
 
 
 class Rates(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The rates of an engine, None where unknown.
+    """The rates of an engine, None if unknown.
 
-    ``read_bytes`` from storage, alone on its node; ``prefill_tokens`` of prompts, hits included, of
-    which so many pass for each token that is computed: ``computed_weight`` ≥ 1.
+    ``read_bytes`` from storage while no other engine of the node reads; ``prefill_tokens`` of
+    prompts, hits included, measured with ``computed_weight`` ≥ 1 prompt tokens per computed token.
     """
 
     read_bytes: Rate | None = None

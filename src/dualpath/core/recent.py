@@ -1,4 +1,4 @@
-"""A bounded memory of what was said last, for hints: what is lost costs time, never correctness."""
+"""A bounded map of recent keys, for hints: a dropped entry costs time, never correctness."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Generic, TypeVar
@@ -8,10 +8,10 @@ V = TypeVar("V")
 
 
 class Recent(Generic[K, V]):
-    """Remembers the latest ``limit`` ≥ 1 keys, to twice as many, each with the last value noted.
+    """Holds the latest ``limit`` ≥ 1 keys, at most twice as many, each with its last value.
 
-    Two generations: when the young one is full it becomes the old one, and the old one is gone.  So
-    nothing is moved or counted per use.
+    Two generations: when the young one is full it becomes the old one, and the old one is dropped.
+    So no entry is moved or counted per use.
     """
 
     def __init__(self, limit: int) -> None:
@@ -20,11 +20,14 @@ class Recent(Generic[K, V]):
         self._old: dict[K, V] = {}
 
     def __contains__(self, key: K) -> bool:
-        """Whether a key is remembered."""
+        """Whether a key is present."""
         return key in self._young or key in self._old
 
     def head(self, keys: Sequence[K], start: int = 0) -> int:
-        """Return how many keys at the head of ``keys`` are remembered; the first ``start`` are."""
+        """Return the length of the prefix of ``keys`` that is present, at least ``start``.
+
+        The first ``start`` keys are not looked up.
+        """
         young, old = self._young, self._old
         for position in range(start, len(keys)):
             key = keys[position]
@@ -33,7 +36,7 @@ class Recent(Generic[K, V]):
         return max(start, len(keys))
 
     def last(self, keys: Sequence[K]) -> V | None:
-        """Return the value of the last of ``keys`` that is remembered; None if none is."""
+        """Return the value of the last of ``keys`` that is present; None if none is."""
         young, old = self._young, self._old
         for key in reversed(keys):
             if key in young:
@@ -43,16 +46,16 @@ class Recent(Generic[K, V]):
         return None
 
     def note(self, keys: Iterable[K], value: V) -> None:
-        """Remember ``value`` of all ``keys``."""
+        """Store ``value`` under all ``keys``."""
         self._young.update(dict.fromkeys(keys, value))
         if len(self._young) >= self._limit:
             self.age()
 
-    def forget(self, key: K) -> None:
-        """Remember nothing of a key."""
+    def remove(self, key: K) -> None:
+        """Remove a key."""
         self._young.pop(key, None)
         self._old.pop(key, None)
 
     def age(self) -> None:
-        """Let everything be one generation older; what was old is forgotten."""
+        """Make the young generation the old one and drop the old one."""
         self._young, self._old = {}, self._young

@@ -4,9 +4,9 @@ import msgspec
 
 
 class Round(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One turn: ``append_tokens`` enter the context, ``generated_tokens`` come back.
+    """One turn: ``append_tokens`` are added to the context, then ``generated_tokens``.
 
-    ``delay_s`` is the recorded tool time before the turn starts, 0 where unknown.
+    ``delay_s`` is the recorded tool time before the turn starts, 0 if unknown.
     """
 
     append_tokens: int
@@ -26,19 +26,19 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return sum(r.append_tokens + r.generated_tokens for r in self.rounds)
 
 
-class KeptPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine whose DRAM is believed to hold the first ``blocks`` ≥ 1 blocks of a prompt."""
+class CachedPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """An engine whose DRAM caches, by its last update, the first ``blocks`` ≥ 1 of a prompt."""
 
     engine_id: str
     blocks: int
 
 
 class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the scheduler needs to know of one turn.
+    """The scheduler's view of one turn.
 
-    ``prompt_tokens`` ≥ 1, ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored,
-    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).  ``kept`` has
-    an engine once at most, with no more blocks than the hit has; that it is stale costs a read,
+    ``prompt_tokens`` ≥ 1, of which ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored;
+    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).  ``cached``
+    has an engine at most once, with at most the blocks of the hit; a stale entry costs a read,
     never a wrong byte.
     """
 
@@ -47,4 +47,4 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     arrival_seq: int = 0
-    kept: tuple[KeptPrefix, ...] = ()
+    cached: tuple[CachedPrefix, ...] = ()

@@ -1,8 +1,8 @@
-"""What a client may say of the agent's session that a turn belongs to.
+"""Hints of clients about the agent session that a turn belongs to.
 
-All of it is a hint: a wrong one costs time or memory, never correctness.  Clients send hints where
-vLLM takes custom arguments, ``vllm_xargs`` of a request (``extra_body`` of the ``openai`` client);
-the session's name also as ``session_id`` of the request or as header ``X-Session-ID``.
+A wrong hint costs time or memory, never correctness.  Clients send hints as vLLM's custom
+arguments, ``vllm_xargs`` of a request (``extra_body`` of the ``openai`` client); the session's name
+also as ``session_id`` of the request or as header ``X-Session-ID``.
 """
 
 from collections.abc import Mapping
@@ -11,19 +11,19 @@ from typing import Any
 import msgspec
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.names import unfit_name
+from dualpath.core.names import name_problem
 
-#: Nobody's tools run longer; what is to be kept longer is pinned in storage.
+#: No tool call runs longer; KV that must live longer is pinned in storage.
 LONGEST_S = 86_400.0
 
 
 class SessionHints(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Hints of one turn; empty without any.
+    """Hints of one turn; all defaults without hints.
 
-    ``session_id`` names the session, for its tenant only.  ``retain_s``: keep its KV in DRAM for so
-    long after the answer, None: as long as nobody else needs the memory.  ``next_turn_s``: the next
-    turn comes about so long after the answer, None: as it did before.  ``prefetch`` False: do not
-    bring its KV back for that turn.  ``done``: no turn follows this one.
+    ``session_id`` names the session within its tenant.  ``retain_s``: retain its KV in DRAM for
+    this time after the answer, None: until other requests need the memory.  ``next_turn_s``: the
+    expected time from the answer to the next turn, None: as between earlier turns.  ``prefetch``
+    False: do not prefetch its KV for that turn.  ``done``: no turn follows this one.
     """
 
     session_id: str = ""
@@ -34,15 +34,15 @@ class SessionHints(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 NO_HINTS = SessionHints()
-#: As custom arguments are called; they are the router's and do not reach engines.
+#: Names of the custom arguments; the router consumes them and does not pass them to engines.
 HINT_ARGUMENTS = frozenset(SessionHints.__struct_fields__)
 
 
 def session_hints(arguments: Mapping[str, Any], session_id: str | None = None) -> SessionHints:
-    """Return the hints among a request's custom arguments; others are left alone.
+    """Return the hints among a request's custom arguments; other arguments are ignored.
 
-    ``session_id`` is the one given otherwise, and wins.  Raises ``BadRequestError`` for a hint of
-    another type or out of range.
+    ``session_id`` is the one of the request body or header and takes precedence.  Raises
+    ``BadRequestError`` for a hint of a wrong type or out of range.
     """
     given = {name: arguments[name] for name in HINT_ARGUMENTS & set(arguments)}
     if session_id:
@@ -62,7 +62,7 @@ def session_hints(arguments: Mapping[str, Any], session_id: str | None = None) -
 def _name(value: object) -> str:
     if not isinstance(value, str):
         raise BadRequestError(f"session_id is {value!r}; send text")
-    if (wrong := unfit_name(value)) is not None:
+    if (wrong := name_problem(value)) is not None:
         raise BadRequestError(f"session_id {wrong}")
     return value
 
@@ -78,7 +78,7 @@ def _seconds(given: Mapping[str, Any], name: str) -> float | None:
 
 
 def _flag(given: Mapping[str, Any], name: str, *, default: bool) -> bool:
-    """Read a flag; vLLM's custom arguments know no booleans, so that 0 and 1 count as well."""
+    """Read a flag; vLLM's custom arguments have no booleans, so 0 and 1 are valid as well."""
     value = given.get(name, default)
     if value not in (0, 1):
         raise BadRequestError(f"{name} is {value!r}; send true or false, or 1 or 0")

@@ -1,25 +1,25 @@
-"""Sessions between router and engines: what both ends agree on, without sockets or clocks.
+"""The protocol of sessions between router and engines, without sockets or clocks.
 
-A *session* is one conversation of one engine process with one router process.  It begins with
-nothing under way: no request counts at the engine, no slot is held for one.  It survives a reset of
-its connection: messages are numbered, kept until the other end has acknowledged them, and said
-again.  It ends when either end dies, falls silent or says so; everything of it is then over at
-both ends, and what transfers may still write to stays in quarantine (``router.control.releases``).
-A request that decodes has nothing in the session any more, no slot and no transfer: it is a matter
-between the engine and whoever listens to its tokens, and ends with them.
+A *session* connects one engine process with one router process.  It begins empty: the engine counts
+no request and holds no slot.  It survives a reset of its connection: messages are numbered, stored
+until the other end has acknowledged them, and resent.  It ends when either end dies, is silent for
+too long or ends it.  Then both ends drop all of its requests; slots to which a transfer may still
+write are quarantined (``router.control.releases``).  A request in its decode phase holds no slot
+and has no transfer, so it is no longer part of the session: it goes on until the client of its HTTP
+stream has all tokens or disconnects.
 
-So there are two mechanisms and no third one: within a session nothing is lost, doubled or out of
-order; between sessions nothing is carried over but the names of what is in doubt (``Hello``).
-Reconciling every request at every greeting would need an answer for each state a request may be in
-at either end; ending the session needs none, and costs attempts that are made again anyway.
+There are two mechanisms.  Within a session every message is delivered once and in order.  Between
+sessions only the names of in-doubt attempts are carried over (``Register``).  Reconciling every
+request at every registration would need a rule for each pair of states of the two ends; ending the
+session needs none, and its attempts are retried in any case.
 
-Ranks of a data-parallel group compute in lock step: one that ends takes the others with it.  So
-their sessions begin together, when all ranks of one start of the group have greeted, and end
-together; an engine in no group is complete by itself.  Where nothing is left on a group, though,
-the first goodbye ends no more than the group's part in the cluster: the others may still talk, so
-that each can say itself that it is through, in whatever order they go.
+Ranks of a data-parallel group compute in lock step and fail together.  Their sessions begin
+together, when all ranks of one start of the group have registered, and end together; an engine
+without a group is complete by itself.  One exception: when a group has no requests left, the first
+``Deregister`` takes the group out of the cluster, but the sessions of the other ranks stay open, so
+that each of them can deregister, in any order.
 
-The life of a session is two tables, one for each end.  ``engine.router_session`` and
+Two tables define the life of a session, one for each end.  ``engine.router_session`` and
 ``router.control.control_server`` execute them, ``docs/generate_control_protocol.py`` prints them.
 """
 
@@ -33,99 +33,105 @@ import msgspec
 from dualpath.core.envelopes import Envelope
 from dualpath.core.message import Message
 
-#: Heartbeats of both ends; each tells the other how far its messages have come.
+#: Interval of heartbeats of both ends; each heartbeat acknowledges received messages.
 HEARTBEAT_S = 0.5
-#: A message is said again to who lives and has not acknowledged it for so long.
-REPEAT_AFTER_S = 0.5
-#: At most that many at a time: the acknowledgement of the first ones brings the next.
-REPEATED_AT_ONCE = 64
-#: A router that lives speaks every ``HEARTBEAT_S``; one that is silent for so long is lost.
+#: Resend an unacknowledged message after this time, when the other end is heard from.
+RESEND_AFTER_S = 0.5
+#: Messages resent at a time; their acknowledgement triggers the next ones.
+MAX_RESENT_AT_ONCE = 64
+#: A live router sends something every ``HEARTBEAT_S``; after this time of silence it is lost.
 ROUTER_TIMEOUT_S = 10.0
-#: Between two hellos; a greeting without an answer is given up after ``GREETING_S``.
-HELLO_GAP_S = 0.25
-GREETING_S = 5.0
+#: Interval between two ``Register`` messages, and the time after which a registration without an
+#: answer is abandoned.
+REGISTER_INTERVAL_S = 0.25
+REGISTER_TIMEOUT_S = 5.0
 
 M = TypeVar("M", bound=Message)
 R = TypeVar("R", bound=Message)
 
 
-class Conversation(Generic[M, R]):
-    """One end of a session: says messages of type ``M``, hears those of type ``R``.
+class Channel(Generic[M, R]):
+    """One end of a session: sends messages of type ``M``, receives those of type ``R``.
 
-    Go-back-N without timers: who hears from the other end that messages are missing repeats them.
-    While the other end is silent nothing is repeated, since nobody would hear it.
+    Go-back-N without timers: an envelope from the other end that lacks acknowledgements triggers a
+    resend.  While the other end is silent nothing is resent.
     """
 
     def __init__(self, session: str) -> None:
         self.session = session
-        self._said = 0
-        self._heard = 0
-        self._told = 0
-        self._kept: deque[tuple[int, M, float]] = deque()
+        self._sent = 0
+        self._received = 0
+        self._acknowledged = 0
+        #: Unacknowledged messages: number, message, time of the last transmission in seconds.
+        self._unacknowledged: deque[tuple[int, M, float]] = deque()
 
     @property
     def unacknowledged(self) -> int:
         """Messages that the other end has not acknowledged."""
-        return len(self._kept)
+        return len(self._unacknowledged)
 
     @property
-    def owes_acknowledgement(self) -> bool:
-        """Whether the other end does not know yet how far its messages have come."""
-        return self._told < self._heard
+    def ack_pending(self) -> bool:
+        """Whether messages of the other end are received but not acknowledged yet."""
+        return self._acknowledged < self._received
 
-    def say(self, message: M, now_s: float) -> Envelope[M]:
-        """Return a message's next number and form; it is kept until it is acknowledged."""
-        self._said += 1
-        self._kept.append((self._said, message, now_s))
-        return self._envelope(self._said, message)
+    def send(self, message: M, now_s: float) -> Envelope[M]:
+        """Number a message and store it until it is acknowledged; return its envelope."""
+        self._sent += 1
+        self._unacknowledged.append((self._sent, message, now_s))
+        first = self._unacknowledged[0][0]
+        assert first + len(self._unacknowledged) == self._sent + 1, "a number is missing"
+        return self._envelope(self._sent, message)
 
-    def mention(self, message: M) -> Envelope[M]:
-        """Return a message that may be lost: a newer one of its kind makes it worthless."""
+    def send_lossy(self, message: M) -> Envelope[M]:
+        """Return the envelope of a message that may be lost, as a newer one supersedes it."""
         return self._envelope(0, message)
 
-    def hear(self, envelope: Envelope[R], now_s: float) -> tuple[R | None, list[Envelope[M]]]:
-        """Return what is to be taken up, and what the other end misses and is to be sent again.
+    def receive(self, envelope: Envelope[R], now_s: float) -> tuple[R | None, list[Envelope[M]]]:
+        """Return the message to deliver, if any, and the envelopes to resend.
 
-        A message that came before is dropped; so is one that came before its predecessors, as
-        these are said again and it with them.
+        Duplicates are dropped.  So is a message that arrives before its predecessors: the other
+        end resends them and the message after them.
         """
-        if envelope.received <= self._said:
-            while self._kept and self._kept[0][0] <= envelope.received:
-                self._kept.popleft()
-        taken: R | None = None
+        unacknowledged = self._unacknowledged
+        if envelope.received <= self._sent:
+            while unacknowledged and unacknowledged[0][0] <= envelope.received:
+                unacknowledged.popleft()
+        delivered: R | None = None
         if envelope.number == 0:
-            taken = envelope.message
-        elif envelope.number == self._heard + 1:
-            self._heard += 1
-            taken = envelope.message
-        return taken, self._missing(now_s)
+            delivered = envelope.message
+        elif envelope.number == self._received + 1:
+            self._received += 1
+            delivered = envelope.message
+        return delivered, self._resent(now_s)
 
-    def _missing(self, now_s: float) -> list[Envelope[M]]:
-        if not self._kept or now_s - self._kept[0][2] < REPEAT_AFTER_S:
+    def _resent(self, now_s: float) -> list[Envelope[M]]:
+        waiting = self._unacknowledged
+        if not waiting or now_s - waiting[0][2] < RESEND_AFTER_S:
             return []
-        again = [self._kept.popleft() for _ in range(min(len(self._kept), REPEATED_AT_ONCE))]
-        self._kept.extendleft((number, message, now_s) for number, message, _ in reversed(again))
-        return [self._envelope(number, message) for number, message, _ in again]
+        resent = [waiting.popleft() for _ in range(min(len(waiting), MAX_RESENT_AT_ONCE))]
+        waiting.extendleft((number, message, now_s) for number, message, _ in reversed(resent))
+        return [self._envelope(number, message) for number, message, _ in resent]
 
     def _envelope(self, number: int, message: M) -> Envelope[M]:
-        self._told = self._heard
-        return Envelope(self.session, number, self._heard, message)
+        self._acknowledged = self._received
+        return Envelope(self.session, number, self._received, message)
 
 
-class EngineEnd(StrEnum):
-    """Where an engine stands with the router."""
+class EngineSideState(StrEnum):
+    """State of a session at the engine."""
 
-    AWAY = "away"
-    GREETING = "greeting"
-    JOINED = "joined"
-    GONE = "gone"
+    UNREGISTERED = "unregistered"
+    REGISTERING = "registering"
+    REGISTERED = "registered"
+    LEFT = "left"
 
 
-class RouterEnd(StrEnum):
-    """Where the router stands with an engine."""
+class RouterSideState(StrEnum):
+    """State of an engine's session at the router."""
 
     UNKNOWN = "unknown"
-    GREETED = "greeted"
+    REGISTERING = "registering"
     LIVE = "live"
     LEAVING = "leaving"
     LOST = "lost"
@@ -133,150 +139,164 @@ class RouterEnd(StrEnum):
 
 
 class Event(StrEnum):
-    """What happens to a session; the values stand in the tables of the reference."""
+    """Events of a session; the tables of the reference show the values."""
 
     # at the engine
-    CAN_SERVE = "its HTTP server accepts connections"
-    WELCOMED = "`Welcome` to its greeting"
+    HTTP_READY = "its HTTP server accepts connections"
+    REGISTERED = "`Registered` with the number of its registration"
     REFUSED = "`Refused`"
-    SENT_AWAY = "`Refused` with `again`"
-    UNANSWERED = f"no answer to its greeting for {GREETING_S:g} s"
+    MUST_REREGISTER = "`Refused` with `reregister`"
+    REGISTER_TIMED_OUT = f"no answer to its registration for {REGISTER_TIMEOUT_S:g} s"
     ROUTER_SILENT = f"nothing from the router for {ROUTER_TIMEOUT_S:g} s"
-    LEAVES = "it is to leave"
+    SHUTS_DOWN = "the engine shuts down"
     # at the router
-    GREETS = "`Hello`, the first one"
-    GREETS_AGAIN = "`Hello` with the same greeting"
-    GREETS_ANEW = "`Hello` with a later greeting"
-    RESTARTED = "`Hello` of a new process; the former one is gone, or was on another machine"
-    SUCCEEDED = "`Hello` of a new process on the machine of the former one, which may live"
-    COMPLETE = "all ranks of its group have greeted, or it is in none"
-    SIBLING_LOST = "another rank of its group is lost"
-    SIBLING_LEFT = "another rank of its group, on which nothing is left, says `Goodbye`"
+    REGISTERS = "first `Register`"
+    REGISTER_RESENT = "`Register` with the same registration number"
+    REREGISTERS = "`Register` with a higher registration number"
+    RESTARTED = "`Register` of a new process; the former one has ended, or was on another machine"
+    REPLACED = "`Register` of a new process on the machine of the former one, which may still run"
+    GROUP_COMPLETE = "all ranks of its group have registered, or it has no group"
+    OTHER_RANK_LOST = "another rank of its group is lost"
+    OTHER_RANK_LEFT = "`Deregister` of another rank of its group, which has no requests left"
     SILENT = "nothing from the engine for `engine_timeout_s`"
-    FAILED = "it does not answer, or says that it is unhealthy"
-    STAYS = "it does not drain within `engine_timeout_s` after its group has left"
-    GOODBYE = "`Goodbye`, `settled`"
-    UNSETTLED = "`Goodbye`, not `settled`"
-    DIED = "proof that its process is gone"
+    FAILED = "it does not answer, or reports that it is unhealthy"
+    DRAIN_TIMED_OUT = "it does not drain within `engine_timeout_s` after its group has left"
+    DEREGISTERED = "`Deregister`, `settled`"
+    DEREGISTERED_UNSETTLED = "`Deregister`, not `settled`"
+    CONFIRMED_DEAD = "proof that its process has ended"
     # at both
-    SPOKEN = "a message of the session"
+    MESSAGE = "a message of the session"
 
 
 class Action(StrEnum):
-    """What an end does; the values stand in the tables of the reference."""
+    """Actions of an end; the tables of the reference show the values."""
 
     # at the engine
-    GREET = "begins a greeting, says `Hello` every 0.25 s"
-    BEGIN = "begins the session, connects to peers"
-    END = "ends the session: drops what does not decode yet, doubtful slots go into quarantine"
-    COMPLAIN = "logs the reason, goes on greeting"
-    SAY_GOODBYE = "says `Goodbye`"
+    REGISTER = "begins a registration, sends `Register` every 0.25 s"
+    BEGIN_SESSION = "begins the session, connects to peers"
+    END_SESSION = (
+        "ends the session: drops requests that do not decode yet, quarantines in-doubt slots"
+    )
+    LOG_REFUSAL = "logs the reason, goes on registering"
+    DEREGISTER = "sends `Deregister`"
     # at the router
-    GATHER = "sees whether its group is complete, else answers `Refused` with who is missing"
-    OPEN = "opens a session, says `Welcome`"
-    WELCOME = "says `Welcome` again"
-    JOIN = "lets it take part, tells peers `PeerUp`"
-    LOSE = "breaks its attempts, tells peers `PeerDown`"
-    MISS = "reports it as lost, and the ranks that leave with it"
-    BURY = "lets go what its process could have written to"
-    SEND_AWAY = "answers `Refused` with `again`"
+    CHECK_GROUP = "checks whether its group is complete, else answers `Refused` with missing ranks"
+    OPEN_SESSION = "opens a session, sends `Registered`"
+    RESEND_REGISTERED = "resends `Registered`"
+    ADD_ENGINE = "adds it to the cluster, sends `PeerUp` to peers"
+    REMOVE_ENGINE = "fails its attempts, sends `PeerDown` to peers"
+    REPORT_LOST = "reports it as lost, and the ranks that leave with it"
+    CONFIRM_DEAD = "releases the slots that its process could have written to"
+    REQUEST_REREGISTER = "answers `Refused` with `reregister`"
     # at both
-    TAKE = "takes it up once, in order"
+    DELIVER = "delivers it once, in order"
 
 
 State = TypeVar("State", bound=StrEnum)
 
 
-class Row(msgspec.Struct, Generic[State], frozen=True):
-    """In ``state``, on ``event``: go to ``following`` and do ``actions``, in order."""
+class Transition(msgspec.Struct, Generic[State], frozen=True):
+    """In ``state``, on ``event``: go to ``next_state`` and do ``actions``, in order."""
 
     state: State
     event: Event
-    following: State
+    next_state: State
     actions: tuple[Action, ...] = ()
 
 
-def _engine_rows() -> Sequence[Row[EngineEnd]]:
-    away, greeting, joined, gone = EngineEnd
+def _engine_transitions() -> Sequence[Transition[EngineSideState]]:
+    unregistered, registering, registered, left = EngineSideState
     return (
-        Row(away, Event.CAN_SERVE, greeting, (Action.GREET,)),
-        Row(greeting, Event.WELCOMED, joined, (Action.BEGIN,)),
-        Row(greeting, Event.REFUSED, greeting, (Action.COMPLAIN,)),
-        Row(greeting, Event.SENT_AWAY, away),
-        Row(greeting, Event.UNANSWERED, away),
-        Row(joined, Event.SPOKEN, joined, (Action.TAKE,)),
-        Row(joined, Event.SENT_AWAY, away, (Action.END,)),
-        Row(joined, Event.ROUTER_SILENT, away, (Action.END,)),
-        Row(joined, Event.LEAVES, gone, (Action.SAY_GOODBYE,)),
-        Row(away, Event.LEAVES, gone),
-        Row(greeting, Event.LEAVES, gone),
+        Transition(unregistered, Event.HTTP_READY, registering, (Action.REGISTER,)),
+        Transition(registering, Event.REGISTERED, registered, (Action.BEGIN_SESSION,)),
+        Transition(registering, Event.REFUSED, registering, (Action.LOG_REFUSAL,)),
+        Transition(registering, Event.MUST_REREGISTER, unregistered),
+        Transition(registering, Event.REGISTER_TIMED_OUT, unregistered),
+        Transition(registered, Event.MESSAGE, registered, (Action.DELIVER,)),
+        Transition(registered, Event.MUST_REREGISTER, unregistered, (Action.END_SESSION,)),
+        Transition(registered, Event.ROUTER_SILENT, unregistered, (Action.END_SESSION,)),
+        Transition(registered, Event.SHUTS_DOWN, left, (Action.DEREGISTER,)),
+        Transition(unregistered, Event.SHUTS_DOWN, left),
+        Transition(registering, Event.SHUTS_DOWN, left),
     )
 
 
-def _router_rows() -> Sequence[Row[RouterEnd]]:
-    unknown, greeted, live, leaving, lost, dead = RouterEnd
-    gather = (Action.GATHER,)
+def _router_transitions() -> Sequence[Transition[RouterSideState]]:
+    unknown, registering, live, leaving, lost, dead = RouterSideState
+    check_group = (Action.CHECK_GROUP,)
     return (
-        Row(unknown, Event.GREETS, greeted, gather),
-        Row(greeted, Event.GREETS_AGAIN, greeted, gather),
-        Row(greeted, Event.GREETS_ANEW, greeted, gather),
-        Row(greeted, Event.RESTARTED, greeted, (Action.BURY, *gather)),
-        Row(greeted, Event.SUCCEEDED, greeted, gather),
-        Row(greeted, Event.COMPLETE, live, (Action.OPEN, Action.JOIN)),
-        Row(greeted, Event.SILENT, lost),
-        Row(greeted, Event.DIED, dead, (Action.BURY,)),
-        Row(live, Event.GREETS_AGAIN, live, (Action.WELCOME,)),
-        Row(live, Event.GREETS_ANEW, greeted, (Action.LOSE, *gather)),
-        Row(live, Event.RESTARTED, greeted, (Action.LOSE, Action.BURY, *gather)),
-        Row(live, Event.SUCCEEDED, greeted, (Action.LOSE, *gather)),
-        Row(live, Event.SPOKEN, live, (Action.TAKE,)),
-        Row(live, Event.SILENT, lost, (Action.LOSE,)),
-        Row(live, Event.FAILED, lost, (Action.LOSE,)),
-        Row(live, Event.SIBLING_LOST, lost, (Action.LOSE,)),
-        Row(live, Event.SIBLING_LEFT, leaving, (Action.LOSE,)),
-        Row(live, Event.UNSETTLED, lost, (Action.LOSE,)),
-        Row(live, Event.GOODBYE, dead, (Action.LOSE, Action.BURY)),
-        Row(live, Event.DIED, dead, (Action.LOSE, Action.BURY)),
-        Row(leaving, Event.GREETS_AGAIN, leaving, (Action.WELCOME,)),
-        Row(leaving, Event.GREETS_ANEW, greeted, (Action.MISS, *gather)),
-        Row(leaving, Event.RESTARTED, greeted, (Action.MISS, Action.BURY, *gather)),
-        Row(leaving, Event.SUCCEEDED, greeted, (Action.MISS, *gather)),
-        Row(leaving, Event.SPOKEN, leaving, (Action.TAKE,)),
-        Row(leaving, Event.SILENT, lost, (Action.MISS,)),
-        Row(leaving, Event.FAILED, lost, (Action.MISS,)),
-        Row(leaving, Event.STAYS, lost, (Action.MISS,)),
-        Row(leaving, Event.SIBLING_LOST, lost, (Action.MISS,)),
-        Row(leaving, Event.UNSETTLED, lost),
-        Row(leaving, Event.GOODBYE, dead, (Action.BURY,)),
-        Row(leaving, Event.DIED, dead, (Action.MISS, Action.BURY)),
-        Row(lost, Event.GREETS_AGAIN, lost, (Action.SEND_AWAY,)),
-        Row(lost, Event.GREETS_ANEW, greeted, gather),
-        Row(lost, Event.RESTARTED, greeted, (Action.BURY, *gather)),
-        Row(lost, Event.SUCCEEDED, greeted, gather),
-        Row(lost, Event.SPOKEN, lost, (Action.SEND_AWAY,)),
-        Row(lost, Event.GOODBYE, dead, (Action.BURY,)),
-        Row(lost, Event.DIED, dead, (Action.BURY,)),
-        Row(dead, Event.GREETS_ANEW, greeted, gather),
-        Row(dead, Event.RESTARTED, greeted, gather),
-        Row(dead, Event.SUCCEEDED, greeted, gather),
+        Transition(unknown, Event.REGISTERS, registering, check_group),
+        Transition(registering, Event.REGISTER_RESENT, registering, check_group),
+        Transition(registering, Event.REREGISTERS, registering, check_group),
+        Transition(registering, Event.RESTARTED, registering, (Action.CONFIRM_DEAD, *check_group)),
+        Transition(registering, Event.REPLACED, registering, check_group),
+        Transition(
+            registering, Event.GROUP_COMPLETE, live, (Action.OPEN_SESSION, Action.ADD_ENGINE)
+        ),
+        Transition(registering, Event.SILENT, lost),
+        Transition(registering, Event.CONFIRMED_DEAD, dead, (Action.CONFIRM_DEAD,)),
+        Transition(live, Event.REGISTER_RESENT, live, (Action.RESEND_REGISTERED,)),
+        Transition(live, Event.REREGISTERS, registering, (Action.REMOVE_ENGINE, *check_group)),
+        Transition(
+            live,
+            Event.RESTARTED,
+            registering,
+            (Action.REMOVE_ENGINE, Action.CONFIRM_DEAD, *check_group),
+        ),
+        Transition(live, Event.REPLACED, registering, (Action.REMOVE_ENGINE, *check_group)),
+        Transition(live, Event.MESSAGE, live, (Action.DELIVER,)),
+        Transition(live, Event.SILENT, lost, (Action.REMOVE_ENGINE,)),
+        Transition(live, Event.FAILED, lost, (Action.REMOVE_ENGINE,)),
+        Transition(live, Event.OTHER_RANK_LOST, lost, (Action.REMOVE_ENGINE,)),
+        Transition(live, Event.OTHER_RANK_LEFT, leaving, (Action.REMOVE_ENGINE,)),
+        Transition(live, Event.DEREGISTERED_UNSETTLED, lost, (Action.REMOVE_ENGINE,)),
+        Transition(live, Event.DEREGISTERED, dead, (Action.REMOVE_ENGINE, Action.CONFIRM_DEAD)),
+        Transition(live, Event.CONFIRMED_DEAD, dead, (Action.REMOVE_ENGINE, Action.CONFIRM_DEAD)),
+        Transition(leaving, Event.REGISTER_RESENT, leaving, (Action.RESEND_REGISTERED,)),
+        Transition(leaving, Event.REREGISTERS, registering, (Action.REPORT_LOST, *check_group)),
+        Transition(
+            leaving,
+            Event.RESTARTED,
+            registering,
+            (Action.REPORT_LOST, Action.CONFIRM_DEAD, *check_group),
+        ),
+        Transition(leaving, Event.REPLACED, registering, (Action.REPORT_LOST, *check_group)),
+        Transition(leaving, Event.MESSAGE, leaving, (Action.DELIVER,)),
+        Transition(leaving, Event.SILENT, lost, (Action.REPORT_LOST,)),
+        Transition(leaving, Event.FAILED, lost, (Action.REPORT_LOST,)),
+        Transition(leaving, Event.DRAIN_TIMED_OUT, lost, (Action.REPORT_LOST,)),
+        Transition(leaving, Event.OTHER_RANK_LOST, lost, (Action.REPORT_LOST,)),
+        Transition(leaving, Event.DEREGISTERED_UNSETTLED, lost),
+        Transition(leaving, Event.DEREGISTERED, dead, (Action.CONFIRM_DEAD,)),
+        Transition(leaving, Event.CONFIRMED_DEAD, dead, (Action.REPORT_LOST, Action.CONFIRM_DEAD)),
+        Transition(lost, Event.REGISTER_RESENT, lost, (Action.REQUEST_REREGISTER,)),
+        Transition(lost, Event.REREGISTERS, registering, check_group),
+        Transition(lost, Event.RESTARTED, registering, (Action.CONFIRM_DEAD, *check_group)),
+        Transition(lost, Event.REPLACED, registering, check_group),
+        Transition(lost, Event.MESSAGE, lost, (Action.REQUEST_REREGISTER,)),
+        Transition(lost, Event.DEREGISTERED, dead, (Action.CONFIRM_DEAD,)),
+        Transition(lost, Event.CONFIRMED_DEAD, dead, (Action.CONFIRM_DEAD,)),
+        Transition(dead, Event.REREGISTERS, registering, check_group),
+        Transition(dead, Event.RESTARTED, registering, check_group),
+        Transition(dead, Event.REPLACED, registering, check_group),
     )
 
 
-ENGINE_TABLE = _engine_rows()
-ROUTER_TABLE = _router_rows()
+ENGINE_TABLE = _engine_transitions()
+ROUTER_TABLE = _router_transitions()
 
 
-class Machine(Generic[State]):
-    """One end of a session, driven by its table; an event without a row changes nothing."""
+class StateMachine(Generic[State]):
+    """The state machine of one end of a session; an event without a transition changes nothing."""
 
-    def __init__(self, table: Sequence[Row[State]], start: State) -> None:
+    def __init__(self, table: Sequence[Transition[State]], start: State) -> None:
         self.state = start
         self._rows = {(row.state, row.event): row for row in table}
 
     def on(self, event: Event) -> tuple[Action, ...]:
-        """Go to the next state; return what is to be done now."""
+        """Go to the next state; return the actions to take now."""
         row = self._rows.get((self.state, event))
         if row is None:
             return ()
-        self.state = row.following
+        self.state = row.next_state
         return row.actions

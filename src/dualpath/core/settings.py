@@ -1,15 +1,15 @@
-"""What a setting is, declared once: a field of a ``Settings`` struct, annotated with a ``Setting``.
+"""Declarations of settings: fields of a ``Settings`` struct, each annotated with a ``Setting``.
 
     class EngineSettings(Settings, frozen=True):
         buffer_bytes: Annotated[int, Setting("PE or DE buffer", ge=1)] = 1 << 30
 
-Everything else follows from the declaration: the flag ``--buffer-bytes`` with its help, the key of
-a file, the variable ``DUALPATH_ENGINE_BUFFER_BYTES``, the row of the reference page, the argument
-of a command line that one process writes for another, and the check of the value.
+Everything else is derived from the declaration: the flag ``--buffer-bytes`` with its help, the key
+of a file, the variable ``DUALPATH_ENGINE_BUFFER_BYTES``, the row of the reference page, the
+argument in the command line that one process builds for another, and the check of the value.
 
-A name ends with its unit.  Amounts of bytes and rates in bytes/s may be written with one, such as
-``512MiB``, ``25MB`` or ``1Gbit``.  Lists are written with commas, tables as KEY=VALUE with commas;
-JSON where an item has a comma itself.
+A name ends with its unit.  Amounts of bytes and rates in bytes/s may be written with a unit, such
+as ``512MiB``, ``25MB`` or ``1Gbit``.  Lists are written with commas, tables as KEY=VALUE with
+commas; as JSON if an item contains a comma.
 """
 
 import difflib
@@ -41,7 +41,7 @@ _SHOWN_UNITS = (
     ("MB", 10**6),
     ("KiB", 1 << 10),
 )
-#: Ends of names and the unit they stand for, the longer first.
+#: Suffixes of names and their units, longer suffixes first.
 _SUFFIXES = (
     ("_bytes_per_s", "bytes/s"), ("_flops_per_s", "FLOP/s"), ("_tokens_per_s", "tokens/s"),
     ("_per_s", "per s"), ("_bytes", "bytes"), ("_tokens", "tokens"), ("_blocks", "Full Blocks"),
@@ -52,9 +52,9 @@ _SUFFIXES = (
 class Setting(msgspec.Struct, frozen=True):
     """The declaration of one setting: its help in one clause, and the limits of its value.
 
-    For a list limits and ``choices`` are those of its items.  ``metavar`` stands for the value in
-    a help text.  A setting with ``flag`` False is set in a file or a variable only; ``rest`` takes
-    all arguments that follow.
+    For a list, limits and ``choices`` apply to its items.  ``metavar`` stands for the value in a
+    help text.  A setting with ``flag`` False is set in a file or a variable only; one with ``rest``
+    takes all arguments that follow its flag.
     """
 
     help: str
@@ -79,7 +79,7 @@ class Setting(msgspec.Struct, frozen=True):
 
 
 class Declared(msgspec.Struct, frozen=True):
-    """One field of a ``Settings`` struct with what its declaration says; ``kind`` is its type."""
+    """One field of a ``Settings`` struct with its declaration; ``kind`` is its type."""
 
     name: str
     kind: Any
@@ -98,13 +98,13 @@ class Declared(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """The unit in which a plain number is meant; empty without."""
+        """The unit of a plain number; empty without one."""
         known = (unit for suffix, unit in _SUFFIXES if self.name.endswith(suffix))
         return next(known, "") if self.is_number else ""
 
     @property
     def limits(self) -> str:
-        """What a value must be, such as ``at least 1``; empty for any number."""
+        """The limits in words, such as ``at least 1``; empty without limits."""
         own = self.setting
         named = {"at least": own.ge, "above": own.gt, "at most": own.le, "below": own.lt}
         given = {word: self._limit(limit) for word, limit in named.items() if limit is not None}
@@ -114,17 +114,17 @@ class Declared(msgspec.Struct, frozen=True):
 
     @property
     def is_bool(self) -> bool:
-        """Whether it is switched on and off."""
+        """Whether it is a switch."""
         return self.kind is bool
 
     @property
     def is_list(self) -> bool:
-        """Whether it holds several values."""
+        """Whether it is a list."""
         return any(typing.get_origin(part) is tuple for part in _parts(self.kind))
 
     @property
     def is_table(self) -> bool:
-        """Whether it holds values by name."""
+        """Whether it is a table of values by name."""
         return any(typing.get_origin(part) is dict for part in _parts(self.kind))
 
     @property
@@ -134,12 +134,12 @@ class Declared(msgspec.Struct, frozen=True):
 
     @property
     def is_amount(self) -> bool:
-        """Whether it counts bytes, which may be written with a unit."""
+        """Whether it is in bytes or bytes/s and may be written with a unit."""
         return self.is_number and self.unit in ("bytes", "bytes/s")
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """All values there are, where they can be listed."""
+        """All valid values if they can be listed, else empty."""
         if self.setting.choices:
             return self.setting.choices
         for part in _item_parts(self.kind):
@@ -150,14 +150,14 @@ class Declared(msgspec.Struct, frozen=True):
         return ()
 
     def parse(self, text: str) -> Any:  # noqa: ANN401 - of any type
-        """Return the value that a flag's or variable's text means; raises ``ConfigError``."""
+        """Parse the text of a flag or variable; raises ``ConfigError``."""
         try:
             return self.checked(msgspec.convert(self._plain(text), self.kind, strict=False))
         except (msgspec.MsgspecError, ValueError) as error:
             raise self._wrong(text, error) from error
 
     def convert(self, value: object) -> Any:  # noqa: ANN401 - of any type
-        """Return a file's value in the field's type; raises ``ConfigError``."""
+        """Convert a file's value to the field's type; raises ``ConfigError``."""
         if isinstance(value, str) and self.is_amount:
             return self.parse(value)
         try:
@@ -166,7 +166,7 @@ class Declared(msgspec.Struct, frozen=True):
             raise self._wrong(value, error) from error
 
     def checked(self, value: Any) -> Any:  # noqa: ANN401 - of any type
-        """Return a value of the field's type; raises ``ConfigError`` beyond the limits."""
+        """Return a value of the field's type; raises ``ConfigError`` if it is beyond the limits."""
         several = isinstance(value, tuple)
         for item in value if several else (value,):
             number = isinstance(item, int | float) and not isinstance(item, bool)
@@ -179,7 +179,7 @@ class Declared(msgspec.Struct, frozen=True):
         return value
 
     def text(self, value: object) -> str:
-        """Return what ``parse`` takes for this value."""
+        """Return the text that ``parse`` converts to this value."""
         if isinstance(value, tuple | dict):
             items = value if isinstance(value, tuple) else (*value, *value.values())
             if any(set(str(i)) & set(",=") or str(i)[:1] in ("[", "{") for i in items):
@@ -187,7 +187,7 @@ class Declared(msgspec.Struct, frozen=True):
         return _plain_text(value)
 
     def shown(self, value: object) -> str:
-        """Return a value for people: bytes with a unit where that is exact."""
+        """Return a value for display: bytes with a unit if that is exact."""
         if isinstance(value, int | float) and value and self.is_amount:
             for unit, size in _SHOWN_UNITS:
                 if value % size == 0:
@@ -198,7 +198,7 @@ class Declared(msgspec.Struct, frozen=True):
         return f"2**{round(math.log2(limit))}" if limit > 2**53 else self.shown(limit)
 
     def _plain(self, text: str) -> Any:  # noqa: ANN401 - what msgspec converts
-        """Return the text as what msgspec converts: a list or table where one is wanted."""
+        """Return the text as input for msgspec: as a list or table if the field is one."""
         if text in ("none", "null") and type(None) in _parts(self.kind):
             return None
         if text[:1] in ("[", "{") and (self.is_list or self.is_table):
@@ -235,18 +235,19 @@ class Declared(msgspec.Struct, frozen=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Base of everything an operator may choose; one that exists is inside its limits.
+    """Base of all structs of settings; an instance is always valid.
 
-    ``check`` is called whenever one is made.  A subclass that compares several fields extends it.
-    In a message ``{name}`` stands for a setting, to be spelled as its user wrote it.
+    ``check`` is called whenever an instance is created.  A subclass that compares several fields
+    extends it.  In an error message ``{name}`` is a placeholder for a setting, which is replaced by
+    the user's spelling.
     """
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for settings that cannot be."""
+        """Raise ``ConfigError`` for invalid settings."""
         self.check()
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for the first value beyond its limits."""
+        """Raise ``ConfigError`` for the first value that is beyond its limits."""
         for field in declared(type(self)):
             field.checked(getattr(self, field.name))
 
@@ -258,7 +259,7 @@ def declared(kind: type[Settings]) -> tuple[Declared, ...]:
 
 
 def arguments(settings: Settings, positional: Collection[str] = ()) -> list[str]:
-    """Return the command line that says the same: positional ones, then what is no default."""
+    """Return the equivalent command line: positional settings, then those that are not defaults."""
     words = [_plain_text(getattr(settings, name)) for name in positional]
     rest: list[str] = []
     for field in declared(type(settings)):
@@ -276,7 +277,7 @@ def arguments(settings: Settings, positional: Collection[str] = ()) -> list[str]
 
 
 def is_secret(name: str) -> bool:
-    """Whether a setting or variable of this name is kept from all output."""
+    """Whether the value of a setting or variable of this name must never be printed."""
     return not SECRET_WORDS.isdisjoint(name.lower().split("_"))
 
 
@@ -286,7 +287,7 @@ def option(name: str) -> str:
 
 
 def nearest(name: str, known: Collection[str]) -> str:
-    """Return a hint at the known name that was probably meant, else all of them."""
+    """Return a hint with the most similar known name, or with all of them."""
     close = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f"did you mean {close[0]}?" if close else f"known are {', '.join(sorted(known))}"
 
@@ -296,7 +297,7 @@ def _declarations(kind: type[Settings]) -> Iterator[Declared]:
         notes = getattr(field.type, "__metadata__", ())
         found = [note for note in notes if isinstance(note, Setting)]
         if not found:
-            continue  # a part with settings of its own
+            continue  # a nested struct of settings
         made = field.default_factory
         default = field.default if made is msgspec.NODEFAULT else made()
         yield Declared(field.name, typing.get_args(field.type)[0], found[0], default)
@@ -323,7 +324,7 @@ def _split(text: str) -> list[str]:
 
 
 def _exact(text: str, value: float) -> Any:  # noqa: ANN401 - a number, or the text itself
-    """Return a large whole number without the rounding of a float where the text has one."""
+    """Return a large whole number exactly, without the rounding of a float."""
     return int(text) if text.strip().isdigit() else value
 
 

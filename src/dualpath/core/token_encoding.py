@@ -1,7 +1,7 @@
-"""Token ids as canonical CBOR, block by block: what the hash of a block's key is over.
+"""Token ids as canonical CBOR, block by block: the input of the hash of a block's key.
 
-CBOR's own encoder takes 0.2 µs for each token, most of the time that the keys of a prompt took on
-the router's event loop.  Here all tokens are encoded at once.
+The encoder of ``cbor2`` takes 0.2 µs per token, which dominated the time of hashing a prompt on the
+router's event loop.  Here all tokens are encoded at once with numpy.
 """
 
 from array import array
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import cbor2
 import numpy as np
 
-#: So few are encoded sooner than numpy is asked.
+#: Fewer tokens are encoded faster by ``cbor2``.
 _FEW_TOKENS = 96
 
 
@@ -27,7 +27,8 @@ def encoded_blocks(token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     except OverflowError:
         return _one_by_one(token_ids, whole, block_tokens)
     head = cbor2.dumps([0] * block_tokens)[:-block_tokens]
-    # An id is one byte below 24; else a byte that says how many follow, big-endian: 1, 2 or 4.
+    # An id below 24 is one byte; others are a byte that encodes how many bytes follow (1, 2 or 4,
+    # big-endian) and these.
     above_1, above_2, above_4 = ids >= 24, ids >= 1 << 8, ids >= 1 << 16
     items = np.empty((whole, 5), np.uint8)
     items[:, 0] = np.where(above_1, np.uint8(0x18) + above_2 + above_4, ids)

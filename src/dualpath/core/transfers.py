@@ -1,7 +1,7 @@
-"""What rides on a vLLM request: where hit KV lies, where the complete KV goes, where it waits.
+"""The transfers that a vLLM request carries: the places of hit KV and of the complete KV.
 
-Control messages (``core.control``) say what an engine is to do; these two go with the request that
-vLLM computes, under one key of its ``kv_transfer_params``.
+Control messages (``core.control``) are commands to an engine; these two travel with the request
+that vLLM computes, under one key of its ``kv_transfer_params``.
 """
 
 from typing import Any
@@ -18,12 +18,12 @@ TRANSFER_PARAMS_KEY = "dualpath"
 
 
 class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rides on the PE's vLLM request: where hit KV lies and where the complete KV has to go.
+    """Travels with the PE's vLLM request: the source of hit KV, the destination of the whole KV.
 
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
-    block, the last possibly partial; nothing may be written to the first ``shared_blocks`` of them,
-    whose KV other requests use as well.
+    block, the last possibly partial; the first ``shared_blocks`` of them are shared with other
+    requests and must not be written to.
     """
 
     request_id: Name
@@ -38,9 +38,9 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rides on the DE's vLLM request: the prompt's KV waits in this engine's own buffer.
+    """Travels with the DE's vLLM request: the prompt's KV is in these slots of its own buffer.
 
-    ``tenant`` is whose the blocks of the tokens are that follow.
+    ``tenant`` owns the blocks of the tokens to be generated.
     """
 
     request_id: Name
@@ -56,7 +56,7 @@ def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any
 
 
 def from_transfer_params(params: dict[str, Any] | None) -> PrefillTransfer | DecodeTransfer | None:
-    """Return what a vLLM request carries for us, None if nothing.
+    """Return the transfer in a vLLM request's parameters, None if there is none.
 
     Raises ``IncompatibleError`` for a malformed value.
     """

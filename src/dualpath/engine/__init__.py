@@ -1,1 +1,1 @@
-"""Live data plane inside an engine: traffic manager, DRAM buffer, read queue, control link."""
+"""The data plane of a live engine: traffic manager, DRAM buffer, read queue, control link."""

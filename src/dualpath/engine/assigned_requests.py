@@ -1,8 +1,8 @@
-"""The requests that the router has assigned to an engine: slots in its buffer, reads, their end.
+"""The requests that the router has assigned to an engine: their slots, storage reads and release.
 
-An assignment counts against the engine's load at once and may ask for slots, which are granted in
-order (``engine.slots``).  What is read from storage goes into them.  With its release a request
-leaves, and its slots are free once nothing can write to them.
+An assignment counts against the engine's load at once and may reserve slots, which are granted in
+order (``engine.slots``).  Blocks are read from storage into them.  A release removes the request;
+its slots are free once nothing can write to them.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from dualpath.engine.dram_tier import DramTier
 from dualpath.engine.rank import Rank
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.retention import Retention
-from dualpath.engine.session_doubts import Doubts, SessionDoubts
+from dualpath.engine.session_doubts import InDoubt, SessionTeardown
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.slots import Grant
 from dualpath.engine.threads import Threads, TimeLimit
@@ -30,9 +30,9 @@ _NS_PER_S = 1_000_000_000
 
 
 class AssignedRequests:
-    """Owns the PE or DE buffer and what fills it from storage; answers go through ``send``.
+    """Owns the PE or DE buffer and its read queue; answers go through ``send``.
 
-    Commands come from one thread; slots are granted, and releases carried out, on any.
+    Commands come from one thread; slots are granted, and requests released, on any thread.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class AssignedRequests:
             send,
             settings.parallel_reads,
             rank.health,
-            # A PE may yet compute again what a DE has read: the DE's slots are whole later.
-            keeps=settings.role is Role.PREFILL,
+            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            caches=settings.role is Role.PREFILL,
             share=share,
         )
-        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.leave)
-        self._doubts = SessionDoubts(
+        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
+        self._teardown = SessionTeardown(
             settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
         )
-        #: The last assignment that counts already; set after its load is there.
+        #: The last assignment that counts already; set after its load is counted.
         self.assign_seq = 0
 
     def read_queue_tokens(self) -> int:
@@ -76,40 +76,40 @@ class AssignedRequests:
         return self._reader.tokens()
 
     def totals(self) -> dict[str, float]:
-        """Return what is counted where blocks are kept."""
+        """Return the counters of the DRAM cache."""
         return self._tier.totals()
 
     # ------------------------------------------------------------------ sessions
 
-    def begin_session(self, *, keeps: bool) -> None:
-        """A router listens; ``keeps``: whether blocks are to stay for later requests."""
-        self._tier.begin_session(keeps=keeps)
+    def begin_session(self, *, caching: bool) -> None:
+        """Begin a session; ``caching``: whether blocks are cached for later requests."""
+        self._tier.begin_session(caching=caching)
 
-    def tell_settled(self) -> None:
-        """Say what has settled between the sessions, which nobody heard."""
-        for request_id in self._doubts.settled_since():
+    def send_settled(self) -> None:
+        """Report the in-doubt requests that have settled between the sessions."""
+        for request_id in self._teardown.settled_since():
             self._send(Released(request_id=request_id))
 
     def end_session(self, reason: str) -> None:
-        """Drop what is not decoding yet (``session_doubts``)."""
+        """Drop the requests that do not decode yet (``session_doubts``)."""
         self._tier.end_session()
         self._retention.end_session()
-        self._doubts.end_session(reason)
+        self._teardown.end_session(reason)
         self.assign_seq = 0
 
-    def doubts(self) -> Doubts:
-        """Return what sessions before have left in doubt, for the next ``Hello``."""
-        return self._doubts.named()
+    def in_doubt(self) -> InDoubt:
+        """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
+        return self._teardown.in_doubt()
 
     # ------------------------------------------------------------------ commands
 
     def assign(self, message: Assign) -> None:
-        """Count a request in and let it wait for its slots; ``Reserved`` follows.
+        """Count a request and queue its reservation of slots; ``Reserved`` follows.
 
-        Raises ``BadRequestError`` for a name that has not left, ``BufferTooSmallError`` for more
-        slots than there are.
+        Raises ``BadRequestError`` if an earlier request of this id is still here,
+        ``BufferTooSmallError`` for more slots than the buffer has.
         """
-        if self.active.is_known(message.request_id) or self.buffer.holds(message.request_id):
+        if self.active.is_known(message.request_id) or self.buffer.has_request(message.request_id):
             raise BadRequestError(
                 f"request {message.request_id}: an earlier request of this name has not left the "
                 "engine; send it under another id"
@@ -125,16 +125,16 @@ class AssignedRequests:
             raise
 
     def _granted(self, grant: Grant) -> None:
-        asked_ns = self.active.asked_ns(grant.request_id)
-        if asked_ns is None:  # released while waiting
+        assigned_ns = self.active.assigned_ns(grant.request_id)
+        if assigned_ns is None:  # released while waiting
             self.buffer.release(grant.request_id)
             return
-        wait_s = (self._trace.now_ns() - asked_ns) / _NS_PER_S
+        wait_s = (self._trace.now_ns() - assigned_ns) / _NS_PER_S
         self._tier.granted(grant)
-        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.kept))
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
 
     def read(self, message: Read) -> None:
-        """Queue a run of blocks for its slots; ``ReadDone`` follows."""
+        """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
         reads, now_ns = run_reads(self._geometry, message.run), self._trace.now_ns()
         self._reader.add(
             ReadTask(
@@ -143,16 +143,16 @@ class AssignedRequests:
         )
 
     def retain(self, message: Retain) -> None:
-        """Keep blocks for a turn that may follow."""
-        self._retention.order(message, self._trace.now_ns())
+        """Retain blocks for a turn that may follow."""
+        self._retention.apply(message, self._trace.now_ns())
 
     def ask_release(self, message: Release) -> None:
-        """Release a request, unless a forward pass still needs it: then once that is over."""
+        """Release a request, at once or after the forward pass that it is part of."""
         if self.active.ask_release(message):
             self.release(message)
 
     def release(self, message: Release) -> None:
-        """Let a request go that no forward pass needs; ``Released`` follows."""
+        """Release a request that is in no forward pass; ``Released`` follows."""
         self._reader.cancel(message.request_id)
         self.active.drop(message.request_id)
         if message.writer_certain:
@@ -165,13 +165,13 @@ class AssignedRequests:
     # ------------------------------------------------------------------ time
 
     def expire(self, now_ns: int) -> None:
-        """Answer reads beyond their deadline; let blocks go whose time is over."""
+        """Answer reads whose deadline has passed; end retentions whose time has passed."""
         self._reader.expire(now_ns)
         self._retention.expire(now_ns)
 
-    def tell_kept(self) -> None:
-        """Let the router hear what the buffer keeps since it last did."""
-        self._tier.tell()
+    def send_cache_updates(self) -> None:
+        """Send the changes of the DRAM cache to the router."""
+        self._tier.send_changes()
 
     def close(self, limit: TimeLimit) -> None:
         """Stop reading."""

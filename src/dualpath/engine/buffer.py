@@ -3,19 +3,19 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.blocks import BlockGeometry, BlockKey
-from dualpath.engine.kept_blocks import Rank
-from dualpath.engine.slots import NOBODY, Grant, SlotPool
+from dualpath.engine.kept_blocks import EvictionPriority
+from dualpath.engine.slots import NO_REQUEST, Grant, SlotPool
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
-#: Names under which every engine registers its buffer, and where generated blocks leave its HBM.
+#: Names under which every engine registers its buffer and its staging slots for generated blocks.
 BUFFER_REGION = "buffer"
 STAGING_REGION = "staging"
 
 
 def buffer_region(name: str, geometry: BlockGeometry, memory: RegisteredMemory) -> RegionInfo:
-    """Describe memory that is all Full Blocks to a transport."""
+    """Return the region of memory that is divided into Full Blocks, for a transport."""
     size_bytes = geometry.full_block_bytes
     return RegionInfo(
         name=name,
@@ -27,10 +27,10 @@ def buffer_region(name: str, geometry: BlockGeometry, memory: RegisteredMemory) 
 
 
 class BlockBuffer:
-    """Slots with memory behind them; all methods may be called from any thread.
+    """A ``SlotPool`` with its memory; all methods may be called from any thread.
 
-    One region with a piece per slot, its Full Block (§A.5); who moves Layer Blocks has views of it
-    (``engine.hbm_layout``).  ``granted`` is called, outside the lock, for every reservation as
+    One region with a piece per slot, its Full Block (§A.5); transfers of Layer Blocks use views of
+    it (``engine.hbm_layout``).  ``granted`` is called, outside the lock, for every reservation as
     soon as it fits.
     """
 
@@ -52,22 +52,22 @@ class BlockBuffer:
 
     @property
     def capacity(self) -> int:
-        """All slots."""
+        """Number of slots."""
         return self._pool.capacity
 
     @property
     def free(self) -> int:
-        """Slots free now."""
+        """Number of free slots, including those with evictable blocks."""
         with self._lock:
             return self._pool.free
 
     @property
     def memory(self) -> object:
-        """The allocation, to be kept alive by whoever registers it."""
+        """The allocation; whoever registers it has to hold this reference."""
         return self._memory
 
     def region(self, name: str = BUFFER_REGION) -> RegionInfo:
-        """Describe the buffer to a transport."""
+        """Return the region of the buffer, for a transport."""
         return buffer_region(name, self.geometry, self._memory)
 
     def view(self, slot: int) -> memoryview:
@@ -75,17 +75,49 @@ class BlockBuffer:
         size = self.geometry.full_block_bytes
         return self._view[slot * size : (slot + 1) * size]
 
+    def slot_at(self, address: int) -> int:
+        """Return the slot whose memory contains an address of the buffer."""
+        return (address - self._memory.address) // self.geometry.full_block_bytes
+
+    def owner(self, slot: int) -> str | None:
+        """Return the request for which KV may arrive in a slot; see ``SlotPool``.
+
+        For inspection while no other thread changes the buffer, as it does not take the lock.
+        """
+        return self._pool.owner(slot)
+
+    def cached_blocks(self) -> list[tuple[int, BlockKey]]:
+        """Return the slots of all cached blocks with their keys; for inspection, as ``owner``."""
+        return self._pool.cached.items()
+
+    def is_leased(self, slot: int) -> bool:
+        """Whether a slot is leased or quarantined; an atomic read without the lock."""
+        return self._pool.is_leased(slot)
+
+    def is_pinned(self, slot: int) -> bool:
+        """Whether a slot's memory is being read or written; an atomic read without the lock."""
+        return self._pool.is_pinned(slot)
+
+    def is_retained(self, key: BlockKey) -> bool:
+        """Whether a key is retained, cached or not; an atomic read without the lock."""
+        return self._pool.cached.is_retained(key)
+
     @property
-    def resting(self) -> int:
-        """Slots free now that keep a block."""
+    def retained(self) -> int:
+        """Number of retained keys, cached or not; an atomic read without the lock."""
+        return self._pool.cached.retained
+
+    @property
+    def evictable(self) -> int:
+        """Number of free slots that hold a cached block."""
         with self._lock:
-            return self._pool.kept.resting
+            return self._pool.cached.evictable
 
     @property
     def evicted(self) -> int:
-        """Kept blocks that have given way so far."""
+        """Number of blocks evicted so far."""
         with self._lock:
-            return self._pool.kept.evicted
+            return self._pool.cached.evicted
 
     def slots_of(self, request_id: str) -> tuple[int, ...]:
         """Return the slots a request holds, in block order; empty if none."""
@@ -93,7 +125,7 @@ class BlockBuffer:
             return self._pool.slots_of(request_id)
 
     def request(self, request_id: str, count: int, keys: Sequence[BlockKey] = ()) -> None:
-        """Queue a reservation whose first blocks have these keys, to get those that are kept.
+        """Queue a reservation whose first blocks have these keys; see ``SlotPool``.
 
         Raises ``BufferTooSmallError`` if it could never be granted.
         """
@@ -101,79 +133,80 @@ class BlockBuffer:
             grants = self._pool.request(request_id, count, keys)
         self._announce(grants)
 
-    def whole(
+    def cache_blocks(
         self, request_id: str, slots: Sequence[int], keys: Sequence[BlockKey], parent: BlockKey
     ) -> None:
-        """A request's slots have the whole blocks of these consecutive keys; see ``SlotPool``."""
+        """Cache the complete blocks in a request's slots; see ``SlotPool``."""
         with self._lock:
-            self._pool.whole(request_id, slots, keys, parent)
+            self._pool.cache_blocks(request_id, slots, keys, parent)
 
-    def keep_copy(self, key: BlockKey, parent: BlockKey, block: memoryview) -> bool:
-        """Keep a copy of a whole block; False where there is no room, or it is here already."""
-        if (slot := self.take_for(key)) is None:
+    def cache_copy(self, key: BlockKey, parent: BlockKey, block: memoryview) -> bool:
+        """Cache a copy of a complete block; False if there is no room or it is cached already."""
+        if (slot := self.allocate_for(key)) is None:
             return False
         self.view(slot)[:] = block
-        self.keep_taken(slot, key, parent)
+        self.cache_allocated(slot, key, parent)
         return True
 
     def missing(self, keys: Sequence[BlockKey]) -> list[BlockKey]:
-        """Return those of these keys whose blocks are not kept here."""
+        """Return those of these keys that are not cached."""
         with self._lock:
-            return [key for key in keys if not self._pool.kept.has(key)]
+            return [key for key in keys if not self._pool.cached.has(key)]
 
     def retain(self, keys: Iterable[BlockKey], expected_ns: int) -> None:
-        """Let blocks give way last from now on, those too that are kept later.
+        """Evict these blocks last from now on, including blocks that are cached later.
 
-        Of these that is first which is expected to be used last.
+        Of these, the one with the latest expected use is evicted first.
         """
         with self._lock:
-            self._pool.kept.retain(keys, expected_ns)
+            self._pool.cached.retain(keys, expected_ns)
 
-    def let_go(self, keys: Iterable[BlockKey], *, first: bool = False) -> None:
-        """Let blocks give way as all others, or ``first``."""
+    def unretain(self, keys: Iterable[BlockKey], *, evict_first: bool = False) -> None:
+        """End the retention of blocks; ``evict_first``: evict them before all others."""
+        normal, first = EvictionPriority.NORMAL, EvictionPriority.EVICT_FIRST
         with self._lock:
-            self._pool.kept.let_go(keys, Rank.FIRST if first else Rank.USUAL)
+            self._pool.cached.unretain(keys, first if evict_first else normal)
 
-    def take_for(self, key: BlockKey) -> int | None:
-        """Return a free slot for a block to be kept; None where none is, or it is kept already.
+    def allocate_for(self, key: BlockKey) -> int | None:
+        """Lease a free slot for a block to be cached; None if none is free or it is cached already.
 
-        None as well where all kept blocks would be missed sooner.
+        None also if all blocks to evict for it have a later order of eviction.
         """
         with self._lock:
-            wanted = self._pool.keeps and not self._pool.kept.has(key)
-            return self._pool.take_for(key) if wanted else None
+            cacheable = self._pool.caching and not self._pool.cached.has(key)
+            return self._pool.allocate_for(key) if cacheable else None
 
-    def keep_taken(self, slot: int, key: BlockKey, parent: BlockKey) -> None:
-        """Keep the whole block in a slot got from ``take_for``, which ends its lease."""
+    def cache_allocated(self, slot: int, key: BlockKey, parent: BlockKey) -> None:
+        """Cache the complete block in a slot from ``allocate_for``, and end the slot's lease."""
         with self._lock:
-            self._pool.whole(NOBODY, [slot], [key], parent)
-        self.give_back(slot)
+            self._pool.cache_blocks(NO_REQUEST, [slot], [key], parent)
+        self.free_slot(slot)
 
-    def keep(self, *, keeps: bool) -> None:
-        """Keep whole blocks for later requests from now on, or none."""
-        self._change(lambda pool: pool.keep(keeps=keeps))
+    def set_caching(self, *, enabled: bool) -> None:
+        """Cache blocks for later requests from now on, or none."""
+        self._change(lambda pool: pool.set_caching(enabled=enabled))
 
-    def tell(self, *, begin: bool) -> None:
-        """Begin to note which blocks come and go, with all that are here; or end it."""
+    def report_changes(self, *, begin: bool) -> None:
+        """Begin to collect changes of the cached keys, all of them first; or end it."""
         with self._lock:
-            self._pool.kept.tell(begin=begin)
+            self._pool.cached.report_changes(begin=begin)
 
-    def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return up to ``limit`` keys of kept blocks that have come and gone since last told."""
+    def changes(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return up to ``limit`` keys that were cached or evicted since the last call."""
         with self._lock:
-            return self._pool.kept.news(limit)
+            return self._pool.cached.changes(limit)
 
-    def take(self) -> int | None:
-        """Return one free slot that belongs to no request, None if there is none to spare."""
+    def allocate(self) -> int | None:
+        """Lease one free slot to no request; None if none is free or reservations wait."""
         with self._lock:
-            return self._pool.take()
+            return self._pool.allocate()
 
-    def give_back(self, slot: int) -> None:
-        """End the lease of a slot got from ``take``."""
-        self._change(lambda pool: pool.give_back(slot))
+    def free_slot(self, slot: int) -> None:
+        """End the lease of a slot from ``allocate``."""
+        self._change(lambda pool: pool.free_slot(slot))
 
     def replace(self, request_id: str, slots: Iterable[int]) -> bool:
-        """Swap slots of a request for fresh ones; False if too few are free."""
+        """Exchange slots of a request for free ones; False if too few are free."""
         with self._lock:
             return self._pool.replace(request_id, slots)
 
@@ -182,17 +215,17 @@ class BlockBuffer:
         self._change(lambda pool: pool.release(request_id))
 
     def quarantine(self, request_id: str) -> None:
-        """Keep a request's slots away from everybody."""
+        """Quarantine a request's slots."""
         with self._lock:
             self._pool.quarantine(request_id)
 
-    def holds(self, request_id: str) -> bool:
-        """Whether a request has slots, waits for some, or left some in quarantine."""
+    def has_request(self, request_id: str) -> bool:
+        """Whether a request has slots, waits for some, or has some in quarantine."""
         with self._lock:
-            return self._pool.holds(request_id)
+            return self._pool.has_request(request_id)
 
     def quarantined(self) -> tuple[str, ...]:
-        """Return the requests whose slots are kept away from everybody."""
+        """Return the requests with slots in quarantine."""
         with self._lock:
             return self._pool.quarantined
 
@@ -201,12 +234,12 @@ class BlockBuffer:
         self._change(lambda pool: pool.end_quarantine(request_id))
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Protect slots from reuse while somebody reads or writes their memory."""
+        """Protect leased slots from reuse while their memory is read or written."""
         with self._lock:
             self._pool.pin(slots)
 
     def pin_lease(self, request_id: str, slots: tuple[int, ...]) -> bool:
-        """Pin a request's slots if it still holds exactly these; False, pinning none, if not."""
+        """Pin a request's slots if it still holds exactly these; otherwise return False."""
         with self._lock:
             if not slots or self._pool.slots_of(request_id) != slots:
                 return False
@@ -214,7 +247,7 @@ class BlockBuffer:
             return True
 
     def pin_to_write(self, request_id: str, slot: int) -> bool:
-        """Pin one slot if the request may write to it; False if not."""
+        """Pin one slot if the request may write to it; otherwise return False."""
         with self._lock:
             if not self._pool.may_write(request_id, slot):
                 return False
@@ -222,7 +255,7 @@ class BlockBuffer:
             return True
 
     def pin_some(self, request_id: str, slots: Iterable[int]) -> bool:
-        """Pin some of a request's slots if it still holds them; False, pinning none, if not."""
+        """Pin some of a request's slots if it still holds them all; otherwise return False."""
         wanted = set(slots)
         with self._lock:
             if not wanted.issubset(self._pool.slots_of(request_id)):
@@ -231,7 +264,7 @@ class BlockBuffer:
             return True
 
     def unpin(self, slots: Iterable[int]) -> None:
-        """End a protection."""
+        """End a pin of each slot."""
         held = list(slots)
         self._change(lambda pool: pool.unpin(held))
 

@@ -1,4 +1,4 @@
-"""Where this machine keeps what can be made again: models, digests of weights, costs of passes."""
+"""The cache directory of this machine: models, digests of weights, measured costs of passes."""
 
 import os
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the directory, which need not exist.
+    """Return the directory, which may not exist yet.
 
     `$DUALPATH_CACHE`, else `$XDG_CACHE_HOME/dualpath`, else `~/.cache/dualpath`.
     """

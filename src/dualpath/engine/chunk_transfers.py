@@ -1,4 +1,4 @@
-"""The transfers of one chunk in one forward pass, and what becomes of those that are given up."""
+"""The transfers of one chunk in one forward pass, and the HBM blocks of abandoned transfers."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -9,37 +9,38 @@ from dualpath.engine.threads import OS_THREADS, Threads
 
 
 class BlockHolder(Protocol):
-    """Who gives out an engine's HBM blocks.
+    """The allocator of an engine's HBM blocks, which can hold blocks back from reuse.
 
-    A transfer that was given up may still write.  Its blocks must go to nobody else meanwhile,
-    though the engine has freed them.  That is enough, also where layers share a region: a late
-    byte of layer L and block b lands in region L mod ``buffers`` at block b, where every other
-    layer keeps that same block only, and no other request has it.
+    An abandoned transfer may still write.  Its HBM blocks must not be reused meanwhile, though the
+    engine has freed them.  This suffices also if layers share a region: a late byte of layer L and
+    block b arrives in region L mod ``buffers`` at block b, which all other layers use for the same
+    block b, and no other request has that block.
 
-    Both are called from any thread; ``hold`` before the pass ends in which the request failed.
+    Both methods are called from any thread; ``hold`` before the end of the pass in which the
+    request failed.
     """
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Give these to nobody until ``let_go``, be they free now or later."""
+        """Do not allocate these blocks until ``unhold``, whether they are free now or later."""
         ...
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Nothing writes to them any more."""
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Allow reuse again: no transfer writes to these blocks any more."""
         ...
 
 
 class NoHolder:
-    """For an engine that gives no HBM block to anybody else."""
+    """The holder of an engine that never reuses HBM blocks for other requests."""
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Nobody gets them anyway."""
+        """Do nothing: the blocks are not reused."""
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Nothing was held."""
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Do nothing: no block was held."""
 
 
 class ChunkTransfers:
-    """Counts what moves; a chunk that is ``given_up`` gets no new transfers."""
+    """Counts the transfers under way; an abandoned chunk gets no new transfers."""
 
     def __init__(
         self, chunk: PrefillChunk, geometry: BlockGeometry, threads: Threads = OS_THREADS
@@ -53,7 +54,7 @@ class ChunkTransfers:
 
     @property
     def request_id(self) -> str:
-        """Whose chunk it is."""
+        """The request of the chunk."""
         return self.chunk.prefill_transfer.request_id
 
     @property
@@ -63,26 +64,27 @@ class ChunkTransfers:
             return self._moving > 0
 
     def start(self) -> bool:
-        """Count a transfer that is about to be posted; False if it must not be."""
+        """Count a transfer that is about to be posted; False if the chunk is abandoned."""
         with self._lock:
             self._moving += not self._given_up
             return not self._given_up
 
     def ended(self) -> None:
-        """A transfer writes no more."""
+        """A transfer has ended and writes no more."""
         with self._lock:
+            assert self._moving > 0, f"request {self.request_id}: no transfer is under way"
             self._moving -= 1
             then = None if self._moving else self._then
         if then is not None:
             then()
 
     def give_up(self) -> None:
-        """Start no more."""
+        """Abandon the chunk: no new transfer is started."""
         with self._lock:
             self._given_up = True
 
-    def when_still(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once nothing moves any more, at once if so; no transfer starts by now."""
+    def when_idle(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once no transfer is under way; no transfer may start after this call."""
         with self._lock:
             if self._moving:
                 self._then = then

@@ -1,4 +1,4 @@
-"""Monotonic totals an engine reports; the router turns them into metrics."""
+"""Monotonic counters of an engine; it reports them, and the router exports them as metrics."""
 
 from enum import StrEnum
 
@@ -9,17 +9,17 @@ from dualpath.plan.steps import Step
 
 
 class Counter(StrEnum):
-    """What is counted: the name on the wire, which is the value.
+    """The counters; the value is the name on the wire.
 
-    One with a ``help`` text is a metric of the router, ``dualpath:METRIC_total``; bytes by step of
-    Fig. 4 are rows of one metric (``router/observe/engine_metrics.py:MOVEMENTS``).
+    A counter with a ``help`` text is a metric of the router, ``dualpath:METRIC_total``; bytes by
+    step of Fig. 4 are labels of one metric (``router/observe/engine_metrics.py:MOVEMENTS``).
     """
 
     help: str
     metric: str
 
     def __new__(cls, name: str, help: str = "", metric: str = "") -> "Counter":
-        """Make a member; ``metric`` where it is not the name on the wire."""
+        """Create a member; ``metric`` if it differs from the name on the wire."""
         member = str.__new__(cls, name)
         member._value_ = name
         member.help, member.metric = help, metric or name
@@ -31,7 +31,7 @@ class Counter(StrEnum):
     PE_TO_DE_BYTES = "pe_to_de_bytes"
     DE_TO_PE_BYTES = "de_to_pe_bytes"
     D2H_BYTES = "d2h_bytes"
-    # ``pe_to_de`` and ``de_to_pe`` again, in parts, by what they carry (``plan.movements``).
+    # The bytes of ``pe_to_de`` and ``de_to_pe`` by kind of movement (``plan.movements``).
     PE_HIT_BYTES = "pe_hit_bytes"
     MISS_BYTES = "miss_bytes"
     DE_HIT_BYTES = "de_hit_bytes"
@@ -45,11 +45,11 @@ class Counter(StrEnum):
     )
     STORAGE_EVICTED_BLOCKS = (
         "storage_evicted_blocks",
-        "Stored blocks removed to keep the storage within its limits.",
+        "Stored blocks evicted to keep the storage within its limits.",
     )
     STORAGE_EVICTED_BYTES = (
         "storage_evicted_bytes",
-        "Bytes of stored blocks removed for its limits.",
+        "Bytes of stored blocks evicted to keep the storage within its limits.",
     )
     STORAGE_REFUSED_BLOCKS = (
         "storage_refused_blocks",
@@ -61,48 +61,48 @@ class Counter(StrEnum):
     )
     DRAM_HIT_BLOCKS = (
         "dram_hit_blocks",
-        "Blocks that a request found in its engine's buffer, or that the node's engines share.",
+        "Blocks of requests found in the engine's DRAM cache, or in the one its node shares.",
     )
-    DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of these blocks."
+    DRAM_HIT_BYTES = "dram_hit_bytes", "Bytes of dram_hit_blocks."
     NODE_DRAM_READ_BYTES = (
         "node_dram_read_bytes",
-        "Bytes read from what the engines of a node share, and not from storage.",
+        "Bytes read from the DRAM cache that engines of a node share, instead of from storage.",
     )
     NODE_DRAM_EVICTED_BLOCKS = (
         "node_dram_evicted_blocks",
-        "Blocks that an engine removed from what its node's engines share, to make room.",
+        "Blocks that an engine evicted from the DRAM cache that engines of its node share.",
     )
     DRAM_FETCHED_BLOCKS = (
         "dram_fetched_blocks",
-        "Blocks read into an engine's buffer before a request has asked for them.",
+        "Blocks prefetched into an engine's buffer.",
     )
     DRAM_EVICTED_BLOCKS = (
         "dram_evicted_blocks",
-        "Blocks kept in an engine's buffer that gave way to others.",
+        "Blocks evicted from an engine's DRAM cache.",
     )
-    READ_DEADLINES = "read_deadlines", "Storage reads given up at their deadline."
-    LOOKUPS = "lookups", "Look-ups an engine has begun."
-    LOOKUP_PROBES = "lookup_probes", "Questions of look-ups to storage, one block each."
+    READ_DEADLINES = "read_deadlines", "Storage reads that missed their deadline."
+    LOOKUPS = "lookups", "Look-ups that an engine has started."
+    LOOKUP_PROBES = "lookup_probes", "Storage queries of look-ups, one block each."
     TRANSFER_FAILURES = "transfer_failures", "Requests whose KV transfer failed."
     STALE_TRANSFERS = (
         "stale_transfers",
-        "Transfers refused because their buffer slots had gone to another request.",
+        "Transfers refused because their buffer slots belonged to another request by then.",
     )
     VERIFIED_LAYER_BLOCKS = (
         "verified_layer_blocks",
-        "Layer Blocks compared with what they have to be (emulated engines only).",
+        "Layer Blocks compared with their expected content (emulated engines only).",
     )
     WRONG_LAYER_BLOCKS = (
         "wrong_layer_blocks",
-        "Layer Blocks that were not what they have to be (emulated engines only).",
+        "Layer Blocks that differed from their expected content (emulated engines only).",
     )
 
 
-#: No other engine has them in its reports.
+#: Counters that only emulated engines report.
 OF_EMULATED_ENGINES = (Counter.VERIFIED_LAYER_BLOCKS, Counter.WRONG_LAYER_BLOCKS)
 
 
-#: The counters that the bytes of a step enter, by its label: what it moves, then what it carries.
+#: The counters to which the bytes of a step are added, by the step's label.
 BYTES_OF: dict[str, tuple[Counter, ...]] = {
     movements.READ_TO_PE.label: (Counter.STORAGE_READ_BYTES,),
     movements.READ_TO_DE.label: (Counter.STORAGE_READ_BYTES,),
@@ -119,7 +119,7 @@ BYTES_OF: dict[str, tuple[Counter, ...]] = {
 
 
 class Counters:
-    """Thread-safe totals, all starting at zero; those of comparisons exist once they are used."""
+    """Thread-safe totals, initially zero; those of emulated engines exist once they are used."""
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
         self._lock = threads.lock()
@@ -134,7 +134,7 @@ class Counters:
             self._totals[key] = self._totals.get(key, 0) + amount
 
     def moved(self, step: Step, moved_bytes: int | None = None) -> None:
-        """Count a step that is executed; ``moved_bytes`` if they are not the step's own."""
+        """Count an executed step; ``moved_bytes`` if it moved other than the planned bytes."""
         for counter in BYTES_OF[step.label]:
             self.add(counter, step.bytes if moved_bytes is None else moved_bytes)
         if step.destination is Place.PE_HBM and step.layer == 0:

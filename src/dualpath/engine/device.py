@@ -1,14 +1,14 @@
-"""The device that computes, as the data plane sees it: events in its work, and copies of its own.
+"""The interface of the device that computes: events in its stream, and copies by the device.
 
-A GPU works behind the engine's thread: when a kernel has been queued, nothing has been computed.
-So the data plane never asks what the engine's thread has done, only whether a *event* of the
-device has passed, and it can order the device itself to wait for one.
+A GPU runs behind the engine's thread: when a kernel has been queued, it has not been computed.  So
+the data plane never depends on the progress of the engine's thread, only on *events* of the device;
+the device itself can be made to wait for one.
 
-* What a transport moves is posted by the CPU and seen over by the CPU.  A transfer that reads or
-  overwrites what a kernel uses is posted when that kernel's event has passed, by a thread that
-  may wait (``EventWaiter``); the engine's thread goes on.
-* What the device copies itself is ordered on the device.  Nobody on the host waits for it, except
-  to know when a slot is free.
+* Transfers of a transport are posted by the CPU, which also observes their completion.  A transfer
+  that reads or overwrites memory used by a kernel is posted when that kernel's event has passed, by
+  a thread that may block (``EventWaiter``); the engine's thread goes on.
+* Copies by the device are ordered on the device.  The host waits for them only to learn when a slot
+  is free.
 
 On a CPU the engine's thread computes, so every event has passed when it is recorded.
 """
@@ -19,14 +19,14 @@ from dualpath.transport.contract import PieceIndices, RegionInfo, Transfer
 
 
 class DeviceEvent(Protocol):
-    """A point in the work queued on a device; passed when all work queued before it is over."""
+    """A point in the work queued on a device; it has passed when all work before it is over."""
 
     def passed(self) -> bool:
         """Whether it has passed; never blocks.  Raises ``TransportError`` if the device failed."""
         ...
 
     def wait(self) -> None:
-        """Block the calling thread until it has; raises as ``passed`` does."""
+        """Block the calling thread until it has passed; raises as ``passed`` does."""
         ...
 
 
@@ -40,7 +40,7 @@ class DeviceCopier(Protocol):
     """Copies between the engine's own DRAM and HBM without the network (H2D and D2H)."""
 
     def register(self, region: RegionInfo) -> None:
-        """Make a region known; its DRAM was pinned before."""
+        """Register a region; its DRAM was pinned before."""
         ...
 
     def copy(
@@ -53,23 +53,23 @@ class DeviceCopier(Protocol):
     ) -> DeviceCopy:
         """Queue one batch of pieces, to start when ``after`` has passed; returns at once.
 
-        Raises ``TransportError`` for unknown regions, lists that do not match or a device that
-        refuses.
+        Raises ``TransportError`` for unknown regions, lists of different lengths or an error of
+        the device.
         """
         ...
 
 
 class Device(Protocol):
-    """Where the forward pass runs.  ``copier`` is None where the transport does all copies."""
+    """The device of the forward pass.  ``copier`` is None if the transport does all copies."""
 
     copier: DeviceCopier | None
 
     def enter_thread(self) -> None:
-        """Make the device current for the calling thread, which will post transfers of its HBM."""
+        """Make the device current in the calling thread, which will post transfers of its HBM."""
         ...
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
-        """Lock host memory in place, so that the device reads and writes it directly.
+        """Page-lock host memory, so that the device reads and writes it directly.
 
         ``keep_alive`` is held until ``close``.  Raises ``ConfigError`` if the device refuses.
         """
@@ -84,42 +84,42 @@ class Device(Protocol):
         ...
 
     def close(self) -> None:
-        """Wait for own copies and undo ``pin``; idempotent."""
+        """Wait for the device's copies and undo ``pin``; idempotent."""
         ...
 
 
 class _Passed:
-    """The only event of a CPU."""
+    """The event of a CPU, which has always passed."""
 
     def passed(self) -> bool:
-        """It has."""
+        """Return True."""
         return True
 
     def wait(self) -> None:
-        """Nothing is left to wait for."""
+        """Return at once."""
 
 
 PASSED: DeviceEvent = _Passed()
 
 
 class HostDevice:
-    """Forward passes on the CPU: work is done when the call returns, memory needs no pinning."""
+    """Forward passes on the CPU: work is done when a call returns, memory needs no pinning."""
 
     copier: DeviceCopier | None = None
 
     def enter_thread(self) -> None:
-        """Threads need nothing."""
+        """Do nothing: threads need no preparation."""
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
-        """Memory needs nothing."""
+        """Do nothing: memory needs no pinning."""
 
     def record(self) -> DeviceEvent:
-        """What was computed is computed."""
+        """Return an event that has passed: computation is synchronous."""
         return PASSED
 
     def wait(self, event: DeviceEvent) -> None:
-        """Block the caller, who is the one that computes."""
+        """Block the calling thread, which is the one that computes."""
         event.wait()
 
     def close(self) -> None:
-        """Nothing was taken."""
+        """Do nothing: no resource is held."""

@@ -1,15 +1,15 @@
-"""The blocks an engine's DRAM keeps for requests to come: what the router hears of them.
+"""Reports of an engine's DRAM cache to the router.
 
-The buffer keeps them by itself (``engine.slots``); which blocks are whole is said by whoever knows:
-the read queue of a PE, which has verified them, a DE's served prompts, whose KV is complete once
-they are to be persisted, and its generated blocks.  What the engines of a node share
-(``storage.node_dram``) each of them tells as far as it has seen it.
+The buffer caches blocks (``engine.slots``).  Complete blocks are added by a PE's read queue once it
+has verified them, by a DE's served prompts once their KV is complete (at ``Persist``), and by
+generated blocks.  Each engine of a node also reports its own observations of the DRAM cache that
+they share (``storage.node_dram``).
 """
 
 from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
-from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept
+from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, MAX_CACHE_UPDATE_KEYS, CacheUpdate
 from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.slots import Grant
@@ -17,16 +17,16 @@ from dualpath.storage.node_dram import NodeDram
 
 
 class DramTier:
-    """Tells ``send`` which blocks come and go, as long as there is a session in which to say it.
+    """Sends the changes of the cached blocks to the router during a session.
 
-    ``shared``: what the engines of the node have together, None if each is for itself.
+    ``shared``: the DRAM cache that engines of the node share, None without one.
     """
 
     def __init__(
         self,
         buffer: BlockBuffer,
         counters: Counters,
-        send: Callable[[Kept], None],
+        send: Callable[[CacheUpdate], None],
         shared: NodeDram | None = None,
     ) -> None:
         self._shared = shared
@@ -34,48 +34,48 @@ class DramTier:
         self._counters = counters
         self._send = send
 
-    def begin_session(self, *, keeps: bool) -> None:
-        """A router listens that knows of no block; ``keeps``: whether it wants any kept."""
-        self._buffer.keep(keeps=keeps)
+    def begin_session(self, *, caching: bool) -> None:
+        """Begin to report all cached blocks to a new router; ``caching``: whether to cache any."""
+        self._buffer.set_caching(enabled=caching)
         if self._shared is not None:
-            self._shared.keeps = keeps
-        self._listen(begin=keeps)
+            self._shared.enabled = caching
+        self._report(begin=caching)
 
     def end_session(self) -> None:
-        """Nobody listens; what is kept stays."""
-        self._listen(begin=False)
+        """Stop collecting changes; the cached blocks stay."""
+        self._report(begin=False)
 
     def granted(self, grant: Grant) -> None:
-        """Count what a request gets without a read."""
-        self._counters.add(Counter.DRAM_HIT_BLOCKS, grant.kept)
+        """Count the blocks that a request gets from the cache."""
+        self._counters.add(Counter.DRAM_HIT_BLOCKS, grant.cached)
         self._counters.add(
-            Counter.DRAM_HIT_BYTES, grant.kept * self._buffer.geometry.full_block_bytes
+            Counter.DRAM_HIT_BYTES, grant.cached * self._buffer.geometry.full_block_bytes
         )
 
     def totals(self) -> dict[str, float]:
-        """Return what is counted where it is kept."""
+        """Return the counters of evicted blocks."""
         return {
             Counter.DRAM_EVICTED_BLOCKS.value: self._buffer.evicted,
             Counter.NODE_DRAM_EVICTED_BLOCKS.value: self._shared.evicted if self._shared else 0,
         }
 
-    def tell(self) -> None:
-        """Say what has changed."""
-        self._tell(*self._buffer.news(MOST_KEPT_KEYS), in_node=False)
+    def send_changes(self) -> None:
+        """Send the changes since the last call."""
+        self._update(*self._buffer.changes(MAX_CACHE_UPDATE_KEYS), in_node=False)
         if self._shared is not None:
-            self._tell(*self._shared.lying.news(MOST_KEPT_KEYS), in_node=True)
+            self._update(*self._shared.index.changes(MAX_CACHE_UPDATE_KEYS), in_node=True)
 
-    def _listen(self, *, begin: bool) -> None:
-        self._buffer.tell(begin=begin)
+    def _report(self, *, begin: bool) -> None:
+        self._buffer.report_changes(begin=begin)
         if self._shared is not None:
-            self._shared.lying.tell(begin=begin)
+            self._shared.index.report(begin=begin)
 
-    def _tell(
-        self, added: Sequence[BlockKey], dropped: Sequence[BlockKey], *, in_node: bool
+    def _update(
+        self, added: Sequence[BlockKey], removed: Sequence[BlockKey], *, in_node: bool
     ) -> None:
-        if added or dropped:
-            self._send(Kept(_short(added), _short(dropped), in_node))
+        if added or removed:
+            self._send(CacheUpdate(_short(added), _short(removed), in_node))
 
 
 def _short(keys: Sequence[BlockKey]) -> tuple[bytes, ...]:
-    return tuple(key[:KEPT_KEY_BYTES] for key in keys)
+    return tuple(key[:CACHE_UPDATE_KEY_BYTES] for key in keys)

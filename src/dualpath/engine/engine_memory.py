@@ -1,8 +1,7 @@
 """The DRAM of one engine: its buffer, its staging slots and, with several ranks, their board.
 
-An engine has it once, whatever number of ranks it has: rank 0 allocates, the others map the same
-pages.  So a Full Block is read, checked and written in one piece by one rank, and each moves its
-slice of it.
+All ranks of an engine share this memory: rank 0 allocates it, the others map the same pages.  So
+one rank reads, verifies and writes a whole Full Block, and each rank moves its slice of it.
 """
 
 import mmap
@@ -38,10 +37,10 @@ class _Sizes(NamedTuple):
 def open_memory(
     settings: EngineSettings, geometry: BlockGeometry, group: RankGroup
 ) -> EngineMemory:
-    """Allocate the engine's memory, or map what rank 0 has allocated.
+    """Allocate the engine's memory, or map the memory that rank 0 has allocated.
 
-    Every rank calls it.  Raises ``ConfigError`` at all of them if one cannot have it.  A machine
-    that has less than was promised kills a process that touches it.
+    Every rank calls it.  Raises ``ConfigError`` at all ranks if one of them fails.  On a machine
+    with less memory than it promised, the kernel kills the process when it touches the pages.
     """
     slots = max(settings.buffer_slots(geometry), 1)
     sizes = _Sizes(
@@ -73,7 +72,7 @@ def _shared(size_bytes: int, group: RankGroup, *, touch: bool) -> RegisteredMemo
             if touch:
                 memory.touch()
             group.broadcast(path)
-            _raise_first(group.gather(""))  # All have it: the path may end.
+            _raise_first(group.gather(""))  # All ranks have mapped it: the path may be removed.
             return memory
     path = group.broadcast("")
     try:

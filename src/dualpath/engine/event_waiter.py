@@ -1,4 +1,4 @@
-"""A thread that waits for events of the device, so that neither the engine nor the pump has to."""
+"""A thread that waits for events of the device, so that the engine and the pump do not block."""
 
 import logging
 from collections import deque
@@ -11,19 +11,19 @@ from dualpath.engine.threads import Thread, TimeLimit
 
 log = logging.getLogger(__name__)
 
-#: No layer of a forward pass computes longer.
+#: Longer than the computation of any layer of a forward pass.
 _EVENT_LIMIT_S = 120.0
 
-#: Called with None, or with what went wrong on the device.
+#: Called with None, or with the error of the device.
 Work = Callable[[str | None], None]
 
 
 class EventWaiter:
-    """Runs work after events, in the order of the calls.
+    """Runs callbacks after events, in the order of the calls.
 
-    Events of one stream pass in order, so one thread that blocks on the oldest is enough.  Work
-    whose event has passed runs at once on the caller's thread unless older work is waiting: on a
-    CPU there never is a thread.
+    Events of one stream pass in order, so one thread that blocks on the oldest event is enough.  A
+    callback whose event has passed runs at once on the calling thread unless an older one waits: on
+    a CPU the thread is never started.
     """
 
     def __init__(self, device: Device, name: str, health: Health | None = None) -> None:
@@ -33,11 +33,13 @@ class EventWaiter:
         self._change = self._health.threads.condition()
         self._waiting: deque[tuple[DeviceEvent, Work]] = deque()
         self._closing = False
-        self._sign = self._health.sign("the device has not come to an event", _EVENT_LIMIT_S)
+        self._watchdog = self._health.watchdog(
+            "the device has not reached an event", _EVENT_LIMIT_S
+        )
         self._thread: Thread | None = None
 
     def call(self, event: DeviceEvent, work: Work) -> None:
-        """Run ``work`` once ``event`` has passed, or with the reason if the device failed."""
+        """Run ``work`` once ``event`` has passed, or with the error if the device failed."""
         with self._change:
             idle = not self._waiting
             if not idle or not _has_passed(event):
@@ -48,7 +50,7 @@ class EventWaiter:
         work(None)
 
     def close(self, limit: TimeLimit) -> None:
-        """Finish what waits and stop, within the limit; idempotent."""
+        """Run the waiting callbacks and stop, within the limit; idempotent."""
         with self._change:
             self._closing = True
             self._change.notify()
@@ -65,18 +67,18 @@ class EventWaiter:
         while True:
             with self._change:
                 while not self._waiting and not self._closing:
-                    self._sign.idle()
+                    self._watchdog.idle()
                     self._change.wait()
                 if not self._waiting:
                     return
                 event, work = self._waiting[0]
-                self._sign.moved()
+                self._watchdog.progressed()
             try:
                 work(_wait(event))
-            except Exception:  # a defect must not end the thread that everybody's sends pass
+            except Exception:  # a defect must not end the thread that posts all sends
                 log.exception("work after an event of the device failed")
             with self._change:
-                # Only now: until it has run, younger work must not overtake it.
+                # Only now: until it has run, later work must not overtake it.
                 self._waiting.popleft()
 
 
@@ -84,7 +86,7 @@ def _has_passed(event: DeviceEvent) -> bool:
     try:
         return event.passed()
     except DualPathError:
-        return False  # the thread finds out why
+        return False  # the thread reports the error
 
 
 def _wait(event: DeviceEvent) -> str | None:

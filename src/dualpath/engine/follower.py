@@ -1,8 +1,8 @@
-"""A rank of an engine that follows: it moves its slice of every block, and nothing else.
+"""A follower: a rank of an engine that only moves its slice of every block.
 
-It has no link to the router, no storage and no say in who gets which slot.  The engine's steps
-reach it as they reach the leader, and ``prefill_passes`` has what the two say to each other.  A
-rank that cannot go on ends its process, which the engine does not survive.
+It has no link to the router, no storage, and does not allocate slots.  It executes the same steps
+of the engine as the leader; ``prefill_passes`` has the messages between them.  A rank that cannot
+go on ends its process, and the engine ends with it.
 """
 
 import logging
@@ -30,12 +30,12 @@ from dualpath.transport.contract import Transport
 
 log = logging.getLogger(__name__)
 
-_LOOK_S = 0.05
+_POLL_S = 0.05
 _CLOSE_S = 5.0
 
 
 class Follower:
-    """Made while the leader makes its traffic manager; ``end_process`` ends what it runs in."""
+    """Created while the leader creates its traffic manager; ``end_process`` ends its process."""
 
     def __init__(
         self,
@@ -60,26 +60,26 @@ class Follower:
         self._closing = threads.event()
 
     def watch(self, watch: Callable[[], None] = lambda: None) -> None:
-        """Look after this rank, some times a second and on a thread of its own.
+        """Poll this rank several times a second on a thread of its own.
 
-        ``watch`` is called there as well, for whatever else may end this process.
+        ``watch`` is called on that thread as well, for other conditions that end this process.
         """
 
         def run() -> None:
-            while not self._closing.wait(_LOOK_S):
+            while not self._closing.wait(_POLL_S):
                 watch()
-                self.look()
+                self.poll()
 
         self._threads.start(f"{self._settings.engine_id}-rank", run)
 
-    def look(self) -> None:
-        """Say how this rank is; end its process if it cannot go on."""
-        self.rank.look()
+    def poll(self) -> None:
+        """Report the health of this rank; end its process if it cannot go on."""
+        self.rank.poll()
         reason = self.rank.health.broken
         if reason is not None:
             log.critical("engine %s ends itself: %s", self._settings.engine_id, reason)
             self._end_process()
-        self.rank.memory.board.write_unwell(unwell=self.rank.complaint() is not None)
+        self.rank.memory.board.write_unhealthy(unhealthy=self.rank.problem() is not None)
 
     # ------------------------------------------------------------------ one engine step
 
@@ -90,24 +90,24 @@ class Follower:
         order: PassOrder = self.rank.group.broadcast(None)
         self._check_number(self.rank.work.begin(), order.number)
         if order.peers is not None:
-            self._learn(order.peers)
+            self._set_peers(order.peers)
         failures: dict[str, str] = {}
-        chunks, apart = [], []
+        chunks, not_moved = [], []
         for part in parts:
             if part.transfer.request_id in order.request_ids:
                 try:
                     chunks.append(self._chunk(part))
                 except TransportError as error:
                     failures[part.transfer.request_id] = str(error)
-                    apart.append(part.chunk_with(()))
+                    not_moved.append(part.chunk_with(()))
         layers = layer_settings(self._settings, self._geometry)
-        stream = begin_stream(self.rank, order.number, chunks, layers, apart)
+        stream = begin_stream(self.rank, order.number, chunks, layers, not_moved)
         stream.failures.update(failures)
         stream.begin()
         return FollowedPass(self, stream)
 
-    def _learn(self, peers: Sequence[EngineAddress]) -> None:
-        """Know these peers and no others; one that was known keeps what is known of it."""
+    def _set_peers(self, peers: Sequence[EngineAddress]) -> None:
+        """Connect to exactly these peers; known peers stay connected."""
         self.rank.peers.only(peers)
         known = self.rank.peers.known()
         for peer in peers:
@@ -115,7 +115,7 @@ class Follower:
                 self.rank.peer_up(peer)
 
     def end_pass(self, stream: LayerStream) -> None:
-        """Wait for this rank's last transfers, and say what became of them."""
+        """Wait for this rank's last transfers and report their outcome to all ranks."""
         outcome, late = end_stream(stream, self._holder)
         self.rank.group.gather(outcome)
         left = len(late)
@@ -123,7 +123,7 @@ class Follower:
 
         def late_over(chunk: ChunkTransfers) -> None:
             nonlocal left
-            self._holder.let_go(chunk.chunk.hbm_blocks)
+            self._holder.unhold(chunk.chunk.hbm_blocks)
             with lock:
                 left -= 1
                 last = left == 0
@@ -133,7 +133,7 @@ class Follower:
         if not late:
             self.rank.work.ended(stream.number)
         for chunk in late:
-            chunk.when_still(lambda chunk=chunk: late_over(chunk))  # type: ignore[misc]
+            chunk.when_idle(lambda chunk=chunk: late_over(chunk))  # type: ignore[misc]
 
     def fill_hbm(
         self,
@@ -141,7 +141,7 @@ class Follower:
         hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
-        """Copy this rank's slice of a prompt from the buffer, in which the leader keeps it."""
+        """Copy this rank's slice of a prompt from the buffer, where the leader has pinned it."""
         if not self._settings.mode.moves_bytes:
             done(None)
             return
@@ -157,7 +157,7 @@ class Follower:
         self.rank.copier.into_hbm(decode_transfer.request_id, steps, hbm_blocks, copied)
 
     def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
-        """Copy this rank's slice of generated blocks out of HBM, to where the leader says."""
+        """Copy this rank's slice of generated blocks out of HBM into the leader's staging slots."""
         if not self._settings.mode.moves_bytes:
             return
         order: StagingOrder = self.rank.group.broadcast(None)
@@ -190,11 +190,13 @@ class Follower:
 
     def _check_number(self, own: int, leaders: int) -> None:
         if own != leaders:
-            self.rank.health.fail(f"ranks disagree: work {own} here is {leaders} at the leader")
+            self.rank.health.fail(
+                f"ranks disagree: work item {own} of this rank is {leaders} at the leader"
+            )
             raise EngineLostError("the ranks of this engine do not do the same work")
 
     def close(self) -> None:
-        """Stop all threads and give memory back; idempotent."""
+        """Stop all threads and free memory; idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -211,15 +213,15 @@ class FollowedPass(StreamedPass):
         super().__init__(stream)
 
     def failed(self, request_id: str) -> bool:
-        """Whether a request's loaded KV is not to be relied on: also if it takes no part."""
+        """Whether a request's loaded KV is unusable: also if the request takes no part."""
         if self._stream is None:
             return False
         return super().failed(request_id) or request_id not in self._stream.request_ids
 
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
-        """Wait for this rank's last transfers; return what failed here.
+        """Wait for this rank's last transfers; return failed requests of this rank with reasons.
 
-        ``wrong`` are requests whose KV this rank found to be wrong, and why.
+        ``wrong`` are requests with wrong KV found by this rank, and why.
         """
         if self._stream is None:
             return dict(wrong)
@@ -237,7 +239,7 @@ def open_follower(
     device: Device,
     surroundings: Surroundings = LIVE,
 ) -> Follower:
-    """Return a follower on a machine's own network, in a process of its own."""
+    """Return a follower on the machine's network, in a process of its own."""
     agent = f"{settings.engine_id}-{surroundings.new_epoch()}-{place.group.rank}"
     transport = surroundings.open_transport(agent, settings)
     return Follower(

@@ -1,8 +1,8 @@
-"""A forward pass of a prefill engine, between the engine that computes and the traffic manager.
+"""A forward pass of a prefill engine: the interface of an engine to its traffic manager.
 
-Engines of all kinds call the same things: begin, then for each layer wait for stored KV and hand
-new KV over, then finish.  One that begins a pass while the one before it is still computed says
-when it ``enter``s it; passes end in the order in which they began.
+All kinds of engines call the same methods: begin, then for each layer wait for its stored KV and
+announce its new KV, then finish.  An engine that begins a pass while the pass before is still being
+computed calls ``enter`` when it starts to compute it; passes end in the order in which they began.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,9 +24,9 @@ from dualpath.engine.traffic_manager import TrafficManager
 
 
 class PromptPart(msgspec.Struct, frozen=True):
-    """What a forward pass computes of a request.
+    """The part of a request's prompt that a forward pass computes.
 
-    ``hbm_blocks`` are engine block ids of prompt blocks ``0 … chunk.end - 1``, at least.
+    ``hbm_blocks`` are engine block ids, at least of prompt blocks ``0 … chunk.end - 1``.
     """
 
     transfer: PrefillTransfer
@@ -34,40 +34,40 @@ class PromptPart(msgspec.Struct, frozen=True):
     hbm_blocks: tuple[int, ...]
 
     def chunk_with(self, decode_agents: tuple[str, ...]) -> PrefillChunk:
-        """Return what a rank moves for it, which speaks with these agents of the DE."""
+        """Return the chunk to be moved by a rank that is connected to these agents of the DE."""
         blocks = self.hbm_blocks[: self.chunk.end]
         return PrefillChunk(self.transfer, self.chunk, blocks, decode_agents)
 
 
 def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSettings:
-    """Return how an engine's passes move KV."""
+    """Return the settings of the layer streams of an engine's passes."""
     return LayerSettings(
         buffers=settings.layers_in_hbm(geometry.layers), overlap=settings.mode.layerwise
     )
 
 
 class StreamedPass:
-    """A rank's transfers around the computation of each layer; none where no bytes move."""
+    """A rank's transfers around the computation of each layer; none in modes without transfers."""
 
     def __init__(self, stream: LayerStream | None) -> None:
         self._stream = stream
 
     def failed(self, request_id: str) -> bool:
-        """Whether a request's loaded KV is not to be relied on."""
+        """Whether a request's loaded KV is unusable."""
         return self._stream is not None and request_id in self._stream.failures
 
     def enter(self) -> None:
-        """The pass before is computed: return when this one's new KV may be written."""
+        """The pass before is computed: return when this pass may write new KV."""
         if self._stream is not None:
             self._stream.enter()
 
     def wait_loaded(self, layer: int) -> None:
-        """Return when a layer's stored KV is in HBM, or on its way before what is computed next."""
+        """Return when a layer's stored KV is in HBM, or queued before the next computation."""
         if self._stream is not None:
             self._stream.wait_loaded(layer)
 
     def computed(self, layer: int) -> None:
-        """A layer's new KV is in HBM, or will be when what was queued so far is over."""
+        """A layer's new KV is in HBM, or will be once all work queued so far is over."""
         if self._stream is not None:
             self._stream.computed(layer)
 
@@ -75,9 +75,9 @@ class StreamedPass:
 class ForwardPass(StreamedPass):
     """Starts the transfers of its parts; used by the engine's thread, ``finish`` must follow.
 
-    A part that is too late, since its request was released or its slots went to another one, takes
-    no part in transfers; the engine may compute it all the same.  ``send`` reports to the router.
-    ``before`` is a pass that may not be over, of which a request may have an earlier chunk.
+    A part that is too late, since its request was released or its slots belong to another request,
+    gets no transfers; the engine may compute it anyway.  ``send`` sends reports to the router.
+    ``before`` is the pass before, if it may not be over; it may have an earlier chunk of a request.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class ForwardPass(StreamedPass):
         before: "ForwardPass | None" = None,
     ) -> None:
         self._before = before
-        #: Of this pass and those before it that its requests took part in; complete at its end.
+        #: Failures of this pass, and of its requests in earlier passes; complete at its end.
         self.failures: dict[str, str] = {}
         self._manager = manager
         self._send = send
@@ -105,7 +105,7 @@ class ForwardPass(StreamedPass):
         manager.trace.record("begin", "pass", start_ns, manager.trace.now_ns())
 
     def failed(self, request_id: str) -> bool:
-        """Whether a request's loaded KV is not to be relied on."""
+        """Whether a request's loaded KV is unusable."""
         before = self._before
         return (
             super().failed(request_id)
@@ -115,11 +115,11 @@ class ForwardPass(StreamedPass):
         )
 
     def finish(self, wrong: Mapping[str, str]) -> dict[str, str]:
-        """Wait for the last transfers and report what ended; return failed requests with reasons.
+        """Wait for the last transfers, report completed prefills; return failures with reasons.
 
-        A request ends with its last block, or when it failed: in the pass before, of which that
-        has been reported, or in this one.  ``wrong`` are those whose KV the engine found to be
-        wrong, and why.
+        A prefill is complete with its last block, or when it has failed: in the pass before, which
+        has reported it, or in this one.  ``wrong`` are requests with wrong KV found by the engine,
+        and why.
         """
         earlier = self._before.failures if self._before is not None else {}
         transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
@@ -133,7 +133,7 @@ class ForwardPass(StreamedPass):
             ends = failure is not None or part.chunk.end == blocks
             if ends and request_id not in earlier:
                 self._send(self._manager.sent(request_id, failure))
-        self._before = None  # what failed there and is part of this pass is known here now
+        self._before = None  # its failures of requests of this pass are in ``failures`` now
         return self.failures
 
     def _chunk(self, part: PromptPart) -> PrefillChunk | None:
@@ -157,7 +157,7 @@ class ForwardPass(StreamedPass):
         # After a short read the transfer carries fewer slots than the request holds.
         if manager.buffer.slots_of(request_id)[: len(own_slots)] != tuple(own_slots):
             manager.counters.add(Counter.STALE_TRANSFERS, 1)
-            raise TransportError(f"request {request_id}: its buffer slots changed hands")
+            raise TransportError(f"request {request_id}: its buffer slots have a new owner")
         agents: tuple[str, ...] = ()
         if manager.settings.mode.moves_bytes:
             agents = manager.decode_agents(transfer.decode_engine, transfer.decode_epoch)

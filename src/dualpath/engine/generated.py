@@ -1,6 +1,6 @@
-"""Generated KV on its way from a decode engine's HBM to storage, through slots of its own.
+"""Generated KV is copied from a decode engine's HBM into staging slots and then written to storage.
 
-The HBM is free again as soon as a block is in such a staging slot; the storage takes longer.
+The HBM block is free as soon as its copy is in a staging slot; the write takes longer.
 """
 
 import functools
@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class GeneratedBlock(NamedTuple):
-    """A block of HBM that generated tokens have filled; parent and tenant as in ``BlockOrigin``."""
+    """An HBM block that is full of generated tokens; parent and tenant as in ``BlockOrigin``."""
 
     hbm_block: HbmBlock
     key: BlockKey
@@ -31,14 +31,15 @@ class GeneratedBlock(NamedTuple):
     tenant: str = ""
 
 
-#: For each block its staging slot and its number in the engine's work, None if it is dropped.
+#: For each block its staging slot and the number of its work item, None if it is dropped.
 StagingOrder = tuple[tuple[int, int] | None, ...]
 
 
 class GeneratedBlocks:
     """Persists full blocks of generated tokens; called on the engine's thread.
 
-    ``keep`` gets each with its key and the one before, to copy it to where requests find it.
+    ``cache`` gets the key, the parent key and the content of each block, to add it to the DRAM
+    cache.
     """
 
     def __init__(
@@ -46,34 +47,34 @@ class GeneratedBlocks:
         rank: Rank,
         staging: BlockBuffer,
         persister: Persister,
-        keep: Callable[[BlockKey, BlockKey, memoryview], object],
+        cache: Callable[[BlockKey, BlockKey, memoryview], object],
     ) -> None:
         self._geometry = rank.geometry
         self._rank = rank
         self._staging = staging
         self._persister = persister
-        self._keep = keep
+        self._cache = cache
         self._counters = rank.counters
 
     def persist_keys(self, keys: Sequence[BlockKey]) -> None:
-        """Queue blocks of which storage takes the lengths only."""
+        """Queue blocks of which only the lengths are stored."""
         step = step_of(PERSIST_GENERATED, self._geometry, BlockRun(0, len(keys)))
         self._persister.add(WriteTask("", step, keys, [], lambda: None))
 
     def persist(self, blocks: Sequence[GeneratedBlock]) -> None:
         """Copy blocks out of HBM and queue them for storage.
 
-        Returns when the HBM is no longer needed.  With all staging slots in use, or a copy that
+        Returns when the HBM is no longer needed.  If all staging slots are in use, or a copy
         stalls, a block is dropped and counted: the next turn recomputes it.
         """
-        order: StagingOrder = tuple(self._take() for _ in blocks)
+        order: StagingOrder = tuple(self._allocate() for _ in blocks)
         self._rank.group.broadcast(order)
         staged = []
         for taken, block in zip(order, blocks, strict=True):
             if taken is None:
                 self._drop("all staging slots are being written; raise staging_blocks")
             else:
-                # On its way from here on: a look-up must not come between the copy and the write.
+                # Pending from here on: a look-up during the copy has to wait for the write.
                 self._persister.pending.begin([block.key])
                 staged.append((block.key, self._block_out(*taken, block)))
         left = self._rank.copier.out_of_hbm([out for _, out in staged])
@@ -81,8 +82,8 @@ class GeneratedBlocks:
             key for (key, _), in_time in zip(staged, left, strict=True) if not in_time
         )
 
-    def _take(self) -> tuple[int, int] | None:
-        slot = self._staging.take()
+    def _allocate(self) -> tuple[int, int] | None:
+        slot = self._staging.allocate()
         return None if slot is None else (slot, self._rank.work.begin())
 
     def _block_out(self, slot: int, number: int, block: GeneratedBlock) -> BlockOut:
@@ -90,7 +91,7 @@ class GeneratedBlocks:
         *copies, persist = generated_steps(self._geometry, slot)
 
         def copied(error: str | None) -> None:
-            work.when_still(number, functools.partial(all_copied, error))
+            work.when_idle(number, functools.partial(all_copied, error))
 
         def all_copied(error: str | None) -> None:
             if error is None and not work.board.others_staged(slot, number):
@@ -104,12 +105,12 @@ class GeneratedBlocks:
                 over()
 
         def written() -> None:
-            # Before a look-up that waits for the write can say that the block is stored.
-            self._keep(key, block.parent, self._staging.view(slot))
+            # Before a look-up that waits for the write can report the block as stored.
+            self._cache(key, block.parent, self._staging.view(slot))
             over()
 
         def over() -> None:
-            self._staging.give_back(slot)
+            self._staging.free_slot(slot)
             self._persister.pending.end([key])
 
         return BlockOut(copies, block.hbm_block, copied)

@@ -1,12 +1,11 @@
-"""Host-device copies of whole prompts and single blocks: labels 8-9 of Fig. 4, and back.
+"""Copies of whole prompts from DRAM to HBM (labels 8-9 of Fig. 4) and of single blocks to DRAM.
 
 Their steps have both ends in this engine.  Without a copier of the device they are transfers of the
-engine to itself, the form of the CNIC-assisted copies of §5.2: with an RDMA NIC they are what the
-paper does.
+engine to itself, which with an RDMA NIC are the CNIC-assisted copies of §5.2.
 
-Layers with a sliding window may have block ids of their own, and no block for what lies behind the
-window: of those layers only the blocks that exist are copied.  Nor are the first blocks of a prompt
-that an engine keeps in HBM from earlier ones.
+Layers with a sliding window may have block ids of their own, and no block for tokens outside the
+window: of those layers only the existing blocks are copied.  The first blocks of a prompt that are
+in the engine's HBM prefix cache are not copied either.
 """
 
 import functools
@@ -29,10 +28,10 @@ from dualpath.plan.steps import Step
 
 
 class _Countdown:
-    """Collects steps of one request; calls ``over`` after the last.
+    """Counts the steps of one request; calls ``over`` after the last one.
 
-    It gets the first error, or None, and whether nothing can write any more.  What was executed
-    enters the trace first.
+    ``over`` gets the first error, or None, and whether all transfers have certainly ended.  The
+    executed steps are traced before.
     """
 
     def __init__(
@@ -69,9 +68,9 @@ class _Countdown:
 
 
 class BlockOut(NamedTuple):
-    """A block that leaves HBM; ``done`` gets None or why that failed, once the copy is over.
+    """A block to copy out of HBM; ``done`` gets None or the error, once the copy is over.
 
-    Where nobody knows whether a copy still writes, ``done`` is never called.
+    ``done`` is never called if it is unknown whether the copy still writes.
     """
 
     steps: Sequence[Step]
@@ -79,21 +78,21 @@ class BlockOut(NamedTuple):
     done: Callable[[str | None], None]
 
 
-class _Leaving(NamedTuple):
+class _CopyOut(NamedTuple):
     over: Event
-    given_up: Event
+    abandoned: Event
     device_events: Sequence[DeviceEvent]
 
 
 def _nothing() -> None:
-    """Nobody waits."""
+    """Do nothing."""
 
 
 class HbmCopier:
     """Copies between an engine's own DRAM and HBM, all layers of some blocks at a time.
 
     Copies start when the computation queued before them is over, as it may still use the blocks.
-    Blocks that nobody knows to be still go to ``holder``.
+    HBM blocks to which a transfer may still write are held back by ``holder``.
     """
 
     def __init__(
@@ -119,11 +118,11 @@ class HbmCopier:
         hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
-        """Have H2D of all layers posted; ``done`` gets the first error once all are over.
+        """Start H2D of all layers; ``done`` gets None or the first error once all are over.
 
-        Where the device does not copy itself, the caller's step is not held: the pump posts.
-        ``hbm_blocks`` of the request's blocks 0 and following; blocks behind them are not copied,
-        nor those that have no id.
+        Without a copier of the device the pump posts the transfers, so that the caller does not
+        wait.  ``hbm_blocks`` are those of the request's blocks from 0 on; blocks after them, and
+        blocks without an id, are not copied.
         """
 
         def over(error: str | None, settled: bool) -> None:
@@ -154,14 +153,14 @@ class HbmCopier:
             self._after.call(earlier, post)
 
     def out_of_hbm(self, blocks: Sequence[BlockOut]) -> list[bool]:
-        """Copy blocks to their staging slots, all at a time.
+        """Copy blocks to their staging slots concurrently.
 
-        Returns when computation queued from now on may overwrite them.  A copy that was not over
-        by then has failed, however it ends: it may have read what came after; False says so of a
-        block.  While copies stall none is begun.
+        Returns when computation queued from now on may overwrite them.  A copy that is not over by
+        then has failed, as it may read overwritten bytes: the result has False for its block.
+        While copies stall none is started.
         """
         own_agent = self._transfers.own_agent
-        if self._stalled.is_shut(own_agent):
+        if self._stalled.is_avoided(own_agent):
             for block in blocks:
                 block.done("copies within this engine stall")
             return [True for _ in blocks]
@@ -170,24 +169,24 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        leaving = [self._leave(block, earlier) for block in blocks]
+        copies = [self._copy_out(block, earlier) for block in blocks]
         if self._device.copier is None:
-            limit = self._patience()
-            for one in leaving:
-                if not self._wait(one.over, limit):
-                    one.given_up.set()
+            limit = self._wait_limit()
+            for copy in copies:
+                if not self._wait(copy.over, limit):
+                    copy.abandoned.set()
                     self._stalled.add(own_agent)
-        for event in (event for one in leaving for event in one.device_events):
+        for event in (event for copy in copies for event in copy.device_events):
             self._device.wait(event)
-        return [not one.given_up.is_set() for one in leaving]
+        return [not copy.abandoned.is_set() for copy in copies]
 
-    def _leave(self, block: BlockOut, earlier: DeviceEvent) -> _Leaving:
-        over, given_up = self._threads.event(), self._threads.event()
+    def _copy_out(self, block: BlockOut, earlier: DeviceEvent) -> _CopyOut:
+        over, abandoned = self._threads.event(), self._threads.event()
 
         def ended(error: str | None, settled: bool) -> None:
             try:
                 if settled:
-                    late = "it left HBM too late" if given_up.is_set() else None
+                    late = "its copy out of HBM was too late" if abandoned.is_set() else None
                     block.done(error or late)
             finally:
                 over.set()
@@ -195,12 +194,12 @@ class HbmCopier:
         copies = self._copies(block.steps, [block.hbm_block])
         countdown = self._countdown("", len(copies), ended)
         events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]
-        return _Leaving(over, given_up, events)
+        return _CopyOut(over, abandoned, events)
 
     def _copies(
         self, steps: Sequence[Step], hbm_blocks: Sequence[HbmBlock]
     ) -> list[tuple[Step, list[int]]]:
-        """Return what of each step has blocks in HBM, with their ids by a request's block."""
+        """Return the parts of the steps with blocks in HBM, each with the ids by prompt block."""
         copies = []
         ids_of_group: dict[int, list[int]] = {}
         for step in steps:
@@ -226,8 +225,8 @@ class HbmCopier:
     ) -> _Countdown:
         return _Countdown(request_id, steps, self._trace, over, self._threads.lock())
 
-    def _patience(self) -> TimeLimit:
-        """Return the limit of a step's wait for its copies, all in all."""
+    def _wait_limit(self) -> TimeLimit:
+        """Return the total limit of a step's wait for its copies."""
         own_agent = self._transfers.own_agent
         tried_before = own_agent in self._stalled
         self._stalled.tried(own_agent)
@@ -245,7 +244,7 @@ class HbmCopier:
         countdown: _Countdown,
         then: Callable[[], None] = _nothing,
     ) -> tuple[DeviceEvent, ...]:
-        """Post one layer; return the events of its end if the device copies it itself."""
+        """Post one layer; return the events of its end if the device copies it."""
         start_ns, own_agent = self._trace.now_ns(), self._transfers.own_agent
 
         def over(completion: Completion) -> None:

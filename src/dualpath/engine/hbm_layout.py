@@ -1,4 +1,4 @@
-"""Where an engine keeps KV in its HBM, and how it sees Full Blocks in DRAM, its own or a peer's."""
+"""The layout of KV in an engine's HBM, and views of Full Blocks in DRAM that match it."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -10,35 +10,35 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.transport.contract import RegionInfo
 
-#: An engine's id of one block of a request in HBM; where groups of layers have block ids of their
-#: own, one for each group.
+#: An engine's id of one block of a request in HBM; if groups of layers have separate block ids, one
+#: id for each group.
 HbmBlock = int | tuple[int, ...]
-#: In the place of an id: the group has no such block, as its layers do not look back so far; or
-#: what is in it is there already, and nobody may write to it.
+#: In place of an id: the group has no such block, as it is outside the window of its layers; or
+#: the block is in the engine's HBM prefix cache and must not be written to.
 NO_BLOCK = -1
 
 
 def block_ids(blocks: Iterable[HbmBlock]) -> tuple[int, ...]:
-    """Return the ids of all groups, without those that are none."""
+    """Return the ids of all groups, without ``NO_BLOCK``."""
     ids = (block if isinstance(block, tuple) else (block,) for block in blocks)
     return tuple(i for block in ids for i in block if i != NO_BLOCK)
 
 
 class HbmPart(msgspec.Struct, frozen=True):
-    """A region with a piece per engine block, and which slice of a part its pieces hold."""
+    """A region with a piece per engine block, and the slice of a part that its pieces hold."""
 
     region: RegionInfo
     slice: PartSlice = WHOLE
 
 
 class HbmLayout(msgspec.Struct, frozen=True):
-    """The KV memory of one mover: ``layers[l][p]`` holds its slice of part ``p`` of layer ``l``.
+    """The KV memory of one rank: ``layers[l][p]`` holds its slice of part ``p`` of layer ``l``.
 
-    ``memories`` are what is registered; a part's region is one of them or a view of one.  With
-    layerwise prefill several layers share a memory: block ``b`` of each must then lie within the
+    ``memories`` are the registered regions; a part's region is one of them or a view of one.  With
+    layerwise prefill several layers share a memory: block ``b`` of each must then be within the
     same bytes (``engine.chunk_transfers``).  ``capacity_tokens`` of all layers.
-    ``group_of_layer``: whose block ids a layer has, empty where all layers have the same.
-    ``layer_names`` are what the engine calls its layers, empty where they have numbers only.
+    ``group_of_layer``: the group of block ids of each layer, empty if all layers have the same ids.
+    ``layer_names`` are the engine's names of its layers, empty if they have numbers only.
     """
 
     memories: tuple[RegionInfo, ...]
@@ -48,11 +48,11 @@ class HbmLayout(msgspec.Struct, frozen=True):
     layer_names: tuple[str, ...] = ()
 
     def name_of(self, layer: int) -> str:
-        """Return what a person would call a layer."""
+        """Return the name of a layer for messages."""
         return self.layer_names[layer] if self.layer_names else f"layer {layer}"
 
     def views(self) -> tuple[RegionInfo, ...]:
-        """Return the regions of parts that are no memory of their own."""
+        """Return the regions of parts that are views of a memory."""
         regions = dict.fromkeys(part.region for parts in self.layers for part in parts)
         return tuple(region for region in regions if region not in self.memories)
 
@@ -63,10 +63,10 @@ def shared_layers(
     capacity_tokens: int,
     held: PartSlice = WHOLE,
 ) -> HbmLayout:
-    """Return the layout of blocks in which layer ``l`` lies in memory ``l`` mod their number.
+    """Return the layout in which layer ``l`` is in memory ``l`` mod the number of memories.
 
-    A layer's parts lie one behind the other in each block of the memory, which has room for the
-    largest of its layers.  ``geometry`` is that of what is held, a slice of whole blocks.
+    A layer's parts are adjacent in each block of the memory, which has room for the largest of its
+    layers.  ``geometry`` is that of the slices of blocks that this rank holds.
     """
     layers = []
     for layer, sizes in enumerate(geometry.layer_parts):
@@ -87,9 +87,9 @@ def shared_layers(
 
 
 class PartViews:
-    """Regions of Full Blocks, as a mover with this HBM sees them: a view per part it moves.
+    """Views of regions of Full Blocks for a rank with this HBM: one view per part that it moves.
 
-    Raises ``ConfigError`` if the HBM is not one of these blocks.
+    Raises ``ConfigError`` if the HBM does not match the blocks.
     """
 
     def __init__(self, geometry: BlockGeometry, hbm: HbmLayout) -> None:
@@ -113,7 +113,7 @@ class PartViews:
     def of(self, region: RegionInfo) -> tuple[RegionInfo, ...]:
         """Return the views of a region with a Full Block per piece.
 
-        Raises ``ConfigError`` if its pieces are other blocks than these.
+        Raises ``ConfigError`` if its pieces have another size than these blocks.
         """
         if region.piece_bytes != self._full_block_bytes:
             raise ConfigError(
@@ -127,5 +127,5 @@ class PartViews:
 
 
 def view_name(region: str, layer: int, part: int) -> str:
-    """Return what the view of a region of Full Blocks is called."""
+    """Return the name of a view of a region of Full Blocks."""
     return f"{region}.{layer}.{part}"

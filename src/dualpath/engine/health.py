@@ -1,9 +1,9 @@
-"""Whether the data plane of one engine moves; a heart that beats beside it proves nothing.
+"""Health of an engine's data plane, by the progress of its threads instead of a heartbeat.
 
-Every thread of the data plane is started here.  One that ends, by whatever error, takes the engine
-out for good (``broken``): what it did nobody does now.  One that hangs is seen by its ``Sign``:
-there is work, and nothing of it moves for longer than its limit.  That may pass, as when a storage
-comes back, so the engine is unwell only for as long as it lasts.
+Every thread of the data plane is started here.  A thread that ends, by any error, breaks the engine
+permanently (``broken``), as its work is not done any more.  A thread that hangs is detected by its
+``Watchdog``: there is work, and no progress for longer than its limit.  This may be temporary, as
+when a storage recovers, so the engine is unhealthy only while it lasts.
 """
 
 import logging
@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 _NS_PER_S = 1_000_000_000
 
 
-class Sign:
-    """How one kind of work proves that it moves; its owner says when there is any."""
+class Watchdog:
+    """Detects that one kind of work makes no progress; its owner reports work and progress."""
 
     def __init__(self, what: str, limit_s: float, threads: Threads) -> None:
         self._what = what
@@ -25,21 +25,21 @@ class Sign:
         self._threads = threads
         self._since_ns: int | None = None
 
-    def moved(self) -> None:
-        """There is work, and it has moved just now."""
+    def progressed(self) -> None:
+        """There is work, and it has just made progress."""
         self._since_ns = self._threads.now_ns()
 
-    def waits(self) -> None:
-        """There is work, which has to move from now on."""
+    def started(self) -> None:
+        """There is work, which has to make progress from now on."""
         if self._since_ns is None:
-            self.moved()
+            self.progressed()
 
     def idle(self) -> None:
-        """Nothing has to move."""
+        """There is no work."""
         self._since_ns = None
 
-    def complaint(self) -> str | None:
-        """Return what is wrong, None if nothing is."""
+    def problem(self) -> str | None:
+        """Return the problem, None without one."""
         since_ns = self._since_ns
         if since_ns is None:
             return None
@@ -48,11 +48,11 @@ class Sign:
 
 
 class Health:
-    """Starts the threads of a data plane and says how it is; methods may be called by any."""
+    """Starts the threads of a data plane and reports its health; thread-safe."""
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
         self.threads = threads
-        self._signs: list[Sign] = []
+        self._watchdogs: list[Watchdog] = []
         self._broken: str | None = None
         self._closing = False
 
@@ -67,7 +67,7 @@ class Health:
         def watched() -> None:
             try:
                 work()
-            except Exception as error:  # whatever it was, its work is done by nobody now
+            except Exception as error:  # any error: the work of this thread is not done any more
                 log.exception("thread %s ended", name)
                 self.fail(f"thread {name} ended by {type(error).__name__}: {error}")
             else:
@@ -75,14 +75,14 @@ class Health:
 
         return self.threads.start(name, watched)
 
-    def sign(self, what: str, limit_s: float) -> Sign:
-        """Return a new sign; ``what`` says what is so when nothing moves."""
-        sign = Sign(what, limit_s, self.threads)
-        self._signs.append(sign)
-        return sign
+    def watchdog(self, what: str, limit_s: float) -> Watchdog:
+        """Return a new watchdog; ``what`` describes the state without progress."""
+        watchdog = Watchdog(what, limit_s, self.threads)
+        self._watchdogs.append(watchdog)
+        return watchdog
 
     def fail(self, reason: str) -> None:
-        """The data plane is broken for good; the first reason stays."""
+        """Mark the data plane as permanently broken; only the first reason is stored."""
         if self._broken is None and not self._closing:
             self._broken = reason
 
@@ -90,6 +90,6 @@ class Health:
         """Threads may end from now on."""
         self._closing = True
 
-    def complaint(self) -> str | None:
-        """Return why no request should come here now, None if all is well."""
-        return self._broken or next(filter(None, (s.complaint() for s in self._signs)), None)
+    def problem(self) -> str | None:
+        """Return why this engine should get no requests now, None if it is healthy."""
+        return self._broken or next(filter(None, (w.problem() for w in self._watchdogs)), None)

@@ -1,43 +1,45 @@
-"""One forward pass of a prefill engine: KV comes and goes layer by layer (§4.1, Fig. 4, 3-7).
+"""One forward pass of a prefill engine: KV is loaded and sent layer by layer (§4.1, Fig. 4, 3-7).
 
-The PE's HBM holds ``buffers`` layers of KV.  Layer L uses region L mod ``buffers``.  With two:
+The PE's HBM has regions for ``buffers`` layers of KV.  Layer L uses region L mod ``buffers``.  With
+two:
 
     compute   | layer 0 | layer 1 | layer 2 | …
-    load      | 1       | 2       | 3       |        into the region layer L-1 has left
-    send      |         | 0       | 1       |        out of it before
+    load      | 1       | 2       | 3       |        into the region of layer L-1
+    send      |         | 0       | 1       |        out of that region, before the load
 
 Two rules keep the regions correct, for any number of buffers:
 
-* a load into a region starts when the send of the layer that used it before is over;
-* computation of layer L+1, which writes new KV into its region before anything is waited for,
-  starts when the send of layer L+1-``buffers`` is over: ``computed(L)`` waits for that.
+* a load into a region starts when the send of the region's previous layer is over;
+* computation of layer L+1, which writes new KV into its region without any further wait, starts
+  when the send of layer L+1-``buffers`` is over: ``computed(L)`` waits for it.
 
-Both hold across passes, so that nothing waits between two of them: a pass that begins while the one
-``before`` it is still computed loads its first layers when the last users of their regions have
-been sent, and ``enter``, then ``computed``, wait for those before its own layers are computed.  The
-last sends of a pass end behind the first layers of the next.  No rule asks which blocks a pass
-has: a request may be in both, with the chunk that follows, whose reloads find in the DE buffer what
-the first has sent, as a region's last user is sent after all others.
+Both rules hold across passes, so that consecutive passes overlap: a pass that begins while the pass
+``before`` it is still being computed loads its first layers when the last layers in their regions
+have been sent, and ``enter``, then ``computed``, wait for these sends before its own layers are
+computed.  The last sends of a pass overlap with the first layers of the next pass.  The rules do
+not depend on the blocks of a pass: a request may have consecutive chunks in both passes; the
+reloads of the second chunk find the first one complete in the DE buffer, as the last layer of a
+region is sent after all others.
 
 On a GPU the engine's thread runs ahead of the computation.  So a send is posted after the *event*
-(``engine.device``) at which its layer is computed, also when it has nothing to send, as the next
-load into the region depends on it.  A load that the device copies itself is waited for on the
-device; one that a transport moves is seen over by the host, which then queues the layer.
+(``engine.device``) at which its layer is computed, also if there is nothing to send, as the next
+load into the region depends on it.  For a load by the device's copier the device waits; the end of
+a load by a transport is observed by the host, which then queues the layer.
 
 Without overlap (mode Basic) all layers have a region of their own: everything is loaded before
 the first layer and sent after the last.
 
-With overlap all of this rests on the engine's word for each layer.  A layer computed without
-``wait_loaded`` may have read what was in HBM before, and one without ``computed`` would be waited
-for without end by the layers that need its region.  A pass that leaves either out has failed with
-all of its chunks: from there on nothing is sent, and what was sent belongs to failed requests.  The
-next pass of the same model would fail alike, so the engine is broken (``engine.health``): unless it
-has waited for that layer in another pass, as vLLM leaves draft layers out where a prompt comes near
-the end of their context.
+With overlap all of this depends on the engine's calls for each layer.  A layer computed without
+``wait_loaded`` may have read old contents of HBM, and layers that need the region of a layer
+without ``computed`` would wait forever.  A pass without one of these calls fails with all of its
+chunks: nothing more is sent, and everything sent belongs to failed requests.  The next pass of the
+same model would fail likewise, so the engine is broken (``engine.health``), unless it has waited
+for that layer in another pass: vLLM skips draft layers when a prompt is near the end of their
+context.
 
-When transfers with an agent stall, the chunks that need it are given up (``pass_transfers``); their
-transfers count as over for the two rules above, so that the other chunks go on.  The wait for
-computation has no limit here: a device that hangs is seen by the engine itself and by its health.
+When transfers with an agent stall, the chunks that need it are abandoned (``pass_transfers``);
+their transfers count as over for the two rules above, so that the other chunks go on.  The wait for
+computation has no limit here: a device that hangs is detected by the engine and by its health.
 """
 
 import functools
@@ -60,14 +62,14 @@ from dualpath.engine.threads import Event
 
 log = logging.getLogger(__name__)
 
-#: Where a trace shows what a pass waited for: between layers, and in ``finish``.
+#: Tracks of a trace for the waits of a pass: between layers, and in ``finish``.
 WAIT_TRACK, FINISH_TRACK = "wait", "finish"
-#: How often a wait looks whether it goes on; what it takes off an agent's patience each time.
-_LOOK_S = 0.25
+#: Polling interval of a wait, which is also charged to the agents' wait budgets.
+_POLL_S = 0.25
 
 
 class LayerSettings(msgspec.Struct, frozen=True):
-    """``buffers`` layer regions in HBM; ``overlap`` False loads and sends around the pass."""
+    """``buffers`` layer regions in HBM; ``overlap`` False: load before and send after the pass."""
 
     buffers: int
     overlap: bool
@@ -94,7 +96,7 @@ class LayerStream:
         self._device = movers.device
         self._after = movers.after
         self._trace = movers.trace
-        self._patience = self._moves.patience
+        self._budget = self._moves.budget
         self._health = movers.health
         self._announced = movers.announced
         self._shared = shared
@@ -110,11 +112,11 @@ class LayerStream:
         self._layer_start_ns = 0
         self._begin_ns = 0
         self._end_ns = 0
-        #: What the engine's thread has waited for transfers: the part of them left uncovered.  On
-        #: a GPU this thread runs ahead, and its waits contain computation as well.
+        #: Time for which the engine's thread has waited for transfers that did not overlap with
+        #: computation.  On a GPU this thread runs ahead, and its waits include computation.
         self.waited_ns = 0
         self.failures = self._moves.failures
-        #: The pass's place in what all ranks of the engine do (``engine.rank_work``).
+        #: The pass's number as a work item of all ranks of the engine (``engine.rank_work``).
         self.number = number
 
     @property
@@ -124,19 +126,19 @@ class LayerStream:
 
     @property
     def late(self) -> list[ChunkTransfers]:
-        """Chunks that were given up while some of their transfers may still write."""
+        """Abandoned chunks with transfers that may still write."""
         return [chunk for chunk in self._moves.chunks if chunk.moves]
 
     @property
     def pass_ns(self) -> int:
-        """How long the forward pass took, waits included; known after ``finish``."""
+        """Duration of the forward pass, waits included; known after ``finish``."""
         return self._end_ns - self._begin_ns
 
     def begin(self) -> None:
         """Post the loads of the first layers, each when its region is free.
 
-        Behind a pass ``before`` that may still be computed, ``enter`` must follow that pass.
-        Without one the computation begins now; without overlap when all loads are over.
+        With a pass ``before`` that may still be computed, ``enter`` must be called after that pass.
+        Without one the computation may begin now; without overlap when all loads are over.
         """
         self._moves.give_up_stalled()
         if self._before is not None:
@@ -144,13 +146,13 @@ class LayerStream:
                 self._before.when_left(layer, functools.partial(self._load, layer))
             return
         self._begin_ns = self._trace.now_ns()
-        earlier = self._device.record()  # passes before may still use the blocks
+        earlier = self._device.record()  # earlier passes may still use the blocks
         for layer in range(self._regions):
             self._after.call(earlier, functools.partial(self._load, layer))
         self.enter()
 
     def enter(self) -> None:
-        """The engine is through with the pass before: return when it may write layer 0's KV."""
+        """The pass before is computed: return when the engine may write layer 0's KV."""
         if self._entered:
             return
         self._entered = True
@@ -162,13 +164,17 @@ class LayerStream:
         self._layer_start_ns = self._trace.now_ns()
 
     def when_left(self, region: int, then: Callable[[], None]) -> None:
-        """Call ``then`` when this pass has left a region for good, on whatever thread sees it."""
+        """Call ``then`` when this pass no longer uses a region, on the thread that observes it."""
         self._handover.when_left(region, then)
 
-    def leave(self, region: int) -> str:
-        """Return when the last user of a region has been sent, with what was waited for.
+    def has_left(self, region: int) -> bool:
+        """Whether this pass no longer uses a region."""
+        return self._handover.has_left(region)
 
-        For the pass that follows; the engine has computed all of this one.
+    def leave(self, region: int) -> str:
+        """Return once the last layer of a region has been sent, with a description of the wait.
+
+        Called by the following pass, when the engine has computed all of this one.
         """
         self._all_computed()
         last = self._geometry.layers - 1
@@ -178,12 +184,18 @@ class LayerStream:
         return what
 
     def wait_loaded(self, layer: int) -> None:
-        """Let computation queued from now on find the KV before the chunk in ``layer``'s HBM.
+        """Make the KV before the chunks available in ``layer``'s HBM to computation queued next.
 
-        Blocks for what the transport loads; for the device's own copies the device waits.
+        Blocks for loads by the transport; for copies by the device, the device waits.
         """
         self.enter()
         self._must_be_computed(layer - self._regions)
+        # ``computed`` of the layer before has waited, and new KV may have been written since.
+        previous = layer - self._regions
+        if self._settings.overlap and previous >= 0 and layer - 1 in self._computed:
+            assert self._moves.sends[previous].over.complete, (
+                f"layer {layer} is computed before layer {previous} has left its region"
+            )
         self._waited.add(layer)
         self._announced.add(layer)
         work = self._moves.loads[layer]
@@ -194,10 +206,11 @@ class LayerStream:
             self._shared.complete(layer)
 
     def computed(self, layer: int) -> None:
-        """The engine has queued all of ``layer``: send its KV, make room for the layers ahead.
+        """The engine has queued all of ``layer``: send its KV, wait for the next layer's region.
 
-        A draft model's layers are computed once for each token it proposes.  The first time is the
-        prompt's; what follows writes behind the chunk only, and is sent when it is part of one.
+        A draft model's layers are computed once for each token it proposes.  The first computation
+        is the prompt's; later ones write only after the chunk, and their KV is sent with the chunk
+        that contains it.
         """
         if layer in self._computed:
             return
@@ -215,7 +228,7 @@ class LayerStream:
     def finish(self) -> None:
         """Block until everything is in the DE buffer; ``failures`` is complete afterwards.
 
-        The pass before ends first: a request that has failed there has failed in this one.
+        The pass before is finished first: its failed requests have failed in this pass, too.
         """
         if self._finished:
             return
@@ -238,9 +251,9 @@ class LayerStream:
         self._finished = True
 
     def _all_computed(self) -> None:
-        """The engine says no more of this pass; whoever waits for it first looks what is missing.
+        """The engine makes no more calls for this pass: find the layers without ``computed``.
 
-        That may be the pass that follows or the thread that ends this one.
+        Done once, by the pass that follows or by the thread that ends this one.
         """
         if len(self._computed) == self._geometry.layers:
             return
@@ -249,7 +262,7 @@ class LayerStream:
                 self._must_be_computed(layer)
 
     def _make_room(self, layer: int) -> None:
-        """Return when the one that used ``layer``'s region before has left it."""
+        """Return when the previous layer in ``layer``'s region has been sent."""
         leaving = layer - self._regions
         if leaving >= 0:
             self._must_be_computed(leaving)
@@ -259,17 +272,17 @@ class LayerStream:
             self._note_wait(self._before.leave(layer), start_ns)
 
     def _must_be_computed(self, layer: int) -> None:
-        """Fail the pass if the engine has kept silent about a layer (< 0: none), and go on."""
+        """Fail the pass if the engine has not called ``computed`` for a layer (< 0: none)."""
         if self._settings.overlap and layer >= 0 and layer not in self._computed:
-            self._unannounced(layer, "without a word that its KV is there")
+            self._unannounced(layer, "without notice that its KV is complete")
             self._waited.add(layer)
             self.computed(layer)
 
     def _unannounced(self, layer: int, how: str) -> None:
         reason = (
-            f"{self._transfers.layer_name(layer)} is computed {how}, so that its KV cannot be "
-            "relied on: its attention does not call the connector; serve another model, or this "
-            "one without dualpath"
+            f"{self._transfers.layer_name(layer)} is computed {how}, so that its KV is unusable: "
+            "its attention does not call the connector; serve another model, or this one without "
+            "dualpath"
         )
         if not self.failures:
             log.error("%s", reason)
@@ -278,19 +291,26 @@ class LayerStream:
             self._health.fail(reason)
 
     def _load(self, layer: int, device_error: str | None = None) -> None:
+        previous, before = layer - self._regions, self._before
+        assert previous < 0 or self._moves.sends[previous].over.complete, (
+            f"layer {layer} is loaded before layer {previous} has left its region"
+        )
+        assert previous >= 0 or before is None or before.has_left(layer), (
+            f"layer {layer} is loaded before the pass before has left its region"
+        )
         resident = self._settings.buffers >= self._geometry.layers
         self._moves.load(layer, device_error, resident=resident)
 
     def _send(self, layer: int, computed: DeviceEvent) -> None:
         following = layer + self._regions
 
-        def hand_on() -> None:
+        def sent() -> None:
             if following < self._geometry.layers:
                 self._load(following)
             else:
                 self._handover.left(layer % self._regions)
 
-        self._after.call(computed, self._moves.sending(layer, hand_on))
+        self._after.call(computed, self._moves.sending(layer, sent))
 
     def _wait(self, stage: Stage, what: str) -> None:
         if not stage.reached.is_set():
@@ -305,14 +325,14 @@ class LayerStream:
         self._trace.record(what, track, start_ns, end_ns)
 
     def _until(self, stage: Stage, what: str, *, follows: bool = False) -> None:
-        """Wait, and give up who stalls.
+        """Wait for a stage, and abandon chunks whose agents stall.
 
-        The pass that ``follows`` leaves that to the thread that ends this one, if it does.
+        ``follows``: the following pass waits; it leaves this to the thread in ``finish``, if any.
         """
         while not stage.reached.is_set() and not self._block(stage.reached):
             if not (follows and self._finishing):
-                for agent in self._patience.waited(stage.agents(), _LOOK_S):
+                for agent in self._budget.waited(stage.agents(), _POLL_S):
                     self._moves.stalled(agent, what)
 
     def _block(self, event: Event) -> bool:
-        return event.wait(_LOOK_S)
+        return event.wait(_POLL_S)

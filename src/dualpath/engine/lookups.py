@@ -1,9 +1,9 @@
 """Answers the router's look-ups: how many blocks at the head of a list are stored.
 
-A look-up is a search through a chain of keys (``engine.prefix_search``) that goes on whenever
-something is known: an answer of the storage, or the end of a write it waits for.  While it waits it
-holds no thread, so that no look-up queues behind one that waits.  Each is answered by its deadline
-with what is known by then, also where the storage hangs.
+A look-up is a search in a chain of keys (``engine.prefix_search``) that advances with each event:
+an answer of the storage, or the end of a write that it waits for.  It holds no thread while it
+waits, so that look-ups do not queue behind one another.  Each is answered by its deadline with the
+blocks found by then, even if the storage hangs.
 """
 
 import functools
@@ -17,22 +17,22 @@ from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.pending_writes import PendingWrites
 from dualpath.engine.prefix_search import PrefixSearch
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit, Workers
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
 log = logging.getLogger(__name__)
 
-#: Questions to the storage at a time; those that hang hold a thread each.
+#: Concurrent storage queries; each one that hangs occupies a thread.
 LOOKUP_THREADS = 16
-#: Questions that wait for a thread.  Beyond, the storage hangs, and look-ups are answered at once.
-MOST_WAITING = 1024
+#: Storage queries that wait for a thread.  With more the storage hangs: look-ups end at once.
+MAX_WAITING = 1024
 _NS_PER_S = 1_000_000_000
 
 
 class _Lookup:
     """A look-up under way.
 
-    ``search`` belongs to whoever carries it on, one thread at a time; ``found``, ``asked`` and
-    ``over`` are changed under the lock of ``Lookups`` only.
+    ``search`` is used by one thread at a time, the one that advances the look-up; ``found``,
+    ``asked`` and ``over`` are changed only under the lock of ``Lookups``.
     """
 
     def __init__(self, message: Lookup, now_ns: int, width: int) -> None:
@@ -47,14 +47,14 @@ class _Lookup:
 
 
 class Lookups:
-    """All look-ups of an engine; a storage that cannot say counts as one that has no more blocks.
+    """All look-ups of an engine; an error of the storage ends a look-up with the blocks found.
 
     ``begin`` and ``expire`` never wait for the storage.
     """
 
     def __init__(
         self,
-        storage: RememberingStorage,
+        storage: LookupCachingStorage,
         pending: PendingWrites,
         counters: Counters,
         send: Callable[[EngineMessage], None],
@@ -66,7 +66,7 @@ class Lookups:
         self._send = send
         self._threads = threads
         self._lock = threads.lock()
-        #: In the order of asking: those that are late at one moment are answered in it.
+        #: In the order of arrival, in which late look-ups are answered.
         self._open: dict[_Lookup, None] = {}
         self._waiting = 0
         self._workers = Workers(threads, "lookup", LOOKUP_THREADS)
@@ -74,52 +74,52 @@ class Lookups:
     def begin(self, message: Lookup) -> None:
         """Look up and send ``LookupDone``; returns at once."""
         lookup = _Lookup(message, self._threads.now_ns(), self._storage.parallel_lookups)
-        lookup.known_before = self._storage.known_head(lookup.keys)
+        lookup.known_before = self._storage.cached_head(lookup.keys)
         with self._lock:
             self._open[lookup] = None
         self._counters.add(Counter.LOOKUPS, 1)
-        self._go_on(lookup)
+        self._advance(lookup)
 
     def expire(self, now_ns: int) -> None:
-        """Answer every look-up whose deadline has passed with what is known so far."""
+        """Answer every look-up whose deadline has passed with the blocks found so far."""
         with self._lock:
             late = [lookup for lookup in self._open if now_ns >= lookup.deadline_ns]
         for lookup in late:
             self._answer(lookup, partial=True)
 
     def drop(self) -> None:
-        """Answer no look-up under way: who asked is gone."""
+        """Drop all look-ups under way: the session with the router is over."""
         with self._lock:
             for lookup in self._open:
                 lookup.over, lookup.keys = True, ()
             self._open.clear()
 
     def close(self, limit: TimeLimit) -> None:
-        """Finish the questions under way, within the limit, and drop the others; idempotent."""
+        """Finish the queries under way, within the limit, and drop the others; idempotent."""
         self._workers.close(limit)
 
-    def _go_on(self, lookup: _Lookup) -> None:
+    def _advance(self, lookup: _Lookup) -> None:
         search, keys = lookup.search, lookup.keys
         while not lookup.over:
-            search.advance(self._storage.known_head(keys, search.stored))
+            search.advance(self._storage.cached_head(keys, search.stored))
             if search.stored == len(keys):
                 self._answer(lookup, partial=False)
                 return
             key = keys[search.stored]
-            if self._pending.when_over(key, functools.partial(self._go_on, lookup)):
+            if self._pending.when_over(key, functools.partial(self._advance, lookup)):
                 return
             if not search.is_over:
                 self._ask(lookup)
                 return
-            # Its write may have ended between the question and now; then it is known.
-            if not self._storage.known_head([key]):
+            # Its write may have ended since the query; then the key is known.
+            if not self._storage.cached_head([key]):
                 self._answer(lookup, partial=False)
 
     def _ask(self, lookup: _Lookup) -> None:
         positions = lookup.search.next_positions()
         with self._lock:
             lookup.found, lookup.asked = {}, len(positions)
-            overflows = self._waiting + len(positions) > MOST_WAITING
+            overflows = self._waiting + len(positions) > MAX_WAITING
             self._waiting += 0 if overflows else len(positions)
         if overflows:
             self._answer(lookup, partial=True)
@@ -134,7 +134,7 @@ class Lookups:
                 return
             key = lookup.keys[position]
         try:
-            stored = bool(self._storage.known_head([key])) or self._probe(key)
+            stored = bool(self._storage.cached_head([key])) or self._probe(key)
         except DualPathError as error:
             log.warning("a look-up ends early: %s", error)
             self._answer(lookup, partial=True)
@@ -144,7 +144,7 @@ class Lookups:
             if lookup.over or len(lookup.found) < lookup.asked:
                 return
             lookup.search.note(lookup.found)
-        self._go_on(lookup)
+        self._advance(lookup)
 
     def _probe(self, key: BlockKey) -> bool:
         self._counters.add(Counter.LOOKUP_PROBES, 1)
@@ -157,7 +157,7 @@ class Lookups:
             lookup.over = True
             self._open.pop(lookup, None)
             stored = lookup.search.stored
-            # What still waits for it, perhaps for ever, must not hold its keys.
+            # Callbacks may hold the look-up for a long time; they must not hold its keys.
             keys, lookup.keys = lookup.keys, ()
         self._storage.remember(keys[lookup.known_before : stored])
         if stored:

@@ -1,7 +1,7 @@
-"""One engine of a cluster, of whatever kind: its data plane comes up, it joins, reports and leaves.
+"""The membership of an engine in a cluster: it starts its data plane, registers, reports, leaves.
 
-What kinds of engines do not share is what they give: HBM and the device it is on, the model they
-serve, and what else has to be looked at from time to time.
+It is the same for all kinds of engines.  A kind of engine provides its HBM, its device, the model
+that it serves, and a callback that watches its process.
 """
 
 import logging
@@ -16,10 +16,10 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import GroupRank
 from dualpath.core.control import (
     PROTOCOL_VERSION,
+    Deregister,
     Drained,
     EngineMessage,
-    Goodbye,
-    Hello,
+    Register,
     Report,
     RouterMessage,
 )
@@ -31,22 +31,22 @@ from dualpath.engine.link import ControlLink
 from dualpath.engine.rank import ALONE, RankPlace
 from dualpath.engine.read_speed import PROBE_MODEL, measure
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.storage_keeping import StorageKeeping, is_kept
+from dualpath.engine.storage_keeping import MaintenanceThread, needs_maintenance
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.engine.traffic_manager import TrafficManager
 
 log = logging.getLogger(__name__)
 
-#: For a report to leave, before a process ends itself.
-_LAST_WORD_NS = 200_000_000
+#: Time for the last report to be sent before a process ends itself.
+_LAST_REPORT_NS = 200_000_000
 
 
 class ServedModel(msgspec.Struct, frozen=True):
-    """What the router may promise clients of this engine.
+    """The model of an engine and its limits for requests.
 
-    Prompt and answer have at most ``max_model_len`` tokens, token ids lie below ``vocab_size``;
-    requests may name one of ``adapters``.  A prompt has at most ``max_prompt_tokens``, where that
-    is less than the context.
+    Prompt and answer have at most ``max_model_len`` tokens, token ids are below ``vocab_size``;
+    requests may name one of ``adapters``.  A prompt has at most ``max_prompt_tokens``, None if only
+    ``max_model_len`` limits it.
     """
 
     served_model_name: str
@@ -56,7 +56,7 @@ class ServedModel(msgspec.Struct, frozen=True):
     max_prompt_tokens: int | None = None
 
     def limits(self) -> dict[str, Any]:
-        """Return the ``limits`` of a ``Hello``."""
+        """Return the ``limits`` of a ``Register``."""
         fields = msgspec.structs.asdict(self)
         del fields["adapters"]
         return {name: value for name, value in fields.items() if value is not None}
@@ -65,8 +65,8 @@ class ServedModel(msgspec.Struct, frozen=True):
 class Membership:
     """Owns the traffic manager and the control link; methods may be called from any thread.
 
-    Each process of an engine has an ``epoch`` of its own, by which the others know that it has
-    restarted.  Raises ``ConfigError`` for a storage, buffer or transport that cannot be had.
+    Each process of an engine has a unique ``epoch``, so that others detect a restart.  Raises
+    ``ConfigError`` if the storage, buffer or transport cannot be opened.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class Membership:
         self._draining: str | None = None
         self._drained: Callable[[], None] | None = None
         self._empty = False
-        self._keeping: StorageKeeping | None = None
+        self._maintenance: MaintenanceThread | None = None
         storage = surroundings.open_storage(settings, namespace)
         tree = surroundings.open_tree(settings)
-        if is_kept(tree, settings):
-            # An engine's id is any text, this one a part of objects' names.
+        if needs_maintenance(tree, settings):
+            # This id becomes a part of objects' names, for which an engine's id is not safe.
             threads, process = surroundings.threads, surroundings.new_epoch()
-            self._keeping = StorageKeeping(
+            self._maintenance = MaintenanceThread(
                 *(storage, tree, settings, namespace, process, threads), surroundings.now_s
             )
-            storage = self._keeping.storage
+            storage = self._maintenance.storage
         transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
         self.manager = TrafficManager(
             settings,
@@ -111,7 +111,7 @@ class Membership:
             self.send,
             device,
             surroundings.threads,
-            surroundings.is_gone,
+            surroundings.has_exited,
             holder,
             place,
             surroundings.open_node_dram(settings, namespace),
@@ -125,21 +125,19 @@ class Membership:
     ) -> None:
         """Register as soon as the HTTP server at ``api_url`` accepts connections.
 
-        As rank ``dp`` of a data-parallel group, if so: it takes part with all ranks of its start.
-
-        ``watch`` is called some times a second on the link's thread, for whatever may end this
-        process.
+        ``dp`` is the engine's rank in a data-parallel group, None without one.  ``watch`` is called
+        several times a second on the link's thread, for conditions that end this process.
         """
 
         def tick(now_ns: int) -> None:
             watch()
             self._end_if_broken(now_ns)
             self.manager.tick(now_ns)
-            self._go_if_drained()
+            self._leave_if_drained()
 
         self._link = ControlLink(
             self._surroundings.connect(self.settings),
-            lambda greeting: self._hello(api_url, greeting, dp),
+            lambda registration: self._register(api_url, registration, dp),
             self._report,
             self._handle,
             self.manager.end_session,
@@ -159,9 +157,10 @@ class Membership:
         )
 
     def measure_reading(self) -> None:
-        """Say from the next greeting on how fast storage is read; a throttle says it without.
+        """Measure the read rate of storage and report it from the next registration on.
 
-        Takes a second or two, ten at most.
+        With a throttle, its rate is reported without a measurement.  Takes a second or two, at most
+        ten.
         """
         if self.rates.read_bytes is None and self.settings.mode.moves_bytes:
             namespace = msgspec.structs.replace(self._namespace, model=PROBE_MODEL)
@@ -172,38 +171,38 @@ class Membership:
             )
             self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
 
-    def computes(self, prefill_tokens: Rate, computed_weight: float) -> None:
-        """Say from the next greeting on what ``Rates`` has of computation."""
+    def set_compute_rate(self, prefill_tokens: Rate, computed_weight: float) -> None:
+        """Report these rates of computation from the next registration on; see ``Rates``."""
         self.rates = msgspec.structs.replace(
             self.rates, prefill_tokens=prefill_tokens, computed_weight=computed_weight
         )
 
     def _end_if_broken(self, now_ns: int) -> None:
-        """An engine whose data plane has lost a thread says so in a report, then it is gone."""
+        """Report a broken data plane, then end this process."""
         if (reason := self.manager.broken) is None:
             return
         if self._broken_ns is None:
             self._broken_ns = now_ns
             self.changed()
-        elif now_ns - self._broken_ns > _LAST_WORD_NS:
+        elif now_ns - self._broken_ns > _LAST_REPORT_NS:
             self._failed(reason)
 
     def send(self, message: EngineMessage) -> None:
-        """Send the router something; dropped before the engine joins and after it leaves."""
+        """Send a message to the router; dropped before the engine joins and after it leaves."""
         if self._link is not None:
             self._link.send(message)
 
     def changed(self) -> None:
-        """The load changed: report it soon."""
+        """The load has changed: report it soon."""
         if self._link is not None:
             self._link.changed()
 
     def drain(self, reason: str, drained: Callable[[], None]) -> None:
-        """Ask the router for nothing new; what is here goes on.  Any but the first call is void.
+        """Request no new requests from the router and finish the present ones.
 
-        ``drained`` is called once when nothing is left: the router has said so, or there is none
-        with which this engine has a session, and what decodes without one is over.  Then it is time
-        to ``leave``.
+        ``drained`` is called once when no request is left: the router has sent ``Drained`` or this
+        engine has no session, and requests that decode without a session are over.  Then call
+        ``leave``.  Only the first call has an effect.
         """
         if self._drained is not None:
             return
@@ -214,22 +213,22 @@ class Membership:
             self.changed()
 
     def leave(self) -> None:
-        """Say goodbye, finish writes and give everything back; idempotent."""
+        """Deregister, finish writes and free all resources; idempotent."""
         link, self._link = self._link, None
         if link is not None:
             self.manager.end_session("the engine shuts down")
-            settled = not self.manager.doubts().unsettled
-            link.close(Goodbye(reason="engine shuts down", settled=settled))
+            settled = not self.manager.in_doubt().unsettled
+            link.close(Deregister(reason="engine shuts down", settled=settled))
         self.manager.close()
-        if self._keeping is not None:
-            self._keeping.close()
+        if self._maintenance is not None:
+            self._maintenance.close()
 
     def _report(self) -> Report:
         report = msgspec.structs.replace(self.manager.report(), draining=self._draining)
-        if self._keeping is None:
+        if self._maintenance is None:
             return report
-        counters = report.counters | self._keeping.totals()
-        return msgspec.structs.replace(report, counters=counters, storage=self._keeping.use())
+        counters = report.counters | self._maintenance.totals()
+        return msgspec.structs.replace(report, counters=counters, storage=self._maintenance.use())
 
     def _handle(self, message: RouterMessage) -> None:
         if isinstance(message, Drained):
@@ -237,28 +236,28 @@ class Membership:
         else:
             self.manager.handle(message)
 
-    def _go_if_drained(self) -> None:
-        """Called on the link's thread, which alone knows when a session is over."""
+    def _leave_if_drained(self) -> None:
+        """Called on the link's thread, which owns the state of the session."""
         link, drained = self._link, self._drained
-        if drained is None or link is None or self.manager.decodes_alone:
+        if drained is None or link is None or self.manager.decodes_without_session:
             return
-        if self._empty or link.away:
+        if self._empty or link.unregistered:
             self._drained = _nothing
             drained()
 
     def _failed(self, reason: str) -> None:
-        """End this process: an engine that cannot go on must not look as if it could."""
+        """End this process, so that a failed engine does not seem alive."""
         log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
         self._surroundings.end_process()
 
-    def _hello(self, api_url: str, greeting: int, dp: GroupRank | None) -> Hello | None:
-        # One that is unwell is welcome again when it is not; one that drains greets nobody.
-        unwanted = self._draining is not None or self.manager.health() is not None
-        if unwanted or not self._surroundings.listens(api_url):
+    def _register(self, api_url: str, registration: int, dp: GroupRank | None) -> Register | None:
+        # An unhealthy engine registers when it has recovered; a draining one does not register.
+        unavailable = self._draining is not None or self.manager.health() is not None
+        if unavailable or not self._surroundings.listens(api_url):
             return None
         settings, manager = self.settings, self.manager
-        doubts = manager.doubts()
-        return Hello(
+        in_doubt = manager.in_doubt()
+        return Register(
             version=PROTOCOL_VERSION,
             address=manager.address(self.epoch, self._surroundings.this_process()),
             namespace=self._namespace,
@@ -271,10 +270,10 @@ class Membership:
             snic_bytes_per_s=settings.snic_bytes_per_s or None,
             rates=self.rates,
             limits={**self._model.limits(), "pid": os.getpid()},
-            greeting=greeting,
-            unsettled=doubts.unsettled,
-            quarantined=doubts.quarantined,
-            writers=doubts.writers,
+            registration=registration,
+            unsettled=in_doubt.unsettled,
+            quarantined=in_doubt.quarantined,
+            writers=in_doubt.writers,
             dp=dp,
             adapters=self._model.adapters,
             node_dram=manager.node_dram,
@@ -286,4 +285,4 @@ def _bounded(bytes_per_s: float) -> Rate | None:
 
 
 def _nothing() -> None:
-    """What was to be done is done."""
+    """Do nothing: the engine has drained already."""

@@ -1,4 +1,4 @@
-"""What moves KV between the memories of engines, as one engine's passes and copies share it."""
+"""The objects that move KV between memories of engines, shared by an engine's passes and copies."""
 
 from collections.abc import Callable, Sequence
 
@@ -11,7 +11,7 @@ from dualpath.engine.hbm_layout import HbmLayout, PartViews
 from dualpath.engine.health import Health
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.stalls import Patience, StalledAgents
+from dualpath.engine.stalls import StalledAgents, WaitBudget
 from dualpath.engine.step_transfers import ONLY, Replica, StepTransfers
 from dualpath.engine.threads import Threads
 from dualpath.engine.trace import TraceRecorder
@@ -20,9 +20,9 @@ from dualpath.transport.regions import span_bytes
 
 
 class Movers(msgspec.Struct, frozen=True):
-    """``transfer_deadline_s`` is how long a wait for transfers that stall may take.
+    """``transfer_deadline_s`` limits a wait for transfers that stall.
 
-    ``announced`` are the layers for which the engine has ever waited before it computed them.
+    ``announced`` are the layers for which the engine has called ``wait_loaded`` in any pass.
     """
 
     transfers: StepTransfers
@@ -37,12 +37,12 @@ class Movers(msgspec.Struct, frozen=True):
 
     @property
     def threads(self) -> Threads:
-        """Whose clock, locks and events all of it uses."""
+        """The source of all clocks, locks and events."""
         return self.health.threads
 
-    def patience(self) -> Patience:
-        """Return what a new pass has for each agent."""
-        return Patience(self.transfer_deadline_s, self.stalled, self.threads)
+    def wait_budget(self) -> WaitBudget:
+        """Return the wait budget of a new pass."""
+        return WaitBudget(self.transfer_deadline_s, self.stalled, self.threads)
 
 
 def open_movers(
@@ -62,8 +62,9 @@ def open_movers(
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
-    ``buffers`` are regions of Full Blocks, each with what keeps it alive; their parts are seen as
-    ``views`` says.  Raises ``ConfigError`` if the device or the network refuses memory.
+    ``buffers`` are regions of Full Blocks, each with the object that keeps its memory alive;
+    ``views`` defines the views of their parts.  Raises ``ConfigError`` if the device or the network
+    cannot register memory.
     """
     for region, memory in (*buffers, *((region, hbm) for region in hbm.memories)):
         if region.memory == "DRAM":

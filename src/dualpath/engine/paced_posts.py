@@ -1,8 +1,8 @@
-"""Transfers that no step waits for, posted a few at a time.
+"""Transfers that no engine step waits for, posted a few at a time.
 
-A whole prompt goes into HBM while others decode.  Posted at once it would hold the decode step that
-posts it, as posting may send bytes on the spot, and each copy that a step does wait for would queue
-behind all of its bytes.  So the pump posts, and few bytes are under way at a time.
+A whole prompt is copied into HBM while other requests decode.  Posted at once, it would delay the
+decode step that posts it, as posting may copy bytes synchronously, and every copy that a step waits
+for would queue behind all of its bytes.  So the pump posts it, with few bytes under way at a time.
 """
 
 from collections import deque
@@ -12,9 +12,9 @@ from typing import NamedTuple
 from dualpath.engine.pump import TransferPump
 from dualpath.engine.threads import Threads
 
-#: What a copy that a step waits for may find before it.  At 50 GB/s less than the pump's pause
-#: between two looks, during which no new bytes follow.
-MOST_BYTES = 8 << 20
+#: Bytes under way, behind which a copy that a step waits for may queue.  At 50 GB/s they take less
+#: time than the pump's pause between two polls, during which no new bytes are posted.
+MAX_BYTES = 8 << 20
 
 
 class _Post(NamedTuple):
@@ -23,10 +23,10 @@ class _Post(NamedTuple):
 
 
 class PacedPosts:
-    """First come, first served; one that alone is too large goes alone.
+    """Posts transfers FIFO; a transfer larger than the limit is posted alone.
 
-    Everything happens on the pump's thread.  What does not end for ``deadline_s`` holds up nothing
-    any more: one transfer that hangs says nothing of the others.
+    Everything happens on the pump's thread.  A transfer that is not over after ``deadline_s`` does
+    not count any more, as its hanging need not affect the others.
     """
 
     def __init__(
@@ -34,23 +34,23 @@ class PacedPosts:
         pump: TransferPump,
         threads: Threads,
         deadline_s: float,
-        most_bytes: int = MOST_BYTES,
+        max_bytes: int = MAX_BYTES,
     ) -> None:
         self._pump = pump
         self._threads = threads
         self._deadline_ns = int(deadline_s * 1e9)
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._waiting: deque[_Post] = deque()
-        #: By number, in the order of posting: bytes, and when they were posted.
+        #: Bytes and time of posting by number, in the order of posting.
         self._moving: dict[int, tuple[int, int]] = {}
         self._posted = 0
         self._posting = False
-        pump.each_turn(self._advance)
+        pump.each_poll(self._advance)
 
     def add(self, size_bytes: int, post: Callable[[Callable[[], None]], object]) -> None:
-        """Have a transfer posted; ``post`` gets what is to be called once it is over, by the pump.
+        """Queue a transfer; ``post`` gets a callback to call on the pump's thread once it is over.
 
-        It must not raise.
+        ``post`` must not raise.
         """
 
         def queue() -> None:
@@ -61,7 +61,7 @@ class PacedPosts:
 
     def _advance(self) -> None:
         if self._posting:
-            return  # one that was over at once; whoever posted it goes on
+            return  # a transfer was over at once; the outer call goes on
         self._posting = True
         while self._waiting and self._has_room(self._waiting[0].size_bytes):
             size_bytes, post = self._waiting.popleft()
@@ -78,4 +78,4 @@ class PacedPosts:
     def _has_room(self, size_bytes: int) -> bool:
         since_ns = self._threads.now_ns() - self._deadline_ns
         moving = [size for size, posted_ns in self._moving.values() if posted_ns > since_ns]
-        return not moving or sum(moving) + size_bytes <= self._most_bytes
+        return not moving or sum(moving) + size_bytes <= self._max_bytes

@@ -1,12 +1,12 @@
-"""The transfers of one forward pass: how they are posted, and how chunks fail and are given up.
+"""The transfers of one forward pass: how they are posted, and how chunks fail or are abandoned.
 
-A chunk that has failed goes on moving, as the others of its pass do; nothing it moves is relied on.
+The transfers of a failed chunk go on like those of other chunks; their KV is not used.
 
-When transfers with an agent stall (``engine.stalls``) the chunks that need it are given up, once:
-no more of their steps are posted, and nobody waits for those that are under way.  They count as
-over, so that the other chunks go on; what a late byte may still hit is theirs alone
-(``engine.chunk_transfers``).  A chunk of an agent that has stalled before is given up as the pass
-begins, but for a trial now and then.
+When transfers with an agent stall (``engine.stalls``) the chunks that need it are abandoned: no
+more of their steps are posted, and the pass does not wait for those under way.  They count as over,
+so that the other chunks go on; late bytes can only reach memory of the abandoned chunk
+(``engine.chunk_transfers``).  A chunk of an agent that has stalled before is abandoned when the
+pass begins, except for occasional trials.
 """
 
 import logging
@@ -27,10 +27,10 @@ log = logging.getLogger(__name__)
 
 
 class PassTransfers:
-    """Posts what a pass moves, on the pump's thread; used by that and the engine's thread.
+    """Posts the steps of a pass on the pump's thread; used by that thread and the engine's.
 
-    ``loads`` and ``sends`` say how far each layer is; ``failures`` has a reason for each request
-    that has failed, the first one.
+    ``loads`` and ``sends`` have the progress of each layer; ``failures`` has the first reason of
+    each failed request.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class PassTransfers:
         self.chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
         self.loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self.sends = [LayerWork(threads) for _ in range(geometry.layers)]
-        self.patience = movers.patience()
+        self.budget = movers.wait_budget()
         self.failures: dict[str, str] = {}
         self._layers = geometry.layers
         self._transfers = movers.transfers
@@ -54,18 +54,19 @@ class PassTransfers:
         self._lock = threads.lock()
 
     def load(self, layer: int, device_error: str | None, *, resident: bool) -> None:
-        """Load a layer; nothing if the device failed.  ``resident``: all layers stay in HBM."""
+        """Load a layer, nothing if the device failed; ``resident``: all layers stay in HBM."""
         steps = [
             (number, step)
             for number, chunk in enumerate(self.chunks)
             for step in load_steps(chunk.layout, layer, chunk.chunk.chunk, resident=resident)
         ]
-        self._hand_to_pump(device_error, self.loads[layer], steps, lambda: None)
+        self._queue(device_error, self.loads[layer], steps, lambda: None)
 
     def sending(self, layer: int, then: Callable[[], None]) -> Callable[[str | None], None]:
-        """Return what sends a layer, to be called once the device has computed it, or failed.
+        """Return a callback that sends a layer, for the time when the device has computed it.
 
-        With the device's error nothing is sent.  ``then`` follows in any case.
+        It gets the device's error, or None; with an error nothing is sent.  ``then`` is called
+        afterwards in any case.
         """
         steps = [
             (number, step)
@@ -73,28 +74,28 @@ class PassTransfers:
             for step in send_steps(chunk.layout, layer, chunk.chunk.chunk)
         ]
         work = self.sends[layer]
-        return lambda device_error: self._hand_to_pump(device_error, work, steps, then)
+        return lambda device_error: self._queue(device_error, work, steps, then)
 
     def stalled(self, agent: str, what: str) -> None:
-        """Give up the chunks that need an agent; all of them if nothing can even be posted."""
+        """Abandon the chunks that need an agent; all chunks if the pump itself stalls."""
         reason = f"{what}: transfers with {agent!r} stall, {{waited}}"
         if agent == POSTING.agent:
             reason = f"{what}: the thread that posts transfers stalls, {{waited}}"
             for work in (*self.loads, *self.sends):
                 work.give_up(POSTING.chunk)
         else:
-            self.patience.stalled.add(agent)
-        waited = f"the pass waited {self.patience.deadline_s:g} s and what their bytes take"
+            self.budget.stalled.add(agent)
+        waited = f"the pass waited {self.budget.deadline_s:g} s and the time for their bytes"
         for number in range(len(self.chunks)):
             if agent in (POSTING.agent, *self._agents(number)):
                 self._give_up(number, reason.format(waited=waited))
 
     def give_up_stalled(self) -> None:
-        """Take no part with agents that have stalled, unless it is time to try them."""
-        stalled, tried = self.patience.stalled, set[str]()
+        """Abandon chunks of agents that have stalled, unless a trial is due."""
+        stalled, tried = self.budget.stalled, set[str]()
         for number in range(len(self.chunks)):
             agents = self._agents(number)
-            for agent in filter(stalled.is_shut, agents - tried):
+            for agent in filter(stalled.is_avoided, agents - tried):
                 self._give_up(number, f"transfers with {agent!r} stalled in an earlier pass")
                 break
             else:
@@ -103,20 +104,20 @@ class PassTransfers:
                 tried |= agents
 
     def give_up_all(self, reason: str) -> None:
-        """Fail the whole pass; see ``stalled`` for what becomes of a chunk."""
+        """Abandon all chunks of the pass."""
         for number in range(len(self.chunks)):
             self._give_up(number, reason)
 
-    def _hand_to_pump(
+    def _queue(
         self,
         device_error: str | None,
         work: LayerWork,
         steps: Sequence[tuple[int, Step]],
         then: Callable[[], None],
     ) -> None:
-        """Let the pump post ``steps``, one transfer each; none of them if the device failed.
+        """Queue ``steps`` for the pump, one transfer each; none if the device failed.
 
-        ``then`` follows when the last of them is over.
+        ``then`` is called when the last of them is over.
         """
         if device_error is not None:
             for number in range(len(self.chunks)):
@@ -139,8 +140,8 @@ class PassTransfers:
     ) -> None:
         """Post one transfer per (chunk, step).
 
-        Runs on the pump's thread, so that a transfer that copies while it is posted does so beside
-        the computation.
+        Runs on the pump's thread, so that a transfer that copies bytes while it is posted does not
+        block the computation.
         """
         for number, step in steps:
             share = self._share_of(number, step)
@@ -163,16 +164,16 @@ class PassTransfers:
             self._fail(number, str(error))
             chunk.ended()
             return False
-        except Exception as error:  # a defect; who knows what was posted: it stays counted
+        except Exception as error:  # a defect: the transfer may be posted, so it stays counted
             log.exception("request %s: a transfer cannot be posted", chunk.request_id)
             self._fail(number, f"a transfer cannot be posted: {error}")
             return False
-        self.patience.posted(agent, transfer.bytes)
+        self.budget.posted(agent, transfer.bytes)
         if events:
             work.copy_queued(share, events)
 
         def ended(completion: Completion) -> None:
-            self.patience.ended(agent, transfer.bytes)
+            self.budget.ended(agent, transfer.bytes)
             if completion.error is not None:
                 self._fail(number, completion.error)
             else:
@@ -190,7 +191,10 @@ class PassTransfers:
         return Share(number, agent)
 
     def _agents(self, number: int) -> set[str]:
-        """Whom a chunk's transfers are with; agents have layers in turn, all else is alike."""
+        """Return the agents of a chunk's transfers, from its first layers.
+
+        Agents have layers in turn; apart from that all layers have the same steps.
+        """
         chunk = self.chunks[number]
         turns = min(len(chunk.chunk.decode_agents), self._layers)
         steps = (
@@ -202,7 +206,7 @@ class PassTransfers:
         return {self._share_of(number, step).agent for step in steps}
 
     def _give_up(self, number: int, reason: str) -> None:
-        """Fail a chunk, start nothing more for it and let nobody wait for what is under way."""
+        """Fail a chunk, post no more of its steps, and do not wait for those under way."""
         self._fail(number, reason)
         self.chunks[number].give_up()
         for work in (*self.loads, *self.sends):

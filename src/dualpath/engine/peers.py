@@ -1,4 +1,4 @@
-"""The engines of the other role, as one engine knows them."""
+"""The engines of the other role that one engine is connected to."""
 
 import logging
 from collections.abc import Iterable
@@ -18,11 +18,12 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Connects and disconnects; remembers whose transfers may still come.
+    """Connects and disconnects peers; stores the processes whose transfers may still arrive.
 
     The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
-    peer that cannot be reached when it is announced harms no other, and is tried again when it is
-    needed.  Rank ``rank`` of ``ranks`` connects with some of a peer's agents only.
+    peer that cannot be reached when it is announced does not affect others; its connection is
+    retried when it is needed.  Rank ``rank`` of ``ranks`` connects only to its share of a peer's
+    agents.
     """
 
     def __init__(
@@ -53,10 +54,12 @@ class Peers:
             try:
                 self._connect(peer)
             except TransportError as error:
-                log.warning("engine %s is tried again when needed: %s", peer.engine_id, error)
+                log.warning(
+                    "the connection to engine %s is retried when needed: %s", peer.engine_id, error
+                )
 
     def down(self, message: PeerDown) -> None:
-        """A peer is lost; only one that is certainly gone writes nothing more."""
+        """A peer is lost; unless its process is confirmed dead, it may still write."""
         with self._lock:
             peer = self._peers.get(message.engine_id)
             if peer is not None and peer.epoch == message.epoch:
@@ -71,7 +74,7 @@ class Peers:
                 self._transport.disconnect(agent.agent)
 
     def only(self, peers: Iterable[EngineAddress]) -> None:
-        """A session begins with these peers; others that were known are lost from sight."""
+        """A session begins with exactly these peers; other known peers are disconnected."""
         present = {(peer.engine_id, peer.epoch) for peer in peers}
         with self._lock:
             known = [(peer.engine_id, peer.epoch) for peer in self._peers.values()]
@@ -80,7 +83,7 @@ class Peers:
                 self.down(PeerDown(engine_id, epoch, certain=False))
 
     def known(self) -> tuple[EngineAddress, ...]:
-        """Return all peers that are here."""
+        """Return all peers."""
         with self._lock:
             return tuple(self._peers.values())
 
@@ -90,9 +93,9 @@ class Peers:
             return tuple(self._writers.values())
 
     def agents_of(self, engine_id: str, epoch: str) -> tuple[str, ...]:
-        """Return the transport agents of a peer that this rank speaks with, in turn.
+        """Return the transport agents of a peer that this rank is connected to.
 
-        Raises ``TransportError`` if that engine, in that epoch, is not here or cannot be reached.
+        Raises ``TransportError`` if that engine is not a peer in that epoch or cannot be reached.
         """
         with self._lock:
             peer = self._peers.get(engine_id)
@@ -122,12 +125,12 @@ class Peers:
 
 
 def agent_info(address: AgentAddress) -> AgentInfo:
-    """Return what a transport knows another agent by."""
+    """Return an agent in the form of transports."""
     regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
     return AgentInfo(agent=address.agent, metadata=address.metadata, regions=regions)
 
 
 def agent_address(info: AgentInfo) -> AgentAddress:
-    """Return how a transport's agent is named to others."""
+    """Return an agent of a transport in the wire form."""
     regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
     return AgentAddress(info.agent, info.metadata, regions)

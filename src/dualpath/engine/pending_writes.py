@@ -1,4 +1,4 @@
-"""Blocks that this engine is just writing, and who waits for them."""
+"""Blocks that this engine is writing to storage, and the look-ups that wait for them."""
 
 from collections.abc import Callable, Iterable
 
@@ -7,10 +7,10 @@ from dualpath.engine.threads import OS_THREADS, Threads
 
 
 class PendingWrites:
-    """Counts the writes of each key that have begun and not ended; for several threads.
+    """Counts the writes under way of each key; thread-safe.
 
-    An agent's next turn can follow its last token at once: without this it would miss blocks that
-    are written milliseconds later.
+    An agent's next turn can follow its last token immediately: without this its look-up would miss
+    blocks that are written milliseconds later.
     """
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
@@ -25,9 +25,9 @@ class PendingWrites:
                 self._writes[key] = self._writes.get(key, 0) + 1
 
     def end(self, keys: Iterable[BlockKey]) -> None:
-        """They are over, well or not; who waits for the last write of a key is called.
+        """Writes have ended or failed; call the callbacks of keys without further writes.
 
-        For a write that is over already nothing happens.
+        Keys without a write under way are ignored.
         """
         calls: list[Callable[[], None]] = []
         with self._lock:
@@ -41,9 +41,9 @@ class PendingWrites:
             call()
 
     def when_over(self, key: BlockKey, call: Callable[[], None]) -> bool:
-        """Call once when the last write of a key is over; False, and no call, if there is none.
+        """Call ``call`` when the last write of a key is over; return False if there is no write.
 
-        ``call`` runs on a writer's thread and must not wait.
+        ``call`` runs on a writer's thread and must not block.
         """
         with self._lock:
             if key not in self._writes:

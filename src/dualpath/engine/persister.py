@@ -1,4 +1,4 @@
-"""Writes new Full Blocks to storage in the background; nobody waits for it."""
+"""Writes new Full Blocks to storage in the background; no request waits for it."""
 
 import logging
 from collections import deque
@@ -21,12 +21,12 @@ from dualpath.storage.contract import BlockStorage, DeclinedError
 log = logging.getLogger(__name__)
 
 
-#: All writers in one write each for longer than this: the storage does not answer.
+#: If all writers are in one write for longer than this, the storage does not respond.
 _WRITE_LIMIT_S = 60.0
 
 
 class WriteTask:
-    """A step to storage: keys, memory and origin of its blocks, and what to do once it is over."""
+    """A step to storage: keys, memory and origin of its blocks, and a callback for its end."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class WriteTask:
 
 
 class Persister:
-    """Some writer threads; a failed write is counted and logged, the block is simply not stored.
+    """Writer threads with one queue; a failed write is counted and logged, its block is not stored.
 
-    A writer takes one task after the other, in order; which of two is stored first is open.
+    Writers take tasks in order; concurrent tasks may end in any order.
 
-    ``pending`` has the keys of writes that are not over.  ``blank`` stands for the content of all
-    blocks where storage takes their lengths only.
+    ``pending`` has the keys of writes that are not over.  ``blank`` replaces the content of all
+    blocks if only their lengths are stored.
     """
 
     def __init__(
@@ -75,15 +75,15 @@ class Persister:
         self._tasks: deque[WriteTask] = deque()
         self._busy = 0
         self._closing = False
-        self._sign = health.sign("no write to storage has ended", _WRITE_LIMIT_S)
+        self._watchdog = health.watchdog("no write to storage has ended", _WRITE_LIMIT_S)
         self._threads = [
             health.start(f"storage-writer-{i}", self._run) for i in range(parallel_writes)
         ]
 
     def add(self, task: WriteTask) -> None:
-        """Queue a write; ``task.then`` runs on the writer's thread afterwards, always.
+        """Queue a write; ``task.then`` runs on the writer's thread afterwards in any case.
 
-        It runs at once where there is nothing to write.
+        With nothing to write it runs at once.
         """
         if self._blank is not None:
             task.step = msgspec.structs.replace(task.step, bytes=0)
@@ -102,7 +102,7 @@ class Persister:
             return self._wake.wait_for(lambda: not self._tasks and not self._busy, timeout_s)
 
     def close(self, limit: TimeLimit) -> None:
-        """Write what is queued, then stop, within the limit; the rest is dropped.  Idempotent."""
+        """Finish queued writes within the limit, drop the others and stop; idempotent."""
         self._share.close()
         with self._wake:
             self._closing = True
@@ -114,7 +114,7 @@ class Persister:
             self._tasks.clear()
         if blocks:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, blocks)
-            log.warning("%d blocks are not persisted: the engine ends before", blocks)
+            log.warning("%d blocks are not persisted: the engine ended before their write", blocks)
 
     def _run(self) -> None:
         while True:
@@ -125,24 +125,24 @@ class Persister:
                     return
                 task = self._tasks.popleft()
                 self._busy += 1
-                self._moves()
+                self._progressed()
             try:
-                self._share.wait_to_write(task.step.bytes, self._moves)
+                self._share.wait_to_write(task.step.bytes, self._progressed)
                 self._write(task)
                 task.then()
-            except Exception:  # a defect in what follows must not end a writer
+            except Exception:  # a defect in a callback must not end a writer
                 log.exception("work after a write failed")
             finally:
                 self.pending.end(task.keys)
                 with self._wake:
                     self._busy -= 1
-                    self._sign.idle()
+                    self._watchdog.idle()
                     self._wake.notify_all()
 
-    def _moves(self) -> None:
-        """Storage answers, or a write begins; a sign of it is needed where all writers write."""
+    def _progressed(self) -> None:
+        """Storage has responded or a write begins; watched only while all writers are busy."""
         if self._busy == len(self._threads):
-            self._sign.moved()
+            self._watchdog.progressed()
 
     def _write(self, task: WriteTask) -> None:
         start_ns = self._trace.now_ns()

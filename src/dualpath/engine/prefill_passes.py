@@ -1,7 +1,7 @@
 """The forward passes of a prefill engine, and the requests that take part in them.
 
-Every rank of the engine moves its slice of every block.  The leader knows which requests may take
-part and says so as a pass begins; as it ends, a request has failed if it has at any rank.
+Every rank of the engine moves its slice of every block.  The leader broadcasts the participating
+requests when a pass begins; at its end a request has failed if it has failed at any rank.
 """
 
 import functools
@@ -20,10 +20,10 @@ RELEASED = "it was released"
 
 
 class PassOrder(NamedTuple):
-    """What the leader says as a pass begins.
+    """The leader's broadcast when a pass begins.
 
-    ``number`` is the pass's in the engine's work, ``request_ids`` are those that take part;
-    ``peers`` are the decode engines that there are, None if they are those of the pass before.
+    ``number`` is that of the pass as a work item, ``request_ids`` are the requests that take part;
+    ``peers`` are the connected decode engines, None if they are those of the pass before.
     """
 
     number: int
@@ -32,7 +32,7 @@ class PassOrder(NamedTuple):
 
 
 class PassOutcome(NamedTuple):
-    """What a rank says as a pass ends: what failed and why, and whose transfers may still write."""
+    """A rank's report at the end of a pass: failures, and requests with late transfers."""
 
     failures: dict[str, str]
     late: tuple[str, ...]
@@ -43,15 +43,15 @@ def begin_stream(
     number: int,
     chunks: Sequence[PrefillChunk],
     layers: LayerSettings,
-    apart: Sequence[PrefillChunk] = (),
+    not_moved: Sequence[PrefillChunk] = (),
     before: LayerStream | None = None,
 ) -> LayerStream:
-    """Return a rank's share in a pass, which has not begun.
+    """Return a rank's layer stream for a pass; it has not begun.
 
-    ``apart`` are chunks of the pass for which this rank moves nothing; ``before`` is a pass that
-    may not be over.
+    ``not_moved`` are chunks of the pass for which this rank moves nothing; ``before`` is the pass
+    before, if it may not be over.
     """
-    shared = rank.shared_loads(_in_one_order((*chunks, *apart)), layers.buffers)
+    shared = rank.shared_loads(_in_one_order((*chunks, *not_moved)), layers.buffers)
     return LayerStream(
         chunks, layers, rank.geometry, rank.movers, rank.counters, number, shared, before
     )
@@ -64,9 +64,9 @@ def _in_one_order(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
 def end_stream(
     stream: LayerStream, holder: BlockHolder
 ) -> tuple[PassOutcome, list[ChunkTransfers]]:
-    """Wait for a rank's share; return what became of it, and its chunks that may still write.
+    """Finish a rank's layer stream; return its outcome, and its chunks that may still write.
 
-    Their HBM is held: ``holder`` lets go of it when they are still.
+    ``holder`` holds the HBM blocks of these chunks; the caller has to ``unhold`` them.
     """
     stream.finish()
     late = stream.late
@@ -76,10 +76,10 @@ def end_stream(
 
 
 class PrefillPasses:
-    """Begins and ends passes; ``release`` carries out a release that had to wait for one.
+    """Begins and ends passes; ``release`` executes a release that had to wait for a pass.
 
-    A request with a transfer that was given up stays in its pass until that is over, at all ranks:
-    nobody gets its slots, here and at the DE, nor its HBM, which ``holder`` keeps.
+    A request with an abandoned transfer stays in its pass until the transfer is over at all ranks:
+    neither its slots, here and at the DE, nor its HBM, which ``holder`` holds, are reused before.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class PrefillPasses:
         self._active = active
         self._holder = holder
         self._release = release
-        self._told: tuple[EngineAddress, ...] = ()
+        self._sent_peers: tuple[EngineAddress, ...] = ()
 
     def begin(
         self,
@@ -101,16 +101,17 @@ class PrefillPasses:
         layers: LayerSettings,
         before: LayerStream | None = None,
     ) -> LayerStream:
-        """Start the transfers of a pass; requests released by now take no part and have failed.
+        """Start the transfers of a pass; requests released by now fail and take no part.
 
-        ``before`` is a pass that may not be over; passes end in the order in which they began.
+        ``before`` is the pass before, if it may not be over; passes end in the order in which they
+        began.
         """
         refused = self._active.enter_stream(chunk.prefill_transfer.request_id for chunk in chunks)
         taking_part = [c for c in chunks if c.prefill_transfer.request_id not in refused]
         number = self._rank.work.begin()
         stream = begin_stream(self._rank, number, taking_part, layers, before=before)
         stream.failures.update(dict.fromkeys(refused, RELEASED))
-        self._rank.group.broadcast(PassOrder(number, stream.request_ids, self._news()))
+        self._rank.group.broadcast(PassOrder(number, stream.request_ids, self._changed_peers()))
         stream.begin()
         return stream
 
@@ -129,13 +130,13 @@ class PrefillPasses:
         self._leave_when_still(stream.number, elsewhere - late_here)
         for chunk in late:
             known_elsewhere = chunk.request_id in elsewhere
-            chunk.when_still(
+            chunk.when_idle(
                 functools.partial(self._late_over, chunk, stream.number, known_elsewhere)
             )
         return stream.failures
 
     def _late_over(self, chunk: ChunkTransfers, number: int, late_elsewhere: bool) -> None:
-        self._holder.let_go(chunk.chunk.hbm_blocks)
+        self._holder.unhold(chunk.chunk.hbm_blocks)
         if late_elsewhere:
             self._leave_when_still(number, {chunk.request_id})
         else:
@@ -143,15 +144,15 @@ class PrefillPasses:
 
     def _leave_when_still(self, number: int, request_ids: Set[str]) -> None:
         if request_ids:
-            self._rank.work.when_still(number, functools.partial(self._leave, request_ids))
+            self._rank.work.when_idle(number, functools.partial(self._leave, request_ids))
 
     def _leave(self, request_ids: Iterable[str]) -> None:
         for release in self._active.leave_stream(request_ids):
             self._release(release)
 
-    def _news(self) -> tuple[EngineAddress, ...] | None:
+    def _changed_peers(self) -> tuple[EngineAddress, ...] | None:
         peers = self._rank.peers.known()
-        if peers == self._told:
+        if peers == self._sent_peers:
             return None
-        self._told = peers
+        self._sent_peers = peers
         return peers

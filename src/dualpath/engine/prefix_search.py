@@ -1,19 +1,19 @@
-"""Where the stored head of a chain of blocks ends, found with few questions.
+"""A search for the length of the stored prefix of a chain of blocks, with few storage queries.
 
-Keys are chained and blocks are written in order, so that before a stored block all are stored, and
-behind an absent one none is, almost always.  Where a block has been removed from the middle, the
-search may end behind the hole: the read then finds it, and what follows is computed.
+Keys are chained and blocks are written in order, so that almost always all blocks before a stored
+one are stored, and none after an absent one.  If a block in the middle was removed, the search may
+end after the gap: the read then finds the gap, and the blocks after it are recomputed.
 """
 
 from collections.abc import Mapping
 
 
 class PrefixSearch:
-    """Says which positions of ``count`` blocks to ask for next, ``width`` ≥ 1 at a time.
+    """Chooses the positions of ``count`` blocks to query next, ``width`` ≥ 1 at a time.
 
-    First is the block behind those known to be stored: most chains have grown by nothing that is
-    stored, and end there.  Then the range left is cut in ``width`` + 1 parts, again and again: with
-    1,000 blocks and a width of 1 that is 11 questions at most, one after the other.
+    The first query is for the block after those known to be stored: for most chains it is absent
+    and ends the search.  Then the remaining range is repeatedly divided into ``width`` + 1 parts:
+    with 1,000 blocks and a width of 1 that takes at most 11 queries, one after the other.
     """
 
     def __init__(self, count: int, width: int) -> None:
@@ -25,11 +25,11 @@ class PrefixSearch:
 
     @property
     def is_over(self) -> bool:
-        """Whether block ``stored`` is known to be absent, or all blocks to be stored."""
+        """Whether block ``stored`` is known to be absent, or all blocks are stored."""
         return self.stored == self._absent
 
     def next_positions(self) -> list[int]:
-        """Return positions to ask for, in order; none once the search is over."""
+        """Return the positions to query, in order; none once the search is over."""
         left = self._absent - self.stored
         if not self._asked:
             return [self.stored] if left else []
@@ -37,7 +37,7 @@ class PrefixSearch:
         return [self.stored + part * left // parts for part in range(1, parts)]
 
     def note(self, found: Mapping[int, bool]) -> None:
-        """Take in whether the blocks at the positions asked for are stored."""
+        """Process the answers for the queried positions: whether each block is stored."""
         self._asked = True
         for position in sorted(found):
             if not found[position]:
@@ -46,9 +46,9 @@ class PrefixSearch:
             self.stored = position + 1
 
     def advance(self, stored: int) -> None:
-        """Note that ``stored`` blocks at the head are stored, as became known elsewhere.
+        """Note that the first ``stored`` blocks are stored, as known from another source.
 
-        Where a block had been absent, the search begins anew behind them.
+        If the block found absent is among them, the search restarts after them.
         """
         self.stored = max(self.stored, stored)
         if self.stored > self._absent:

@@ -1,6 +1,6 @@
-"""What one rank of an engine needs to move its slice of every block, be it the leader or not.
+"""The resources of one rank of an engine, leader or follower, for moving its slice of every block.
 
-The leader's traffic manager stands on one; a follower is little more.
+The leader's traffic manager is built on a ``Rank``; a follower adds little to it.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,23 +24,23 @@ from dualpath.engine.rank_work import RankWork
 from dualpath.engine.ranks import ONE_RANK, RankGroup, TimedGroup
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.shared_loads import LoadExchange, SharedLoads
-from dualpath.engine.stalls import MOST_TIMES
+from dualpath.engine.stalls import MAX_DEADLINES
 from dualpath.engine.step_transfers import ONLY, PrefillChunk, Replica
 from dualpath.engine.threads import Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.storage.host_process import this_process
 from dualpath.transport.contract import Transport
 
-#: How much longer than the longest forward pass one rank may be behind another.
-_BEHIND_S = 30.0
+#: Allowed delay of one rank behind another, in addition to the longest forward pass.
+_RANK_DELAY_S = 30.0
 
 
 class RankPlace(NamedTuple):
-    """Whom a rank works with, and which of those that hold the same bytes it is.
+    """The group of a rank, and its index among the ranks that replicate the same bytes.
 
-    Ranks hold the same where there are fewer KV heads than ranks, or where KV is latent.
-    ``this_process`` names the process that the rank is.  With an ``exchange`` between replicas each
-    loads a part of what comes in (``shared_loads``).
+    Ranks replicate KV if there are fewer KV heads than ranks, or if KV is latent.  ``this_process``
+    identifies the process of the rank.  With an ``exchange`` each replica loads a part of the KV
+    (``shared_loads``).
     """
 
     group: RankGroup = ONE_RANK
@@ -54,9 +54,9 @@ ALONE = RankPlace()
 
 
 def rank_place(group: RankGroup, slices: int) -> tuple[RankPlace, PartSlice]:
-    """Return the place of a rank whose group cuts KV into ``slices``, and the slice it holds.
+    """Return the place of a rank in a group that divides KV into ``slices``, and its slice.
 
-    Neighbours hold the same one, as vLLM gives out heads.
+    Neighbouring ranks hold the same slice, as in vLLM.
     """
     replicas = group.size // slices
     place = RankPlace(group, Replica(group.rank % replicas, replicas))
@@ -66,8 +66,8 @@ def rank_place(group: RankGroup, slices: int) -> tuple[RankPlace, PartSlice]:
 class Rank:
     """Memory, transport, threads and peers of one rank.
 
-    Every rank of an engine makes one.  Raises ``ConfigError`` for memory or a network that cannot
-    be had.
+    Every rank of an engine creates one.  Raises ``ConfigError`` if memory or the network is not
+    available.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Rank:
         leads = place.group.rank == 0
         trace_out = settings.trace_out if leads else ""
         self.trace = TraceRecorder(trace_out or None, settings.engine_id, threads)
-        limit_s = MOST_TIMES * settings.transfer_deadline_s + _BEHIND_S
+        limit_s = MAX_DEADLINES * settings.transfer_deadline_s + _RANK_DELAY_S
         self.group = TimedGroup(place.group, self.health, limit_s)
         self.memory = memory = open_memory(settings, geometry, self.group)
         self.work = RankWork(self.memory.board, threads)
@@ -109,20 +109,20 @@ class Rank:
             self.trace,
             self.health,
             place.replica,
-            self._nobody_knows if self.group.rank else lambda: None,
+            self._fail_unsettled if self.group.rank else lambda: None,
             shares_loads=place.exchange is not None,
         )
         self.copier = HbmCopier(self.movers, holder)
         self._place = place
-        told = self.group.gather((agent_address(transport.info()), place.this_process()))
-        #: How others reach the engine's ranks, and the processes of those but the first.
-        self.agents: tuple[AgentAddress, ...] = tuple(agent for agent, _ in told)
-        self.other_processes: tuple[HostProcess, ...] = tuple(process for _, process in told[1:])
+        ranks = self.group.gather((agent_address(transport.info()), place.this_process()))
+        #: The addresses of all ranks, and the processes of all ranks except the first.
+        self.agents: tuple[AgentAddress, ...] = tuple(agent for agent, _ in ranks)
+        self.other_processes: tuple[HostProcess, ...] = tuple(process for _, process in ranks[1:])
 
     def shared_loads(self, chunks: Sequence[PrefillChunk], buffers: int) -> SharedLoads | None:
-        """Return what ranks load for each other in a pass of these chunks; None if each loads all.
+        """Return the shared loads of a pass of these chunks; None if each rank loads everything.
 
-        ``buffers`` of layers in HBM.
+        ``buffers`` is the number of layer regions in HBM.
         """
         replica, exchange = self._place.replica, self._place.exchange
         if exchange is None:
@@ -130,29 +130,29 @@ class Rank:
         resident = buffers >= self.geometry.layers
         return SharedLoads(exchange, replica, chunks, self.geometry, resident=resident)
 
-    def _nobody_knows(self) -> None:
-        """The leader would wait for this follower for ever."""
-        self.health.fail("a transfer cannot be asked whether it still writes")
+    def _fail_unsettled(self) -> None:
+        """Fail this follower, as the leader would wait forever for it."""
+        self.health.fail("a transfer cannot be polled and may still write")
 
     def peer_up(self, peer: EngineAddress) -> None:
-        """A peer joined, or another one: it is tried again."""
+        """A peer joined, perhaps after a restart: its agents do not count as stalled."""
         for agent in peer.agents:
             self.movers.stalled.discard(agent.agent)
         self.peers.up(peer)
 
-    def look(self) -> None:
-        """Let time pass: go on with what has waited for other ranks."""
-        self.group.look()
-        self.work.look()
+    def poll(self) -> None:
+        """Check time limits and run callbacks that waited for other ranks."""
+        self.group.poll()
+        self.work.poll()
 
-    def complaint(self) -> str | None:
-        """Return why this rank should get no new work now, None if all is well."""
-        if self.movers.stalled.is_shut(self.movers.transfers.own_agent):
+    def problem(self) -> str | None:
+        """Return why this rank should get no new work now, None if it is healthy."""
+        if self.movers.stalled.is_avoided(self.movers.transfers.own_agent):
             return "copies within this engine stall"
-        return self.health.complaint()
+        return self.health.problem()
 
     def close(self, limit: TimeLimit) -> None:
-        """Stop what moves bytes, within the limit."""
+        """Stop the threads that move bytes, within the limit."""
         self.health.close()
         self.movers.after.close(limit)
         self.movers.pump.close(limit)

@@ -1,10 +1,11 @@
-"""How the ranks of one engine agree: each is a process on a device of its own (tensor parallelism).
+"""Collective communication of the ranks of one engine (tensor parallelism).
 
-Rank 0 *leads*: it talks to the router, owns the buffer's slots, reads and writes storage.  The
-others *follow*: they move their slice of the same blocks.  All compute the same steps, so what they
-say to each other goes with the steps, in one order for all.  The contract has three
-implementations: an engine of one rank, vLLM's tensor parallel group, and emulated ranks, which are
-processes or threads (``laboratory.emulated``).
+Each rank is a process on a device of its own.  Rank 0 is the *leader*: it is connected to the
+router, owns the buffer's slots, reads and writes storage.  The others are *followers*: they move
+their slice of the same blocks.  All execute the same steps, so collectives are called within the
+steps, in the same order at all ranks.  The protocol has three implementations: an engine of one
+rank, vLLM's tensor parallel group, and emulated ranks, which are processes or threads
+(``laboratory.emulated``).
 """
 
 from collections.abc import Callable
@@ -20,34 +21,34 @@ U = TypeVar("U")
 class RankGroup(Protocol):
     """One rank's end; every rank calls the same methods in the same order.
 
-    Both raise if another rank is gone: an engine that has lost a rank cannot go on.
+    Both raise if another rank has ended: an engine that has lost a rank cannot go on.
     """
 
     rank: int
     size: int
 
     def broadcast(self, value: T | None) -> T:
-        """Return rank 0's value at every rank; what the others give does not matter."""
+        """Return rank 0's value at every rank; the values of other ranks are ignored."""
         ...
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks at every rank, in their order."""
+        """Return the values of all ranks at every rank, in the order of ranks."""
         ...
 
 
 class OneRank:
-    """An engine of one rank agrees with itself."""
+    """The group of an engine of one rank."""
 
     rank = 0
     size = 1
 
     def broadcast(self, value: T | None) -> T:
-        """Return it."""
+        """Return the value."""
         assert value is not None
         return value
 
     def gather(self, value: T) -> list[T]:
-        """Return it."""
+        """Return a list of the value."""
         return [value]
 
 
@@ -56,11 +57,11 @@ ONE_RANK = OneRank()
 
 
 class TimedGroup:
-    """A group whose every wait has a limit: a rank that hangs takes its engine out.
+    """A group with a time limit for every collective: a rank that hangs breaks its engine.
 
-    A call to a group may not come back, and nothing can call it off.  So ``look``, from another
-    thread, has the data plane fail for good when one takes longer than ``limit_s``: whoever
-    watches that ends this process, and with it the engine.
+    A collective may hang and cannot be cancelled.  So ``poll``, called from another thread, marks
+    the data plane as broken when one takes longer than ``limit_s``; the process, and with it the
+    engine, is then ended.
     """
 
     def __init__(self, group: RankGroup, health: Health, limit_s: float) -> None:
@@ -78,8 +79,8 @@ class TimedGroup:
         """See ``RankGroup``."""
         return self._timed(lambda: self._group.gather(value))
 
-    def look(self) -> None:
-        """Fail if a call takes too long; called now and then."""
+    def poll(self) -> None:
+        """Mark the data plane as broken if a collective takes too long; called periodically."""
         since_ns = self._since_ns
         if since_ns is None:
             return

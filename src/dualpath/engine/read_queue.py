@@ -1,14 +1,14 @@
 """The storage reads of one engine: FIFO, measured in tokens (§6.1, read_q).
 
-Several blocks are read at a time, so that the device never waits for the next request: as one block
-is through, the next begins, be it of the same task or of the one behind.
+Several blocks are read at a time, so that the device is never idle between reads: when a block has
+been read, the next one begins, of the same task or of the following one.
 
-A read has a deadline.  When it passes while the device still writes into some slots, those slots
-are swapped for fresh ones and stay pinned until the device is done, so that the request goes on
-and a late byte cannot reach anybody.
+A read has a deadline.  If the device still writes into some slots when it passes, these slots are
+exchanged for free ones and stay pinned until the device is done, so that the request goes on and
+late bytes reach no other request.
 
-While nothing is to be read for a request, blocks are *fetched* that one may ask for soon, into
-slots that nobody wants, one by one: a request never waits for more than the blocks under way.
+While no request waits for a read, retained blocks are *fetched* (prefetched) one by one into free
+slots that no reservation waits for: a request never waits for more than the blocks under way.
 """
 
 import functools
@@ -24,7 +24,7 @@ from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.health import Health
 from dualpath.engine.kept_blocks import with_parents
-from dualpath.engine.slots import NOBODY
+from dualpath.engine.slots import NO_REQUEST
 from dualpath.engine.threads import TimeLimit
 from dualpath.engine.trace import STORAGE_TRACK, TraceRecorder
 from dualpath.engine.write_share import WriteShare
@@ -35,16 +35,16 @@ from dualpath.storage.contract import BlockStorage, ReadOutcome
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-#: All readers in one read each for longer than this: the storage does not answer.  One that hangs
-#: is a matter of its read's deadline.
+#: If all readers are in one read for longer than this, the storage does not respond.  A single read
+#: that hangs is handled by its deadline.
 _READ_LIMIT_S = 60.0
 
 
 class ReadTask:
     """The reads of a run of one request, with the keys of its blocks.
 
-    Changed under the queue's lock only.  ``good_blocks`` at its head are read and verified; what is
-    read beyond them waits in ``ahead``.
+    Changed only under the queue's lock.  The first ``good_blocks`` are read and verified; the
+    outcomes of later blocks are in ``ahead``.
     """
 
     def __init__(
@@ -75,16 +75,16 @@ class ReadTask:
 
     @property
     def waits(self) -> bool:
-        """Whether a block of it is to be started."""
+        """Whether reads of some of its blocks are still to be started."""
         return not self.over and not self.stopped and self.started_blocks < len(self.keys)
 
     @property
     def is_settled(self) -> bool:
-        """Whether it can be answered: no more blocks come, and the device writes into no slot."""
+        """Whether it can be answered: no more blocks are read, no read is under way."""
         return not self.in_flight and not self.waits
 
     def key_before(self, position: int) -> BlockKey:
-        """Return the key before that of a block, empty where it is not known."""
+        """Return the parent key of a block, empty if unknown."""
         return self.keys[position - 1] if position else self.parent
 
     def step(self, position: int) -> Step:
@@ -96,7 +96,8 @@ class ReadTask:
         raise IndexError(position)
 
     def note(self, position: int, outcome: ReadOutcome) -> None:
-        """Take in how a block ended; a bad one stops the run."""
+        """Record the outcome of a block; a bad block stops the run."""
+        assert position in self.in_flight, f"block {position} is not being read"
         self.in_flight.discard(position)
         self.bytes_read += outcome.storage_bytes
         self.ahead[position] = outcome
@@ -110,8 +111,8 @@ class ReadTask:
 class ReadQueue:
     """Reads ``parallel_reads`` blocks at a time into a buffer; answers tasks with ``ReadDone``.
 
-    ``keeps``: nobody else writes to the slots of a task, so that the buffer may keep what was read.
-    ``share`` is told of open reads, for writes to make room.
+    ``caches``: no transfer writes to the slots of a task, so that the buffer caches blocks as soon
+    as they are read.  ``share`` is notified of reads, so that writes yield to them.
     """
 
     def __init__(
@@ -124,13 +125,13 @@ class ReadQueue:
         parallel_reads: int,
         health: Health | None = None,
         *,
-        keeps: bool = False,
+        caches: bool = False,
         share: WriteShare | None = None,
     ) -> None:
         self._share = share or WriteShare()
         self._storage = storage
         self._buffer = buffer
-        self._keeps = keeps
+        self._caches = caches
         self._counters = counters
         self._trace = trace
         self._answer = answer
@@ -140,7 +141,7 @@ class ReadQueue:
         self._to_start: deque[ReadTask] = deque()
         self._to_fetch: dict[BlockKey, BlockKey] = {}
         self._reading = 0
-        self._sign = health.sign("no read from storage has ended", _READ_LIMIT_S)
+        self._watchdog = health.watchdog("no read from storage has ended", _READ_LIMIT_S)
         self._closing = False
         self._threads = [
             health.start(
@@ -168,9 +169,9 @@ class ReadQueue:
             self._wake.notify_all()
 
     def fetch(self, keys: Sequence[BlockKey]) -> None:
-        """Read the blocks of a chain from its first one, unless they are in the buffer (DE).
+        """Prefetch the retained blocks of a chain, from its first one, that are not cached (DE).
 
-        When nothing else is to be read, and as long as the buffer has slots that nobody wants.
+        They are read while no task waits and free slots are available.
         """
         missing = {*self._buffer.missing(keys)}
         wanted = [(k, before) for k, before in with_parents(keys, chain_root()) if k in missing]
@@ -179,23 +180,23 @@ class ReadQueue:
             self._to_fetch.update(wanted[:room])
             self._wake.notify_all()
 
-    def leave(self, keys: Sequence[BlockKey]) -> None:
-        """Do not fetch these blocks, unless they are being read."""
+    def cancel_fetch(self, keys: Sequence[BlockKey]) -> None:
+        """Do not fetch these blocks; reads under way go on."""
         with self._wake:
             for key in keys:
                 self._to_fetch.pop(key, None)
 
     def cancel(self, request_id: str) -> None:
-        """Drop a request's task without an answer; reads under way end with their blocks."""
+        """Drop a request's tasks without an answer; reads of blocks under way go on."""
         with self._wake:
             for task in [task for task in self._open if task.request_id == request_id]:
                 self._close_task(task)
 
     def expire(self, now_ns: int) -> None:
-        """Answer every task whose deadline has passed with what is verified so far."""
+        """Answer every task whose deadline has passed with the blocks verified so far."""
         with self._wake:
             late = [task for task in self._open if now_ns >= task.deadline_ns]
-            expired = [task for task in late if self._set_aside(task)]
+            expired = [task for task in late if self._replace_slots(task)]
             for task in expired:
                 self._close_task(task)
         for task in expired:
@@ -203,7 +204,7 @@ class ReadQueue:
             self._finish(task, now_ns, "deadline")
 
     def close(self, limit: TimeLimit) -> None:
-        """Stop after the blocks under way, within the limit; idempotent."""
+        """Stop when the blocks under way are read, within the limit; idempotent."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -214,7 +215,8 @@ class ReadQueue:
         self._open.pop(task, None)
         self._share.reading(bool(self._open))
 
-    def _set_aside(self, task: ReadTask) -> bool:
+    def _replace_slots(self, task: ReadTask) -> bool:
+        """Exchange the slots that the device still writes to; False if too few are free."""
         slots = [task.slots[position] for position in sorted(task.in_flight)]
         return self._buffer.replace(task.request_id, slots)
 
@@ -223,7 +225,7 @@ class ReadQueue:
             work(track)
 
     def _start(self) -> Callable[[str], None] | None:
-        """Return the next block's read, its slot pinned or taken; None when the queue closes."""
+        """Return the next read, its slot pinned; None when the queue closes."""
         with self._wake:
             while not self._closing:
                 while self._to_start and not self._to_start[0].waits:
@@ -249,21 +251,22 @@ class ReadQueue:
             live = not task.over
             if live:
                 task.note(position, outcome)
-                if self._keeps and outcome.is_good and task.step(position).whole:
+                if self._caches and outcome.is_good and task.step(position).whole:
                     key, before = task.keys[position], task.key_before(position)
-                    self._buffer.whole(task.request_id, [slot], [key], before)
+                    self._buffer.cache_blocks(task.request_id, [slot], [key], before)
             settled = live and task.is_settled
             if settled:
                 self._close_task(task)
         self._buffer.unpin([slot])
         if settled:
-            self._finish(task, self._trace.now_ns(), self._complaint(task))
+            self._finish(task, self._trace.now_ns(), self._log_bad_block(task))
 
     def _next_fetch(self) -> Callable[[str], None] | None:
         key = next(iter(self._to_fetch))
         before = self._to_fetch.pop(key)
-        slot = self._buffer.take_for(key)
-        if slot is None:  # kept meanwhile, or somebody wants the slots
+        assert self._buffer.is_retained(key), f"block {key.hex()[:8]} is fetched, not retained"
+        slot = self._buffer.allocate_for(key)
+        if slot is None:  # cached meanwhile, or no slot is available
             return None
         self._buffer.pin([slot])
         self._began()
@@ -271,18 +274,18 @@ class ReadQueue:
 
     def _fetch_one(self, key: BlockKey, before: BlockKey, slot: int, track: str) -> None:
         run = HitRun(Role.DECODE, BlockRun(0, 1), (slot,))
-        task = ReadTask(NOBODY, run_reads(self._storage.geometry, run), [key], 0, 0.0)
+        task = ReadTask(NO_REQUEST, run_reads(self._storage.geometry, run), [key], 0, 0.0)
         outcome = self._read(task, 0, slot, track)
         with self._wake:
             self._ended()
             if not outcome.is_good:
-                self._to_fetch.clear()  # What follows a missing block is of no use.
+                self._to_fetch.clear()  # Blocks after a missing one are useless.
         self._buffer.unpin([slot])
         if outcome.is_good:
             self._counters.add(Counter.DRAM_FETCHED_BLOCKS, 1)
-            self._buffer.keep_taken(slot, key, before)
+            self._buffer.cache_allocated(slot, key, before)
         else:
-            self._buffer.give_back(slot)
+            self._buffer.free_slot(slot)
 
     def _begin(self, task: ReadTask) -> int:
         """Count the task's next block as being read; return its position."""
@@ -297,11 +300,11 @@ class ReadQueue:
     def _began(self) -> None:
         self._reading += 1
         if self._reading == len(self._threads):
-            self._sign.moved()
+            self._watchdog.progressed()
 
     def _ended(self) -> None:
         self._reading -= 1
-        self._sign.idle()
+        self._watchdog.idle()
 
     def _pinned_slot(self, task: ReadTask) -> int | None:
         slot = task.slots[task.started_blocks]
@@ -318,6 +321,7 @@ class ReadQueue:
         except Exception:  # a defect must not end a reader; the blocks are recomputed
             log.exception("request %s: reading block %d failed", task.request_id, position)
             outcome = ReadOutcome(bytes_read=0, reason="read error")
+        assert self._buffer.is_pinned(slot), f"slot {slot} was unpinned while it was read into"
         self._counters.moved(step, outcome.storage_bytes)
         self._share.read(outcome.storage_bytes)
         if outcome.from_dram:
@@ -326,8 +330,8 @@ class ReadQueue:
         self._trace.moved([(task.request_id, done)], track, request=task.request_id, block=position)
         return outcome
 
-    def _complaint(self, task: ReadTask) -> str | None:
-        """Log the block that ended a run early, if one did."""
+    def _log_bad_block(self, task: ReadTask) -> str | None:
+        """Log the block that ended a run early, if there is one; return the reason."""
         if task.reason is not None:
             self._counters.add(Counter.VERIFY_FAILURES, 1)
             log.warning(

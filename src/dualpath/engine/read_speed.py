@@ -1,7 +1,7 @@
-"""How fast this engine reads its storage, measured before it joins: α follows from it (§A.4).
+"""Measurement of the read rate of an engine's storage before it joins; α depends on it (§A.4).
 
-Blocks of a namespace of their own are read as the read queue reads: several at a time, each
-verified.  They are written at the first start and stay, so that another start only reads.
+Blocks of a separate namespace are read as by the read queue: several at a time, each verified.
+They are written at the first start and are not removed, so that later starts only read.
 """
 
 import hashlib
@@ -18,21 +18,21 @@ from dualpath.storage.contract import BlockStorage
 
 log = logging.getLogger(__name__)
 
-#: Name of the model whose blocks these would be.
+#: The model name of the namespace of the probe's blocks.
 PROBE_MODEL = "dualpath-read-probe"
-#: Bytes read at most, in blocks of the engine's size.
+#: Maximum bytes read, in blocks of the engine's size.
 PROBE_BYTES = 64 << 20
-MOST_BLOCKS = 64
-#: No further block is begun after these seconds.
+MAX_BLOCKS = 64
+#: No further read is started after this time.
 BUDGET_S = 1.0
-#: A storage that takes longer, the writing included, is not waited for.
+#: Time limit of the measurement, writes included.
 LIMIT_S = 10.0
 
 
 def measure(storage: BlockStorage, readers: int, threads: Threads) -> Rate | None:
-    """Return the payload that so many readers get in a second, None if it cannot be said.
+    """Return the payload per second of ``readers`` concurrent readers, None if it fails.
 
-    ``storage``, which this closes, is of a namespace in which no engine stores KV.
+    ``storage`` has a namespace in which no engine stores KV; it is closed at the end.
     """
     found: list[float] = []
 
@@ -41,20 +41,20 @@ def measure(storage: BlockStorage, readers: int, threads: Threads) -> Rate | Non
             _write(storage)
             found.append(_read(storage, readers, threads))
         except StorageError as error:
-            log.warning("reading is not measured, no block can be written: %s", error)
+            log.warning("the read rate is not measured, no block can be written: %s", error)
         finally:
             storage.close()
 
     probing = threads.start("read-probe", probe)
     probing.join(LIMIT_S)
     if probing.is_alive():
-        log.warning("reading is not measured: storage does not answer within %g s", LIMIT_S)
+        log.warning("the read rate is not measured: storage does not respond within %g s", LIMIT_S)
     per_s = found[0] if found else 0.0
     return Rate(per_s, RateOrigin.MEASURED) if per_s > 0 else None
 
 
 def _keys(storage: BlockStorage) -> list[BlockKey]:
-    blocks = min(max(PROBE_BYTES // storage.geometry.full_block_bytes, 2), MOST_BLOCKS)
+    blocks = min(max(PROBE_BYTES // storage.geometry.full_block_bytes, 2), MAX_BLOCKS)
     return [hashlib.sha256(f"{PROBE_MODEL} {n}".encode()).digest() for n in range(blocks)]
 
 
@@ -65,7 +65,7 @@ def _write(storage: BlockStorage) -> None:
 
 
 def _read(storage: BlockStorage, readers: int, threads: Threads) -> float:
-    """Return good bytes per second."""
+    """Return verified bytes per second."""
     waiting: queue.SimpleQueue[BlockKey] = queue.SimpleQueue()
     for key in _keys(storage):
         waiting.put(key)

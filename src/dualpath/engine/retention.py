@@ -1,7 +1,7 @@
-"""What a buffer keeps for agents whose tools run, and brings back for their next turns.
+"""Retention and prefetching of blocks for the next turns of agents whose tools are running.
 
-The router decides what, and how much of it (``policy.session_warmth``).  An order (``Retain``) ends
-by itself: one whose end is never said, as when the router dies, costs nothing for long.
+The router decides which blocks and how many (``policy.session_warmth``).  A retention (``Retain``)
+expires by itself, so that one that the router never ends, as when it dies, is of limited cost.
 """
 
 import heapq
@@ -16,59 +16,59 @@ _NS_PER_S = 1_000_000_000
 
 
 class Retention:
-    """Carries out orders; called by one thread.
+    """Executes ``Retain`` messages; called by one thread.
 
-    ``fetch`` has blocks read when nothing else is, ``leave`` those not that it was told of before.
-    Only what is kept by an order is to be fetched, and no longer than that.
+    ``fetch`` queues blocks for prefetching, ``cancel_fetch`` removes them from the queue.  Only
+    retained blocks are fetched: a fetch is cancelled before the retention of its block ends.
     """
 
     def __init__(
         self,
         buffer: BlockBuffer,
         fetch: Callable[[Sequence[BlockKey]], None],
-        leave: Callable[[Sequence[BlockKey]], None],
+        cancel_fetch: Callable[[Sequence[BlockKey]], None],
     ) -> None:
         self._buffer = buffer
         self._fetch = fetch
-        self._leave = leave
+        self._cancel_fetch = cancel_fetch
         self._until_ns: dict[BlockKey, int] = {}
         self._ends: list[tuple[int, tuple[BlockKey, ...]]] = []
 
-    def order(self, message: Retain, now_ns: int) -> None:
-        """Keep blocks, or let them go first."""
-        # No order is worth more than the buffer holds, whoever gives it.
+    def apply(self, message: Retain, now_ns: int) -> None:
+        """Retain blocks, or make them the first to be evicted."""
+        # A message cannot retain more blocks than the buffer has slots.
         keys = message.keys[: self._buffer.capacity]
         if message.retain_s <= 0:
-            self._forget(keys)
-            self._buffer.let_go(keys, first=True)
+            self._remove(keys)
+            self._buffer.unretain(keys, evict_first=True)
             return
         until_ns = now_ns + round(message.retain_s * _NS_PER_S)
         room = self._buffer.capacity - len(self._until_ns)
-        kept = [key for key in keys if key in self._until_ns]
-        kept += [key for key in keys if key not in self._until_ns][: max(room, 0)]
-        self._until_ns.update({key: max(until_ns, self._until_ns.get(key, 0)) for key in kept})
-        heapq.heappush(self._ends, (until_ns, tuple(kept)))
-        self._buffer.retain(kept, now_ns + round(message.expected_s * _NS_PER_S))
+        retained = [key for key in keys if key in self._until_ns]
+        retained += [key for key in keys if key not in self._until_ns][: max(room, 0)]
+        self._until_ns.update({key: max(until_ns, self._until_ns.get(key, 0)) for key in retained})
+        heapq.heappush(self._ends, (until_ns, tuple(retained)))
+        self._buffer.retain(retained, now_ns + round(message.expected_s * _NS_PER_S))
         if message.fetch:
-            # A chain is of use from its first block on, and what no order keeps goes first.
+            # A chain is useful only from its first block on, up to the first block not retained.
             self._fetch([*itertools.takewhile(self._until_ns.__contains__, keys)])
 
     def expire(self, now_ns: int) -> None:
-        """Let blocks be as all others whose time is over."""
+        """End the retention of blocks whose time has passed."""
         while self._ends and self._ends[0][0] <= now_ns:
             _, keys = heapq.heappop(self._ends)
             over = [key for key in keys if self._until_ns.get(key, now_ns + 1) <= now_ns]
-            self._forget(over)
-            self._buffer.let_go(over)
+            self._remove(over)
+            self._buffer.unretain(over)
 
     def end_session(self) -> None:
-        """Let all be as others: who gave the orders has forgotten them."""
+        """End all retentions, as the router of the session no longer tracks them."""
         keys = list(self._until_ns)
-        self._forget(keys)
+        self._remove(keys)
         self._ends.clear()
-        self._buffer.let_go(keys)
+        self._buffer.unretain(keys)
 
-    def _forget(self, keys: Sequence[BlockKey]) -> None:
+    def _remove(self, keys: Sequence[BlockKey]) -> None:
         for key in keys:
             self._until_ns.pop(key, None)
-        self._leave(keys)
+        self._cancel_fetch(keys)

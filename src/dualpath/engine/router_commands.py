@@ -1,21 +1,21 @@
-"""What the router may ask of an engine: each message goes to the part that carries it out."""
+"""Dispatch of the router's messages to the parts of an engine that execute them."""
 
 import logging
 from collections.abc import Callable
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.control import (
+    ConfirmedDead,
     EngineMessage,
-    Gone,
-    IsGone,
+    LivenessProbe,
     Lookup,
     PeerDown,
     PeerUp,
+    Registered,
     Retain,
     RouterMessage,
     Sync,
     Synced,
-    Welcome,
 )
 from dualpath.core.errors import DualPathError
 from dualpath.core.request_messages import Assign, Failed, Persist, Read, Release
@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 class RouterCommands:
-    """Carries out commands in the order in which they come; called by one thread.
+    """Executes commands in the order of their arrival; called by one thread.
 
-    ``is_gone`` says whether a process of this machine has ended.
+    ``has_exited`` returns whether a process of this machine has ended.
     """
 
     def __init__(
@@ -40,24 +40,24 @@ class RouterCommands:
         prompts: ServedPrompts,
         lookups: Lookups,
         send: Callable[[EngineMessage], None],
-        is_gone: Callable[[HostProcess], bool],
+        has_exited: Callable[[HostProcess], bool],
     ) -> None:
         self._rank = rank
         self._requests = requests
         self._prompts = prompts
         self._lookups = lookups
         self._send = send
-        self._is_gone = is_gone
+        self._has_exited = has_exited
 
     def handle(self, message: RouterMessage) -> None:
-        """Carry out a command; answers go through ``send``.  Never raises for a bad command."""
+        """Execute a command; answers go through ``send``.  Never raises for a bad command."""
         request_id = getattr(message, "request_id", "")
         try:
             self._dispatch(message)
         except DualPathError as error:
             log.warning("%s %s failed: %s", type(message).__name__, request_id, error)
             reason = str(error)
-        except Exception as error:  # a defect in one command must not take the others down
+        except Exception as error:  # a defect in one command must not affect the others
             log.exception("%s %s failed", type(message).__name__, request_id)
             reason = repr(error)
         else:
@@ -67,15 +67,15 @@ class RouterCommands:
 
     def _dispatch(self, message: RouterMessage) -> None:
         match message:
-            case Welcome():
+            case Registered():
                 self._begin_session(message)
             case PeerUp():
                 self._rank.peer_up(message.address)
             case PeerDown():
                 self._rank.peers.down(message)
-            case IsGone():
-                if self._is_gone(message.writer.process):
-                    self._send(Gone(message.writer))
+            case LivenessProbe():
+                if self._has_exited(message.writer.process):
+                    self._send(ConfirmedDead(message.writer))
             case Lookup():
                 self._lookups.begin(message)
             case Sync():
@@ -91,9 +91,9 @@ class RouterCommands:
             case Retain():
                 self._requests.retain(message)
 
-    def _begin_session(self, message: Welcome) -> None:
-        self._requests.begin_session(keeps=message.keep_blocks)
+    def _begin_session(self, message: Registered) -> None:
+        self._requests.begin_session(caching=message.enable_caching)
         self._rank.peers.only(message.peers)
         for peer in message.peers:
             self._rank.peer_up(peer)
-        self._requests.tell_settled()
+        self._requests.send_settled()

@@ -1,7 +1,7 @@
-"""An engine's end of its connection to the router: a ZMQ DEALER socket, used by one thread.
+"""An engine's connection to the router: a ZMQ DEALER socket, used by one thread.
 
-With a cluster secret the connection is encrypted, and no other router than one that has the secret
-is believed; without one the router must be on this machine (``transport.cluster_secret``).
+With a cluster secret the connection is encrypted and the router must have the same secret; without
+one the router must be on this machine (``transport.cluster_secret``).
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from dualpath.transport.cluster_secret import ClusterSecret, check_control_url
 
 
 class RouterConnection(Protocol):
-    """Frames to and from the router; ``wake`` alone may be called from any thread."""
+    """Frames to and from the router; only ``wake`` may be called from any thread."""
 
     router: str
 
@@ -28,30 +28,30 @@ class RouterConnection(Protocol):
         ...
 
     def wait(self, timeout_s: float) -> bool:
-        """Return when a frame has arrived, ``wake`` was called or the time is over.
+        """Return when a frame has arrived, ``wake`` was called or after the timeout.
 
-        At once with True when there is a new connection, perhaps to another router.
+        Returns True at once after a new connection, perhaps to another router.
         """
         ...
 
     def wake(self) -> None:
-        """End the ``wait`` under way, or the next one."""
+        """End the current ``wait``, or the next one."""
         ...
 
     def reconnect(self) -> None:
-        """Give the connection up and begin another one."""
+        """Drop the connection and make a new one."""
         ...
 
     def close(self) -> None:
-        """Let what was sent go out, then close; ``wake`` does nothing afterwards."""
+        """Flush sent frames, then close; ``wake`` has no effect afterwards."""
         ...
 
 
 class ZmqRouterConnection:
     """The ``RouterConnection`` of a live engine.
 
-    Raises ``ConfigError`` for an address ZMQ cannot connect to, and for one of another machine
-    without a secret.
+    Raises ``ConfigError`` for an address that ZMQ cannot connect to, and for an address of another
+    machine without a secret.
     """
 
     def __init__(self, router: str, secret: ClusterSecret | None = None) -> None:
@@ -71,7 +71,7 @@ class ZmqRouterConnection:
         self._poller.register(self._connected, zmq.POLLIN)
 
     def send(self, frame: bytes) -> bool:
-        """Hand a frame to ZMQ."""
+        """Send a frame through ZMQ."""
         try:
             self._socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
@@ -79,14 +79,14 @@ class ZmqRouterConnection:
         return True
 
     def receive(self) -> bytes | None:
-        """Take a frame from ZMQ."""
+        """Receive a frame from ZMQ."""
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)[-1]
         except zmq.Again:
             return None
 
     def wait(self, timeout_s: float) -> bool:
-        """Poll the socket, what ``wake`` writes to, and what libzmq says of its connection."""
+        """Poll the socket, the socket pair of ``wake``, and the monitor of the connection."""
         ready = dict(self._poller.poll(int(timeout_s * 1000)))
         if self._wake_receiver.fileno() in ready:
             with contextlib.suppress(BlockingIOError):
@@ -100,19 +100,19 @@ class ZmqRouterConnection:
         return True
 
     def wake(self) -> None:
-        """Write a byte to ourselves."""
-        # Full: the thread is about to look anyway; closed: nobody listens any more.
+        """Write a byte to the socket pair."""
+        # Full: the thread is about to wake anyway; closed: no thread waits any more.
         with contextlib.suppress(BlockingIOError, OSError):
             self._wake_sender.send(b"\0")
 
     def reconnect(self) -> None:
-        """Connect anew: libzmq gives up a router with another security, which may be restarted."""
+        """Reconnect: libzmq does not retry after a failed security handshake with an old router."""
         with contextlib.suppress(zmq.ZMQError):
             self._socket.disconnect(self.router)
         self._socket.connect(self.router)
 
     def close(self) -> None:
-        """Close the socket; frames have ``LINGER_MS`` to go out."""
+        """Close the socket; frames have ``LINGER_MS`` to be sent."""
         self._socket.disable_monitor()
         self._connected.close(linger=0)
         self._socket.close()

@@ -1,8 +1,8 @@
-"""A prompt's KV in the DE's buffer: to storage, to HBM, and then its slots are free.
+"""A prompt's KV in the DE's buffer: it is written to storage and copied to HBM.
 
-Slots of a request at the decode engine are freed when three things have happened: the KV was
-handed to the HBM (or the router released the request), the router's ``Persist`` has arrived, so
-that no new block is lost, and nobody has them pinned.
+Slots of a request at the decode engine are freed when three conditions hold: the KV was copied to
+HBM (or the router released the request), the router's ``Persist`` has arrived, so that no new block
+is lost, and the slots are not pinned.
 """
 
 import functools
@@ -26,7 +26,7 @@ _NS_PER_S = 1_000_000_000
 
 
 class ServedPrompts:
-    """``moves_bytes`` False (mode Oracle): there are no slots, and lengths alone are stored."""
+    """``moves_bytes`` False (mode Oracle): there are no slots, and only lengths are stored."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ServedPrompts:
         self._moves_bytes = moves_bytes
 
     def persist(self, message: Persist) -> None:
-        """Store a prompt's new blocks; those of a request that is no longer here are dropped."""
+        """Write a prompt's new blocks to storage; drop them if the request is no longer here."""
         blocks = BlockRun(message.first_block, len(message.keys))
         held = self._buffer.slots_of(message.request_id)
         slots = held[blocks.first : blocks.end]
@@ -58,8 +58,8 @@ class ServedPrompts:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
             return
         self._buffer.pin(slots)
-        self._keep(message, held)
-        # From here on the request's slots go as soon as its KV is in HBM, on another thread.
+        self._cache(message, held)
+        # From here on another thread may free the request's slots, once its KV is in HBM.
         self._active.persist_seen(message.request_id)
         step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
         sources = [self._buffer.view(slot) for slot in slots]
@@ -69,18 +69,18 @@ class ServedPrompts:
         )
         self._free_if_served(message.request_id)
 
-    def _keep(self, message: Persist, held: Sequence[int]) -> None:
-        """A prompt whose KV is complete: no transfer writes to its full blocks any more.
+    def _cache(self, message: Persist, held: Sequence[int]) -> None:
+        """Cache the full blocks of a prompt, to which no transfer writes any more.
 
-        With windows its hits may lack layers here: of those only what was kept before is kept.
+        In a model with window layers hit blocks may lack layers here and are not added.
         """
         hit_keys, first = message.hit_keys, message.first_block
         if self._moves_bytes and len(hit_keys) == first:
-            keep_from = first if self._geometry.layer_windows else 0
-            keys = (hit_keys + message.keys)[keep_from:]
-            slots = held[keep_from : keep_from + len(keys)]
-            parent = hit_keys[keep_from - 1] if keep_from else chain_root()
-            self._buffer.whole(message.request_id, slots, keys, parent)
+            begin = first if self._geometry.layer_windows else 0
+            keys = (hit_keys + message.keys)[begin:]
+            slots = held[begin : begin + len(keys)]
+            parent = hit_keys[begin - 1] if begin else chain_root()
+            self._buffer.cache_blocks(message.request_id, slots, keys, parent)
 
     def fill_hbm(
         self,
@@ -103,13 +103,13 @@ class ServedPrompts:
                 self._kv_in_hbm(request_id, (self._trace.now_ns() - start_ns) / _NS_PER_S)
 
         def copied(error: str | None) -> None:
-            # The engine asks each rank; what another could not copy fails the request there.
-            self._rank.work.when_still(number, functools.partial(over, error))
+            # Each rank reports its own copy to the engine, which fails the request if one failed.
+            self._rank.work.when_idle(number, functools.partial(over, error))
             done(error)
 
         if not self._buffer.pin_lease(request_id, slots):
             self._counters.add(Counter.STALE_TRANSFERS, 1)
-            done(f"request {request_id}: its DE buffer slots changed hands")
+            done(f"request {request_id}: its DE buffer slots have a new owner")
         else:
             prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
             self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)

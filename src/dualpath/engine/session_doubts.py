@@ -1,4 +1,4 @@
-"""What a session that is over leaves at an engine: only what transfers may still write to."""
+"""The teardown of a session at an engine: only in-doubt requests are left."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -10,16 +10,16 @@ from dualpath.engine.buffer import BlockBuffer
 from dualpath.engine.peers import Peers
 
 
-class Doubts(NamedTuple):
-    """What sessions that are over have left: see ``core.control.Hello``."""
+class InDoubt(NamedTuple):
+    """The in-doubt requests of earlier sessions, and their writers: see ``control.Register``."""
 
     unsettled: tuple[str, ...]
     quarantined: tuple[str, ...]
     writers: tuple[Writer, ...]
 
 
-class SessionDoubts:
-    """Ends sessions, and names what they leave; methods may be called from any thread.
+class SessionTeardown:
+    """Ends sessions and tracks in-doubt requests; methods may be called from any thread.
 
     ``cancel_reads`` drops a request's storage reads.
     """
@@ -37,13 +37,14 @@ class SessionDoubts:
         self._active = active
         self._buffer = buffer
         self._peers = peers
-        self._said_unsettled: set[str] = set()
+        self._reported_unsettled: set[str] = set()
 
     def end_session(self, reason: str) -> None:
-        """Forget all requests but those that decode, which have nothing here any more.
+        """Drop all requests except those that decode, which hold no slots any more.
 
-        What their transfers may still write to is kept: a DE's slots in quarantine, until a router
-        says that no writer is left, a PE's requests in a forward pass until that is over.
+        Memory to which transfers may still write is not reused: a DE's slots are quarantined until
+        the router confirms that they have no writer, a PE's requests in a forward pass stay until
+        it is over.
         """
         for request_id, awaits_kv in self._active.end_session(reason).items():
             self._cancel_reads(request_id)
@@ -51,14 +52,14 @@ class SessionDoubts:
                 self._buffer.quarantine(request_id)
             self._buffer.release(request_id)
 
-    def named(self) -> Doubts:
-        """Return what is in doubt, for the next ``Hello``."""
+    def in_doubt(self) -> InDoubt:
+        """Return the in-doubt requests, for the next ``Register``."""
         unsettled = self._active.unsettled()
-        self._said_unsettled.update(unsettled)
-        return Doubts(unsettled, self._buffer.quarantined(), self._peers.writers())
+        self._reported_unsettled.update(unsettled)
+        return InDoubt(unsettled, self._buffer.quarantined(), self._peers.writers())
 
     def settled_since(self) -> list[str]:
-        """A session begins: return what has settled since it was named, which nobody heard."""
-        settled = self._said_unsettled.difference(self._active.unsettled())
-        self._said_unsettled.clear()
+        """A session begins: return requests that have settled since they were reported in doubt."""
+        settled = self._reported_unsettled.difference(self._active.unsettled())
+        self._reported_unsettled.clear()
         return sorted(settled)

@@ -1,6 +1,6 @@
 """Settings of an engine's traffic manager; the keys of ``kv_connector_extra_config``.
 
-The annotated types are the declarations that a cluster on one machine shares with its engines.
+The annotated types are declarations that are also used by settings of a cluster on one machine.
 """
 
 import os
@@ -15,16 +15,16 @@ from dualpath.core.blocks import BlockGeometry, Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
-from dualpath.core.names import unfit_name
+from dualpath.core.names import name_problem
 from dualpath.core.settings import Setting, declared, nearest
 from dualpath.engine.storage_settings import StorageLimitSettings
 from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 from dualpath.transport.ucx_config import check_engine_config
 
-#: Measured with ``dualpath lab bench data-plane``: 4 do not keep the device busy.
+#: Measured with ``dualpath lab bench data-plane``: 4 reads do not saturate the device.
 DEFAULT_PARALLEL_READS = 16
 
-#: Values of ``profile`` that name no file.
+#: Values of ``profile`` that are not files.
 PROFILE_AUTO, PROFILE_OFF = "auto", "off"
 
 Storage = Annotated[
@@ -38,24 +38,24 @@ Storage = Annotated[
 SecretFile = Annotated[
     str,
     Setting(
-        "holds the secret of router and engines; empty: DUALPATH_CLUSTER_SECRET of the "
-        "environment; without either both must be on one machine",
+        "file with the secret of router and engines; empty: DUALPATH_CLUSTER_SECRET of the "
+        "environment; without a secret router and engines must be on one machine",
         metavar="FILE",
     ),
 ]
 StorageKeyFile = Annotated[
     str,
     Setting(
-        "holds the storage keys, one a line, the newest first: it seals what is written, all open "
-        "what is read; empty: DUALPATH_STORAGE_KEY of the environment",
+        "file with the storage keys, one per line, newest first: the first one seals written "
+        "blocks, all of them open read blocks; empty: DUALPATH_STORAGE_KEY of the environment",
         metavar="FILE",
     ),
 ]
 StorageProtection = Annotated[
     Literal["auto", "none", "authenticated", "encrypted"],
     Setting(
-        "stored blocks withstand forgery (authenticated), and readers as well (encrypted); both "
-        "take a storage key; auto: encrypted where there is a storage key, else none"
+        "protection of stored blocks against forgery (authenticated), and also against reading "
+        "(encrypted); both need a storage key; auto: encrypted with a storage key, else none"
     ),
 ]
 EngineMode = Annotated[Mode, Setting("how KV is loaded; must equal the router's")]
@@ -63,16 +63,16 @@ BufferBytes = Annotated[int, Setting("PE or DE buffer of an engine (80 GB per no
 DramBytes = Annotated[
     int,
     Setting(
-        "DRAM beyond the buffer's, which is made larger by it unless dram_dir shares it: blocks of "
-        "earlier requests stay in what no request holds, and are served from there",
+        "extra DRAM for cached blocks of earlier requests, added to the buffer, or shared through "
+        "dram_dir",
         ge=0,
     ),
 ]
 DramDir = Annotated[
     str,
     Setting(
-        "directory in memory, such as /dev/shm/kv, in which the engines of a machine share "
-        "dram_bytes, all of them together; empty: each has its own, in its buffer",
+        "directory in memory, such as /dev/shm/kv, in which the engines of a machine share one "
+        "cache of dram_bytes; empty: each engine adds dram_bytes to its own buffer",
         metavar="DIR",
     ),
 ]
@@ -80,29 +80,30 @@ LayerBuffers = Annotated[
     int, Setting("layers of KV in a PE's HBM, 0 for all; must be 0 in mode basic", ge=0)
 ]
 ComputeQuota = Annotated[
-    float, Setting("predicted attention time of a forward batch (§6.2), 0 for no bound", ge=0)
+    float, Setting("limit of a forward batch's predicted attention time (§6.2), 0 for none", ge=0)
 ]
 QuotaFlops = Annotated[
-    float, Setting("attention throughput behind the prediction, 0: as profiled, else assumed", ge=0)
+    float,
+    Setting("attention throughput for the prediction, 0: as profiled, otherwise assumed", ge=0),
 ]
 Profile = Annotated[
     str,
     Setting(
-        "how a PE knows its speed, from which alpha, beta and the compute quota follow: auto times "
-        "storage and some forward passes at start and remembers the passes, off assumes, a FILE of "
-        "`dualpath profile` has them",
+        "source of a PE's speed, from which alpha, beta and the compute quota are derived: auto "
+        "measures storage and some forward passes at start and caches the result for the passes, "
+        "off uses assumptions, FILE is a file of `dualpath profile`",
         metavar="auto|off|FILE",
     ),
 ]
 SnicRate = Annotated[
     float,
-    Setting("throttle of an engine's storage reads, which emulates its NIC; 0 for none", ge=0),
+    Setting("limit of an engine's storage reads, which emulates its NIC; 0 for none", ge=0),
 ]
 NixlConfig = Annotated[
     dict[str, str],
     Setting(
         "UCX settings of NIXL without UCX_, such as IB_SL=2, IB_TRAFFIC_CLASS=106 or "
-        "TCP_PORT_RANGE=20480-24575; a UCX_ variable in the environment wins over them",
+        "TCP_PORT_RANGE=20480-24575; a UCX_ variable in the environment overrides them",
         metavar="KEY=VALUE,…",
     ),
 ]
@@ -118,14 +119,16 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     role: Annotated[Role, Setting("PE or DE")]
     engine_id: Annotated[
         str,
-        Setting("name, unique in the cluster; a new process with the same name replaces the old"),
+        Setting(
+            "name, unique in the cluster; a new process with the same name replaces the old one"
+        ),
     ]
     router: Annotated[
         str, Setting("the router's control address tcp://host:port", metavar="TCP-ADDRESS")
     ]
     api_url: Annotated[
         str,
-        Setting("base URL of this engine's HTTP server, as the router reaches it", metavar="URL"),
+        Setting("base URL of this engine's HTTP server for the router", metavar="URL"),
     ]
     storage: Storage
     cluster_secret_file: SecretFile = ""
@@ -142,7 +145,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     dram_bytes: DramBytes = 0
     dram_dir: DramDir = ""
     staging_blocks: Annotated[
-        int, Setting("slots that generated blocks pass on their way to storage", ge=1)
+        int, Setting("DRAM slots for generated blocks that are being written to storage", ge=1)
     ] = 32
     layer_buffers: LayerBuffers = 2
     compute_quota_s: ComputeQuota = 0.3
@@ -158,78 +161,81 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     storage_write_share: Annotated[
         float,
         Setting(
-            "part of the bytes to and from storage that writes may be while a request waits for a "
-            "read of this engine; 1: no bound",
+            "maximum share of writes in the bytes to and from storage while requests wait for "
+            "reads of this engine; 1: no limit",
             gt=0,
             le=1,
         ),
     ] = 1.0
     storage_write_bytes_per_s: Annotated[
         float,
-        Setting("cap on what this engine writes to storage, for an SSD's sake; 0: none", ge=0),
+        Setting("limit of this engine's writes to storage, to save an SSD; 0: none", ge=0),
     ] = 0.0
     storage_write_twice: Annotated[
-        bool, Setting("write only what is computed a second time; prefixes seen once are not")
+        bool, Setting("write a block only when it is computed a second time")
     ] = False
     transfer_deadline_s: Annotated[
         float,
         Setting(
-            "how long a forward pass waits for transfers with an engine that do not move; below "
-            "the router's limits",
+            "how long a forward pass waits for transfers with an engine that make no progress; "
+            "must be below the router's limits",
             gt=0,
         ),
     ] = 30.0
     device_copies: Annotated[
         Literal["auto", "nixl", "cuda"],
         Setting(
-            "who copies between DRAM and HBM of one GPU engine (§5.2); auto: CUDA where no RDMA "
-            "NIC is up"
+            "library for copies between DRAM and HBM of one GPU engine (§5.2); auto: CUDA without "
+            "an active RDMA NIC"
         ),
     ] = "auto"
     share_loads: Annotated[
         bool,
         Setting(
-            "ranks of a prefill engine that hold the same KV, as of latent attention, load a part "
-            "each and gather the rest on their GPUs"
+            "ranks of a prefill engine that replicate KV, as with latent attention, load one part "
+            "each and gather the others on their GPUs"
         ),
     ] = False
     ucx_tls: Annotated[
         str,
-        Setting("UCX transports, such as tcp; UCX_TLS of the environment wins; empty: UCX chooses"),
+        Setting(
+            "UCX transports, such as tcp; UCX_TLS of the environment overrides it; empty: UCX "
+            "chooses"
+        ),
     ] = ""
     progress_delay_us: Annotated[
         int,
-        Setting("pause of UCX's progress thread; 0 spins a core and is right with RDMA only", ge=0),
+        Setting("pause of UCX's progress thread; 0 spins a core, use it only with RDMA", ge=0),
     ] = 1000
     touch_memory: Annotated[
         bool,
         Setting(
-            "take all of the engine's DRAM as it starts, so that no transfer waits until the "
-            "kernel has cleared a page; RDMA NICs do so anyway, when memory is registered"
+            "touch all of the engine's DRAM at start, so that no transfer waits until the kernel "
+            "has cleared a page; with RDMA NICs the registration of memory does so anyway"
         ),
     ] = False
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     net_devices: Annotated[
         tuple[str, ...],
         Setting(
-            "UCX's network device of each rank, such as mlx5_0:1,mlx5_1:1; empty: where an engine "
-            "has several ranks, the RDMA port nearest to the GPU of each",
+            "UCX's network device of each rank, such as mlx5_0:1,mlx5_1:1; empty: with several "
+            "ranks, the RDMA port nearest to the GPU of each",
             metavar="DEVICE,…",
         ),
     ] = ()
     drain_timeout_s: Annotated[
         float,
-        Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),
+        Setting("time limit for requests under way after SIGTERM; 0: they end at once", ge=0),
     ] = 600.0
     lora_modules: Annotated[
         dict[str, str],
         Setting(
-            "LoRA adapters of this engine; those of its --lora-modules are put here",
+            "LoRA adapters of this engine; set from its --lora-modules",
             metavar="NAME=PATH,…",
         ),
     ] = msgspec.field(default_factory=dict)
     trace_out: Annotated[
-        str, Setting("Chrome trace, written at the end; empty: none", metavar="FILE")
+        str, Setting("file for a Chrome trace, written at the end; empty: none", metavar="FILE")
     ] = ""
 
     def check(self) -> None:
@@ -238,19 +244,19 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         if self.router and not _is_tcp_address(self.router):
             raise ConfigError(f"{{router}} is {self.router!r}; use the form tcp://host:port")
         for key in ("engine_id", "node", "group"):
-            if (wrong := unfit_name(getattr(self, key))) is not None:
+            if (wrong := name_problem(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
         if self.dram_dir and not self.dram_bytes:
             raise ConfigError(
-                f"{{dram_dir}} is {self.dram_dir!r} and {{dram_bytes}} is 0; say how much DRAM the "
+                f"{{dram_dir}} is {self.dram_dir!r} and {{dram_bytes}} is 0; set how much DRAM the "
                 "engines share there"
             )
         check_engine_config(self.nixl_engine_config)
 
     def of_rank(self, rank: int, nearest: str) -> "EngineSettings":
-        """Return the settings of one rank, with the network device that is its own.
+        """Return the settings of one rank, with its own network device.
 
-        ``nearest`` is the one to take where none is set, empty to let UCX choose.  Raises
+        ``nearest`` is the device to use if none is set, empty to let UCX choose.  Raises
         ``ConfigError`` if devices are set for other ranks only.
         """
         if self.net_devices and rank >= len(self.net_devices):
@@ -265,22 +271,22 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, nixl_engine_config=config)
 
     @property
-    def keeps_storage(self) -> bool:
-        """Whether this engine says what it stores and reads, and limits what it writes."""
+    def limits_storage(self) -> bool:
+        """Whether settings of this engine limit the storage or its writes."""
         limited = self.limits.any or self.storage_write_twice or self.storage_write_bytes_per_s > 0
         return limited and self.mode.moves_bytes
 
     def buffer_slots(self, geometry: BlockGeometry) -> int:
-        """Full Blocks that the buffer holds."""
+        """Number of slots of the buffer."""
         own_bytes = 0 if self.dram_dir else self.dram_bytes
         return (self.buffer_bytes + own_bytes) // geometry.full_block_bytes
 
     @property
     def protection(self) -> Protection | msgspec.UnsetType:
-        """How blocks are sealed, as the engine's namespace says; unset where they are plain."""
+        """The protection of blocks in the engine's namespace; unset for plain blocks."""
         named = self.storage_protection
         if named == "auto":
-            # Who has set a key shall not find plain blocks for lack of a second setting.
+            # A storage key alone must suffice to have no plain blocks.
             given = self.storage_key_file or os.environ.get(STORAGE_KEY_VARIABLE)
             named = "encrypted" if given else "none"
         sealed = named != "none" and self.mode.moves_bytes
@@ -293,7 +299,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
 
     @property
     def node_name(self) -> str:
-        """The node this engine is on; without one, a node of its own."""
+        """The engine's node; if none is set, a node of its own."""
         return self.node or self.engine_id
 
     @property
@@ -302,7 +308,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         return self.group or self.role.value
 
     def layers_in_hbm(self, layers: int) -> int:
-        """Of ``layers``, those whose KV HBM holds at a time: all but at a PE that is layerwise."""
+        """Number of layers, of ``layers``, with KV in HBM at a time; all but for layerwise PEs."""
         if self.role is Role.DECODE or not self.mode.layerwise:
             return layers
         return min(self.layer_buffers, layers) or layers
@@ -312,14 +318,14 @@ def _is_tcp_address(address: str) -> bool:
     try:
         parts = urlsplit(address)
         return parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
-    except ValueError:  # a port that is no number
+    except ValueError:  # the port is not a number
         return False
 
 
 def parse_settings(values: dict[str, Any]) -> EngineSettings:
     """Build settings from a plain dictionary.
 
-    Raises ``ConfigError`` that names the key, the value and what is allowed.
+    Raises ``ConfigError`` that names the key, the value and the limit.
     """
     try:
         return msgspec.convert(values, EngineSettings, strict=False)
@@ -335,5 +341,5 @@ def read_settings_file(path: str) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_bytes().decode())
     except (OSError, ValueError, RecursionError) as error:
-        # ValueError: no UTF-8, no TOML, a date that is none; RecursionError: nested too deep.
+        # ValueError: not UTF-8, not TOML or an invalid date; RecursionError: nested too deep.
         raise ConfigError(f"settings file {path!r} cannot be read: {error}; correct it") from error

@@ -1,15 +1,15 @@
-"""Ranks that hold the same KV may load a part each, and give it to each other on the device.
+"""Shared loads: ranks that replicate KV load one part each and exchange the parts on the device.
 
-Latent KV is whole on every rank of an engine.  As a rule each of ``a`` ranks loads all of it, which
-costs no agreement and ``a`` times the bytes.  With ``share_loads`` each loads one block in ``a``,
-in turn as with sends, and before a layer is computed the ranks gather what the others have: a
-collective per layer, over the links between GPUs.
+Latent KV is replicated on every rank of an engine.  By default each of ``a`` ranks loads all of it,
+without communication but with ``a`` times the bytes.  With ``share_loads`` each rank loads one
+block in ``a``, in turn as with sends, and before a layer is computed the ranks gather the other
+blocks: one collective per layer, over the links between GPUs.
 
-The thread that computes calls it for every layer once, at all ranks in the same order.  By then
-nothing reads the layer's region any more: what used it before has been sent (``layer_stream``), and
-its kernels were queued before.  What is gathered follows from the plan alone, not from what became
-of transfers: a request of which a rank could load nothing takes part with whatever is there, and
-fails at the end of the pass at all ranks.
+The thread that computes calls it once for every layer, in the same order at all ranks.  By then
+nothing reads the layer's region any more: its previous layer has been sent (``layer_stream``), and
+the kernels of that layer were queued before.  The exchanged blocks depend only on the plan, not on
+the outcome of transfers: if a rank failed to load a request, undefined bytes are exchanged and the
+request fails at the end of the pass at all ranks.
 """
 
 from collections.abc import Sequence
@@ -21,22 +21,22 @@ from dualpath.plan.steps import load_steps
 
 
 class LoadExchange(Protocol):
-    """The ranks that hold the same KV, on their devices."""
+    """The collective of ranks that replicate KV, on their devices."""
 
     def exchange(self, layer: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Bring HBM blocks ``blocks[r]`` of a layer from replica ``r`` to every other one.
+        """Copy HBM blocks ``blocks[r]`` of a layer from replica ``r`` to every other replica.
 
-        Queued behind what the calling thread has queued, or made its device wait for, and before
-        what it queues next.
+        Ordered on the device after the calling thread's queued work and waits, and before its next
+        work.
         """
         ...
 
 
 class SharedLoads:
-    """What the replicas load for each other in one pass.
+    """The shared loads of one pass.
 
-    ``chunks`` are those of the whole pass, at all ranks the same ones, also where a rank moves
-    nothing for one.  ``resident`` as in ``plan.steps.load_steps``.
+    ``chunks`` are all chunks of the pass, the same at all ranks, including chunks for which this
+    rank moves nothing.  ``resident`` as in ``plan.steps.load_steps``.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class SharedLoads:
         self._complete: set[int] = set()
 
     def complete(self, layer: int) -> None:
-        """Have all KV before the chunks in ``layer``'s HBM; this rank's own part of it is there."""
+        """Gather the KV before the chunks in ``layer``'s HBM; this rank has loaded its own part."""
         if layer in self._complete:
             return
         self._complete.add(layer)

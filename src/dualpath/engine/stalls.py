@@ -1,25 +1,25 @@
-"""Which agents have stalled: how long a forward pass waits for transfers before it gives them up.
+"""Stalled agents, and the time that a forward pass waits for transfers before it abandons them.
 
-A transfer that neither ends nor fails (a peer that hangs, a link that drops everything) must not
-hold the engine.  Four ways to bound the wait were weighed:
+A transfer that neither ends nor fails (a peer that hangs, a link that drops all packets) must not
+block the engine.  Four ways to limit the wait were considered:
 
-* *A limit for each wait* adds up: a pass waits 4L-1 times.
-* *A limit for the whole pass* is wrong for both: a prompt of 64K tokens over a slow link takes
-  minutes and is well, and a link that is dead is noticed only then.
-* *A limit without progress* is right for a dead link, and lets one that trickles hold the pass for
-  as long as it likes: one transfer just in time, again and again.
-* *A limit that progress pays back*, which is what ``Patience`` does.  A pass has ``deadline_s`` for
-  each agent.  The time that it waits for transfers of the agent is taken off; a transfer that ends
-  gives back what its bytes take at ``SLOWEST_BYTES_PER_S``, up to the whole again.  A dead link
-  costs one deadline, a link faster than that rate is never given up, and any other costs at most
-  the deadline and the time of its bytes at that rate.
+* *A limit for each wait* adds up, as a pass waits 4L-1 times.
+* *A limit for the whole pass* cannot be chosen well: a prompt of 64K tokens over a slow but working
+  link takes minutes, and a dead link would be noticed only after that time.
+* *A limit without progress* suits a dead link, but a very slow link could block the pass forever
+  with one transfer after the other just in time.
+* *A budget that progress refills*, which is ``WaitBudget``.  A pass has ``deadline_s`` for each
+  agent.  Waiting for transfers of the agent uses it up; a transfer that ends refills it by the time
+  of its bytes at ``SLOWEST_BYTES_PER_S``, up to the initial budget.  A dead link costs one
+  deadline, a link faster than that rate is never abandoned, and any other link costs at most the
+  deadline and the time of its bytes at that rate.
 
-What is under way lengthens the limit by its own time at that rate, as bytes that share a link may
-all end late, at most ``MOST_TIMES`` deadlines in all.  Only waiting counts: not computation, not
-the time in which this process stands still.
+Bytes under way extend the limit by their time at that rate, as all bytes that share a link may end
+late, to at most ``MAX_DEADLINES`` deadlines in total.  Only waiting counts, neither computation nor
+the time in which this process is suspended.
 
-One transfer that never ends does not prove that its agent is dead.  So an agent that has stalled is
-tried by a pass now and then, which waits ``TRIAL_S`` only; what ends, clears it.
+A transfer that never ends does not prove that its agent is dead.  So passes try an agent that has
+stalled from time to time, and wait only ``TRIAL_S``; any transfer that ends clears the agent.
 """
 
 from collections import Counter
@@ -27,23 +27,24 @@ from collections.abc import Collection
 
 from dualpath.engine.threads import OS_THREADS, Threads
 
-#: A link that moves KV slower than this is as good as dead: 64K tokens of KV of 70 KB take 460 s.
+#: A link slower than this is useless: 64K tokens of KV of 70 KB take 460 s.
 SLOWEST_BYTES_PER_S = 10e6
-#: Of the deadline, whatever is under way: with 30 s it stays below the router's 600 s of a request.
-MOST_TIMES = 8.0
+#: Maximum wait in deadlines, whatever is under way: with 30 s it stays below the router's limit of
+#: 600 s for a request.
+MAX_DEADLINES = 8.0
 
 
-#: How long a pass waits for an agent that has stalled before, and how often one does at most: a
-#: tenth of the engine's time.
+#: How long a pass waits for an agent that has stalled before, and the interval between such trials:
+#: a tenth of the engine's time.
 TRIAL_S = 0.5
 TRIAL_GAP_S = 5.0
 _NS_PER_S = 1_000_000_000
 
 
 class StalledAgents:
-    """Agents with transfers under way that were given up, until one of their transfers ends.
+    """Agents with abandoned transfers under way, until one of their transfers ends.
 
-    Nobody waits for them, and they get no new transfers, but for a trial now and then.
+    Passes do not wait for them and start no new transfers with them, except for occasional trials.
     """
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
@@ -57,12 +58,12 @@ class StalledAgents:
             return agent in self._next_trial_ns
 
     def posted(self, agent: str) -> None:
-        """A transfer with it is under way."""
+        """A transfer with the agent is under way."""
         with self._lock:
             self._moving[agent] += 1
 
     def ended(self, agent: str) -> None:
-        """One is over, well or not: the agent lives."""
+        """A transfer has ended or failed: the agent responds."""
         with self._lock:
             self._moving[agent] -= 1
             if not self._moving[agent]:
@@ -70,31 +71,31 @@ class StalledAgents:
             self._next_trial_ns.pop(agent, None)
 
     def add(self, agent: str) -> None:
-        """A wait for it was given up; without effect if nothing is under way that could end it."""
+        """A wait for the agent was abandoned; no effect without a transfer that could clear it."""
         with self._lock:
             if agent in self._moving:
                 self._next_trial_ns.setdefault(agent, 0)
 
     def discard(self, agent: str) -> None:
-        """It has joined anew."""
+        """The agent has joined again: clear it."""
         with self._lock:
             self._next_trial_ns.pop(agent, None)
 
-    def is_shut(self, agent: str) -> bool:
-        """Whether it has stalled and is not to be tried now."""
+    def is_avoided(self, agent: str) -> bool:
+        """Whether the agent has stalled and no trial is due."""
         with self._lock:
             return self._threads.now_ns() < self._next_trial_ns.get(agent, 0)
 
     def tried(self, agent: str) -> None:
-        """A pass tries it: no other does for a while, unless it moves."""
+        """A pass tries the agent: the next trial is due after ``TRIAL_GAP_S``."""
         with self._lock:
             if agent in self._next_trial_ns:
                 gap_ns = int(TRIAL_GAP_S * _NS_PER_S)
                 self._next_trial_ns[agent] = self._threads.now_ns() + gap_ns
 
 
-class Patience:
-    """What one pass has left for each agent; used by the engine's thread and the pump."""
+class WaitBudget:
+    """The remaining wait of one pass for each agent; used by the engine's thread and the pump."""
 
     def __init__(
         self, deadline_s: float, stalled: StalledAgents, threads: Threads = OS_THREADS
@@ -112,7 +113,7 @@ class Patience:
             self._moving_bytes[agent] = self._moving_bytes.get(agent, 0) + size_bytes
 
     def ended(self, agent: str, size_bytes: int) -> None:
-        """It is over, well or not."""
+        """A transfer has ended or failed."""
         with self._lock:
             self._moving_bytes[agent] -= size_bytes
             left_s = self._waited_s.get(agent, 0.0) - size_bytes / SLOWEST_BYTES_PER_S
@@ -120,7 +121,7 @@ class Patience:
         self.stalled.ended(agent)
 
     def waited(self, agents: Collection[str], seconds: float) -> list[str]:
-        """The pass has waited for these; return those for which it waits no longer."""
+        """Charge a wait to agents; return those for which the budget is used up."""
         with self._lock:
             for agent in agents:
                 self._waited_s[agent] = self._waited_s.get(agent, 0.0) + seconds
@@ -131,4 +132,4 @@ class Patience:
         deadline_s = self.deadline_s
         if agent in self.stalled:
             deadline_s = min(TRIAL_S, deadline_s)
-        return min(deadline_s + moving_s, MOST_TIMES * deadline_s)
+        return min(deadline_s + moving_s, MAX_DEADLINES * deadline_s)

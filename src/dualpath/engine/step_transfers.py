@@ -1,10 +1,10 @@
-"""From a step of the plan to a posted transfer: which regions, which pieces, which way.
+"""From a step of the plan to a posted transfer: its regions, pieces and direction.
 
-Where a step begins and ends says all of it.  Both ends in this engine: a copy, by the device where
-it has a copier, else by the transport to itself (§5.2).  One end here: a write to the other engine
-or a read from it; the prefill engine starts all of these.
+These follow from the source and destination of the step.  With both ends in this engine it is a
+copy, by the device's copier or, without one, by a transport to itself (§5.2).  With one end in this
+engine it is a write to the other engine or a read from it; the prefill engine starts all of these.
 
-A layer's parts have a work list each; they count as one transfer.
+Each part of a layer is a transfer of the transport; together they count as one transfer.
 """
 
 import functools
@@ -37,7 +37,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
     """One request's part in a forward pass.
 
     ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agents`` are the transport agents of the DE that this rank speaks with.
+    ``decode_agents`` are the transport agents of the DE that this rank is connected to.
     """
 
     prefill_transfer: PrefillTransfer
@@ -52,31 +52,31 @@ class PrefillChunk(msgspec.Struct, frozen=True):
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """Number ``index`` of ``count`` ranks whose HBM holds the same bytes.
+    """Replica ``index`` of ``count`` ranks whose HBM has the same bytes.
 
-    What leaves HBM is sent by one of them, block by block in turn; what comes in comes to each, or
-    at a PE to one of them in turn, which gives it to the others (``shared_loads``).
+    Sends out of HBM are divided among replicas, block by block in turn; every replica loads all
+    blocks, or at a PE with ``shared_loads`` one block in turn, which it gives to the others.
     """
 
     index: int = 0
     count: int = 1
 
     def turn(self, step: Step, position: int) -> int:
-        """Return which of the ranks moves block ``position`` of a step that they share.
+        """Return the replica that moves block ``position`` of a step that is divided among them.
 
-        A generated block has no number of its own: its slot stands for one.
+        Generated blocks have no prompt position: their slot is used instead.
         """
         slot = step.slots[position] if step.destination is Place.DE_STAGING else 0
         return (step.blocks.first + position + slot) % self.count
 
 
-#: A rank that holds what no other holds.
+#: A rank without replicas.
 ONLY = Replica()
 _HBM = (Place.PE_HBM, Place.DE_HBM)
 
 
 class _End(msgspec.Struct, frozen=True):
-    """The pieces at one end of a step, in one region for each part of its layer."""
+    """The pieces at one end of a step, with one region for each part of its layer."""
 
     regions: tuple[str, ...]
     pieces: PieceIndices
@@ -85,7 +85,7 @@ class _End(msgspec.Struct, frozen=True):
 class StepTransfers:
     """Posts the steps of an engine of one side, between Full Blocks and its ``hbm``.
 
-    ``shares_loads``: what this rank does not load it gets from another replica.
+    ``shares_loads``: blocks that this rank does not load come from another replica.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class StepTransfers:
     def agent_of(self, step: Step, peers: Sequence[str]) -> str:
         """Return the agent at the other end of a step: this rank's own, or one of ``peers``.
 
-        Those have the layers in turn, so that their NICs carry about as much each.
+        Layers are assigned to ``peers`` in turn, so that the load is spread over their NICs.
         """
         if step.source.side is step.destination.side:
             return self._agent
@@ -141,12 +141,12 @@ class StepTransfers:
         peers: Sequence[str] = (),
         earlier: DeviceEvent = PASSED,
     ) -> tuple[Transfer, tuple[DeviceEvent, ...]]:
-        """Post a step of one layer; with the events of its end if the device does it.
+        """Post a step of one layer; return also the events of its end if the device copies it.
 
-        ``hbm_blocks`` are the engine's block ids of the request's blocks 0 and following, ``peers``
-        are transport agents of the other engine, if the step has an end there.  Everything the
-        step depends on must be over, except that a copy of the device waits for ``earlier``.
-        Raises ``TransportError``; nothing moves then.
+        ``hbm_blocks`` are the engine's block ids of the request's blocks from 0 on, ``peers`` are
+        transport agents of the other engine, if the step has an end there.  All dependencies of the
+        step must be over, except that a copy by the device waits for ``earlier``.  Raises
+        ``TransportError`` if nothing was posted.
         """
         source = self._end(step.source, step, hbm_blocks)
         destination = self._end(step.destination, step, hbm_blocks)
@@ -163,11 +163,11 @@ class StepTransfers:
         return transfer, tuple(events)
 
     def _copies_of(self, step: Step) -> int:
-        """Return how many ranks move each byte of a step; each engine counts for all of them."""
+        """Return the number of ranks that move each byte of a step; rank 0 counts for all."""
         return 1 if self._divided(step) else self._replica.count
 
     def _divided(self, step: Step) -> bool:
-        """Whether one replica moves each block of a step, not each of them."""
+        """Whether the blocks of a step are divided among the replicas."""
         loads = self._shares_loads and step.destination is Place.PE_HBM
         return self._replica.count > 1 and (loads or step.source in _HBM)
 
@@ -188,7 +188,7 @@ class StepTransfers:
         ]
 
     def _end(self, place: Place, step: Step, hbm_blocks: Sequence[int]) -> _End:
-        """Return what this rank reads or writes at one end of a step."""
+        """Return the regions and pieces of this rank at one end of a step."""
         assert step.layer is not None, "Full Blocks are moved by storage"
         region = _DRAM_REGIONS.get(place)
         if region is None:
@@ -205,7 +205,7 @@ class StepTransfers:
 
 @functools.lru_cache(maxsize=256)
 def _indices(pieces: tuple[int, ...]) -> PieceIndices:
-    """Return pieces as the transports use them, once for all layers of a prompt that move them."""
+    """Return pieces in the form of transports, cached for all layers of a prompt."""
     indices = np.array(pieces, dtype=np.int64)
     indices.setflags(write=False)
     return indices
@@ -218,7 +218,7 @@ def _copies(
     earlier: DeviceEvent,
     events: list[DeviceEvent],
 ) -> list[Callable[[], Transfer]]:
-    """Return how to queue a copy for each part; each adds the event of its end."""
+    """Return a callable per part that queues its copy and adds the event of its end."""
 
     def copy(source_region: str, destination_region: str) -> DeviceCopy:
         queued = copier.copy(

@@ -1,4 +1,4 @@
-"""Lets an engine keep its storage within limits, on a thread that nothing waits for."""
+"""The thread of an engine that journals storage accesses and enforces the storage's limits."""
 
 import logging
 import time
@@ -15,7 +15,7 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.storage.directory import namespace_name
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import BEAT_S, Keeper, KeptStorage
+from dualpath.storage.keeper import BEAT_S, MaintainedStorage, StorageMaintenance
 from dualpath.storage.lease import LEASE_S
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.status import read_status
@@ -23,25 +23,26 @@ from dualpath.storage.status import read_status
 log = logging.getLogger(__name__)
 
 _NS_PER_S = 1_000_000_000
-#: Longest that ``close`` waits for a beat under way.
+#: Time limit of ``close`` for a tick under way.
 _CLOSE_S = 2.0
 
 
-def is_kept(tree: ObjectTree, settings: EngineSettings) -> bool:
-    """Whether an engine has to say what it does: its own settings ask for it, or a janitor does."""
+def needs_maintenance(tree: ObjectTree, settings: EngineSettings) -> bool:
+    """Whether an engine has to journal its accesses, by its own settings or for a janitor."""
     try:
-        return settings.keeps_storage or (
+        return settings.limits_storage or (
             settings.mode.moves_bytes and read_status(tree) is not None
         )
     except StorageError as error:
-        log.warning("nobody can say whether the storage has a janitor: %s", error)
+        log.warning("it is unknown whether the storage has a janitor: %s", error)
         return False
 
 
-class StorageKeeping:
-    """``storage`` stands before ``inner``; ``process`` is a name that no process had before.
+class MaintenanceThread:
+    """Runs ``StorageMaintenance``; ``storage`` wraps ``inner`` with it.
 
-    ``tree`` has everything that lies in the same storage; ``now_s`` is Unix time.
+    ``process`` is a unique name of this process, ``tree`` accesses all objects of the storage,
+    ``now_s`` is Unix time.
     """
 
     def __init__(
@@ -62,15 +63,15 @@ class StorageKeeping:
         janitor = Janitor(*candidate) if limits.any else None
         journal = Journal(tree, namespace_name(namespace), process)
         gate = WriteGate(settings.storage_write_bytes_per_s, twice=settings.storage_write_twice)
-        self.keeper = Keeper(tree, journal, gate, janitor, now_s, steady_s)
-        self.storage = KeptStorage(inner, self.keeper)
+        self.maintenance = StorageMaintenance(tree, journal, gate, janitor, now_s, steady_s)
+        self.storage = MaintainedStorage(inner, self.maintenance)
         self._now_s = now_s
         self._closing = threads.event()
-        self._thread: Thread | None = threads.start("storage-keeper", self._run)
+        self._thread: Thread | None = threads.start("storage-maintenance", self._run)
 
     def totals(self) -> dict[str, float]:
-        """Return what was done, by counter."""
-        done = self.keeper.done
+        """Return the counters of maintenance."""
+        done = self.maintenance.stats
         return {
             Counter.STORAGE_EVICTED_BLOCKS.value: done.evicted_blocks,
             Counter.STORAGE_EVICTED_BYTES.value: done.evicted_bytes,
@@ -79,8 +80,8 @@ class StorageKeeping:
         }
 
     def use(self) -> StorageUse | None:
-        """Return how full the storage is, None where nobody has said it."""
-        status = self.keeper.status
+        """Return how full the storage is, None without the status of a janitor."""
+        status = self.maintenance.status
         if status is None:
             return None
         return StorageUse(
@@ -92,7 +93,7 @@ class StorageKeeping:
         )
 
     def close(self) -> None:
-        """Tell what is new, and let another be the janitor; idempotent, in a few seconds."""
+        """Write the journal and give up the janitor's lease, within seconds; idempotent."""
         self._closing.set()
         thread, self._thread = self._thread, None
         if thread is not None:
@@ -100,14 +101,14 @@ class StorageKeeping:
 
     def _run(self) -> None:
         while not self._closing.is_set():
-            self._do(self.keeper.beat)
+            self._do(self.maintenance.tick)
             self._closing.wait(BEAT_S)
-        self._do(self.keeper.close)
+        self._do(self.maintenance.close)
 
     def _do(self, work: Callable[[], None]) -> None:
         try:
             work()
         except StorageError as error:
-            log.warning("the storage is not looked after: %s", error)
-        except Exception:  # a defect here must not end what keeps the storage within limits
-            log.exception("the storage is not looked after")
+            log.warning("storage maintenance failed: %s", error)
+        except Exception:  # a defect must not end the maintenance of the storage
+            log.exception("storage maintenance failed")

@@ -1,4 +1,4 @@
-"""Where the storage keys of an engine, and of who looks after a storage, are from."""
+"""The source of the storage keys of engines and of commands that manage a storage."""
 
 from typing import TYPE_CHECKING
 
@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
 
 def load_storage_keys(file: str) -> "KeyRing | None":
-    """Return the keys in ``file``, or else the environment's, or else None.
+    """Return the keys in ``file``, otherwise those of the environment, otherwise None.
 
-    Raises ``ConfigError`` for a file that cannot be read and for keys that could be guessed.
+    Raises ``ConfigError`` for a file that cannot be read and for weak keys.
     """
     found = read_secret(
         file,

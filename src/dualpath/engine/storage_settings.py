@@ -1,4 +1,4 @@
-"""Settings of a storage that is kept within limits; the same for engines and for a lone janitor."""
+"""Settings of the limits of a storage, used by engines and by a stand-alone janitor."""
 
 from typing import Annotated
 
@@ -9,50 +9,50 @@ from dualpath.policy.quotas import StorageLimits
 StorageQuota = Annotated[
     int,
     Setting(
-        "most that may lie in the storage, all namespaces together, such as 2TiB; 0 for no limit",
+        "maximum size of the storage, all namespaces together, such as 2TiB; 0 for no limit",
         ge=0,
     ),
 ]
 NamespaceQuota = Annotated[
-    int, Setting("most of one namespace (a model at one setting); 0 for no limit", ge=0)
+    int, Setting("maximum size of one namespace (a model at one setting); 0 for no limit", ge=0)
 ]
 TenantQuota = Annotated[
     int,
     Setting(
-        "most of one tenant, that is of requests with one cache_salt, and of those with none; 0 "
-        "for no limit",
+        "maximum size of one tenant, that is of requests with one cache_salt, or with none; 0 for "
+        "no limit",
         ge=0,
     ),
 ]
 StorageTtl = Annotated[
-    float, Setting("a prefix that nobody asked for that long is removed; 0 for no limit", ge=0)
+    float, Setting("remove a prefix that was not used for this time; 0 for no limit", ge=0)
 ]
 
 
 class StorageLimitSettings(Settings, frozen=True, kw_only=True):
-    """How much may lie in a storage, what is removed first, and what is written at all."""
+    """Limits of the size of a storage, and of the eviction of its blocks."""
 
     storage_quota: StorageQuota = 0
     storage_namespace_quota: NamespaceQuota = 0
     storage_tenant_quota: TenantQuota = 0
     storage_ttl: StorageTtl = 0.0
     storage_high: Annotated[
-        float, Setting("share of a quota above which blocks are removed", gt=0, le=1)
+        float, Setting("share of a quota above which blocks are evicted", gt=0, le=1)
     ] = 0.95
     storage_low: Annotated[
-        float, Setting("share of a quota down to which they are removed", gt=0, le=1)
+        float, Setting("share of a quota down to which blocks are evicted", gt=0, le=1)
     ] = 0.85
     storage_protect_s: Annotated[
         float,
         Setting(
-            "what was used that short a time ago is never removed; engines believe in a block "
-            "they have seen for up to 120 s",
+            "never evict blocks used within this time; engines rely on a block that they have "
+            "seen for up to 120 s",
             ge=0,
         ),
     ] = 150.0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for watermarks the wrong way round."""
+        """Raise ``ConfigError`` if the low watermark is above the high one."""
         super().check()
         if self.storage_low > self.storage_high:
             raise ConfigError(
@@ -62,7 +62,7 @@ class StorageLimitSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def limits(self) -> StorageLimits:
-        """The limits, as the janitor takes them."""
+        """The limits in the form of the janitor."""
         return StorageLimits(
             quota_bytes=self.storage_quota,
             namespace_quota_bytes=self.storage_namespace_quota,

@@ -1,7 +1,7 @@
-"""What an engine gets from the machine it runs on: threads and time, storage, network.
+"""The interfaces of an engine to its machine: threads and time, storage, network.
 
-A live engine takes them as they are.  A simulation brings all of them, so that nothing happens to
-an engine that its seed did not decide.
+A live engine uses those of the machine.  A simulation replaces all of them, so that its seed
+determines everything that happens to an engine.
 """
 
 import os
@@ -22,7 +22,7 @@ from dualpath.engine.storage_keys import load_storage_keys
 from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
-from dualpath.storage.host_process import is_gone, this_process
+from dualpath.storage.host_process import has_exited, this_process
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.reading import PluginReader
@@ -54,7 +54,7 @@ def _storage_keys(settings: EngineSettings) -> "KeyRing | None":
 def open_node_dram(
     settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
 ) -> NodeDram | None:
-    """Open what the engines of this machine share; None where it is not asked for."""
+    """Open the DRAM cache that engines of this machine share; None if it is not enabled."""
     if not settings.dram_dir or not settings.mode.moves_bytes:
         return None
     keys = _storage_keys(settings)
@@ -106,12 +106,12 @@ def _end_process() -> None:
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Each has its live form as default; those that open something raise ``ConfigError``.
+    """The defaults are those of a live engine; functions that open something raise ``ConfigError``.
 
-    ``now_s`` is Unix time.  ``open_transport`` gets the name of its agent.  ``listens`` says if
-    a server accepts connections at a URL.  ``new_epoch`` names a process start as no other is
-    named.  ``is_gone`` says whether a process of this machine, named as ``this_process`` does, has
-    ended.  ``end_process`` ends this one, whatever its threads do.
+    ``now_s`` is Unix time.  ``open_transport`` gets the name of its agent.  ``listens`` returns
+    whether a server accepts connections at a URL.  ``new_epoch`` returns a unique name of a process
+    start.  ``has_exited`` returns whether a process of this machine, identified as by
+    ``this_process``, has ended.  ``end_process`` ends this process, whatever its threads do.
     """
 
     threads: Threads = OS_THREADS
@@ -124,9 +124,9 @@ class Surroundings:
     listens: Callable[[str], bool] = _listens
     new_epoch: Callable[[], str] = _new_epoch
     this_process: Callable[[], HostProcess] = this_process
-    is_gone: Callable[[HostProcess], bool] = is_gone
+    has_exited: Callable[[HostProcess], bool] = has_exited
     end_process: Callable[[], None] = _end_process
 
 
-#: Those of a live engine.
+#: The surroundings of a live engine.
 LIVE = Surroundings()

@@ -1,7 +1,7 @@
 """Threads, locks and the clock of an engine, all from one object.
 
-No part of an engine asks the operating system for them.  So a simulation can bring threads of its
-own, which run one at a time, in an order that a seed decides, and a clock that jumps.
+No part of an engine gets them from the operating system directly.  So a simulation can replace them
+by threads that run one at a time, in an order determined by a seed, and by a simulated clock.
 """
 
 import logging
@@ -15,7 +15,7 @@ from typing import Protocol
 log = logging.getLogger(__name__)
 
 
-#: As ``threading.Lock``, used in ``with`` alone.
+#: As ``threading.Lock``, used only in ``with``.
 Lock = AbstractContextManager[bool]
 
 
@@ -23,15 +23,15 @@ class Event(Protocol):
     """As ``threading.Event``; ``timeout`` in seconds."""
 
     def is_set(self) -> bool:
-        """Whether it has been set."""
+        """Whether it is set."""
         ...
 
     def set(self) -> None:
-        """Let all who wait go on."""
+        """Set it and wake all waiting threads."""
         ...
 
     def clear(self) -> None:
-        """Let those wait who come."""
+        """Reset it, so that ``wait`` blocks."""
         ...
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -43,19 +43,19 @@ class Condition(AbstractContextManager[bool], Protocol):
     """As ``threading.Condition``; ``timeout`` in seconds."""
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Give up the lock until notified; False after the timeout."""
+        """Release the lock until notified; False after the timeout."""
         ...
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Wait until it is true; False after the timeout."""
+        """Wait until ``predicate`` is true; False after the timeout."""
         ...
 
     def notify(self, n: int = 1) -> None:
-        """Wake ``n`` who wait."""
+        """Wake ``n`` waiting threads."""
         ...
 
     def notify_all(self) -> None:
-        """Wake all who wait."""
+        """Wake all waiting threads."""
         ...
 
 
@@ -67,23 +67,23 @@ class Thread(Protocol):
         ...
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until its work is over, or the time is."""
+        """Wait until its work is over, or until the timeout."""
         ...
 
 
 class Threads(Protocol):
-    """Where the parts of an engine get their threads, what these wait with, and their clock."""
+    """The source of an engine's threads, locks, events and clock."""
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
-        """Run ``work`` on a thread of its own, which does not keep the process alive."""
+        """Run ``work`` on a new daemon thread."""
         ...
 
     def is_current(self, thread: Thread) -> bool:
-        """Whether it is ``thread`` that asks."""
+        """Whether ``thread`` is the calling thread."""
         ...
 
     def lock(self) -> Lock:
-        """Return a new lock, open."""
+        """Return a new, unlocked lock."""
         ...
 
     def condition(self) -> Condition:
@@ -95,16 +95,16 @@ class Threads(Protocol):
         ...
 
     def now_ns(self) -> int:
-        """Return a time that never goes back; on one machine the same for all processes."""
+        """Return a monotonic time, the same for all processes of a machine."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Let the calling thread wait; perhaps longer than asked."""
+        """Suspend the calling thread, possibly for longer than ``seconds``."""
         ...
 
 
 class OsThreads:
-    """The operating system's: what live engines run on."""
+    """Threads of the operating system, for live engines."""
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
         """Start a daemon thread."""
@@ -142,18 +142,18 @@ OS_THREADS = OsThreads()
 
 
 class TimeLimit:
-    """One limit of ``seconds`` from now for several waits, one after the other."""
+    """One limit of ``seconds`` from now for several consecutive waits."""
 
     def __init__(self, threads: Threads, seconds: float) -> None:
         self._threads = threads
         self._end_ns = threads.now_ns() + int(seconds * 1e9)
 
     def left_s(self) -> float:
-        """Return what is left for the next wait, 0 if nothing is."""
+        """Return the remaining time, at least 0."""
         return max(self._end_ns - self._threads.now_ns(), 0) / 1e9
 
     def join(self, threads: Sequence[Thread]) -> bool:
-        """Wait until they are over; False if one is not in time."""
+        """Wait until all threads are over; False if one is not over in time."""
         for thread in threads:
             if not self._threads.is_current(thread):
                 thread.join(self.left_s())
@@ -161,7 +161,7 @@ class TimeLimit:
 
 
 class Workers:
-    """Some threads that take work from one queue, first come, first served."""
+    """A pool of threads with one FIFO queue."""
 
     def __init__(self, threads: Threads, name: str, count: int) -> None:
         self._name = name
@@ -171,7 +171,7 @@ class Workers:
         self._threads = [threads.start(f"{name}-{i}", self._run) for i in range(count)]
 
     def submit(self, work: Callable[[], None]) -> bool:
-        """Queue work; False, and nothing queued, once these workers are closed."""
+        """Queue work; return False without queueing once the pool is closed."""
         with self._wake:
             if not self._closing:
                 self._waiting.append(work)
@@ -179,7 +179,7 @@ class Workers:
             return not self._closing
 
     def close(self, limit: TimeLimit | None = None) -> None:
-        """Finish what is under way, within the limit, and drop what waits; idempotent."""
+        """Finish the work under way, within the limit, and drop queued work; idempotent."""
         with self._wake:
             self._closing = True
             self._waiting.clear()
@@ -199,5 +199,5 @@ class Workers:
                 work = self._waiting.popleft()
             try:
                 work()
-            except Exception:  # a defect must not end a thread that others rely on
+            except Exception:  # a defect must not end a thread of the pool
                 log.exception("work of thread %s failed", self._name)

@@ -11,21 +11,21 @@ from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
 
-#: Tracks of steps that are not called as the step's verb.
+#: Tracks of steps whose name is not the step's verb.
 STORAGE_TRACK = "storage"
 _TRACKS = {"read": STORAGE_TRACK, "persist": "storage-write"}
-#: What is moved layer by layer beside the computation has the layer in its name.
+#: Steps that overlap with computation have the layer in their name.
 _BY_LAYER = ("load", "send")
 
 
 class TraceRecorder:
     """Writes complete events as one JSON file; disabled without a path.
 
-    Events go to the disk as they come, into a file that gets its name when it is whole: a trace of
-    days costs no memory.  A disk that refuses ends the trace, not the engine.
+    Events are written to disk immediately, into a file that is renamed when it is complete, so that
+    a long trace takes no memory.  An error of the disk ends the trace, not the engine.
 
-    Times are those of one machine's clock, so traces of several engines on that machine
-    can be laid over each other.
+    Times are those of the machine's clock, so that traces of several engines on one machine can be
+    merged.
     """
 
     def __init__(self, path: str | None, process: str, threads: Threads = OS_THREADS) -> None:
@@ -55,9 +55,10 @@ class TraceRecorder:
     def moved(
         self, executed: Sequence[tuple[str, Executed]], track: str = "", **args: object
     ) -> None:
-        """Add one event for steps of a kind that were executed together, with their requests.
+        """Add one event for steps of one kind that were executed together, with their requests.
 
-        Name and track are those of the steps; ``track`` if several threads execute them.
+        The name and, by default, the track are derived from the steps; ``track`` distinguishes
+        threads that execute steps of the same kind.
         """
         if self._ended or not executed:
             return
@@ -70,11 +71,11 @@ class TraceRecorder:
         self.record(name, track or _TRACKS.get(verb, verb), start_ns, end_ns, steps=steps, **args)
 
     def now_ns(self) -> int:
-        """Return the time that ``record`` expects."""
+        """Return the current time on the clock of ``record``."""
         return self._threads.now_ns()
 
     def write(self) -> None:
-        """End the trace and give it its name; does nothing when disabled.  Idempotent."""
+        """End the trace and rename its file; no effect when disabled; idempotent."""
         with self._lock:
             if self._path is None or self._ended:
                 return

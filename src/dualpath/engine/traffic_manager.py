@@ -1,9 +1,9 @@
 """The traffic manager of one engine (§4, §5): every KV byte in or out of it passes here.
 
 It owns the PE or DE buffer with its reservations and reads (``engine.assigned_requests``), the
-storage writer, and the transfers.  Commands come from the router as control messages (``handle``),
-work comes from the engine (``begin_prefill``, ``fill_hbm``, ``persist_generated``).  It knows no
-model and no engine framework; the vLLM connector and the emulated engine use it alike.
+storage writer, and the transfers.  The router sends commands as control messages (``handle``), the
+engine calls ``begin_prefill``, ``fill_hbm`` and ``persist_generated``.  It is independent of models
+and engine frameworks; the vLLM connector and the emulated engine both use it.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,27 +30,27 @@ from dualpath.engine.rank import ALONE, Rank, RankPlace
 from dualpath.engine.ranks import RankGroup
 from dualpath.engine.router_commands import RouterCommands
 from dualpath.engine.served_prompts import ServedPrompts
-from dualpath.engine.session_doubts import Doubts
+from dualpath.engine.session_doubts import InDoubt
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.engine.write_share import WriteShare
 from dualpath.storage.contract import BlockStorage
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 from dualpath.transport.contract import Transport
 
 _NS_PER_S = 1_000_000_000
-#: Longest that ``close`` waits for what is under way, all in all.
+#: Total time limit of ``close``.
 CLOSE_S = 5.0
 
 
 class TrafficManager:
     """See the module's docstring; all public methods may be called from any thread.
 
-    ``holder`` keeps HBM blocks from reuse that a late transfer may still write; ``node_dram`` is
-    what the engines of the node share.
+    ``holder`` holds HBM blocks back from reuse while a late transfer may still write to them;
+    ``node_dram`` is the DRAM cache that engines of the node share.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class TrafficManager:
         send: Callable[[EngineMessage], None],
         device: Device | None = None,
         threads: Threads = OS_THREADS,
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
         holder: BlockHolder | None = None,
         place: RankPlace = ALONE,
         node_dram: NodeDram | None = None,
@@ -80,7 +80,7 @@ class TrafficManager:
         self._threads = threads
         if node_dram is not None:
             storage = NodeDramStorage(storage, node_dram)
-        self._storage = storage = RememberingStorage(storage, threads.now_ns)
+        self._storage = storage = LookupCachingStorage(storage, threads.now_ns)
         self._transport = transport
         self._hbm = hbm
         share = WriteShare(settings.storage_write_share, threads)
@@ -99,7 +99,7 @@ class TrafficManager:
             storage, counters, trace, blank, settings.parallel_writes, rank.health, share
         )
         self._generated = GeneratedBlocks(
-            rank, self._staging, self._persister, self._buffer.keep_copy
+            rank, self._staging, self._persister, self._buffer.cache_copy
         )
         self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
         self._prompts = ServedPrompts(
@@ -107,15 +107,15 @@ class TrafficManager:
             moves_bytes=settings.mode.moves_bytes,
         )
         self._commands = RouterCommands(
-            *(rank, requests, self._prompts, self._lookups, send, is_gone)
+            *(rank, requests, self._prompts, self._lookups, send, has_exited)
         )
         self._report_seq = 0
         self._free_hbm_tokens = hbm.capacity_tokens
 
-    # ------------------------------------------------------------------ what others need to know
+    # ------------------------------------------------------------------ state of the engine
 
     def address(self, epoch: str, process: HostProcess | None = None) -> EngineAddress:
-        """Return how other engines reach this one."""
+        """Return the address of this engine for other engines."""
         return EngineAddress(
             engine_id=self.settings.engine_id,
             epoch=epoch,
@@ -128,8 +128,13 @@ class TrafficManager:
 
     @property
     def buffer(self) -> BlockBuffer:
-        """The DRAM buffer, for an engine that looks at what lies in it."""
+        """The DRAM buffer."""
         return self._buffer
+
+    @property
+    def staging(self) -> BlockBuffer:
+        """The staging slots of generated blocks."""
+        return self._staging
 
     @property
     def buffer_tokens(self) -> int:
@@ -138,10 +143,12 @@ class TrafficManager:
 
     @property
     def node_dram(self) -> NodeDramShare | None:
-        """What it shares with other engines of its node, None if nothing."""
+        """The DRAM cache that it shares with other engines of its node, None without one."""
         if (shared := self._node_dram) is None:
             return None
-        return NodeDramShare(shared.mark, shared.capacity_blocks * self.geometry.block_tokens)
+        return NodeDramShare(
+            shared.directory_id, shared.capacity_blocks * self.geometry.block_tokens
+        )
 
     @property
     def hbm_tokens(self) -> int:
@@ -163,16 +170,16 @@ class TrafficManager:
             free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
             counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
-            kept_buffer_tokens=self._buffer.resting * self.geometry.block_tokens,
+            cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
-        """Note how much KV memory the engine's scheduler has free."""
+        """Set the free KV memory of the engine's scheduler, for reports."""
         self._free_hbm_tokens = tokens
 
     @property
     def ranks(self) -> RankGroup:
-        """The engine's ranks, with a limit for every wait; for the thread that computes."""
+        """The group of the engine's ranks, with a limit for every wait; for the engine's thread."""
         return self._rank.group
 
     @property
@@ -181,49 +188,54 @@ class TrafficManager:
         return self._rank.health.broken
 
     def fail(self, reason: str) -> None:
-        """This engine cannot go on in this process: it is ``broken``; the first reason stays."""
+        """Mark this engine as permanently ``broken``; only the first reason is stored."""
         self._rank.health.fail(reason)
 
     def health(self) -> str | None:
-        """Return why no request should come here now, None if KV moves (``engine.health``)."""
-        if (complaint := self._rank.complaint()) is not None:
-            return complaint
-        unwell = self._rank.memory.board.unwell()
-        return f"ranks {unwell} of this engine are unwell; see their log" if unwell else None
+        """Return why this engine should get no requests now, None if it is healthy."""
+        if (problem := self._rank.problem()) is not None:
+            return problem
+        ranks = self._rank.memory.board.unhealthy()
+        return f"ranks {ranks} of this engine are unhealthy; see their log" if ranks else None
+
+    def wake_pump(self) -> None:
+        """Have the pump poll transfers now."""
+        self._rank.movers.pump.call(lambda: None)
 
     # ------------------------------------------------------------------ commands from the router
 
     def handle(self, message: RouterMessage) -> None:
-        """Carry out a command; answers go through ``send``.  Never raises for a bad command."""
+        """Execute a command; answers go through ``send``.  Never raises for a bad command."""
         self._commands.handle(message)
 
     def end_session(self, reason: str) -> None:
-        """Drop what is not decoding yet: the router has forgotten it, or will (``session_doubts``).
+        """Drop the requests that do not decode yet, as the router does (``session_doubts``).
 
-        A request whose KV is in HBM needs nothing of the router any more.  It goes on for as long
-        as whoever called for it listens, and counts in the load until ``decode_ended``.
+        A request whose KV is in HBM does not need the router any more.  It goes on while the client
+        of its HTTP call is connected, and counts in the load until ``decode_ended``.
         """
         self._requests.end_session(reason)
         self._lookups.drop()
 
-    def doubts(self) -> Doubts:
-        """Return what sessions before have left in doubt, for the next ``Hello``."""
-        return self._requests.doubts()
+    def in_doubt(self) -> InDoubt:
+        """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
+        return self._requests.in_doubt()
 
     def tick(self, now_ns: int) -> None:
-        """Let time pass: reads and look-ups beyond their deadline are answered.
+        """Answer reads and look-ups whose deadline has passed; called periodically.
 
-        What has waited for the engine's other ranks goes on, and the router hears what is kept.
+        Also runs callbacks that waited for the engine's other ranks, and reports changes of the
+        DRAM cache to the router.
         """
-        self._rank.look()
+        self._rank.poll()
         self._requests.expire(now_ns)
         self._lookups.expire(now_ns)
-        self._requests.tell_kept()
+        self._requests.send_cache_updates()
 
     # ------------------------------------------------------------------ work from the engine
 
     def is_active(self, request_id: str) -> bool:
-        """Whether a request is assigned to this engine and not about to leave it."""
+        """Whether a request is assigned to this engine and not released."""
         return self._requests.active.is_active(request_id)
 
     def decode_agents(self, engine_id: str, epoch: str) -> tuple[str, ...]:
@@ -238,8 +250,8 @@ class TrafficManager:
     ) -> LayerStream:
         """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.
 
-        Requests released by now take no part: nothing is moved for them and they count as failed.
-        ``before`` is a pass that may not be over (``engine.layer_stream``).
+        Requests released by now take no part: they have no transfers and count as failed.
+        ``before`` is the pass before, if it may not be over (``engine.layer_stream``).
         """
         return self._passes.begin(chunks, layers, before)
 
@@ -263,23 +275,23 @@ class TrafficManager:
         hbm_blocks: Sequence[HbmBlock],
         done: Callable[[str | None], None],
     ) -> None:
-        """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then give the buffer back.
+        """Copy a prompt's KV from the DE buffer to HBM (labels 8-9), then free its slots.
 
-        ``done`` gets None or why it failed, on whatever thread ends the copy.
+        ``done`` gets None or the error, on the thread that ends the copy.
         """
         self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
 
     def decode_ended(self, request_id: str) -> None:
-        """The engine's own request is over, well or not (DE); called for each of them."""
+        """The engine's own request has ended or failed (DE); called for each of them."""
         self._requests.active.ended(request_id)
 
     @property
-    def decodes_alone(self) -> bool:
-        """Whether requests decode on whose session is over; the router knows nothing of them."""
-        return self._requests.active.any_alone
+    def decodes_without_session(self) -> bool:
+        """Whether requests decode after the end of their session, unknown to the router."""
+        return self._requests.active.any_detached
 
     def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
-        """Store full blocks; returns when their HBM is not needed."""
+        """Persist full blocks; returns when their HBM is no longer needed."""
         if self.settings.mode.moves_bytes:
             self._generated.persist(blocks)
         else:
@@ -290,7 +302,7 @@ class TrafficManager:
         return self._persister.drain(timeout_s)
 
     def close(self) -> None:
-        """Finish writes, stop all threads and give memory back, in ``CLOSE_S``; idempotent."""
+        """Finish writes, stop all threads and free memory, within ``CLOSE_S``; idempotent."""
         limit = TimeLimit(self._threads, CLOSE_S)
         self._rank.close(limit)
         self._persister.close(limit)

@@ -1,7 +1,7 @@
-"""Whether the transfer that a request carries can be meant, and whether its hits are its own.
+"""Validation of the transfers that requests carry, and of the keys of their hits.
 
-Only the router makes transfers, and it is right.  But what comes over HTTP is indexed with, and a
-wrong number must end one request, not the engine.
+Only the router creates transfers.  But they arrive over HTTP and are used as indices, and a wrong
+number must fail one request, not the engine.
 """
 
 import logging
@@ -18,12 +18,12 @@ from dualpath.engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
 
-#: Above any buffer; slots of another engine are checked against its own size when they are used.
-_MOST_SLOTS = 1 << 32
+#: Above the size of any buffer; slots of another engine are checked when they are used.
+_MAX_SLOTS = 1 << 32
 
 
 class TransferChecks:
-    """What a transfer of one engine's requests has to fit; may be called from any thread."""
+    """Checks of the transfers of one engine's requests; may be called from any thread."""
 
     def __init__(self, settings: EngineSettings, geometry: BlockGeometry) -> None:
         self._role = settings.role
@@ -47,9 +47,9 @@ class TransferChecks:
         return transfer
 
     def check(self, transfer: PrefillTransfer | DecodeTransfer, tokens: int) -> None:
-        """Raise ``BadRequestError`` that names which tokens, blocks or slots do not fit.
+        """Raise ``BadRequestError`` with the tokens, blocks or slots that are invalid.
 
-        ``tokens`` are those of the request, generated ones included.  Where no bytes move, no
+        ``tokens`` are those of the request, generated ones included.  In modes without transfers no
         slots are needed.
         """
         request_id, prompt_tokens = transfer.request_id, transfer.prompt_tokens
@@ -62,7 +62,7 @@ class TransferChecks:
         if isinstance(transfer, DecodeTransfer):
             _check_slots(request_id, "slots", transfer.slots, blocks, self._own_slots)
             return
-        _check_slots(request_id, "de_slots", transfer.de_slots, blocks, _MOST_SLOTS)
+        _check_slots(request_id, "de_slots", transfer.de_slots, blocks, _MAX_SLOTS)
         if not 0 <= transfer.hit_blocks <= self._geometry.max_hit_blocks(prompt_tokens):
             raise BadRequestError(
                 f"request {request_id}: {transfer.hit_blocks} hit blocks for a prompt of "
@@ -74,17 +74,17 @@ class TransferChecks:
 
 
 def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> PrefillTransfer:
-    """Return the transfer, without hits if the last one's key is not the prompt's own.
+    """Return the transfer, without hits if the key of the last hit block is not the prompt's.
 
-    ``own_keys`` are what this engine makes of the prompt's tokens.  Keys are a chain: where the
+    ``own_keys`` are computed by this engine from the prompt's tokens.  Keys are a chain: if the
     last one is equal, all are.
     """
     hits = transfer.hit_blocks
     if hits == 0 or own_keys[hits - 1 : hits] == [transfer.hit_key_tail]:
         return transfer
     log.warning(
-        "request %s: the key of hit block %d is not the one of this prompt; its %d hit blocks "
-        "are computed (router and engine disagree on block size or hash algorithm)",
+        "request %s: the key of hit block %d is not that of this prompt; its %d hit blocks "
+        "are recomputed (router and engine disagree on block size or hash algorithm)",
         *(transfer.request_id, hits - 1, hits),
     )
     return msgspec.structs.replace(transfer, hit_blocks=0, hit_key_tail=b"", hits=())
@@ -98,23 +98,23 @@ def _check_hits(transfer: PrefillTransfer, own_slots: int) -> None:
                 f"request {transfer.request_id}: a run of hits begins at block "
                 f"{run.blocks.first}, block {block} is next; send it through the router"
             )
-        most = own_slots if run.side is Role.PREFILL else _MOST_SLOTS
+        most = own_slots if run.side is Role.PREFILL else _MAX_SLOTS
         _check_slots(transfer.request_id, "hits", run.slots, run.blocks.count, most)
         block += run.blocks.count
     if block != transfer.hit_blocks:
         raise BadRequestError(
-            f"request {transfer.request_id}: {block} blocks lie in buffers, "
+            f"request {transfer.request_id}: {block} blocks are in buffers, "
             f"{transfer.hit_blocks} are hit; send it through the router"
         )
 
 
 def _check_windows(transfer: PrefillTransfer, whole_from: int) -> None:
-    """Let no layer be computed on KV that was never read."""
+    """Raise ``BadRequestError`` if a window layer would use KV that was not read."""
     for run in transfer.hits:
         block = max(run.blocks.first, whole_from)
         if block < run.whole_from:
             raise BadRequestError(
-                f"request {transfer.request_id}: block {block} lies in a buffer without its window "
+                f"request {transfer.request_id}: block {block} is in a buffer without its window "
                 f"layers, a hit of {transfer.hit_blocks} blocks needs them from block {whole_from} "
                 "on; send it through the router"
             )

@@ -1,23 +1,23 @@
-"""How much of the storage NIC writes may take while requests wait for reads.
+"""The share of the storage NIC that writes may use while requests wait for reads.
 
-Nobody waits for a write, but reads and writes share the device.  Counted in bytes: where ``share``
-is 0.2, a byte may be written for every four that are read.  So no rate has to be known, and a
-storage that caches what is written is charged all the same.  While no read is open, writes pass.
+No request waits for a write, but reads and writes share the device.  The share is counted in bytes:
+with ``share`` 0.2, one byte may be written for every four bytes read.  So no rate has to be known,
+and writes that the storage caches count as well.  While no read is open, writes are not limited.
 """
 
 from collections.abc import Callable
 
 from dualpath.engine.threads import OS_THREADS, Threads
 
-#: Reads that do not move for so long do not hold writes up any longer.
-_STILL_S = 5.0
+#: Reads without progress for this time do not delay writes any longer.
+_NO_PROGRESS_S = 5.0
 
 
 class WriteShare:
-    """One engine's; 0 < ``share`` <= 1 of what it reads and writes together, 1 is no bound.
+    """The share of one engine; 0 < ``share`` <= 1 of all bytes read and written, 1 is no limit.
 
-    The blocks of one request are written in one go: what is more than the share then is made up for
-    before the next write.  For several threads.
+    The blocks of one request are written at once: the excess over the share is compensated before
+    the next write.  Thread-safe.
     """
 
     def __init__(self, share: float = 1.0, threads: Threads = OS_THREADS) -> None:
@@ -25,11 +25,11 @@ class WriteShare:
         self._wake = threads.condition()
         self._reading = False
         self._closed = False
-        #: Written beyond the share since reads are open.
+        #: Bytes written beyond the share while reads are open.
         self._ahead_bytes = 0.0
 
     def reading(self, some: bool) -> None:
-        """From now on there are reads that requests wait for, or there are none."""
+        """Set whether requests wait for reads."""
         if self._written_per_read is None:
             return
         with self._wake:
@@ -39,26 +39,29 @@ class WriteShare:
                 self._wake.notify_all()
 
     def read(self, size_bytes: int) -> None:
-        """So much has been read."""
+        """Bytes have been read."""
         if self._written_per_read is None:
             return
         with self._wake:
-            made_up_bytes = size_bytes * self._written_per_read
-            self._ahead_bytes = max(self._ahead_bytes - made_up_bytes, 0.0)
+            allowed_bytes = size_bytes * self._written_per_read
+            self._ahead_bytes = max(self._ahead_bytes - allowed_bytes, 0.0)
             self._wake.notify_all()
 
-    def wait_to_write(self, size_bytes: int, moves: Callable[[], None] = lambda: None) -> None:
-        """Wait until so much may be written, but no longer than reads move: ``moves`` is called."""
+    def wait_to_write(self, size_bytes: int, progressed: Callable[[], None] = lambda: None) -> None:
+        """Wait until a write is allowed, or reads make no progress.
+
+        ``progressed`` is called with the progress of reads.
+        """
         if self._written_per_read is None:
             return
         with self._wake:
-            while self._is_ahead and self._wake.wait(_STILL_S):
-                moves()
+            while self._is_ahead and self._wake.wait(_NO_PROGRESS_S):
+                progressed()
             if self._reading:
                 self._ahead_bytes += size_bytes
 
     def close(self) -> None:
-        """Hold nothing up from now on; idempotent."""
+        """Delay no writes from now on; idempotent."""
         if self._written_per_read is None:
             return
         with self._wake:

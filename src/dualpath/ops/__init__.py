@@ -1,1 +1,1 @@
-"""Around the processes: launching a cluster, checks of a node, settings of a fabric."""
+"""Operation of clusters: launching processes, checking nodes, network settings."""

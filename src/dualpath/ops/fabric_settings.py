@@ -1,7 +1,7 @@
-"""The settings of A.1 for a fabric, as data: line by line, where it goes and why.
+"""The network settings of A.1 as data: configuration lines, where each belongs, and why.
 
 InfiniBand is the paper's own configuration.  For RoCE the paper gives the method (DSCP, four
-lossless traffic classes, weights) and the numbers here are ours.  For Ethernet without RDMA the
+lossless traffic classes, weights), and the numbers here are ours.  For Ethernet without RDMA the
 lines are the commands of `dualpath.plan.traffic_class`, which the lab applies.
 """
 
@@ -22,7 +22,7 @@ from dualpath.plan.traffic_class import (
 
 
 class Fabric(enum.StrEnum):
-    """Compute networks whose settings are known."""
+    """Kinds of compute networks."""
 
     INFINIBAND = "infiniband"
     ROCE = "roce"
@@ -30,21 +30,21 @@ class Fabric(enum.StrEnum):
 
 
 class Line(msgspec.Struct, frozen=True):
-    """One line of configuration; an empty ``line`` is advice for which no common syntax exists."""
+    """One configuration line; an empty ``line`` is advice without a common syntax."""
 
     line: str
     why: str
 
 
 class SettingsGroup(msgspec.Struct, frozen=True):
-    """Lines that belong into one place."""
+    """Lines of one file or machine."""
 
     where: str
     settings: tuple[Line, ...]
 
 
 class FabricLanes(Settings, frozen=True, kw_only=True):
-    """How a fabric recognises the two lanes."""
+    """How the network distinguishes the two lanes, inference and KV."""
 
     weights: LaneWeights = DEFAULT_WEIGHTS
     inference_sl: Annotated[
@@ -63,15 +63,13 @@ class FabricLanes(Settings, frozen=True, kw_only=True):
     ] = 1.25e9
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for lanes that fall together or that a fabric does not have."""
+        """Raise ``ConfigError`` for equal lanes and for lanes that a network does not have."""
         super().check()
         for key in ("interface", "rdma_device"):
             name: str = getattr(self, key)
-            # The name ends up in commands that somebody pastes into a shell.
+            # The name is part of commands that operators paste into a shell.
             if not name.replace("-", "").replace("_", "").replace(".", "").isalnum():
-                raise ConfigError(
-                    f"{{{key}}} is {name!r}, must be the name of a device; correct it"
-                )
+                raise ConfigError(f"{{{key}}} is {name!r}, must be a device name; correct it")
         _check_pair("service level", self.inference_sl, self.kv_sl)
         _check_pair("DSCP", self.inference_dscp, self.kv_dscp)
         if self.inference_dscp // 8 == self.kv_dscp // 8:
@@ -87,8 +85,8 @@ class FabricLanes(Settings, frozen=True, kw_only=True):
                 )
 
 
-#: The four lossless classes of RoCE; 0 stays with unmarked traffic, 6 with congestion
-#: notifications (the NICs' default), 1 and 7 with nothing.
+#: The four lossless classes of RoCE.  Class 0 is for unmarked traffic, 6 for congestion
+#: notifications (the NICs' default); 1 and 7 are unused.
 LOSSLESS_PRIORITIES = (2, 3, 4, 5)
 _CONGESTION_PRIORITY = 6
 _ECT0 = 2
@@ -96,7 +94,7 @@ _PAPER_HIGH_LIMIT = 240
 
 
 def fabric_settings(fabric: Fabric, lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
-    """Return every line for one fabric, in the order in which one would apply them."""
+    """Return all lines for one network, in the order in which to apply them."""
     match fabric:
         case Fabric.INFINIBAND:
             return infiniband_settings(lanes)
@@ -109,34 +107,34 @@ def fabric_settings(fabric: Fabric, lanes: FabricLanes) -> tuple[SettingsGroup, 
 def infiniband_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
     """Return the settings of subnet manager, NCCL, NVSHMEM and UCX.
 
-    At 99:1 the arbitration tables are the paper's.  At another ratio the low-priority table holds
-    KV alone, so that the limit (in units of 4 KiB, after which one packet of it may pass) is the
-    ratio.
+    At 99:1 the arbitration tables are the paper's.  At another ratio the low-priority table has
+    only KV, so that the high-priority limit (in units of 4 KiB, after which one low-priority packet
+    may pass) is the ratio.
     """
     inference, kv = lanes.inference_sl, lanes.kv_sl
     manager = SettingsGroup(
         "opensm.conf of the subnet manager (switches and NICs obey it)",
         (
-            Line("qos TRUE", "without it opensm leaves arbitration as it finds it"),
-            Line("qos_max_vls 4", "data lanes in use; their buffers come from one memory"),
+            Line("qos TRUE", "without it opensm does not set the arbitration tables"),
+            Line("qos_max_vls 4", "number of data lanes; they share one buffer memory"),
             *_arbitration(lanes),
             Line(
                 "qos_sl2vl " + ",".join(str(sl if sl < 4 else kv) for sl in range(16)),
                 f"service level to lane: 0 unmarked, {inference} inference, {kv} KV; levels from "
-                "4 on, which nobody should use, share the KV lane",
+                "4 on, which should not be used, share the KV lane",
             ),
         ),
     )
     return (
         manager,
         _collectives(
-            Line(f"NCCL_IB_SL={inference}", "collectives take the inference lane; unset: 0"),
+            Line(f"NCCL_IB_SL={inference}", "collectives use the inference lane; default: 0"),
             Line(f"NVSHMEM_IB_SL={inference}", "the same for NVSHMEM, which DeepEP uses"),
         ),
         _ucx(
             Line(
                 f"UCX_IB_SL={kv}",
-                "KV takes its lane; unset it is 0, which the tables above serve like inference",
+                "KV uses its lane; the default 0 is served like inference by the tables above",
             ),
             "IB_SL",
             str(kv),
@@ -150,11 +148,11 @@ def _arbitration(lanes: FabricLanes) -> tuple[Line, ...]:
     if lanes.weights == DEFAULT_WEIGHTS:
         limit = _PAPER_HIGH_LIMIT
         low = ",".join(f"{lane}:{64 if lane == kv else 192}" for lane in range(4))
-        low_why = f"then one packet by these weights: KV (lane {kv}) cannot starve"
+        low_why = f"then one packet by these weights, so that KV (lane {kv}) does not starve"
     else:
         limit = max(1, round(lanes.weights.inference / lanes.weights.kv))
         low = ",".join(f"{lane}:{64 if lane == kv else 0}" for lane in range(4))
-        low_why = f"then one packet of KV (lane {kv}), which therefore cannot starve"
+        low_why = f"then one packet of KV (lane {kv}), so that it does not starve"
     return (
         Line(
             f"qos_high_limit {limit}",
@@ -176,16 +174,16 @@ def roce_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
         _collectives(
             Line(
                 f"NCCL_IB_TC={inference_tos}",
-                f"collectives take the inference lane: DSCP {lanes.inference_dscp} x 4, + 2 to "
-                "allow congestion marks; unset: 0",
+                f"collectives use the inference lane: DSCP {lanes.inference_dscp} x 4, + 2 to "
+                "allow congestion marks; default: 0",
             ),
             Line(f"NVSHMEM_IB_TRAFFIC_CLASS={inference_tos}", "the same for NVSHMEM (DeepEP)"),
         ),
         _ucx(
             Line(
                 f"UCX_IB_TRAFFIC_CLASS={kv_tos}",
-                f"KV takes its lane: DSCP {lanes.kv_dscp} x 4, + 2; unset, UCX takes 106 on "
-                "RoCEv2, that is DSCP 26",
+                f"KV uses its lane: DSCP {lanes.kv_dscp} x 4, + 2; UCX's default on RoCEv2 is "
+                "106, that is DSCP 26",
             ),
             "IB_TRAFFIC_CLASS",
             str(kv_tos),
@@ -202,7 +200,7 @@ def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Line, ...]:
     inference, kv = percent[lanes.inference_dscp // 8], percent[lanes.kv_dscp // 8]
     classes = ",".join(map(str, range(8)))
     return (
-        Line(f"{command} --trust dscp", "the DSCP of a packet decides, not its VLAN tag"),
+        Line(f"{command} --trust dscp", "classify packets by their DSCP, not by their VLAN tag"),
         *(
             Line(f"{command} --dscp2prio set,{dscp},{dscp // 8}", f"{name} by its DSCP")
             for name, dscp in _dscp(lanes).items()
@@ -216,13 +214,13 @@ def _roce_nic(lanes: FabricLanes, kv_tos: int) -> tuple[Line, ...]:
         Line(
             f"{command} --tsa {modes} --tcbw {shares}",
             f"percent of the link per class: inference {inference}, KV {kv}; congestion "
-            f"notifications (priority {_CONGESTION_PRIORITY}) first; a class of 0 gets what is "
-            "left over: give a spare one part of the inference share before using it",
+            f"notifications (priority {_CONGESTION_PRIORITY}) first; a class of 0 gets leftover "
+            "bandwidth only: give a spare class part of the inference share before using it",
         ),
         Line(
             f"cma_roce_tos -d {lanes.rdma_device} -t {kv_tos}",
-            "connections through RDMA-CM that ask for no class go to the KV lane; do not write "
-            "the device's tc/1/traffic_class in sysfs, which overrides every program's choice",
+            "RDMA-CM connections without a class use the KV lane; do not write the device's "
+            "tc/1/traffic_class in sysfs, which overrides the class of every program",
         ),
     )
 
@@ -255,7 +253,7 @@ def ethernet_settings(lanes: FabricLanes) -> tuple[SettingsGroup, ...]:
         _ucx(
             Line(
                 f"UCX_TCP_PORT_RANGE={lanes.kv_ports.text}",
-                "KV connections are accepted on these ports, by which the filters know them",
+                "KV connections are accepted on these ports, which the filters match",
             ),
             "TCP_PORT_RANGE",
             lanes.kv_ports.text,
@@ -268,7 +266,7 @@ def _collectives(*settings: Line) -> SettingsGroup:
 
 
 def _ucx(variable: Line, key: str, value: str) -> SettingsGroup:
-    """Return the group of UCX; ``nixl_engine_config`` takes UCX's names without ``UCX_``."""
+    """Return the settings of UCX; ``nixl_engine_config`` uses UCX's names without ``UCX_``."""
     return SettingsGroup(
         "environment of every engine, prefill and decode alike: NIXL through UCX",
         (
@@ -276,12 +274,12 @@ def _ucx(variable: Line, key: str, value: str) -> SettingsGroup:
             Line(
                 "",
                 f'or, in the settings of every engine, nixl_engine_config {{"{key}": "{value}"}} '
-                f"(--nixl-engine-config {key}={value}); a UCX_ variable that is set wins over it",
+                f"(--nixl-engine-config {key}={value}); a UCX_ variable overrides it",
             ),
             Line(
                 "",
-                "set it at both ends of a connection: one end alone may mark one direction only "
-                "(UCX issue 10325 says so of the traffic class)",
+                "set it on both sides of a connection: otherwise only one direction may be marked "
+                "(UCX issue 10325, for the traffic class)",
             ),
         ),
     )
@@ -292,7 +290,7 @@ def _dscp(lanes: FabricLanes) -> dict[str, int]:
 
 
 def _roce_percent(lanes: FabricLanes) -> dict[int, int]:
-    """Return whole percents by class; ETS knows no fractions, and KV keeps at least 1."""
+    """Return integer percentages by class, at least 1 for KV; ETS supports no fractions."""
     kv = max(1, round(100 * (1 - lanes.weights.inference_share)))
     return {lanes.inference_dscp // 8: 100 - kv, lanes.kv_dscp // 8: kv}
 

@@ -1,1 +1,1 @@
-"""What moves, over which link, in what order (paper §4, §5)."""
+"""The transfers of a prompt: their links, their order, and their bandwidth (paper §4, §5)."""

@@ -1,15 +1,15 @@
 """Bottleneck-free ranges of §4.2, Eq. 1-9, and the sums of plan bytes that re-derive them.
 
-``link_bytes`` is the derivation: it adds the bytes of plans per link.  The closed forms stand
-beside it so that a test can compare both.
+``link_bytes`` is the derivation: it adds the bytes of plans per link.  The closed forms are here
+too, so that a test can compare both.
 
-Three remarks on the paper's text.  Eq. 1 (2Bs/g ≤ B) needs 2s ≤ g, not s ≤ g.  The equations
-leave out the KV of miss tokens, which is small at the hit rates of §2.2; ``plan_bytes_per_s`` of a
-real layout counts it, and with it the writes of new blocks.  DRAM is half duplex: reads and writes
-of it add up, those of a NIC do not.
+Three remarks on the paper's text.  Eq. 1 (2Bs/g ≤ B) requires 2s ≤ g instead of s ≤ g.  The
+equations omit the KV of miss tokens, which is small at the hit rates of §2.2; ``plan_bytes_per_s``
+of a real layout counts it, and the writes of new blocks.  DRAM is half duplex: its reads and writes
+add up, those of a NIC do not.
 
-With tensor parallelism nothing changes while each GPU of an engine holds its own KV heads: a byte
-then crosses one CNIC on either side.  Where GPUs hold the same KV, loads are repeated for each.
+With tensor parallelism nothing changes while each GPU of an engine has its own KV heads: a byte
+then crosses one CNIC on either side.  If GPUs replicate KV, loads are repeated for each replica.
 """
 
 from collections import Counter
@@ -23,12 +23,12 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.movements import Link, Replicas
 from dualpath.plan.steps import PromptLayout, Step, read_steps, whole_plan
 
-#: Links of a node; all others are of one GPU's CNIC.
+#: Links that the GPUs of a node share; all others belong to one GPU's CNIC.
 NODE_LINKS = frozenset(
     {Link.PE_SNIC_READ, Link.DE_SNIC_READ, Link.DE_SNIC_WRITE, Link.PE_DRAM, Link.DE_DRAM}
 )
 
-#: Every byte of KV lies in the HBM of one GPU of its engine.
+#: Every byte of KV is in the HBM of one GPU of its engine.
 ONE_HOLDER = Replicas()
 
 _PREFILL_LINKS = frozenset({Link.PE_SNIC_READ, Link.PE_CNIC_READ, Link.PE_CNIC_WRITE, Link.PE_DRAM})
@@ -39,7 +39,7 @@ _SNIC_LINKS = frozenset({Link.PE_SNIC_READ, Link.DE_SNIC_READ, Link.DE_SNIC_WRIT
 class LinkBound(msgspec.Struct, frozen=True, kw_only=True):
     """An inequality of §4.2: ``load_bytes_per_s`` of a link must not exceed its limit.
 
-    ``equation`` is the paper's number, "§4.2" for the one it gives in words.
+    ``equation`` is the paper's number, "§4.2" for the inequality that the paper gives in words.
     """
 
     equation: str
@@ -50,12 +50,12 @@ class LinkBound(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def margin(self) -> float:
-        """Share of the limit that is left; negative where it is exceeded."""
+        """Unused share of the limit; negative if it is exceeded."""
         return 1 - self.load_bytes_per_s / self.limit_bytes_per_s
 
 
 class RatioBound(msgspec.Struct, frozen=True, kw_only=True):
-    """An inequality of §4.2 solved for P/D; ``least`` says that P/D must not be below it.
+    """An inequality of §4.2 solved for P/D; ``least``: ``ratio`` is a lower bound.
 
     ``ratio`` is infinite for a lower bound and negative for an upper bound that no P/D meets.
     """
@@ -68,7 +68,7 @@ class RatioBound(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def link_bytes(steps: Iterable[Step], replicas: Replicas = ONE_HOLDER) -> Counter[Link]:
-    """Return how many bytes each link carries for these steps, over all GPUs of an engine."""
+    """Return the bytes that each link carries for these steps, over all GPUs of an engine."""
     total: Counter[Link] = Counter()
     for step in steps:
         carried = round(step.bytes * step.movement.copies(replicas))
@@ -92,8 +92,8 @@ def de_pair_bytes_per_s(shape: ClusterShape) -> float:
 def closed_form_bytes_per_s(shape: ClusterShape) -> dict[Link, float]:
     """Left sides of Eq. 1, 2, 4, 6 per GPU's CNIC and of Eq. 8 per node's DRAM.
 
-    With r and q replicas a load enters HBM r times at a PE and q times at a DE; with one they are
-    the paper's.
+    With r and q replicas a load enters HBM r times at a PE and q times at a DE; r = q = 1 gives the
+    paper's equations.
     """
     s, g, rate = shape.snic_ratio, shape.gpus_per_node, shape.cnic_bytes_per_s
     r, q = shape.prefill_replicas, shape.decode_replicas
@@ -184,10 +184,10 @@ def prefill_to_decode_range(shape: ClusterShape) -> tuple[float, float]:
 def plan_bytes_per_s(
     shape: ClusterShape, geometry: BlockGeometry, hit_blocks: int, miss_blocks: int
 ) -> dict[Link, float]:
-    """Return the load of every link with all SNICs saturated, from the plans, misses counted.
+    """Return the load of every link with all SNICs saturated, from the plans, misses included.
 
-    Every prompt has ``hit_blocks`` ≥ 1 and ``miss_blocks`` ≥ 1, read on either side in the
-    proportion of the nodes.  Loads are per GPU for CNICs and per node for ``NODE_LINKS``.
+    Every prompt has ``hit_blocks`` ≥ 1 and ``miss_blocks`` ≥ 1; prompts are read on either side in
+    proportion to the nodes.  Loads are per GPU for CNICs and per node for ``NODE_LINKS``.
     """
     prompt_tokens = (hit_blocks + miss_blocks) * geometry.block_tokens
     replicas = Replicas(shape.prefill_replicas, shape.decode_replicas)

@@ -1,7 +1,7 @@
-"""What kinds of movement there are: the table that is DualPath's data path (§4.1, Fig. 4).
+"""The kinds of movement of DualPath's data path, as one table (§4.1, Fig. 4).
 
-A kind of movement says where from, where to, over which links (§4.2) and in which traffic class
-(§5.1).  Which blocks it moves for a prompt is ``steps``.
+A movement has a source, a destination, links (§4.2) and a traffic class (§5.1).  The blocks that it
+moves for a prompt are in ``steps``.
 """
 
 import enum
@@ -15,7 +15,7 @@ from dualpath.plan.traffic_class import TrafficClass
 
 
 class Place(enum.StrEnum):
-    """Where KV can lie."""
+    """Where KV can be."""
 
     STORAGE = "storage"
     PE_BUFFER = "pe-buffer"
@@ -27,7 +27,7 @@ class Place(enum.StrEnum):
 
     @functools.cached_property
     def side(self) -> Role | None:
-        """Whose memory it is; None for storage."""
+        """The role of the engine that owns the memory; None for storage."""
         sides = {"pe": Role.PREFILL, "de": Role.DECODE}
         return sides.get(self.value.partition("-")[0])
 
@@ -40,7 +40,7 @@ class Unit(enum.StrEnum):
 
 
 class Link(enum.StrEnum):
-    """A direction of a device that a step loads; reads leave a memory, writes enter one (§4.2)."""
+    """One direction of a device that a step uses; reads leave a memory, writes enter it (§4.2)."""
 
     PE_SNIC_READ = "pe-snic-read"
     DE_SNIC_READ = "de-snic-read"
@@ -54,9 +54,9 @@ class Link(enum.StrEnum):
 
 
 class Movement(msgspec.Struct, frozen=True):
-    """A kind of step, an arrow of Fig. 4: ``verb`` is what traces call it.
+    """A kind of step, an arrow of Fig. 4; ``verb`` is its name in traces.
 
-    ``links`` are the device directions that carry each of its bytes once.
+    Each of its bytes crosses each of ``links`` once.
     """
 
     label: str
@@ -68,15 +68,15 @@ class Movement(msgspec.Struct, frozen=True):
 
     @property
     def engine(self) -> Role:
-        """Whose engine executes it: a transfer between engines is started by the PE."""
+        """The role of the engine that executes it: PEs start all transfers between engines."""
         prefill = Role.PREFILL in (self.source.side, self.destination.side)
         return Role.PREFILL if prefill else Role.DECODE
 
     def copies(self, replicas: "Replicas") -> float:
-        """How often its links carry each of its bytes: what enters HBM enters every replica's.
+        """How often its links carry each of its bytes: KV for HBM is copied to every replica.
 
-        Towards DRAM the replicas of an engine take turns, so that it goes once; into a PE's HBM as
-        well, if they give each other what they load.
+        KV for DRAM is sent once, as the replicas of an engine take turns; so is KV for a PE's HBM
+        if the replicas share their loads.
         """
         if self.destination is Place.PE_HBM:
             return replicas.prefill_loads
@@ -84,23 +84,23 @@ class Movement(msgspec.Struct, frozen=True):
 
     @property
     def network(self) -> str:
-        """What it crosses: "snic" to storage, "cnic" to another engine, "loopback" within one."""
+        """The network: "snic" to storage, "cnic" to another engine, "loopback" within an engine."""
         if Place.STORAGE in (self.source, self.destination):
             return "snic"
         return "loopback" if self.source.side is self.destination.side else "cnic"
 
     @property
     def read_path(self) -> str:
-        """The path that needs it: "pe" or "de" for a step of Fig. 4a or 4b alone, else "both"."""
+        """The read path: "pe" or "de" for a step of Fig. 4a or 4b only, else "both"."""
         return {"4a": "pe", "4b": "de"}.get(self.label.partition(".")[0], "both")
 
 
 class Replicas(NamedTuple):
-    """How many ranks of a PE and of a DE hold the same KV, on average over its bytes.
+    """How many ranks of a PE and of a DE replicate the same KV, on average over its bytes.
 
-    1 where each of an engine's GPUs holds its own heads; with tensor parallelism a of latent
-    attention a, of grouped-query attention with k < a KV heads a/k.  ``shares_loads``: those of a
-    PE load a part each and give it to each other, over links that are not counted.
+    1 if each GPU of an engine has its own heads; with tensor parallelism of a ranks: a for latent
+    attention, a/k for grouped-query attention with k < a KV heads.  ``shares_loads``: each replica
+    of a PE loads a part and exchanges it with the others, over links that are not counted.
     """
 
     prefill: float = 1
@@ -109,7 +109,7 @@ class Replicas(NamedTuple):
 
     @property
     def prefill_loads(self) -> float:
-        """How often each byte is loaded by a PE: r in formulas."""
+        """How often a PE loads each byte: r in formulas."""
         return 1 if self.shares_loads else self.prefill
 
 
@@ -204,7 +204,7 @@ PERSIST_GENERATED = Movement(
     (Link.DE_DRAM, Link.DE_SNIC_WRITE),
 )
 
-#: All kinds of steps, in the order in which a prompt meets them.
+#: All kinds of steps, in the order of a prompt's data path.
 MOVEMENTS = (
     READ_TO_PE,
     READ_TO_DE,

@@ -1,7 +1,7 @@
-"""What a step waits for, and whether steps were executed in an order that may be.
+"""The dependencies of steps, and a check of the order in which steps were executed.
 
-One rule says both: KV moves from where it lies.  A block can leave a place, in some layer, once it
-has come there: brought by a step that is over, computed there, or stored before.
+Both follow from one rule: a layer of a block can be moved from a place only once it is there, moved
+by a completed step, computed, or stored before.
 """
 
 import itertools
@@ -16,7 +16,7 @@ from dualpath.plan.steps import Step
 
 
 class Executed(msgspec.Struct, frozen=True):
-    """A step of one request, and when it began and was over."""
+    """An executed step of one request with its start and end."""
 
     step: Step
     start_ns: int
@@ -24,7 +24,7 @@ class Executed(msgspec.Struct, frozen=True):
 
 
 class Present(msgspec.Struct, frozen=True):
-    """KV of one request that no step brought: stored before, or computed by ``since_ns``.
+    """KV of one request that was stored before, or computed at ``since_ns``.
 
     ``layer`` None: in all layers.
     """
@@ -36,41 +36,43 @@ class Present(msgspec.Struct, frozen=True):
 
 
 def waits_for(step: Step, plan: Iterable[Step]) -> tuple[str, ...]:
-    """Return the labels of the steps that bring what ``step`` moves, of those before it in a plan.
+    """Return the labels of earlier steps of a plan whose destination is the source of ``step``.
 
-    Empty for what is stored or computed where it begins.
+    Empty for KV that is stored or computed at that place.
     """
-    bringing = (
+    dependencies = (
         other.label
         for other in itertools.takewhile(lambda other: other != step, plan)
         if other.destination is step.source
         and max(other.blocks.first, step.blocks.first) < min(other.blocks.end, step.blocks.end)
         and (other.layer is None or step.layer is None or other.layer == step.layer)
     )
-    return tuple(dict.fromkeys(bringing))
+    return tuple(dict.fromkeys(dependencies))
 
 
 def begun_too_early(
     executed: Iterable[Executed], present: Iterable[Present], geometry: BlockGeometry
 ) -> list[str]:
-    """Return what left a place before it had come there; empty if the order may be."""
+    """Describe each Layer Block that was moved from a place before it was there; empty if none."""
     steps = list(executed)
-    came_ns: dict[tuple[Place, int, int], int] = {}
+    arrival_ns: dict[tuple[Place, int, int], int] = {}
 
-    def comes(place: Place, layer_blocks: Iterable[tuple[int, int]], at_ns: int) -> None:
+    def arrives(place: Place, layer_blocks: Iterable[tuple[int, int]], at_ns: int) -> None:
         for block, layer in layer_blocks:
-            came_ns[place, block, layer] = min(came_ns.get((place, block, layer), at_ns), at_ns)
+            earlier_ns = arrival_ns.get((place, block, layer), at_ns)
+            arrival_ns[place, block, layer] = min(earlier_ns, at_ns)
 
     for kv in present:
-        comes(kv.place, _layer_blocks(kv.blocks, _layers_of(kv.layer, geometry)), kv.since_ns)
+        arrives(kv.place, _layer_blocks(kv.blocks, _layers_of(kv.layer, geometry)), kv.since_ns)
     for done in steps:
-        comes(done.step.destination, _moved(done.step, geometry), done.end_ns)
+        arrives(done.step.destination, _moved(done.step, geometry), done.end_ns)
     return [
         f"{done.step.label} moved block {block} of layer {layer} from {done.step.source.value} "
-        f"at {done.start_ns} ns, where it came at {came_ns.get((done.step.source, block, layer))}"
+        f"at {done.start_ns} ns, where it arrived at "
+        f"{arrival_ns.get((done.step.source, block, layer))}"
         for done in steps
         for block, layer in _moved(done.step, geometry)
-        if came_ns.get((done.step.source, block, layer), done.start_ns + 1) > done.start_ns
+        if arrival_ns.get((done.step.source, block, layer), done.start_ns + 1) > done.start_ns
     ]
 
 

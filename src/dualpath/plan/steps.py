@@ -1,8 +1,8 @@
-"""Which bytes move where, in what order: the one place that knows DualPath's data path (§4.1).
+"""The steps of DualPath's data path for a prompt, in order (§4.1).
 
-A plan is data.  Engines execute its steps, all of them, and count and trace what a step says;
-the simulator prices them, ``bounds`` sums them per link, ``order`` says what each waits for.  Their
-labels are those of the paper's Fig. 4:
+A plan is data.  Engines execute all of its steps, count and trace them; the simulator computes
+their costs, ``bounds`` sums them per link, ``order`` derives their dependencies.  Their labels are
+those of the paper's Fig. 4:
 
     PE read path (4a)                            DE read path (4b)
     1-2  storage → PE buffer     Full Blocks     1-2  storage → DE buffer     Full Blocks
@@ -11,23 +11,23 @@ labels are those of the paper's Fig. 4:
     8-9  DE buffer → DE HBM                      6-7  DE buffer → DE HBM
 
 3-7 repeat per layer, one layer ahead of the computation; 5-7 carry hit and miss KV on the PE path
-and miss KV alone on the DE path.  A split read (§6.1, future work in the paper) gives every hit
-block the path of the side it was read on.  A block that a side's buffer has kept since an earlier
-request takes that side's path from its second step on.
+and only miss KV on the DE path.  In a split read (§6.1, future work in the paper) every hit block
+takes the path of the side on which it was read.  A block that is cached in a side's buffer takes
+that side's path from its second step on.
 
 The paper draws 8-9 after the whole prompt has arrived: HBM of the DE is allocated only then.
 
-Deviation: the paper reads prompts in one forward pass.  Where chunked prefill divides a prompt and
-HBM holds only some layers, every chunk loads all KV before it once more, layer by layer: hit blocks
-from where they were read to, blocks of earlier chunks from the DE buffer, which holds them already.
+Deviation: the paper prefills a prompt in one forward pass.  If chunked prefill divides a prompt and
+HBM has only some layers, every chunk loads all KV before it again, layer by layer: hit blocks from
+the buffer into which they were read, blocks of earlier chunks from the DE buffer.
 
-Of a layer with a sliding window only those blocks of a hit move that what is computed next can see:
-the last ones.  Other blocks of the hit are read without such layers (``whole`` False), are not
-loaded and not sent in them, and what their memory holds there is no KV.  Blocks that a PE computes
-go to the DE in all layers, as the DE stores them.
+Of a layer with a sliding window only the last blocks of a hit are moved, those in the window of the
+next computed token.  Other blocks of the hit are read without such layers (``whole`` False), and
+these layers are neither loaded nor sent: their memory does not contain valid KV.  Blocks that a PE
+computes are sent to the DE in all layers, as the DE stores them.
 
-New KV goes to storage in Full Blocks: the prompt's from the DE buffer, a generated block, once it
-is full, from a staging slot in the DE's DRAM.
+New KV is written to storage in Full Blocks: the prompt's from the DE buffer, a generated block,
+once it is full, from a staging slot in the DE's DRAM.
 """
 
 from collections.abc import Iterator, Sequence
@@ -67,9 +67,9 @@ from dualpath.plan.traffic_class import TrafficClass
 class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One movement of a run of blocks, of one layer or (``layer`` None) of all.
 
-    Of all layers, unless ``whole``, those with a sliding window are left out.
-    ``slots`` of the DRAM at one of its ends, one per block, where they are known: an engine's
-    plan has them, that of a simulated or planned prompt has none.
+    ``whole`` False: of all layers without those with a sliding window.  ``slots`` are those of the
+    DRAM buffer at one end of the step, one per block; an engine's plan has them, a simulated one
+    has none.
     """
 
     movement: Movement
@@ -80,7 +80,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     whole: bool = True
 
     def only(self, blocks: BlockRun) -> "Step":
-        """Return the part of it that moves ``blocks``, some of its own."""
+        """Return the part of the step that moves ``blocks``, a subset of its own."""
         before = blocks.first - self.blocks.first
         return msgspec.structs.replace(
             self,
@@ -96,17 +96,17 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def source(self) -> Place:
-        """Where its blocks lie."""
+        """The place its blocks are moved from."""
         return self.movement.source
 
     @property
     def destination(self) -> Place:
-        """Where they go."""
+        """The place its blocks are moved to."""
         return self.movement.destination
 
     @property
     def traffic_class(self) -> TrafficClass:
-        """Who waits for whom (§5.1)."""
+        """Its priority class (§5.1)."""
         return self.movement.traffic_class
 
     @property
@@ -120,7 +120,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Unit.FULL_BLOCK if self.layer is None else Unit.LAYER_BLOCK
 
     def block(self, position: int) -> "Step":
-        """Return the part of it that moves its block number ``position``."""
+        """Return the part of the step that moves its block at index ``position``."""
         return msgspec.structs.replace(
             self,
             blocks=BlockRun(self.blocks.first + position, 1),
@@ -130,7 +130,7 @@ class Step(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a plan is made of: the prompt's blocks and the side every hit block is read or kept on.
+    """The input of a plan: the prompt's blocks, and the side that reads or caches each hit block.
 
     ``hits`` are disjoint runs in block order that cover ``[0, hit_blocks)``.  ``de_slots`` are the
     prompt's slots of the DE buffer, empty where none are granted.
@@ -143,7 +143,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def hit_blocks(self) -> int:
-        """Blocks found in storage."""
+        """Number of hit blocks."""
         return self.hits[-1].blocks.end if self.hits else 0
 
     @property
@@ -152,7 +152,7 @@ class PromptLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return holding_blocks(self.prompt_tokens, self.geometry.block_tokens)
 
     def decode_sees_from(self, layer: int) -> int:
-        """Return the first block that the DE needs of a layer: it may compute the last token."""
+        """Return the first block that the DE needs of a layer: it may recompute the last token."""
         return self.geometry.seen_from(layer, self.prompt_tokens - 1)
 
     def step(self, movement: Movement, blocks: BlockRun, layer: int | None = None) -> "Step":
@@ -166,7 +166,7 @@ _LOADS = {Role.PREFILL: LOAD_FROM_PE_BUFFER, Role.DECODE: LOAD_FROM_DE_BUFFER}
 
 
 def chunk_of(cached_tokens: int, computed_tokens: int, block_tokens: int) -> BlockRun:
-    """Return the blocks of a chunk: ``computed_tokens`` ≥ 1 behind ``cached_tokens``."""
+    """Return the blocks of a chunk of ``computed_tokens`` ≥ 1 after ``cached_tokens``."""
     count = chunk_blocks(cached_tokens, computed_tokens, block_tokens)
     return BlockRun(cached_tokens // block_tokens, count)
 
@@ -180,7 +180,7 @@ def step_of(
     *,
     whole: bool = True,
 ) -> Step:
-    """Return a movement of some blocks: the one place where a step gets its bytes."""
+    """Return a movement of some blocks; only this function computes the bytes of a step."""
     size_bytes = blocks.count * geometry.bytes_of(layer, whole=whole)
     return Step(movement, blocks, layer, size_bytes, slots, whole)
 
@@ -188,9 +188,9 @@ def step_of(
 def run_reads(geometry: BlockGeometry, run: HitRun) -> tuple[Step, ...]:
     """Storage reads of a run of hits into its side's buffer (labels 1-2).
 
-    One step for its blocks without window layers, one for its whole blocks; none if it is kept.
+    One step for its blocks without window layers, one for its whole blocks; none if it is cached.
     """
-    if run.kept:
+    if run.cached:
         return ()
     parts = (
         (BlockRun(run.blocks.first, run.windowless), False),
@@ -211,11 +211,11 @@ def read_steps(layout: PromptLayout) -> tuple[Step, ...]:
 def load_steps(
     layout: PromptLayout, layer: int, chunk: BlockRun, *, resident: bool = False
 ) -> tuple[Step, ...]:
-    """What has to be brought into the PE's HBM before ``layer`` of a chunk.
+    """Loads of all KV before a chunk into the PE's HBM, for one layer.
 
-    All KV before the chunk must be there.  ``chunk`` are the blocks the forward pass computes; it
-    starts at the first miss block or where the previous chunk ended.  ``resident`` says that HBM
-    holds all layers, so that earlier chunks have left everything in place.
+    ``chunk`` are the blocks that the forward pass computes; it starts at the first miss block or at
+    the end of the previous chunk.  ``resident``: HBM has all layers, so that the KV of earlier
+    chunks is still there.
     """
     hits, geometry = layout.hit_blocks, layout.geometry
     seen = geometry.seen_from(layer, chunk.first * geometry.block_tokens)
@@ -233,9 +233,9 @@ def load_steps(
 
 
 def send_steps(layout: PromptLayout, layer: int, chunk: BlockRun) -> tuple[Step, ...]:
-    """What goes to the DE buffer after ``layer`` of a chunk was computed (labels 5-7).
+    """Sends to the DE buffer after ``layer`` of a chunk was computed (labels 5-7).
 
-    The first chunk also carries the hit KV that was read on the PE; KV read on the DE is there.
+    The first chunk also sends the hit KV that was read on the PE; KV read on the DE is there.
     """
     seen, steps = layout.decode_sees_from(layer), []
     for run in layout.hits:
@@ -268,9 +268,9 @@ def persist_steps(layout: PromptLayout) -> tuple[Step, ...]:
 
 
 def generated_steps(geometry: BlockGeometry, slot: int) -> tuple[Step, ...]:
-    """D2H of a generated block that became full, into a staging slot; then its write (the last).
+    """D2H of a generated block that became full, into a staging slot; the last step is its write.
 
-    A request's generated blocks go one by one: the plan of each knows only itself, as block 0.
+    Generated blocks are written one by one: each has a plan of its own, in which it is block 0.
     """
     block = BlockRun(0, 1)
     copies = (
@@ -285,8 +285,8 @@ def whole_plan(
 ) -> Iterator[Step]:
     """All steps of a prompt, in an order in which they can start.
 
-    ``chunk_blocks`` are the sizes of the chunks it is prefilled in, by default one; ``resident`` as
-    for ``load_steps``.
+    ``chunk_blocks`` are the sizes of the prefill chunks, by default one chunk; ``resident`` as for
+    ``load_steps``.
     """
     first = layout.hit_blocks
     yield from read_steps(layout)

@@ -1,9 +1,9 @@
-"""Traffic classes of §5.1: model communication goes first, KV takes what is left.
+"""Traffic classes of §5.1: model communication has priority, KV uses the remaining bandwidth.
 
-Two lanes share every compute link.  The inference lane is reserved nearly all of the bandwidth and
-the KV lane the rest, so that KV never starves; whatever one lane leaves idle the other may use.
-How a fabric learns of them is `dualpath.ops.fabric_settings`; for Ethernet without RDMA it is the
-list of `tc` commands below, which the lab applies to its own links.
+Two lanes share every compute link.  Nearly all of the bandwidth is reserved for the inference lane
+and the rest for the KV lane, so that KV never starves; each lane may use the idle bandwidth of the
+other.  `dualpath.ops.fabric_settings` configures a fabric for them; for Ethernet without RDMA the
+list of `tc` commands below does, which the lab applies to its own links.
 """
 
 import enum
@@ -21,20 +21,20 @@ KvPorts = Annotated[str, Setting("TCP ports of the KV lane", metavar="A-B")]
 
 
 class TrafficClass(enum.StrEnum):
-    """Who may wait for whom."""
+    """The priority classes of transfers."""
 
     INFERENCE = "inference"
-    """Collectives of model execution; no step of a plan ever uses it."""
+    """Collectives of model execution; no step of a plan uses it."""
     KV = "kv"
     """KV-cache on the compute network, host-device copies included (§5.2)."""
     STORAGE_READ = "storage-read"
     """Hit blocks on the storage network; a request waits for them."""
     STORAGE_WRITE = "storage-write"
-    """New blocks on the storage network; nobody waits for them, they yield to reads."""
+    """New blocks on the storage network; no request waits for them, they yield to reads."""
 
 
 class LaneWeights(msgspec.Struct, frozen=True):
-    """Shares of a link while both lanes want more than it carries; §5.1 reserves about 99 %."""
+    """Shares of a saturated link; §5.1 reserves about 99 % for inference."""
 
     inference: int = 99
     kv: int = 1
@@ -54,27 +54,27 @@ class LaneWeights(msgspec.Struct, frozen=True):
 
     @property
     def text(self) -> str:
-        """The ratio as people write it."""
+        """The ratio, such as ``99:1``."""
         return f"{self.inference}:{self.kv}"
 
 
 class PortRange(msgspec.Struct, frozen=True):
-    """TCP ports by which the KV lane is told from the rest, both ends included.
+    """TCP ports that identify the KV lane, both ends included.
 
-    The default lies below the ports that systems give to outgoing connections (from 32768 on), so
-    that nothing else falls into it by chance.
+    The default is below the range of ephemeral ports (from 32768 on), so that other connections do
+    not use these ports by chance.
     """
 
     first: int = 20480
     last: int = 24575
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for ranges that one comparison of bits cannot describe."""
+        """Raise ``ConfigError`` for a range that is not a single bit mask."""
         size = self.last - self.first + 1
         aligned = size > 0 and size & (size - 1) == 0 and self.first % size == 0
         if not (1024 <= self.first <= self.last <= 65535 and aligned):
             raise ConfigError(
-                f"KV ports {self.first}-{self.last} must lie within 1024-65535, be a power of two "
+                f"KV ports {self.first}-{self.last} must be within 1024-65535, be a power of two "
                 "in number and start at a multiple of it; 20480-24575 is such a range"
             )
 
@@ -112,7 +112,7 @@ def parse_ports(text: str) -> PortRange:
 
 
 class ShapingCommand(msgspec.Struct, frozen=True):
-    """One `tc` command and what it is for."""
+    """One `tc` command and its purpose."""
 
     argv: tuple[str, ...]
     why: str
@@ -123,16 +123,16 @@ ROOT_HANDLE = "1:"
 LINK_CLASS = "1:1"
 INFERENCE_CLASS = "1:10"
 KV_CLASS = "1:20"
-#: What a class may send before the next one of its priority; a segment that TCP hands to a device
-#: has at most this size.
+#: Bytes that a class may send before the next class of its priority; the largest size of a segment
+#: that TCP passes to a device.
 _QUANTUM_BYTES = 65536
 _SMALLEST_BURST_BYTES = 65536
-#: Wake-ups of the kernel come late by up to about this; a smaller burst loses bandwidth.
+#: The kernel's timers are late by up to about this time; a smaller burst loses bandwidth.
 _BURST_S = 0.001
 
 
 def burst_bytes(bytes_per_s: float) -> int:
-    """Return the burst a link of this rate needs to be used fully: a power of two."""
+    """Return the burst, a power of two, that a link of this rate needs to reach its bandwidth."""
     return max(_SMALLEST_BURST_BYTES, 1 << math.ceil(math.log2(bytes_per_s * _BURST_S)))
 
 
@@ -142,10 +142,10 @@ def shaping_commands(
     weights: LaneWeights = DEFAULT_WEIGHTS,
     kv_ports: PortRange = DEFAULT_KV_PORTS,
 ) -> tuple[ShapingCommand, ...]:
-    """Return the commands that give what ``device`` sends a rate and two lanes.
+    """Return the commands that limit the egress rate of ``device`` and divide it into two lanes.
 
-    HTB serves its priorities strictly: spare bandwidth goes to inference first, where InfiniBand
-    would go on by weights.  Traffic that is not KV by its TCP ports is inference.
+    HTB serves its priorities strictly: spare bandwidth goes to inference first, whereas InfiniBand
+    divides it by weights.  Traffic on other TCP ports than those of KV is inference.
     """
     bits = round(bytes_per_s * 8)
     reserved = round(bits * weights.inference_share)
@@ -153,7 +153,7 @@ def shaping_commands(
     commands = [
         _tc(
             f"qdisc add dev {device} root handle {ROOT_HANDLE} htb default 10",
-            "queues by class; what no filter below names goes to class 10",
+            "queues by class; traffic that matches no filter below goes to class 10",
         ),
         _tc(
             f"class add dev {device} parent {ROOT_HANDLE} classid {LINK_CLASS} htb "
@@ -164,13 +164,13 @@ def shaping_commands(
             f"class add dev {device} parent {LINK_CLASS} classid {INFERENCE_CLASS} htb "
             f"rate {reserved}bit ceil {bits}bit prio 0 burst {burst} cburst {burst} "
             f"quantum {_QUANTUM_BYTES}",
-            f"inference: reserved {weights.inference_share:.2%}, may use all of it, goes first",
+            f"inference: reserved {weights.inference_share:.2%}, may use all of it, has priority",
         ),
         _tc(
             f"class add dev {device} parent {LINK_CLASS} classid {KV_CLASS} htb "
             f"rate {max(bits - reserved, 8000)}bit ceil {bits}bit prio 1 burst {burst} "
             f"cburst {burst} quantum {_QUANTUM_BYTES}",
-            f"KV: reserved {1 - weights.inference_share:.2%}, may use what inference leaves",
+            f"KV: reserved {1 - weights.inference_share:.2%}, may use idle bandwidth of inference",
         ),
     ]
     for side, what in (("sport", "sent by"), ("dport", "sent to")):

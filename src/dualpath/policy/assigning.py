@@ -98,7 +98,7 @@ class Assigner:
         hit_tokens = ticket.request.hit_tokens - source.recompute_tokens
         tokens = dict.fromkeys(Role, 0)
         for run in source.runs:
-            if not run.kept:
+            if not run.cached:
                 tokens[run.side] = run.tokens(self._hits.settings.block_tokens, hit_tokens)
         return tokens
 

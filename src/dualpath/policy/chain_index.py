@@ -1,12 +1,12 @@
-"""What a storage holds, as chains: of each block its size, its last use, and the block before it.
+"""Index of a storage's blocks as chains: for each block its size, last use, and parent block.
 
-A *chain* is a prefix, block after block; chains that begin alike share their heads, so blocks are
-trees.  A use names the last block of a chain and means all before it.  That is resolved when it is
-asked for, over all blocks at a time: noting a use costs the same whether the chain has one block or
-a thousand.
+A *chain* is the sequence of blocks of a prefix; chains with a common prefix share its blocks, so
+blocks form trees.  A use is recorded at the last block of a chain and counts for all blocks before
+it.  ``chain_uses`` resolves that for all blocks at once, so that recording a use costs the same for
+a chain of one block or a thousand.
 
-Blocks are rows of tables.  A row without a stored block holds a place: of a parent that has been
-removed or not been heard of yet, or of a use that came before the news of its block.
+Blocks are rows of tables.  A row without a stored block is a placeholder: of a parent that was
+removed or is not known yet, or of a block whose use was reported before its write.
 """
 
 import math
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, chain_root
-from dualpath.policy.chain_links import MOST_DOUBLINGS, NO_ROW, Children, inherited
+from dualpath.policy.chain_links import MAX_DOUBLINGS, NO_ROW, Children, inherited
 from dualpath.policy.quotas import StoredBytes
 
 KEY_BYTES = 32
@@ -27,7 +27,7 @@ Rows = NDArray[np.int64]
 
 
 class Tables(msgspec.Struct, frozen=True):
-    """All rows of an index, column by column; ``parents`` are rows, -1 for none."""
+    """The columns of an index; ``parents`` are row numbers, -1 for none."""
 
     keys: NDArray[np.uint8]
     namespaces: NDArray[np.int16]
@@ -51,7 +51,7 @@ COLUMNS: tuple[tuple[str, type, tuple[int, ...]], ...] = (
 
 
 class ChainIndex:
-    """Blocks by namespace and key; one owner.  Times are seconds of any one clock, sizes bytes."""
+    """Blocks by namespace and key; not thread-safe.  Times are seconds of any one clock."""
 
     def __init__(self) -> None:
         self.namespaces: list[str] = []
@@ -68,19 +68,19 @@ class ChainIndex:
         self._tables = _empty(_FIRST_ROWS)
         self._children = Children(self._tables.parents, 0)
 
-    # ------------------------------------------------------------------ what is known
+    # ------------------------------------------------------------------ queries
 
     def tables(self) -> Tables:
-        """Return all rows; they change as the index does."""
+        """Return views of all rows; they change with the index."""
         return _cut(self._tables, self._count)
 
     def row(self, namespace: str, key: BlockKey) -> int | None:
-        """Return the row of a stored block, None without one."""
-        row = self.place(namespace, key)
+        """Return the row of a stored block, None if it is not stored."""
+        row = self.find(namespace, key)
         return row if row is not None and self._tables.stored[row] else None
 
-    def place(self, namespace: str, key: BlockKey) -> int | None:
-        """Return the row of a block, stored or not, None where nothing is known of it."""
+    def find(self, namespace: str, key: BlockKey) -> int | None:
+        """Return the row of a block, stored or not, None if there is no row."""
         number = self._numbers.get(namespace)
         return None if number is None else self._rows.get(_name(number, key))
 
@@ -101,7 +101,7 @@ class ChainIndex:
         """Return stored bytes as quotas count them."""
         return StoredBytes(self.used_bytes, self.used_by_namespace(), self.used_by_tenant())
 
-    # ------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------ changes
 
     def add(
         self,
@@ -112,10 +112,10 @@ class ChainIndex:
         size_bytes: int,
         time_s: float,
     ) -> int:
-        """A block is stored, and was used then; return its row.
+        """Add a block that was stored and used at ``time_s``; return its row.
 
-        An empty ``parent`` or ``tenant`` is not known.  A block without a tenant has its parent's,
-        whichever of the two is heard of first.
+        An empty ``parent`` or ``tenant`` means unknown.  A block without a tenant inherits its
+        parent's, in whichever order the two are added.
         """
         row, tables = self._place(self._namespace(namespace), key), self._tables
         if parent and parent != self._root:
@@ -131,7 +131,7 @@ class ChainIndex:
         elif had_none and own_parent != NO_ROW:
             tables.tenants[row] = tables.tenants[own_parent]
         if had_none and tables.tenants[row]:
-            self._hand_down(row)
+            self._propagate_tenant(row)
         tables.sizes[row] = size_bytes
         tables.stored[row] = True
         tables.times[row] = max(tables.times[row], time_s)
@@ -139,13 +139,13 @@ class ChainIndex:
         return row
 
     def use(self, namespace: str, key: BlockKey, time_s: float) -> int:
-        """A chain that ends with this block was used then; return the block's row."""
+        """Record a use of the chain that ends with this block; return the block's row."""
         row = self._place(self._namespace(namespace), key)
         self._tables.times[row] = max(self._tables.times[row], time_s)
         return row
 
     def remove(self, namespace: str, key: BlockKey, time_s: float = math.inf) -> None:
-        """A block was not stored then; nothing happens if it was used later, or is not here."""
+        """Remove a block that was not stored at ``time_s``, unless it was used later."""
         row = self.row(namespace, key)
         if row is not None and self._tables.times[row] <= time_s:
             self._count_bytes(row, -1)
@@ -154,22 +154,22 @@ class ChainIndex:
     def absent(self, namespace: str, fan_out: int, found: set[BlockKey], before_s: float) -> Rows:
         """Return stored rows whose keys begin with these 12 bits and are not in ``found``.
 
-        Those used at ``before_s`` or later are left out: they may have come after the look.
+        Blocks used at ``before_s`` or later are left out: they may be newer than the listing.
         """
         tables, number = self.tables(), self._numbers.get(namespace, NO_ROW)
         chosen = tables.stored & (_heads(tables) == fan_out) & (tables.times < before_s)
         rows = np.flatnonzero(chosen & (tables.namespaces == number))
-        gone = [row for row in rows.tolist() if tables.keys[row].tobytes() not in found]
-        return np.array(gone, np.int64)
+        missing = [row for row in rows.tolist() if tables.keys[row].tobytes() not in found]
+        return np.array(missing, np.int64)
 
     def fan_outs(self, namespace: str) -> list[int]:
-        """Return the first 12 bits of the namespace's stored keys, each once."""
+        """Return the distinct first 12 bits of the namespace's stored keys."""
         tables, number = self.tables(), self._numbers.get(namespace, NO_ROW)
         own = tables.stored & (tables.namespaces == number)
         return [int(head) for head in np.unique(_heads(tables)[own])]
 
     def compact(self, before_s: float, also: Sequence[int] = ()) -> None:
-        """Drop rows without a stored block, child or use since ``before_s``; ``also`` ones stay."""
+        """Drop rows without a stored block, child or use since ``before_s``, except ``also``."""
         tables = self.tables()
         needed = tables.stored | (tables.times >= before_s)
         needed[list(also)] = True
@@ -188,17 +188,17 @@ class ChainIndex:
 
     @classmethod
     def of(cls, namespaces: Sequence[str], tenants: Sequence[str], tables: Tables) -> "ChainIndex":
-        """Return the index that had these names and tables; raises ``ValueError`` if none had.
+        """Return an index with these names and tables; raises ``ValueError`` if inconsistent.
 
-        Tables that were saved while tenants were not handed down get theirs.
+        Tables saved by versions without tenant inheritance get inherited tenants.
         """
         index = cls()
         index.namespaces, index.tenants = list(namespaces), list(tenants)
         index._numbers = {name: number for number, name in enumerate(namespaces)}
         index._tenant_numbers = {name: number for number, name in enumerate(tenants)}
         _check(tables, len(namespaces), len(tenants))
-        whose = inherited(tables.tenants, tables.parents)
-        index._take(msgspec.structs.replace(tables, tenants=whose))
+        inherited_tenants = inherited(tables.tenants, tables.parents)
+        index._take(msgspec.structs.replace(tables, tenants=inherited_tenants))
         return index
 
     def _take(self, tables: Tables) -> None:
@@ -239,15 +239,15 @@ class ChainIndex:
         parents[row] = parent_row
         self._children.add(parent_row, row)
 
-    def _hand_down(self, row: int) -> None:
-        """Give a row's tenant to all behind it that have none; each gets one once."""
-        tables, tenant, givers = self._tables, self._tables.tenants[row], [row]
-        while givers:
-            for child in self._children.of(givers.pop()):
+    def _propagate_tenant(self, row: int) -> None:
+        """Set a row's tenant on all its descendants that have none."""
+        tables, tenant, pending = self._tables, self._tables.tenants[row], [row]
+        while pending:
+            for child in self._children.of(pending.pop()):
                 if tables.tenants[child]:
                     continue
                 self._change_tenant(child, int(tenant))
-                givers.append(child)
+                pending.append(child)
 
     def _change_tenant(self, row: int, tenant: int) -> None:
         tables = self._tables
@@ -284,13 +284,13 @@ class ChainIndex:
 def chain_uses(
     times: NDArray[np.float64], parents: NDArray[np.int32]
 ) -> tuple[NDArray[np.float64], NDArray[np.int32]]:
-    """Return for each row when it or a row behind it was last used, and how many are before it.
+    """Return for each row its last use, including uses of its descendants, and its depth.
 
-    In doublings: what a row knows of the 2**k rows behind it goes to the row 2**k before it.
+    Pointer doubling: step k passes the latest use of a row to its ancestor 2**k levels above.
     """
     latest, ancestors = times.copy(), parents.astype(np.int64)
     depths = (ancestors != NO_ROW).astype(np.int32)
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         rows = np.flatnonzero(ancestors != NO_ROW)
         if not rows.size:
             break

@@ -1,8 +1,8 @@
-"""Which blocks of a ``ChainIndex`` come behind which, and what they have from those before them.
+"""Children and inherited tenants of the blocks of a ``ChainIndex``.
 
-A chain has one tenant: the salt is hashed into its first block.  Blocks that do not say whose they
-are, as generated ones did not once, are their parent's tenant's.  News and surveys come in any
-order, so a block may be known long before it is known who its parent is, or whose that is.
+A chain has one tenant, as the salt is hashed into its first block.  A block whose tenant is not
+recorded (older versions did not record it for generated blocks) inherits its parent's.  Events and
+surveys add blocks in any order, so the parent or its tenant may become known later than the block.
 """
 
 from collections.abc import Iterator
@@ -11,15 +11,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 NO_ROW = -1
-#: Longer chains than 2**this have no block a model could have computed.
-MOST_DOUBLINGS = 32
+#: No model computes chains longer than 2**this.
+MAX_DOUBLINGS = 32
 
 
 class Children:
-    """The rows behind each row, as lists that go through two columns; one owner."""
+    """The children of each row, as linked lists in two columns; not thread-safe."""
 
     def __init__(self, parents: NDArray[np.int32], rows: int) -> None:
-        """Take the parents of the first ``rows`` rows; there is room for as many as ``parents``."""
+        """Build from the parents of the first ``rows`` rows; capacity is ``len(parents)``."""
         self._first = np.full(len(parents), NO_ROW, np.int32)
         self._next = np.full(len(parents), NO_ROW, np.int32)
         behind = np.flatnonzero(parents[:rows] != NO_ROW)
@@ -31,24 +31,24 @@ class Children:
         self._first[before[begins]] = ordered[begins]
 
     def grow(self, rows: int) -> None:
-        """Make room for so many rows."""
+        """Raise the capacity to ``rows``."""
         more = np.full(rows - len(self._first), NO_ROW, np.int32)
         self._first = np.concatenate((self._first, more))
         self._next = np.concatenate((self._next, more))
 
     def of(self, parent: int) -> Iterator[int]:
-        """Yield the rows right behind a row."""
+        """Yield the children of a row."""
         row = int(self._first[parent])
         while row != NO_ROW:
             yield row
             row = int(self._next[row])
 
     def add(self, parent: int, row: int) -> None:
-        """A row that is behind none comes behind ``parent``."""
+        """Add a child to ``parent``; the row must not have a parent."""
         self._next[row], self._first[parent] = self._first[parent], row
 
     def remove(self, parent: int, row: int) -> None:
-        """A row is not behind ``parent`` after all."""
+        """Remove a child from ``parent``."""
         rest = [child for child in self.of(parent) if child != row]
         self._first[parent] = NO_ROW
         for child in rest:
@@ -57,16 +57,16 @@ class Children:
 
 
 def inherited(tenants: NDArray[np.int32], parents: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the tenants of all rows: of those without one (0) that of the next before with one.
+    """Return the tenants of all rows; a row without one (0) gets its nearest ancestor's.
 
-    In doublings, each over those rows only that may still find one.
+    Pointer doubling over the rows that may still find a tenant.
     """
     found = tenants.copy()
     rows = np.flatnonzero((found == 0) & (parents != NO_ROW))
     if not np.any(found[parents[rows]]):
-        return found  # what is inherited at all begins at a row and its parent
+        return found  # no parent of a row without tenant has one: nothing to inherit
     ancestors = parents.copy()
-    for _ in range(MOST_DOUBLINGS):
+    for _ in range(MAX_DOUBLINGS):
         if not rows.size:
             break
         above = ancestors[rows]

@@ -175,5 +175,5 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def kept_end(self, side: Role) -> int:
         """Return the block at which ends what is taken from a side's DRAM, 0 for nothing."""
-        ends = (run.blocks.end for run in self.reads if run.kept and run.side is side)
+        ends = (run.blocks.end for run in self.reads if run.cached and run.side is side)
         return max(ends, default=0)

@@ -57,12 +57,12 @@ class HitSources:
 
     def kept_tokens(self, request: Request) -> dict[str, int]:
         """Return what joined engines keep of a request's hit and the mode can use, by engine."""
-        if self._rule == NO_READS or not request.kept:
+        if self._rule == NO_READS or not request.cached:
             return {}
         engines = self._ledger.engines
         return {
             prefix.engine_id: min(prefix.blocks * self.settings.block_tokens, request.hit_tokens)
-            for prefix in request.kept
+            for prefix in request.cached
             if (engine := engines.get(prefix.engine_id)) is not None
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
         }

@@ -1,7 +1,7 @@
-"""The quotas of a storage: of all that lies there, of each namespace, of each tenant.
+"""The quotas of a storage: of all blocks, of each namespace, of each tenant.
 
-One rule for the three.  Above a share of it, the high watermark, the janitor removes blocks
-(``policy.eviction``); what would exceed it is not written (``storage.keeper``).
+One rule for the three.  Above a share of the quota, the high watermark, the janitor evicts blocks
+(``policy.eviction``); blocks that would exceed the quota are not written (``storage.keeper``).
 """
 
 import heapq
@@ -12,14 +12,14 @@ import msgspec
 
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 
-#: Whose the quota of all that lies there is.
+#: The owner of the quota of all blocks.
 ALL = ""
 
 
 class StoredBytes(msgspec.Struct, frozen=True):
-    """Bytes that lie in a storage: all, by namespace, and by tenant tag.
+    """Stored bytes: in total, by namespace, and by tenant tag; absent owners have none.
 
-    The empty tag stands for requests without a salt.  Who is not named has none.
+    The empty tag stands for requests without a salt.
     """
 
     total: int
@@ -27,7 +27,7 @@ class StoredBytes(msgspec.Struct, frozen=True):
     by_tenant: dict[str, int]
 
     def plus(self, other: "StoredBytes") -> "StoredBytes":
-        """Return both together."""
+        """Return the sum of both."""
         return StoredBytes(
             self.total + other.total,
             _sum(self.by_namespace, other.by_namespace),
@@ -42,29 +42,29 @@ class Quota(msgspec.Struct, frozen=True):
     used_bytes: dict[str, int]
 
     def above(self, share: float) -> dict[str, int]:
-        """Return the bytes of those who have more than this share of it."""
+        """Return the bytes of owners that use more than this share of the limit."""
         if not self.limit_bytes:
             return {}
         most = int(share * self.limit_bytes)
         return {owner: used for owner, used in self.used_bytes.items() if used > most}
 
     def fullest(self, count: int) -> dict[str, int]:
-        """Return the bytes of those who have the most, none where there is no limit."""
+        """Return the bytes of the ``count`` largest owners, empty if there is no limit."""
         if not self.limit_bytes:
             return {}
         return dict(heapq.nlargest(count, self.used_bytes.items(), key=operator.itemgetter(1)))
 
     def left_bytes(self, owner: str) -> int | None:
-        """Return what is left to one of them, less than 0 where it has too much; None: no limit."""
+        """Return the bytes left to an owner, negative above the limit; None: no limit."""
         return self.limit_bytes - self.used_bytes.get(owner, 0) if self.limit_bytes else None
 
 
 class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """How much may lie in a storage and for how long; 0 is no limit.
+    """Limits of a storage's size and of the age of its blocks; 0 is no limit.
 
-    ``quota_bytes`` is for all, ``namespace_quota_bytes`` and ``tenant_quota_bytes`` for each
-    namespace and each tenant.  Above ``high`` of a quota blocks are removed down to ``low`` of it.
-    A chain unused for ``ttl_s`` goes; one used in the last ``protect_s`` never does.
+    ``quota_bytes`` is for all blocks, ``namespace_quota_bytes`` and ``tenant_quota_bytes`` for each
+    namespace and each tenant.  Above ``high`` of a quota blocks are evicted down to ``low`` of it.
+    A chain unused for ``ttl_s`` is evicted; one used in the last ``protect_s`` never is.
     """
 
     quota_bytes: int = 0
@@ -77,16 +77,16 @@ class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def any_quota(self) -> bool:
-        """Whether there is a limit of bytes."""
+        """Whether there is a quota."""
         return any((self.quota_bytes, self.namespace_quota_bytes, self.tenant_quota_bytes))
 
     @property
     def any(self) -> bool:
-        """Whether there is a limit at all."""
+        """Whether there is a quota or a time to live."""
         return self.any_quota or self.ttl_s > 0
 
     def quotas(self, stored: StoredBytes) -> tuple[Quota, Quota, Quota]:
-        """Return the quotas of tenants, of namespaces and of all, with what counts against them."""
+        """Return the quotas of tenants, of namespaces and of all, with their used bytes."""
         return (
             Quota(self.tenant_quota_bytes, stored.by_tenant),
             Quota(self.namespace_quota_bytes, stored.by_namespace),
@@ -94,7 +94,7 @@ class StorageLimits(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def left_bytes(self, stored: StoredBytes, namespace: str, tenant: str) -> int | None:
-        """Return what may still be stored of a tenant in a namespace; None: as much as comes."""
+        """Return the bytes that a tenant may still store in a namespace; None: no limit."""
         owners = (tenant, namespace, ALL)
         left = [q.left_bytes(owner) for q, owner in zip(self.quotas(stored), owners, strict=True)]
         return min((each for each in left if each is not None), default=None)

@@ -83,7 +83,7 @@ def hit_runs(
     ):
         blocks = BlockRun(first, holding_blocks(tokens, block_tokens))
         if blocks:
-            runs.append(HitRun(side, blocks, kept=kept))
+            runs.append(HitRun(side, blocks, cached=kept))
         first = blocks.end
     return tuple(runs)
 

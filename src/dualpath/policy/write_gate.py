@@ -1,4 +1,4 @@
-"""Which new blocks are worth writing: as many as a device and its quota bear."""
+"""Decides which new blocks are written: filters, quota, and the rate that the device bears."""
 
 from collections.abc import Sequence
 from enum import StrEnum
@@ -6,10 +6,10 @@ from enum import StrEnum
 from dualpath.core.blocks import BlockKey
 from dualpath.core.recent import Recent
 
-#: Bytes that pass at once after a pause: so many seconds' worth.
+#: Burst after a pause, in seconds of the rate.
 BURST_S = 10.0
-#: Keys remembered, to twice as many: of blocks refused, and of prefixes seen once.
-MOST_KEYS = 1 << 18
+#: Limit (to twice this many) of the remembered keys: of refused blocks, and of blocks seen once.
+MAX_KEYS = 1 << 18
 
 
 class Refusal(StrEnum):
@@ -21,16 +21,17 @@ class Refusal(StrEnum):
 
 
 class WriteGate:
-    """One engine's; ``bytes_per_s`` 0 is no cap, ``twice`` lets pass what is seen a second time.
+    """The write gate of one engine.
 
-    Where a block is refused, so are those behind it: no hit would ever reach them.
+    ``bytes_per_s``: rate limit, 0 for none.  ``twice``: admit blocks only when they are computed a
+    second time.  After a refused block its descendants are refused too: no hit could reach them.
     """
 
     def __init__(self, bytes_per_s: float = 0.0, *, twice: bool = False) -> None:
         self._bytes_per_s = bytes_per_s
         self._twice = twice
-        self._seen: Recent[BlockKey, None] = Recent(MOST_KEYS)
-        self._refused: Recent[BlockKey, Refusal] = Recent(MOST_KEYS)
+        self._seen: Recent[BlockKey, None] = Recent(MAX_KEYS)
+        self._refused: Recent[BlockKey, Refusal] = Recent(MAX_KEYS)
         self._left_bytes = bytes_per_s * BURST_S
         self._filled_s: float | None = None
 
@@ -42,10 +43,10 @@ class WriteGate:
         now_s: float,
         room_bytes: int | None,
     ) -> tuple[int, Refusal | None]:
-        """Return how many blocks at the head of a run may be written, and why no more.
+        """Return how many leading blocks of a run may be written, and why not all.
 
-        ``parent`` is the key before the run, empty where not known.  ``room_bytes``: what the quota
-        leaves, None where that is not known.  ``now_s`` is a steady clock's.
+        ``parent`` is the key before the run, empty if unknown.  ``room_bytes``: the bytes that the
+        quota leaves, None if unknown.  ``now_s`` is of a monotonic clock.
         """
         count, refusal = len(keys), self._refused.last([parent]) if parent else None
         if refusal is not None:
@@ -63,7 +64,7 @@ class WriteGate:
             count, refusal = _less(count, refusal, fitting, Refusal.RATE)
             self._left_bytes -= count * block_bytes
         for key in keys[:count]:
-            self._refused.forget(key)
+            self._refused.remove(key)
         if refusal is not None:
             self._refused.note(keys[count:], refusal)
         return count, refusal

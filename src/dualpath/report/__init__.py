@@ -1,5 +1,5 @@
-"""Reports: what a command or measurement has to say as values, and one writer for each medium.
+"""Reports of commands and measurements: a common model, and a writer for each medium.
 
-Producers build the values of ``model``; ``text``, ``markdown``, ``html`` and ``pictures`` write
-them, ``files`` puts them into a folder. ``style`` has the names and colours of the modes.
+Producers build the values of ``model``; ``text``, ``markdown``, ``html`` and ``pictures`` render
+them, ``files`` writes them to a folder. ``style`` has the titles and colours of the modes.
 """

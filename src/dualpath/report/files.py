@@ -1,4 +1,4 @@
-"""Reports and numbers as files: Markdown, JSON, PNG, HTML; the same bytes for the same content."""
+"""Writes reports and data as files: Markdown, JSON, PNG, HTML; deterministic for equal content."""
 
 import importlib.util
 import os
@@ -12,23 +12,23 @@ from dualpath.report import markdown
 from dualpath.report.model import Report
 
 
-def undrawn() -> str:
-    """Say that plots are left out, and what to install; empty if they are drawn."""
+def no_plots_reason() -> str:
+    """Return why plots cannot be drawn, with the remedy; empty if they can."""
     if importlib.util.find_spec("matplotlib") is not None:
         return ""
-    return f"plots are left out, they need matplotlib: {extra('report').remedy}"
+    return f"no plots, as matplotlib is not installed; {extra('report').remedy}"
 
 
 def require_plots(purpose: str) -> None:
-    """Raise ``ConfigError`` if no plot can be drawn."""
+    """Raise ``ConfigError`` if plots cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ConfigError(f"{purpose} needs matplotlib; {extra('report').remedy}")
 
 
 def require_writable(flag: str, path: str | None) -> None:
-    """Raise ``ConfigError`` for a file that cannot be written: now, not after a long run.
+    """Raise ``ConfigError`` before a long run if its file cannot be written.
 
-    ``flag`` is the option that names it; nothing is wrong with a ``path`` that is not given.
+    ``flag`` is the option of the file; a ``path`` of None is accepted.
     """
     if path is None:
         return
@@ -38,20 +38,20 @@ def require_writable(flag: str, path: str | None) -> None:
 
 
 def write_report(report: Report, data: bytes, folder: Path, *, html: bool = False) -> list[Path]:
-    """Write ``<name>.md``, ``.json``, ``.png`` where it has plots, ``.html`` if wanted.
+    """Write ``<name>.md``, ``.json``, ``.png`` if it has plots, and with ``html`` ``.html``.
 
     Returns the paths; raises ``ConfigError`` for a folder that cannot be written. ``data`` is the
-    JSON: the numbers behind tables and plots. Without matplotlib there is no picture, and Markdown
-    and page say why.
+    JSON: the numbers of tables and plots. Without matplotlib no picture is written, and Markdown
+    and HTML state why.
     """
-    why_not = undrawn()
-    text = markdown.page(report, undrawn=why_not)
+    why_not = no_plots_reason()
+    text = markdown.page(report, no_plots_reason=why_not)
     files = {f"{report.name}.json": data, f"{report.name}.md": text.encode()}
     files |= {} if why_not else drawn(report)
     if html:
         from dualpath.report.html import page
 
-        files[f"{report.name}.html"] = page(report, undrawn=why_not).encode()
+        files[f"{report.name}.html"] = page(report, no_plots_reason=why_not).encode()
     paths = [folder / name for name in sorted(files)]
     for path in paths:
         write_file(path, files[path.name], folders=True)
@@ -59,21 +59,21 @@ def write_report(report: Report, data: bytes, folder: Path, *, html: bool = Fals
 
 
 def write_page(report: Report, path: str | Path) -> None:
-    """Write one HTML page into a folder that is there; raises ``ConfigError`` where it is not."""
+    """Write one HTML page into an existing folder; raises ``ConfigError`` if that fails."""
     from dualpath.report.html import page
 
-    write_file(path, page(report, undrawn=undrawn()).encode())
+    write_file(path, page(report, no_plots_reason=no_plots_reason()).encode())
 
 
 def drawn(report: Report) -> dict[str, bytes]:
-    """Return the pictures of a report and its parts by the names of their files."""
+    """Return the PNG pictures of a report and its parts, by file name."""
     from dualpath.report.pictures import png
 
     return {f"{name}.png": png(plots.panels) for name, plots in report.pictures()}
 
 
 def write_file(path: str | Path, content: bytes, *, folders: bool = False) -> None:
-    """Write a file, and make the ``folders`` it is in; raises ``ConfigError`` if that fails."""
+    """Write a file, with ``folders`` also its parents; raises ``ConfigError`` if that fails."""
     try:
         if folders:
             Path(path).parent.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
-"""Reports as one self-contained HTML page each: no scripts, no links, light or dark.
+"""Reports as self-contained HTML pages: no scripts, no links, light and dark.
 
-matplotlib draws plots, where it is installed; markdown-it reads prose, and jinja2 fills in
-``page.html.jinja``.
+Plots are drawn by matplotlib if it is installed; prose is rendered by markdown-it, and the page by
+jinja2 from ``page.html.jinja``.
 """
 
 from collections.abc import Iterator
@@ -13,13 +13,15 @@ from markupsafe import Markup
 from dualpath.report.model import Notes, Panel, Plots, Report, Table, Text
 
 
-def page(report: Report, undrawn: str = "") -> str:
-    """Return the page, its parts below each other; the same bytes for the same report.
+def page(report: Report, no_plots_reason: str = "") -> str:
+    """Return the page with all parts; deterministic for equal reports.
 
-    ``undrawn`` stands in the place of plots, if it is given.
+    ``no_plots_reason`` replaces the plots, if it is given.
     """
     reports = list(_flat(report))
-    return _TEMPLATES.get_template("page.html.jinja").render(reports=reports, undrawn=undrawn)
+    return _TEMPLATES.get_template("page.html.jinja").render(
+        reports=reports, no_plots_reason=no_plots_reason
+    )
 
 
 def _flat(report: Report) -> Iterator[Report]:
@@ -29,14 +31,14 @@ def _flat(report: Report) -> Iterator[Report]:
 
 
 def _prose(text: str) -> Markup:
-    # Markup in the text is escaped: it is Markdown alone.
+    # HTML in the text is escaped: only Markdown is allowed.
     return Markup(MarkdownIt("commonmark", {"html": False}).render(text).strip())
 
 
 def _drawing(panel: Panel, name: str) -> Markup:
     from dualpath.report.pictures import svg
 
-    # What matplotlib writes is escaped already.
+    # Matplotlib's output is escaped already.
     return Markup(svg(panel, name))
 
 

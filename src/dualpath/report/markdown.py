@@ -1,4 +1,4 @@
-"""Reports as Markdown, whose tables also read well as they are."""
+"""Reports as Markdown, with aligned tables that are readable as source."""
 
 from collections.abc import Sequence
 
@@ -7,10 +7,10 @@ import msgspec
 from dualpath.report.model import Block, Notes, Plots, Report, Table, Text
 
 
-def page(report: Report, folder: str = "", level: int = 1, undrawn: str = "") -> str:
-    """Return a whole report; its pictures are addressed as PNG files in ``folder``, with ``/``.
+def page(report: Report, folder: str = "", level: int = 1, no_plots_reason: str = "") -> str:
+    """Return a whole report; its pictures are PNG files in ``folder``, which ends with ``/``.
 
-    ``level`` is that of its heading.  ``undrawn`` stands in the place of pictures, if it is given.
+    ``level`` is that of its heading.  ``no_plots_reason`` replaces the pictures, if it is given.
     """
     parts = ["#" * level + f" {report.title}"]
     if report.headline:
@@ -19,13 +19,13 @@ def page(report: Report, folder: str = "", level: int = 1, undrawn: str = "") ->
     names = (name for name, _ in msgspec.structs.replace(report, parts=()).pictures())
     for block in report.blocks:
         picture = f"{folder}{next(names)}.png" if isinstance(block, Plots) else ""
-        parts.append(_block(block, picture, level + 1, undrawn))
-    parts += [page(part, folder, level + 1, undrawn).strip("\n") for part in report.parts]
+        parts.append(_block(block, picture, level + 1, no_plots_reason))
+    parts += [page(part, folder, level + 1, no_plots_reason).strip("\n") for part in report.parts]
     return "\n\n".join(parts) + "\n"
 
 
 def table(content: Table, level: int = 3) -> str:
-    """Return a table whose columns line up, below its title as a heading if it has one."""
+    """Return an aligned table, below its title as a heading if it has one."""
     cells = [list(map(_escaped, row)) for row in (content.columns, *content.rows)]
     widths = [max(len(row[index]) for row in cells) for index in range(len(content.columns))]
     right = content.right
@@ -38,7 +38,7 @@ def table(content: Table, level: int = 3) -> str:
     return "\n".join([*_heading(content.title, level), *lines])
 
 
-def _block(block: Block, picture: str, level: int, undrawn: str) -> str:
+def _block(block: Block, picture: str, level: int, no_plots_reason: str) -> str:
     match block:
         case Table():
             return table(block, level)
@@ -47,7 +47,11 @@ def _block(block: Block, picture: str, level: int, undrawn: str) -> str:
         case Notes():
             return "\n".join(f"- {line}" for line in block.lines)
         case Plots():
-            return f"{block.caption}: {undrawn}" if undrawn else f"![{block.caption}]({picture})"
+            return (
+                f"{block.caption}: {no_plots_reason}"
+                if no_plots_reason
+                else f"![{block.caption}]({picture})"
+            )
 
 
 def _heading(text: str, level: int) -> list[str]:

@@ -1,8 +1,8 @@
-"""What there is to say, apart from any medium: tables, plots and text in reading order.
+"""Content of reports, independent of the medium: tables, plots and text in reading order.
 
-Cells are text already, with the unit in the column's head: how many digits mean something is known
-where a number comes from, and every medium shows the same ones. What depends on the medium is left
-to its writer: widths, wrapping, escaping, headings, addresses of pictures.
+Cells are text, with the unit in the column's head: the producer knows how many digits are
+significant, and every medium shows the same ones. Writers handle what depends on the medium:
+widths, wrapping, escaping, headings, addresses of pictures.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,21 +10,21 @@ from typing import Generic, Literal, TypeVar
 
 import msgspec
 
-#: Stands for a number that is not known or makes no sense.
+#: Text of a number that is unknown or not applicable.
 NOTHING = "-"
 _NUMBER_BEGINS = "0123456789+-≈<≥x"
 
 
 def cell(value: float | str | None, form: str) -> str:
-    """Return a value in a format such as ``{:.2f} s``, ``NOTHING`` without one."""
+    """Return a value in a format such as ``{:.2f} s``, ``NOTHING`` for None."""
     return NOTHING if value is None else form.format(value)
 
 
 class Table(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Rows of cells; the first column names the row.
+    """Rows of cells; the first column is the name of the row.
 
-    ``align`` has a letter per column, ``l`` or ``r``; without it columns whose cells all read as
-    numbers stand to the right. ``rules`` are the indices of rows above which a line is drawn.
+    ``align`` has a letter per column, ``l`` or ``r``; without it columns with only numbers are
+    right-aligned. ``rules`` are the indices of rows with a line above.
     """
 
     title: str
@@ -35,7 +35,7 @@ class Table(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def right(self) -> tuple[bool, ...]:
-        """Which columns stand to the right."""
+        """Which columns are right-aligned."""
         if self.align:
             return tuple(letter == "r" for letter in self.align)
         return tuple(
@@ -45,7 +45,7 @@ class Table(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Series(msgspec.Struct, frozen=True):
-    """One curve, or one colour of bars; ``low`` and ``high`` bound each point's spread."""
+    """One curve, or one colour of bars; ``low`` and ``high`` are the range of each point."""
 
     name: str
     x: tuple[float | str, ...]
@@ -57,8 +57,8 @@ class Series(msgspec.Struct, frozen=True):
 class Panel(msgspec.Struct, frozen=True):
     """One pair of axes.
 
-    ``steps`` are lines that keep a value until the next one. Bars of ``grouped`` stand side by
-    side, of ``stacked`` on each other.
+    ``steps`` are lines that hold a value until the next one. Bars of ``grouped`` are side by side,
+    those of ``stacked`` on top of each other.
     """
 
     title: str
@@ -67,7 +67,7 @@ class Panel(msgspec.Struct, frozen=True):
     y_label: str
     series: tuple[Series, ...]
     limit_y: float | None = None
-    """A horizontal line, an SLO for instance."""
+    """A horizontal line, such as an SLO."""
     from_zero: bool = True
 
 
@@ -79,13 +79,13 @@ class Text(msgspec.Struct, frozen=True):
 
 
 class Notes(msgspec.Struct, frozen=True):
-    """Single lines that a reader needs beside the numbers: setting, seed, machine, verdict."""
+    """Single lines of context: settings, seed, machine, conclusion."""
 
     lines: tuple[str, ...]
 
 
 class Plots(msgspec.Struct, frozen=True):
-    """Panels that belong together: one picture where pictures are files."""
+    """Panels of one picture."""
 
     caption: str
     panels: tuple[Panel, ...]
@@ -95,10 +95,10 @@ Block = Table | Text | Notes | Plots
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    """A titled sequence of blocks, and of ``parts`` with titles of their own after them.
+    """A titled sequence of blocks, followed by ``parts`` with their own titles.
 
-    ``name`` names its files. ``headline`` is what it all comes to, in lines that stand first.
-    ``warnings`` are what spoils a run or forbids a comparison.
+    ``name`` is the base name of its files. ``headline`` is the result in a few lines, shown first.
+    ``warnings`` are conditions that invalidate a run or a comparison.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     parts: tuple["Report", ...] = ()
 
     def pictures(self) -> Iterator[tuple[str, Plots]]:
-        """Yield the name of the picture's file, without its ending, and the plots on it."""
+        """Yield the file name (without suffix) and plots of each picture."""
         drawn = [block for block in self.blocks if isinstance(block, Plots)]
         for number, plots in enumerate(drawn, start=1):
             yield self.name if number == 1 else f"{self.name}-{number}", plots
@@ -121,7 +121,7 @@ _Run = TypeVar("_Run")
 
 
 class SideBySide(Generic[_Run]):
-    """Collects a table of runs: one column per run, one row per figure, figures in sections."""
+    """Builds a table of runs: one column per run, one row per quantity, in sections."""
 
     def __init__(self, columns: Sequence[str], runs: Sequence[_Run]) -> None:
         self._columns = columns
@@ -137,7 +137,7 @@ class SideBySide(Generic[_Run]):
         of: Callable[[_Run], float | str | None],
         form: str = "{}",
     ) -> None:
-        """Add a figure in a format; left out where ``of`` returns None for every run."""
+        """Add a quantity in a format; omitted if ``of`` returns None for every run."""
         values = [of(run) for run in self._runs]
         if all(value is None for value in values):
             return
@@ -147,7 +147,7 @@ class SideBySide(Generic[_Run]):
         self._rows.append((name, *(cell(value, form) for value in values)))
 
     def table(self) -> Table:
-        """Return the table, a rule between sections."""
+        """Return the table, with rules between sections."""
         align = "l" + "r" * len(self._columns)
         rows, rules = tuple(self._rows), tuple(self._rules)
         return Table("", ("", *self._columns), rows, align, rules)

@@ -1,4 +1,4 @@
-"""Panels drawn by matplotlib: one PNG of all, or each as SVG that takes its page's colours.
+"""Draws panels with matplotlib: all in one PNG, or each as SVG in the colours of its page.
 
 Needs the extra ``report``.
 """
@@ -19,26 +19,27 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 from dualpath.report.model import Panel
-from dualpath.report.style import Look, looks
+from dualpath.report.style import SeriesStyle, series_styles
 
 _PANEL_INCHES = (5.6, 3.6)
 _COLUMNS = 3
 _DOTS_PER_INCH = 90
 _PAD_INCHES = 0.12
 _LEGEND_CHARACTERS = 60
-#: More names than this below bars would run into each other.
-_MOST_NAMES = 10
-#: More bars than this have no room for their values.
-_MOST_VALUES = 24
-#: Values from here on are written with a prefix: 100M, not 1e8 at the corner.
+#: Most names below bars that do not overlap.
+_MAX_NAMES = 10
+#: Most bars that are labelled with their values.
+_MAX_VALUES = 24
+#: Values from here on are written with an SI prefix: 100M, not 1e8 at the corner.
 _LARGE = 1e5
-#: A limit is drawn at this part of the height; what is higher by far is cut, and says so.
-_LIMIT_HEIGHT, _MOST_LIMITS = 1.5, 3.0
-#: More curves than this are drawn thin and without marks.
+#: With a limit line, the y-axis extends at least to the first multiple of the limit and at most to
+#: the second; higher bars are cut off and labelled.
+_LIMIT_HEIGHT, _MAX_LIMIT_HEIGHT = 1.5, 3.0
+#: More curves than this are drawn thin and without markers.
 _FEW_CURVES = 4
-#: More points than this are not marked.
-_MOST_MARKS = 30
-#: Stands for ``currentColor``, which matplotlib cannot draw in.
+#: Curves with more points than this have no markers.
+_MAX_MARKERS = 30
+#: Placeholder of ``currentColor``, which matplotlib does not support.
 _PAGE_COLOUR = "#010203"
 #: Text and axes in the page's colour.
 _STYLE: dict[Any, Any] = {
@@ -61,13 +62,13 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "lines.linewidth": 2.0,
 }
-#: A PNG is drawn with the font that matplotlib brings along: the same bytes on every machine.
+#: PNGs use matplotlib's own font, so that their bytes are the same on every machine.
 _PNG_STYLE = {**_STYLE, "font.sans-serif": ["DejaVu Sans"]}
 
 
 def png(panels: Sequence[Panel]) -> bytes:
     """Return all panels as one picture, without dates or versions inside."""
-    # Four panels stand two by two.
+    # Four panels are arranged two by two.
     columns = 2 if len(panels) == 4 else min(_COLUMNS, len(panels))
     rows = math.ceil(len(panels) / columns)
     width, height = _PANEL_INCHES
@@ -86,9 +87,9 @@ def png(panels: Sequence[Panel]) -> bytes:
 
 
 def svg(panel: Panel, name: str) -> str:
-    """Return an ``<svg>`` element that takes the page's colour and its container's width.
+    """Return an ``<svg>`` element in the page's colour and with its container's width.
 
-    Ids inside it are derived from ``name``, which therefore has to be unique on the page.
+    Its ids are derived from ``name``, which must be unique on the page.
     """
     buffer = io.StringIO()
     with mpl.rc_context({**_STYLE, "svg.hashsalt": name}):
@@ -98,7 +99,7 @@ def svg(panel: Panel, name: str) -> str:
     text = buffer.getvalue()
     text = text[text.index("<svg") :].replace(_PAGE_COLOUR, "currentColor")
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    # Group ids are numbered in every plot alike, and nothing refers to them.
+    # Group ids are not unique across plots, and nothing refers to them.
     text = re.sub(r'<g id="[^"]*"', "<g", text)
     head, rest = text.split(">", 1)
     head = re.sub(r' (width|height)="[^"]*"', "", head)
@@ -117,7 +118,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
     if panel.limit_y is not None:
         axes.axhline(panel.limit_y, color=_PAGE_COLOUR, linewidth=1, linestyle=":")
         top = max(_LIMIT_HEIGHT * panel.limit_y, 1.15 * axes.dataLim.y1)
-        axes.set_ylim(top=min(top, _MOST_LIMITS * panel.limit_y))
+        axes.set_ylim(top=min(top, _MAX_LIMIT_HEIGHT * panel.limit_y))
     if _counts(panel):
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     if axes.get_ylim()[1] >= _LARGE:
@@ -133,7 +134,7 @@ def _draw(axes: Axes, panel: Panel) -> None:
 
 
 def _counts(panel: Panel) -> bool:
-    """Whether the values are numbers of things, of which there is no half."""
+    """Whether all values are integers."""
     values = [value for series in panel.series for value in series.y if value is not None]
     return all(float(value).is_integer() for value in values)
 
@@ -143,11 +144,11 @@ def _shows_values(panel: Panel) -> bool:
     if panel.kind not in ("grouped", "stacked"):
         return False
     bars = len(panel.series[0].x) * (len(panel.series) if panel.kind == "grouped" else 1)
-    return bars <= _MOST_VALUES
+    return bars <= _MAX_VALUES
 
 
 def _mark_cut(axes: Axes, panel: Panel) -> None:
-    """Write above a bar that ends beyond the axes how high it is."""
+    """Label bars that extend beyond the axes with their height."""
     if panel.kind not in ("grouped", "stacked"):
         return
     top = axes.get_ylim()[1]
@@ -159,7 +160,7 @@ def _mark_cut(axes: Axes, panel: Panel) -> None:
 
 
 def _legend_columns(panel: Panel) -> int:
-    """As many names in a row as fit above the panel."""
+    """Return how many names fit in a row above the panel."""
     longest = max(len(series.name) for series in panel.series)
     return max(1, min(len(panel.series), _LEGEND_CHARACTERS // (longest + 8)))
 
@@ -171,33 +172,35 @@ def _legend_rows(panel: Panel) -> int:
 def _lines(axes: Axes, panel: Panel) -> None:
     steps = panel.kind == "steps"
     few = len(panel.series) <= _FEW_CURVES
-    for series, look in zip(panel.series, looks([s.name for s in panel.series]), strict=True):
+    for series, style in zip(
+        panel.series, series_styles([s.name for s in panel.series]), strict=True
+    ):
         x, y = _numbers(series.x), _numbers(series.y)
         axes.plot(
             x,
             y,
             label=series.name,
-            color=look.colour,
-            linestyle=look.line,
+            color=style.colour,
+            linestyle=style.line,
             linewidth=2.0 if few else 1.2,
-            marker="o" if few and not steps and len(x) <= _MOST_MARKS else "",
+            marker="o" if few and not steps and len(x) <= _MAX_MARKERS else "",
             drawstyle="steps-post" if steps else "default",
         )
         if series.low and series.high:
             low, high = _numbers(series.low), _numbers(series.high)
-            axes.fill_between(x, low, high, color=look.colour, alpha=0.2, linewidth=0)
+            axes.fill_between(x, low, high, color=style.colour, alpha=0.2, linewidth=0)
 
 
 def _bars(axes: Axes, panel: Panel) -> None:
     names = [str(name) for name in panel.series[0].x]
     places = np.arange(len(names))
-    found = looks([series.name for series in panel.series])
+    found = series_styles([series.name for series in panel.series])
     (_stacked if panel.kind == "stacked" else _grouped)(axes, panel, places, found)
-    if len(names) > _MOST_NAMES and not all(_is_number(name) for name in names):
-        # Between two numbers a reader knows what is left out, between two names not.
+    if len(names) > _MAX_NAMES and not all(_is_number(name) for name in names):
+        # Numbers may be skipped on the axis, names may not.
         axes.set_xticks(places, names, rotation=40, ha="right", rotation_mode="anchor", fontsize=8)
         return
-    every = math.ceil(len(names) / _MOST_NAMES)
+    every = math.ceil(len(names) / _MAX_NAMES)
     axes.set_xticks(range(0, len(names), every), names[::every])
 
 
@@ -205,25 +208,29 @@ def _is_number(name: str) -> bool:
     return name.replace(",", "").replace(".", "").isdigit()
 
 
-def _stacked(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[Look]) -> None:
+def _stacked(
+    axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[SeriesStyle]
+) -> None:
     bottom = np.zeros(len(places))
-    for series, look in zip(panel.series, found, strict=True):
+    for series, style in zip(panel.series, found, strict=True):
         heights = _numbers(series.y)
-        axes.bar(places, heights, 0.7, bottom=bottom, label=series.name, color=look.colour)
+        axes.bar(places, heights, 0.7, bottom=bottom, label=series.name, color=style.colour)
         bottom += np.nan_to_num(heights)
     if _shows_values(panel):
         for place, height in zip(places, bottom, strict=True):
-            _say(axes, place, height, height, _value_size(len(places)))
+            _label(axes, place, height, height, _value_size(len(places)))
 
 
-def _grouped(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[Look]) -> None:
-    """Draw bars side by side, with the spread of what they are medians of as a thin line."""
+def _grouped(
+    axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequence[SeriesStyle]
+) -> None:
+    """Draw bars side by side, with the range of each value as a thin line."""
     width = 0.8 / len(panel.series)
     size = _value_size(len(places) * len(panel.series))
-    for index, (series, look) in enumerate(zip(panel.series, found, strict=True)):
+    for index, (series, style) in enumerate(zip(panel.series, found, strict=True)):
         heights = _numbers(series.y)
         shift = (index - (len(panel.series) - 1) / 2) * width
-        axes.bar(places + shift, heights, width, label=series.name, color=look.colour)
+        axes.bar(places + shift, heights, width, label=series.name, color=style.colour)
         if series.low and series.high:
             spread = np.abs(np.stack([_numbers(series.low), _numbers(series.high)]) - heights)
             axes.errorbar(
@@ -233,11 +240,11 @@ def _grouped(axes: Axes, panel: Panel, places: NDArray[np.int64], found: Sequenc
         if _shows_values(panel):
             tops = np.fmax(heights, _numbers(series.high)) if series.high else heights
             for place, top, height in zip(places + shift, tops, heights, strict=True):
-                _say(axes, place, top, height, size)
+                _label(axes, place, top, height, size)
 
 
-def _say(axes: Axes, place: float, top: float, value: float, size: float) -> None:
-    """Write a value above what ends at ``top``, where that is within the axes."""
+def _label(axes: Axes, place: float, top: float, value: float, size: float) -> None:
+    """Write a value above a bar that ends at ``top``, if that is within the axes."""
     axes.annotate(
         _value(value), (place, top), (0, 3), textcoords="offset points", ha="center",
         fontsize=size, annotation_clip=True,
@@ -245,7 +252,7 @@ def _say(axes: Axes, place: float, top: float, value: float, size: float) -> Non
 
 
 def _value(height: float) -> str:
-    """Return three significant digits, all digits before the point."""
+    """Return the value with three significant digits, as an integer from 100 on."""
     if math.isnan(height):
         return ""
     return f"{height:,.0f}" if abs(height) >= 100 else f"{height:.3g}"

@@ -1,4 +1,4 @@
-"""Reports for terminals: tables, notes and warnings. Prose and plots are for pages."""
+"""Reports on terminals: tables, notes and warnings, without prose and plots."""
 
 import sys
 
@@ -8,17 +8,17 @@ from rich.text import Text
 
 from dualpath.report.model import Block, Notes, Report, Table
 
-#: Columns where the output is no terminal.
+#: Columns if the output is not a terminal.
 _PLAIN_WIDTH = 160
 
 
 def terminal() -> Console:
-    """Return the standard output."""
+    """Return a console on standard output."""
     return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def print_report(report: Report, console: Console | None = None) -> None:
-    """Print a report without its title: whoever typed the command knows what it is."""
+    """Print a report without its title."""
     console = console or terminal()
     for line in report.headline:
         console.print(Text(line, style="bold"), soft_wrap=True)
@@ -32,7 +32,7 @@ def print_report(report: Report, console: Console | None = None) -> None:
 
 
 def print_blocks(*blocks: Block, console: Console | None = None) -> None:
-    """Print tables and notes, blank lines between them but for notes directly below a table."""
+    """Print tables and notes, separated by blank lines except notes directly below a table."""
     console = console or terminal()
     above: Block | None = None
     for block in blocks:

@@ -16,7 +16,7 @@ from dualpath.core.rates import Rates
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine said of itself in ``Hello``; ``order`` is its rank of first arrival.
+    """What an engine said of itself in ``Register``; ``order`` is its rank of first arrival.
 
     ``unsettled``, ``quarantined`` and ``writers`` are what its sessions before left in doubt.
     """

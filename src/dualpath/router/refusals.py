@@ -29,7 +29,7 @@ class HttpRefusal(StrEnum):
 
 
 class ControlRefusal(StrEnum):
-    """Why a connection, a greeting or another frame at the control address was refused."""
+    """Why a connection, a registration or another frame at the control address was refused."""
 
     SECRET = "secret"
     FLOOD = "flood"

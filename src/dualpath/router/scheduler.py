@@ -11,7 +11,7 @@ from pathlib import Path
 
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import EngineMessage, Kept, Report
+from dualpath.core.control import CacheUpdate, EngineMessage, Report
 from dualpath.core.request_messages import Released
 from dualpath.core.session_hints import SessionHints
 from dualpath.policy.agent_sessions import SessionName
@@ -30,7 +30,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.scheduling import Answered, AttemptListener, AttemptOrder, RequestOrder
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 from dualpath.transport.cluster_secret import load_secret
 
 
@@ -38,7 +38,7 @@ class Scheduler:
     """The ``Scheduling`` of its own process, and the control server's listener.
 
     ``engine_calls`` asks engines whether their HTTP servers answer.  ``clock``, ``control_socket``,
-    ``epoch``, ``is_gone`` and ``adapter_paths`` are those of ``RouterService``.
+    ``epoch``, ``has_exited`` and ``adapter_paths`` are those of ``RouterService``.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Scheduler:
         clock: Callable[[], float],
         control_socket: ControlSocket | None = None,
         epoch: str = "",
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
         adapter_paths: Mapping[str, str] | None = None,
     ) -> None:
         self._settings = settings
@@ -60,8 +60,8 @@ class Scheduler:
             settings.engine_timeout_s,
             control_socket,
             epoch,
-            is_gone,
-            keep_blocks=settings.dram_tier,
+            has_exited,
+            enable_caching=settings.dram_tier,
         )
         self.metrics = RouterMetrics(self.registry, self.server.refusals, clock)
         self.roles = Roles(
@@ -174,7 +174,7 @@ class Scheduler:
                 self.role_policy.turn(self.context.dispatch.queue)
         elif isinstance(message, Released):
             self.context.releases.writer_done(message.request_id, info.writer)
-        elif isinstance(message, Kept):
+        elif isinstance(message, CacheUpdate):
             self.context.kept.heard(info.engine_id, message)
         else:
             self.context.exchange.deliver(info.engine_id, message)

@@ -22,7 +22,7 @@ from dualpath.router.observe.status import status_report
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.scheduler import Scheduler
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 from dualpath.transport.cluster_secret import load_secret
 
 
@@ -62,14 +62,14 @@ class SchedulerService:
         clock: Callable[[], float],
         control_socket: ControlSocket | None = None,
         epoch: str = "",
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
         adapter_paths: Mapping[str, str] | None = None,
         own: Callable[[], OwnRequests] = NoRequests,
         front_ends_socket: ControlSocket | None = None,
     ) -> None:
         self.settings = settings
         self.scheduler = Scheduler(
-            settings, engine_health, clock, control_socket, epoch, is_gone, adapter_paths
+            settings, engine_health, clock, control_socket, epoch, has_exited, adapter_paths
         )
         self._own = own
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)

@@ -16,7 +16,7 @@ from dualpath.router.front_end_service import FrontEndService
 from dualpath.router.links.door import FrontEndDoor
 from dualpath.router.scheduler_service import SchedulerService
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 
 
 class RouterService(FrontEndService):
@@ -25,7 +25,7 @@ class RouterService(FrontEndService):
     ``clock`` gives seconds and must be monotonic; limits on waits follow the event loop's own time,
     which live is the same.  ``control_socket`` is where engines register, ``front_ends_socket``
     where front ends come in that are processes of their own; by default they are ZMQ's.  ``epoch``
-    names this process of the router, by default it is drawn; ``is_gone`` says whether a
+    names this process of the router, by default it is drawn; ``has_exited`` says whether a
     process of this machine has ended.  ``adapter_paths`` are the LoRA adapters that clients may
     name, which every engine must have.  ``records`` holds the latest finished requests with the
     times of their stages.
@@ -38,7 +38,7 @@ class RouterService(FrontEndService):
         clock: Callable[[], float] = time.monotonic,
         control_socket: ControlSocket | None = None,
         epoch: str = "",
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
         adapter_paths: Mapping[str, str] | None = None,
         front_ends_socket: ControlSocket | None = None,
     ) -> None:
@@ -48,7 +48,7 @@ class RouterService(FrontEndService):
             clock,
             control_socket,
             epoch,
-            is_gone,
+            has_exited,
             adapter_paths,
             own=lambda: self.front_end,
             front_ends_socket=front_ends_socket,

@@ -1,10 +1,10 @@
-"""The bytes of one stored Full Block: its header, then the payload; and whether they are right.
+"""Encodes and verifies the bytes of one stored Full Block: a header, then the payload.
 
 The payload is the head of the block, then its tail, the window layers (``storage.sections``).
 
-A plain block has checksums: XXH3 finds torn, short and flipped data at memory speed, and is no
-defence against somebody who writes false blocks on purpose.  That is what sealed blocks are for
-(``storage.sealed_blocks``).  Nothing here does I/O.
+A plain block has checksums: XXH3 detects torn, truncated and flipped data at memory speed.  It
+does not protect against someone who forges blocks; sealed blocks do (``storage.sealed_blocks``).
+Nothing here does I/O.
 """
 
 from collections import deque
@@ -25,7 +25,7 @@ from dualpath.storage.block_header import (
 )
 from dualpath.storage.sections import Buffer, Sections
 
-#: Why a block is not good; these are the reasons a ``ReadOutcome`` carries.
+#: Reasons of a ``ReadOutcome``.
 MISSING = "missing"
 SHORT = "short"
 WRONG_KEY = "wrong key"
@@ -33,70 +33,70 @@ WRONG_NAMESPACE = "wrong namespace"
 WRONG_LENGTH = "wrong length"
 BAD_HEADER = "bad header"
 CHECKSUM = "checksum"
-#: A sealed block that is damaged, or that nobody wrote who has its storage key.
+#: A sealed block that is damaged, or was not written with its storage key.
 NOT_AUTHENTIC = "not authentic"
-#: A block of another release of this format.
+#: A block of another format version.
 OTHER_FORMAT = "format version"
-#: A block sealed with a storage key that is not here.
+#: A block sealed with a storage key that this process does not have.
 OTHER_STORAGE_KEY = "storage key"
-#: With these nothing need be wrong: such a block is not read, and stays where it is.
-STAYING = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
+#: The block may be intact but this process cannot read it: it is not removed.
+UNREADABLE_HERE = frozenset({OTHER_FORMAT, OTHER_STORAGE_KEY})
 
 
-class BlockForm(Protocol):
-    """How blocks of one namespace are written, and what makes one believed."""
+class BlockCodec(Protocol):
+    """Encodes and verifies the blocks of one namespace."""
 
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> list[memoryview]:
-        """Return the file of a whole block: its header, then a buffer for each of ``payload``'s.
+        """Return the file of a block as buffers: its header, then one per buffer of ``payload``.
 
-        They are good until the same thread calls again; ``origin`` is the block's own.
+        The buffers are valid until the same thread calls again.
         """
         ...
 
     def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
-        """Return why the block as read is not the one asked for, or None if it is.
+        """Return why a block that was read is not valid, None if it is.
 
-        ``payload`` has the lengths the reader expects; of a tail that was not read nothing is
-        said.  It is writable, and holds the block's own bytes afterwards if nothing is wrong.
+        ``payload`` has the lengths that the reader expects; a tail that was not read is not
+        verified.  Encrypted blocks are decrypted in place, so ``payload`` must be writable.
         """
         ...
 
-    def arrival(self, payload: Sections) -> "Arrival":
-        """Return what looks at one block's ``payload`` while its file is read into it."""
+    def verifier(self, payload: Sections) -> "BlockVerifier":
+        """Return a verifier of one block whose file is being read into ``payload``."""
         ...
 
 
-class Arrival(Protocol):
-    """One block on its way into memory."""
+class BlockVerifier(Protocol):
+    """Verifies one block while its file is being read."""
 
-    def arrived(self, file_bytes: int) -> None:
-        """Take in that the file's first ``file_bytes`` are there; need not be told of all."""
+    def received(self, file_bytes: int) -> None:
+        """Note that the file's first ``file_bytes`` are in memory; calls are optional."""
         ...
 
     def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
-        """Return ``BlockForm.defect``, once, when all of it is there."""
+        """Return ``BlockCodec.defect`` of the complete block; call it once."""
         ...
 
 
-class WholeArrival:
-    """See ``Arrival``: looks at the block when all of it is there."""
+class DeferredVerifier:
+    """See ``BlockVerifier``: verifies the block after it was read completely."""
 
-    def __init__(self, form: BlockForm, payload: Sections) -> None:
-        self._form = form
+    def __init__(self, codec: BlockCodec, payload: Sections) -> None:
+        self._codec = codec
         self._payload = payload
 
-    def arrived(self, file_bytes: int) -> None:
-        """Wait for the rest."""
+    def received(self, file_bytes: int) -> None:
+        """Do nothing."""
 
     def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
-        """Ask the form."""
-        return self._form.defect(key, header, self._payload)
+        """Verify with the codec."""
+        return self._codec.defect(key, header, self._payload)
 
 
 class PlainBlocks:
-    """See ``BlockForm``: the block as it is, with checksums."""
+    """See ``BlockCodec``: blocks in clear, with checksums."""
 
     def __init__(self, namespace_digest: str) -> None:
         self._digest = namespace_digest
@@ -112,13 +112,13 @@ class PlainBlocks:
         """Compare checksums; the payload may be read-only."""
         return defect(key, self._digest, header, payload)
 
-    def arrival(self, payload: Sections) -> Arrival:
-        """Compute the checksums of what is there while the rest comes."""
-        return PlainArrival(self._digest, payload)
+    def verifier(self, payload: Sections) -> BlockVerifier:
+        """Compute the checksums while the block is being read."""
+        return PlainVerifier(self._digest, payload)
 
 
-class PlainArrival:
-    """See ``Arrival``: a plain block's checksums, computed piece by piece in the file's order."""
+class PlainVerifier:
+    """See ``BlockVerifier``: computes a plain block's checksums incrementally, in file order."""
 
     def __init__(self, namespace_digest: str, payload: Sections) -> None:
         self._digest = namespace_digest
@@ -131,12 +131,12 @@ class PlainArrival:
         )
         self._hashed_bytes = 0
 
-    def arrived(self, file_bytes: int) -> None:
-        """Go on to there."""
+    def received(self, file_bytes: int) -> None:
+        """Hash up to there."""
         self._hash_until(file_bytes - HEADER_BYTES)
 
     def defect(self, key: BlockKey, header: memoryview | bytes) -> str | None:
-        """Go on to the end and compare."""
+        """Hash the rest and compare."""
         found = header_asked_for(key, self._digest, header, self._payload)
         if isinstance(found, str):
             return found
@@ -160,7 +160,7 @@ class PlainArrival:
 
 
 def checksum(buffers: Sequence[Buffer]) -> bytes:
-    """Return the XXH3-128 of buffers one after the other."""
+    """Return the XXH3-128 of the concatenated buffers."""
     if len(buffers) == 1:
         return xxhash.xxh3_128_digest(buffers[0])
     hasher = xxhash.xxh3_128()
@@ -175,7 +175,7 @@ def encode_header(
     payload: Sections,
     origin: BlockOrigin = UNKNOWN_ORIGIN,
 ) -> bytes:
-    """Return the 4096 header bytes of a whole plain block; ``origin`` is its own.
+    """Return the 4096 header bytes of a plain block.
 
     Raises ``ValueError`` unless the key has 32 bytes and the digest 16 characters.
     """
@@ -190,14 +190,14 @@ def encode_header(
 def defect(
     key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
 ) -> str | None:
-    """Return ``BlockForm.defect`` of a plain block."""
-    return PlainArrival(namespace_digest, payload).defect(key, header)
+    """Return ``BlockCodec.defect`` of a plain block."""
+    return PlainVerifier(namespace_digest, payload).defect(key, header)
 
 
 def header_asked_for(
     key: BlockKey, namespace_digest: str, header: memoryview | bytes, payload: Sections
 ) -> BlockHeader | str:
-    """Return the header of the block that is meant, or why it is another one's or none."""
+    """Return the header of the expected block, or the reason why the header does not match."""
     found = decode_header(header)
     if found is None:
         return BAD_HEADER if header_version(header) in (None, *VERSIONS) else OTHER_FORMAT
@@ -212,23 +212,23 @@ def header_asked_for(
 
 
 def defect_of_length(
-    arrival: Arrival,
+    verifier: BlockVerifier,
     key: BlockKey,
     header: memoryview | bytes,
     payload: Sections,
     arrived_bytes: int,
 ) -> str | None:
-    """Return what is wrong with a file of which ``arrived_bytes`` of the payload have come."""
+    """Return the defect of a block with ``arrived_bytes`` of payload read, None if valid."""
     if arrived_bytes >= payload.size_bytes:
-        return arrival.defect(key, header)
-    # What says that it is of another format may be shorter than a block of this one.
+        return verifier.defect(key, header)
+    # A block of another format version may be shorter than one of this version.
     return OTHER_FORMAT if header_version(header) not in (None, *VERSIONS) else SHORT
 
 
-def defect_of_file(form: BlockForm, key: BlockKey, content: bytes) -> str | None:
-    """Return the same of a whole file, by whoever does not know the block's geometry."""
+def defect_of_file(codec: BlockCodec, key: BlockKey, content: bytes) -> str | None:
+    """Return the defect of a complete block file, None if valid; needs no block geometry."""
     header, payload = content[:HEADER_BYTES], memoryview(bytearray(content[HEADER_BYTES:]))
     found = decode_header(header)
     head_bytes = max(payload.nbytes - (0 if found is None else found.tail_bytes), 0)
     sections = Sections([payload[:head_bytes]], [payload[head_bytes:]])
-    return form.defect(key, header, sections)
+    return codec.defect(key, header, sections)

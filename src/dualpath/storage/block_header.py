@@ -23,7 +23,7 @@ offset bytes field
 220    16    sealed: XXH3-128 of bytes 176..219
 ====== ===== =========================================================
 
-All of it can be read without any key, so that a janitor needs none.  Everything here is pure.
+The header is never encrypted, so that the janitor needs no storage key.  Nothing here does I/O.
 """
 
 import struct
@@ -42,15 +42,15 @@ _MAGIC = b"DUALPATH"
 _FIELDS = struct.Struct("<8sIIQ32s16s16s32s16sQ16s")
 _SEAL = struct.Struct("<I8s32s")
 _SEAL_AT = _FIELDS.size + CHECKSUM_BYTES
-#: Where the checksums of the payload lie, or its tags.
+#: Offsets of the payload's checksums (of its tags in a sealed block).
 _HEAD_SUM, _TAIL_SUM = slice(72, 88), slice(144, 160)
 _VERSION = struct.Struct("<8xII")
-#: What the checksum of a header of version 1 covered.
+#: Bytes covered by the checksum of a version 1 header.
 _VERSION_1_BYTES = 88
 
 
 class Seal(msgspec.Struct, frozen=True):
-    """How a block is sealed: ``key_id`` (8 bytes) names the storage key, ``salt`` has 32 bytes."""
+    """How a block is sealed: ``key_id`` (8 bytes) identifies the storage key, ``salt`` 32 bytes."""
 
     kind: int
     key_id: bytes
@@ -58,7 +58,7 @@ class Seal(msgspec.Struct, frozen=True):
 
 
 class BlockHeader(msgspec.Struct, frozen=True):
-    """What a header says about its block; checksums are 16 bytes, tags in a sealed block."""
+    """A decoded header; the checksums have 16 bytes and are GCM tags in a sealed block."""
 
     version: int
     key: BlockKey
@@ -79,8 +79,8 @@ def packed_header(header: BlockHeader) -> bytes:
     digest = header.namespace_digest.encode("ascii")
     if len(header.key) != 32 or len(digest) != 16:
         raise ValueError(
-            f"key of {len(header.key)} bytes and digest of {len(digest)} characters: 32 and 16 are "
-            "needed"
+            f"key of {len(header.key)} bytes and digest of {len(digest)} characters; must be 32 "
+            "bytes and 16 characters"
         )
     origin = header.origin
     raw = _checked(
@@ -96,7 +96,7 @@ def packed_header(header: BlockHeader) -> bytes:
 
 
 def decode_header(raw: memoryview | bytes) -> BlockHeader | None:
-    """Return the header's fields, or None if it is no intact header of a version known here."""
+    """Return the header's fields, or None for a damaged header or an unsupported version."""
     if header_version(raw) not in VERSIONS:
         return None
     fields = _FIELDS.unpack(bytes(raw[: _FIELDS.size]))
@@ -114,9 +114,9 @@ def decode_header(raw: memoryview | bytes) -> BlockHeader | None:
 
 
 def header_version(raw: memoryview | bytes) -> int | None:
-    """Return which version of the format this header is of, None if it is damaged or none.
+    """Return the format version of a header, None if the bytes are not an intact header.
 
-    0 stands for one whose header has another length.
+    0 stands for an intact header of another length.
     """
     if _is_checked(raw, 0, _FIELDS.size) or _is_checked(raw, 0, _VERSION_1_BYTES):
         version, header_bytes = _VERSION.unpack(bytes(raw[: _VERSION.size]))
@@ -124,8 +124,8 @@ def header_version(raw: memoryview | bytes) -> int | None:
     return None
 
 
-def bound_fields(raw: memoryview | bytes) -> bytes:
-    """Return what the tags of a sealed block's payload vouch for as well: all but themselves."""
+def authenticated_fields(raw: memoryview | bytes) -> bytes:
+    """Return the header bytes that a sealed block's tags authenticate: all except the tags."""
     content = bytes(raw[: _SEAL_AT + _SEAL.size])
     checks = (_HEAD_SUM, _TAIL_SUM, slice(_FIELDS.size, _SEAL_AT))
     ends = [place.stop for place in checks]
@@ -138,7 +138,7 @@ def _checked(fields: bytes) -> bytes:
 
 
 def _is_checked(raw: memoryview | bytes, start: int, fields_bytes: int) -> bool:
-    """Whether there are fields of that many bytes, with their checksum, of a block."""
+    """Whether these bytes start with the magic and the fields at ``start`` match their checksum."""
     end = start + fields_bytes
     is_ours = bytes(raw[: len(_MAGIC)]) == _MAGIC
     found = bytes(raw[end : end + CHECKSUM_BYTES])

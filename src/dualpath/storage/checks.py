@@ -17,8 +17,8 @@ def check_sources(
     return [_flat(geometry, buffer, writable=False) for buffer in buffers]
 
 
-def own_origins(keys: Sequence[BlockKey], origin: BlockOrigin) -> list[BlockOrigin]:
-    """Return the origin of each block of a run whose origin is ``origin``."""
+def run_origins(keys: Sequence[BlockKey], origin: BlockOrigin) -> list[BlockOrigin]:
+    """Return the origin of each block of a run; ``origin`` is that of the first."""
     parents = [origin.parent, *keys[:-1]] if origin.parent else [b""] * len(keys)
     return [BlockOrigin(parent, origin.tenant) for _, parent in zip(keys, parents, strict=False)]
 
@@ -26,7 +26,7 @@ def own_origins(keys: Sequence[BlockKey], origin: BlockOrigin) -> list[BlockOrig
 def check_destination(geometry: BlockGeometry, destination: memoryview) -> memoryview:
     """Return a read's destination as a flat byte view.
 
-    Raises ``ValueError`` if it has not ``full_block_bytes``, is not contiguous or not writable.
+    Raises ``ValueError`` unless it has ``full_block_bytes``, is contiguous and writable.
     """
     return _flat(geometry, destination, writable=True)
 
@@ -34,8 +34,8 @@ def check_destination(geometry: BlockGeometry, destination: memoryview) -> memor
 def _flat(geometry: BlockGeometry, buffer: memoryview, *, writable: bool) -> memoryview:
     if buffer.nbytes != geometry.full_block_bytes:
         raise ValueError(
-            f"buffer of {buffer.nbytes} bytes; a Full Block has {geometry.full_block_bytes}"
+            f"buffer has {buffer.nbytes} bytes; must be {geometry.full_block_bytes}, one Full Block"
         )
     if not buffer.contiguous or (writable and buffer.readonly):
-        raise ValueError("buffer must be contiguous, and writable as a read's destination")
+        raise ValueError("buffer must be contiguous, and the destination of a read writable")
     return buffer.cast("B")

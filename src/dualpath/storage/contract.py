@@ -1,4 +1,4 @@
-"""The contract every storage backend keeps; ``tests/contract`` runs it against all of them."""
+"""The interface of every storage backend; ``tests/contract`` tests all backends against it."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -10,11 +10,12 @@ from dualpath.core.errors import StorageError
 
 
 class ReadOutcome(msgspec.Struct, frozen=True):
-    """Result of reading a Full Block: ``bytes_read`` of its payload left the device.
+    """Result of reading a Full Block; ``bytes_read`` counts the payload bytes read.
 
-    ``reason`` is None if it arrived whole and verified, else it says why not ("missing", "short",
-    "wrong key", "checksum", "read error: …"), and the destination holds undefined bytes.
-    ``from_dram``: the device is the node's own memory, and no storage NIC had to do with it.
+    ``reason`` is None if the block was read completely and verified.  Otherwise it is the failure
+    ("missing", "short", "wrong key", "checksum", "read error: …"), and the destination holds
+    undefined bytes.  ``from_dram``: the block was read from the node's own memory, not over the
+    storage NIC.
     """
 
     bytes_read: int
@@ -23,19 +24,20 @@ class ReadOutcome(msgspec.Struct, frozen=True):
 
     @property
     def is_good(self) -> bool:
-        """Whether the block arrived whole and verified."""
+        """Whether the block was read completely and verified."""
         return self.reason is None
 
     @property
     def storage_bytes(self) -> int:
-        """The bytes read that came from storage."""
+        """Bytes that were read over the storage NIC."""
         return 0 if self.from_dram else self.bytes_read
 
 
 class DeclinedError(StorageError):
-    """Storage declines new blocks on purpose; the first ``stored`` are stored, ``new`` of them new.
+    """A quota or filter declined some blocks of a write.
 
-    ``reason`` is a ``policy.write_gate.Refusal``.
+    The first ``stored`` blocks are stored, ``new`` of them by this write.  ``reason`` is a
+    ``write_gate.Refusal``.
     """
 
     def __init__(self, reason: str, stored: int, new: int) -> None:
@@ -49,33 +51,33 @@ class BlockStorage(Protocol):
     """Full Blocks by key, for one ``StoreNamespace``.
 
     Blocks are immutable: equal keys mean equal content, so a second write of a key is a no-op.
-    A block is visible either whole or not at all, also after a crash of the writer.  Every read
-    verifies key, length and checksum before the block counts as good; a block found bad is
-    forgotten, so that it can be written again.  One of another format version is not read and
-    stays.  All methods may be called from several threads: who
-    wants several blocks at a time, as an engine's read queue does, reads from several.
+    Writes are atomic: a block is visible either completely or not at all, also after a crash of
+    the writer.  Every read verifies key, length and checksum.  A corrupt block is removed, so that
+    it can be written again.  A block of another format version is neither read nor removed.  All
+    methods are thread-safe; a caller that wants several blocks in parallel (an engine's read
+    queue) reads from several threads.
     """
 
     geometry: BlockGeometry
-    #: Questions for blocks that together take no longer than one; above 1 where each goes a long
-    #: way and little is to be done.
+    #: How many look-ups may usefully run in parallel; above 1 where a look-up is a round trip
+    #: over the network.
     parallel_lookups: int
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Return whether a block is stored; touches no block content.
+        """Return whether a block is stored, without reading its content.
 
-        Raises ``StorageError`` if the storage cannot say.
+        Raises ``StorageError`` if the storage does not answer.
         """
         ...
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
         """Read a block into ``destination`` (``full_block_bytes``, writable).
 
-        Unless it is the ``whole``, window layers are neither read nor verified: their bytes of the
-        destination stay as they are, and must be taken for no KV.
+        With ``whole`` False, window layers are neither read nor verified: their bytes in the
+        destination are unchanged and do not contain valid KV.
 
-        Blocks until done.  Never raises for a bad block: the outcome says what is wrong with it.
-        Raises ``ValueError`` if the destination has the wrong size.
+        Blocks until done.  Does not raise for a missing or corrupt block: ``ReadOutcome.reason``
+        has the failure.  Raises ``ValueError`` if the destination has the wrong size.
         """
         ...
 
@@ -85,23 +87,23 @@ class BlockStorage(Protocol):
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Persist the blocks atomically one by one; return how many were new.
+        """Write the blocks, each one atomically; return how many were new.
 
-        ``origin`` says where they come from, all in one: if it has a parent, the blocks are
-        consecutive in one chain and the parent is the first one's.
+        ``origin`` is the origin of the run of blocks: if it has a parent, the blocks are
+        consecutive in one chain and the parent precedes the first of them.
 
-        Raises ``StorageError`` if the device refuses (full, read-only); what was written before
-        stays whole and visible.
+        Raises ``StorageError`` if the device refuses (full, read-only); blocks written before the
+        failure stay stored.
         """
         ...
 
     def used(self, key: BlockKey) -> None:
-        """A chain that ends with this block is about to be read, or was asked for.
+        """Record a use of the chain that ends with this block: it was looked up or is being read.
 
-        Storage that has to remove something removes other blocks first.
+        Eviction is least recently used: storage removes other blocks first.
         """
         ...
 
     def close(self) -> None:
-        """Release descriptors and threads; idempotent."""
+        """Release file descriptors and threads; idempotent."""
         ...

@@ -1,10 +1,10 @@
-"""Where a namespace's blocks lie on a file system.
+"""The directory of a namespace's blocks on a file system.
 
-``<root>/<model>_<digest>/<hhh>/<hh>/<key in hex>.kv``, the fan-out vLLM's file tier uses:
+``<root>/<model>_<digest>/<hhh>/<hh>/<key in hex>.kv``, the fan-out that vLLM's file tier uses:
 4096 × 256 directories keep each of them small at millions of blocks.  ``namespace.json`` beside
-them says in clear what the digest stands for.  Half-written files live in ``tmp/``, named after
-their writer, and are linked to their final name only when whole; what dead writers of this host
-left there is removed at the next start.
+them describes the namespace that the digest identifies.  Half-written files are in ``tmp/``, named
+after their writer, and are linked to their final name when they are complete.  Temporary files
+of dead processes of this host are removed at the next start.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.storage.host_process import is_running, number_space
+from dualpath.storage.host_process import is_running, pid_namespace
 from dualpath.storage.system_calls import (
     KERNEL,
     NOT_A_FILE,
@@ -32,18 +32,18 @@ from dualpath.storage.system_calls import (
 log = logging.getLogger(__name__)
 
 _MODEL_CHARACTERS = 80
-#: As the mode of files, for the user and the group.
+#: For the user and the group, as the mode of files.
 _FOLDER_MODE = 0o770
-#: Of temporary names that could not be removed so many are tried again at a time.
+#: How many temporary files that could not be removed are tried again per call.
 _TRIED_AGAIN = 8
-#: Where a namespace's half-written files lie.
+#: The folder of a namespace's half-written files.
 TEMPORARY_FOLDER = "tmp"
-#: What says in clear what a namespace is.
+#: The description of a namespace, as JSON.
 _NAME_FILE = "namespace.json"
-#: What the names of block files end with.
+#: Suffix of block files.
 BLOCK_SUFFIX = ".kv"
 _BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
-#: What file systems say that know no hard links.
+#: Error numbers of file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -54,26 +54,26 @@ def namespace_name(namespace: StoreNamespace) -> str:
 
 
 def block_name(key: BlockKey) -> str:
-    """Return where a block lies within its namespace, without suffix."""
+    """Return the path of a block within its namespace, without suffix."""
     name = key.hex()
     return f"{name[:3]}/{name[3:5]}/{name}"
 
 
 def object_name(namespace: str, key: BlockKey) -> str:
-    """Return where a block lies within its storage; ``namespace`` is a ``namespace_name``."""
+    """Return the path of a block within its storage; ``namespace`` is a ``namespace_name``."""
     return f"{namespace}/{block_name(key)}{BLOCK_SUFFIX}"
 
 
 def key_of(name: str) -> BlockKey | None:
-    """Return the key of the block that an ``object_name`` is of, None for any other name."""
+    """Return the block key in an ``object_name``, None for any other name."""
     found = _BLOCK.fullmatch(name)
     return None if found is None else bytes.fromhex(found[1])
 
 
 def namespaces_in(root: Path) -> Iterator[tuple[Path, StoreNamespace]]:
-    """Yield the folder and the namespace of each that lies in a directory, by name.
+    """Yield folder and namespace of all namespaces in a directory, sorted by name.
 
-    Raises ``ConfigError`` for one that cannot be read.
+    Raises ``ConfigError`` for a namespace file that cannot be read.
     """
     for path in sorted(root.glob(f"*/{_NAME_FILE}")):
         try:
@@ -87,7 +87,7 @@ def namespaces_in(root: Path) -> Iterator[tuple[Path, StoreNamespace]]:
 class NamespaceDirectory:
     """Opens (creating if needed) one namespace's directory and names the files in it.
 
-    ``name_of`` says where a block lies within, without suffix.
+    ``name_of`` returns a block's path in the directory, without suffix.
 
     Raises ``ConfigError`` if ``root`` cannot be used or holds another namespace under this
     name.
@@ -107,10 +107,10 @@ class NamespaceDirectory:
         self._namespace = namespace
         self._suffix = suffix
         self._calls = calls
-        #: Temporary names that could not be removed.
+        #: Temporary files that could not be removed.
         self._refused: dict[str, None] = {}
         try:
-            self._host = number_space(calls)
+            self._host = pid_namespace(calls)
             self._writer = f"{self._host}-{calls.getpid()}"
             calls.makedirs(str(root), exist_ok=True)
             self._make_folders()
@@ -125,7 +125,7 @@ class NamespaceDirectory:
 
     @property
     def name_file(self) -> Path:
-        """The file that says in clear what the namespace is."""
+        """The file that describes the namespace."""
         return self.path / _NAME_FILE
 
     def block_path(self, key: BlockKey) -> str:
@@ -133,7 +133,7 @@ class NamespaceDirectory:
         return f"{self.path}/{self._name_of(key)}{self._suffix}"
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether there is a file of a block; raises ``StorageError`` if nobody can say."""
+        """Return whether a block has a file; raises ``StorageError`` if that cannot be checked."""
         path = self.block_path(key)
         try:
             return stat.S_ISREG(self._calls.stat(path).st_mode)
@@ -141,8 +141,8 @@ class NamespaceDirectory:
             return False
         except OSError as error:
             raise StorageError(
-                f"nobody can say whether {path} exists: {error.strerror}; see the file system and "
-                "the rights on it"
+                f"cannot check whether {path} exists: {error.strerror}; check the file system and "
+                "its permissions"
             ) from error
 
     def temporary_path(self) -> str:
@@ -150,33 +150,33 @@ class NamespaceDirectory:
         return f"{self.temporary}/{self._writer}-{self._calls.urandom(8).hex()}"
 
     def restore(self) -> None:
-        """Make the directory again that somebody has removed.
+        """Create the directory again after it was removed.
 
-        Raises ``FileNotFoundError`` where its root is gone, or another file system lies there (a
-        mount is lost, and what is under its name must not fill up instead).
+        Raises ``FileNotFoundError`` if its root was removed or is on another file system: after a
+        mount is lost, the file system below the mount point must not be filled instead.
         """
         root = str(self.path.parent)
         if self._calls.stat(root).st_dev != self._device:
-            raise FileNotFoundError(errno.ENOENT, "the file system of the storage is gone", root)
+            raise FileNotFoundError(errno.ENOENT, "the storage is not mounted any more", root)
         self._make_folders()
         self._claim(self._namespace)
 
     def discard(self, path: str, reason: str) -> None:
-        """Remove what lies at a block's name and is none; a directory only if it is empty."""
-        log.warning("stored block %s is bad (%s) and is removed", path, reason)
+        """Remove a corrupt block or whatever has its name; a directory only if it is empty."""
+        log.warning("removing corrupt block %s (%s)", path, reason)
         try:
             if stat.S_ISDIR(self._calls.lstat(path).st_mode):
                 self._calls.rmdir(path)
             else:
                 self._calls.unlink(path)
         except OSError as error:
-            log.warning("bad block %s cannot be removed: %s; remove it by hand", path, error)
+            log.warning("cannot remove corrupt block %s: %s; remove it by hand", path, error)
 
     def publish(self, temporary: str, key: BlockKey) -> bool:
-        """Give a whole file its final name; return False if the name was taken already.
+        """Give a complete file its final name; return False if the block exists already.
 
-        A hard link, because it fails where the name exists; a rename where the file system knows
-        no hard links.  What is no file but has the name makes way.  ``temporary`` is removed.
+        Uses a hard link, because that fails if the name exists; a rename on file systems without
+        hard links.  Anything of that name that is not a file is removed.  ``temporary`` is removed.
         """
         final = self.block_path(key)
         try:
@@ -193,13 +193,13 @@ class NamespaceDirectory:
         return True
 
     def remove_temporary(self, temporary: str) -> None:
-        """Remove a temporary name if there is one; what is refused is tried again with the next."""
+        """Remove a temporary file if it exists; failed removals are tried again in later calls."""
         for path in (temporary, *tuple(self._refused)[:_TRIED_AGAIN]):
             try:
                 self._unlink(path)
             except OSError as error:
                 if path not in self._refused:
-                    log.warning("%s is not removed, later maybe: %s", path, error)
+                    log.warning("cannot remove %s, trying again later: %s", path, error)
                 self._refused[path] = None
             else:
                 self._refused.pop(path, None)
@@ -234,7 +234,7 @@ class NamespaceDirectory:
 
     def _claim(self, namespace: StoreNamespace) -> None:
         path = str(self.name_file)
-        # What is claimed already can be read, also where the disk takes nothing more.
+        # Write only if needed: an existing namespace can be read from a full disk.
         if not self._exists(path):
             self._write_name(namespace)
         try:
@@ -277,14 +277,14 @@ class NamespaceDirectory:
                 continue
             try:
                 self._unlink(f"{self.temporary}/{name}")
-            except OSError as error:  # no file of ours
-                log.warning("%s/%s is left where it is: %s", self.temporary, name, error)
+            except OSError as error:  # not one of our files
+                log.warning("%s/%s is not removed: %s", self.temporary, name, error)
 
 
 def refused(
     action: str, path: str, needed_bytes: int, error: OSError, calls: SystemCalls = KERNEL
 ) -> StorageError:
-    """Return the error for a device that refuses a write, with what is free and what to do."""
+    """Return the error of a refused write, with the free space and the remedy."""
     folder = os.path.dirname(path)
     try:
         space = calls.statvfs(folder)

@@ -1,4 +1,4 @@
-"""From one setting to a storage backend."""
+"""Opens the storage backend of a location."""
 
 import threading
 import time
@@ -19,17 +19,17 @@ from dualpath.storage.location import (
     FILE_PLUGINS,
     MEMORY,
     OBJECT_PLUGIN,
-    parted,
+    split_location,
 )
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.memory_objects import MemoryObjects
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import DirectIo, PosixStorage
 from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.reading import OpenPlugin, no_plugins
+from dualpath.storage.reading import OpenPlugin, refuse_plugins
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_credentials import with_credentials
 from dualpath.storage.s3_location import S3Location, parse_location
 from dualpath.storage.s3_objects import S3Objects
@@ -52,21 +52,21 @@ def open_storage(
     direct_io: DirectIo = "auto",
     sync: bool = False,
     keys: "KeyRing | None" = None,
-    open_plugin: OpenPlugin = no_plugins,
+    open_plugin: OpenPlugin = refuse_plugins,
 ) -> BlockStorage:
     """Open the storage at ``location``: a path, ``file://``, ``s3://``, ``nixl+…`` or ``memory://``.
 
-    ``s3://bucket/prefix?endpoint_url=…&region=…`` is explained at ``s3_location.parse_location``.
-    ``nixl+posix://`` and others of ``FILE_PLUGINS`` are directories that a plugin of NIXL reads,
-    ``nixl+obj://`` is such a bucket; ``open_plugin`` opens the plugin.  ``memory://name`` is one
-    storage per name within this process, for tests.  ``read_bytes_per_s`` throttles reads to a
-    SNIC's rate (None: unthrottled).  In ``Mode.ORACLE`` the storage keeps lengths only, apart from
-    real blocks, in a directory.  ``direct_io`` and ``sync`` are ``PosixStorage``'s, ``keys`` those
-    of a namespace whose blocks are sealed.
+    ``s3://bucket/prefix?endpoint_url=…&region=…`` is described in ``s3_location.parse_location``.
+    ``nixl+posix://`` and the other ``FILE_PLUGINS`` are directories read through a NIXL plugin,
+    ``nixl+obj://`` is a bucket read through one; ``open_plugin`` opens the plugin.
+    ``memory://name`` is one storage per name within this process, for tests.
+    ``read_bytes_per_s`` throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE``
+    the storage is a directory of block lengths, apart from real blocks.  ``direct_io`` and
+    ``sync``: see ``PosixStorage``; ``keys``: storage keys of a namespace whose blocks are sealed.
 
     Raises ``ConfigError`` for an unknown scheme, an unusable directory, bucket or plugin.
     """
-    scheme, rest = parted(location)
+    scheme, rest = split_location(location)
     if mode is Mode.ORACLE:
         if scheme not in DIRECTORIES:
             raise ConfigError(f"storage {location} in mode oracle: give a directory instead")
@@ -90,13 +90,13 @@ def _bucket(rest: str) -> S3Location:
 
 
 def open_tree(location: str | Path) -> ObjectTree:
-    """Open everything that lies at a storage's ``location``, whatever namespace it is of.
+    """Open a storage's ``location`` as a tree of objects, over all namespaces.
 
-    Raises ``ConfigError`` for a scheme without one; ``memory://`` has a tree apart from its blocks.
+    Raises ``ConfigError`` for an unknown scheme.  The tree of ``memory://`` has none of its blocks.
     """
-    scheme, rest = parted(location)
+    scheme, rest = split_location(location)
     if scheme in BUCKETS:
-        return S3Objects(S3Client(_bucket(rest), Patience()))
+        return S3Objects(S3Client(_bucket(rest), RetryPolicy()))
     if scheme == MEMORY:
         with _memory_lock:
             return _memory_trees.setdefault(rest, MemoryObjects(time.time))

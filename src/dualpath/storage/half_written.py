@@ -1,22 +1,22 @@
-"""What writers have left half-written: files under temporary names, where a storage has such.
+"""Removes temporary files that dead writers have left, from storages that are directories.
 
-An engine that starts removes what dead processes of its own machine have left.  A machine that does
-not come back, and a janitor that ends while it saves, leave theirs for good: the janitor finds them
-by their age, as nobody can ask a process of another machine.
+An engine removes the temporary files of dead processes of its own machine when it starts.  Those of
+a machine that does not come back, and of a janitor that died while it saved, are removed by the
+janitor after ``STALE_S``: liveness of a process can be checked on its own machine only.
 """
 
 from dualpath.storage.directory import TEMPORARY_FOLDER
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.survey import is_namespace
 
-#: Far longer than any write takes: half-written since then, nobody writes it any more.
+#: Far longer than any write takes: the writer of an older temporary file is dead.
 STALE_S = 24 * 3600.0
 #: The janitor's own folder, which has temporary names as namespaces have.
 _JANITOR = "janitor"
 
 
-def remove_half_written(tree: ObjectTree, now_s: float) -> int:
-    """Remove what was begun more than ``STALE_S`` before ``now_s`` (Unix time); return how many.
+def remove_stale_temporaries(tree: ObjectTree, now_s: float) -> int:
+    """Remove temporary files older than ``STALE_S`` at ``now_s`` (Unix time); return how many.
 
     Raises ``StorageError``.
     """

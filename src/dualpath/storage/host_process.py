@@ -1,8 +1,8 @@
-"""Processes of this machine, from its own tables: which one this is, and whether another has ended.
+"""Identity and liveness of processes on this machine, from ``/proc``.
 
-A prefill engine's transfers write into other engines' memory.  That its process has ended is the
-proof that they do so no more, and the machine it ran on is the one to give it.  What a writer has
-left in a storage is nobody's for the same reason.
+A prefill engine's transfers write into other engines' memory.  They are known to have stopped when
+its process has exited, which only its own machine can confirm.  The same check finds storage files
+whose writer is dead.
 """
 
 import os
@@ -17,9 +17,9 @@ _ENDED = "ZX"
 
 
 class ProcessStat(NamedTuple):
-    """What the kernel says of a process: its state, parent, group and, in ticks, times.
+    """State, parent, process group and times (in clock ticks) of a process.
 
-    ``cpu_ticks`` are its own and those of children it has waited for; ``start_ticks`` since boot.
+    ``cpu_ticks`` includes children that it has waited for; ``start_ticks`` counts from boot.
     """
 
     state: str
@@ -30,17 +30,17 @@ class ProcessStat(NamedTuple):
 
     @property
     def is_zombie(self) -> bool:
-        """Whether it has ended and nobody has waited for it."""
+        """Whether it has exited and its parent has not waited for it."""
         return self.state == "Z"
 
 
 def process_stat(process_id: int) -> ProcessStat | None:
-    """Return what /proc says of a process, None if there is none."""
+    """Return a process's entry in /proc, None if there is no such process."""
     try:
         text = Path(f"/proc/{process_id}/stat").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The name may hold spaces and brackets; the fields after it may not.
+    # The process name may contain spaces and brackets; the fields after it do not.
     fields = text.rpartition(")")[2].split()
     return ProcessStat(
         state=fields[0],
@@ -51,24 +51,24 @@ def process_stat(process_id: int) -> ProcessStat | None:
     )
 
 
-def number_space(calls: SystemCalls = KERNEL) -> str:
-    """Name this host and its numbering of processes; containers may share a host name."""
+def pid_namespace(calls: SystemCalls = KERNEL) -> str:
+    """Return host name and PID namespace: containers may share a host name."""
     return f"{calls.uname().nodename}-{calls.stat('/proc/self/ns/pid').st_ino}"
 
 
-def this_host() -> str:
-    """Return the name under which processes of this machine know each other, empty if unknown.
+def host_id() -> str:
+    """Return an identifier of this machine since its last boot, empty if unknown.
 
-    Numbers of processes are counted anew after each start of the machine: that is part of it.
+    It includes the boot ID, as process numbers start again after each boot.
     """
     try:
-        return f"{number_space()}/{_BOOT_ID.read_text().strip()}"
+        return f"{pid_namespace()}/{_BOOT_ID.read_text().strip()}"
     except OSError:
         return ""
 
 
 def is_running(process_id: int, calls: SystemCalls = KERNEL) -> bool:
-    """Whether this ``number_space`` has such a process; True for numbers that none can have."""
+    """Whether this ``pid_namespace`` has the process; True for numbers out of range."""
     try:
         calls.kill(process_id, 0)
     except ProcessLookupError:
@@ -79,28 +79,28 @@ def is_running(process_id: int, calls: SystemCalls = KERNEL) -> bool:
 
 
 def this_process() -> HostProcess:
-    """Return what others need to ask this machine about this process."""
-    stat, host = process_stat(os.getpid()), this_host()
+    """Return the identity of this process, for liveness probes on this machine."""
+    stat, host = process_stat(os.getpid()), host_id()
     if stat is None or not host:
         return HostProcess()
     return HostProcess(host=host, pid=os.getpid(), start_ticks=stat.start_ticks)
 
 
-def is_gone(process: HostProcess) -> bool:
-    """Whether a process has ended, and every other rank of its engine with it.
+def has_exited(process: HostProcess) -> bool:
+    """Whether a process and all other ranks of its engine have exited.
 
-    As far as this machine can tell; False for one of another.
+    False for processes of other machines: only their own machine can confirm it.
     """
-    return _has_ended(process) and all(map(is_gone, process.ranks))
+    return _is_dead(process) and all(map(has_exited, process.ranks))
 
 
-def _has_ended(process: HostProcess) -> bool:
-    if not process.host or process.host != this_host():
+def _is_dead(process: HostProcess) -> bool:
+    if not process.host or process.host != host_id():
         return False
     stat = process_stat(process.pid)
     if stat is None or stat.start_ticks != process.start_ticks:
         return True
-    # A process whose first thread has ended is a zombie while others of its threads still run.
+    # A process is a zombie as soon as its main thread exits, even while other threads still run.
     return stat.state in _ENDED and len(_threads(process.pid)) <= 1
 
 

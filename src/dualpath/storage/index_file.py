@@ -1,7 +1,8 @@
-"""A saved ``ChainIndex``: one object with everything the janitor knew, and what it knew it from.
+"""The janitor's saved ``ChainIndex``: one object per save.
 
-``DUALIDX1``, 8 bytes with the length of a JSON head, the head, the columns one after the other,
-the XXH3-64 of all that.  ``janitor/index/<term>-<number>``: the highest that is whole counts.
+Format: ``DUALIDX1``, 8 bytes with the length of a JSON head, the head, the columns one after the
+other, then the XXH3-64 of everything before.  Name: ``janitor/index/<term>-<number>``; the highest
+one that is intact is loaded.
 """
 
 import logging
@@ -21,13 +22,14 @@ _MAGIC = b"DUALIDX1"
 _LENGTH_BYTES = 8
 
 
-class Progress(msgspec.Struct, frozen=True):
-    """How far the news of each writer are in the index, and how far the survey has come.
+class Progress(msgspec.Struct, frozen=True, rename={"applied": "taken"}):
+    """Which journal segments are in the index, and when the storage was surveyed.
 
-    ``surveyed_s`` is when the last whole survey ended (Unix time), None before the first.
+    ``applied`` maps each writer to the number of its last applied segment.  ``surveyed_s`` is when
+    the last complete survey ended (Unix time), None before the first.
     """
 
-    taken: dict[str, int] = {}
+    applied: dict[str, int] = {}
     surveyed_s: float | None = None
 
 
@@ -39,25 +41,25 @@ class _Head(msgspec.Struct, frozen=True):
 
 
 def save(tree: ObjectTree, term: int, number: int, index: ChainIndex, progress: Progress) -> None:
-    """Save, then remove what was saved before; raises ``StorageError``."""
+    """Save the index, then remove older saved ones; raises ``StorageError``."""
     name = f"{SAVED}{term:08}-{number:08}"
     tree.replace(name, encode(index, progress))
     tree.remove([info.name for info in tree.objects(SAVED) if info.name < name])
 
 
 def load(tree: ObjectTree) -> tuple[ChainIndex, Progress] | None:
-    """Return what was saved last, None if nothing whole is there; raises ``StorageError``."""
+    """Return the newest intact saved index, None if there is none; raises ``StorageError``."""
     for name in sorted((info.name for info in tree.objects(SAVED)), reverse=True):
         content = tree.get(name)
         found = None if content is None else decode(content)
         if found is not None:
             return found
-        log.warning("the storage's index %s is not whole; the storage is surveyed instead", name)
+        log.warning("the storage's saved index %s is damaged; the storage is surveyed again", name)
     return None
 
 
 def encode(index: ChainIndex, progress: Progress) -> bytes:
-    """Return the bytes of an index."""
+    """Return the bytes of a saved index."""
     tables = index.tables()
     head = msgspec.json.encode(
         _Head(len(tables.stored), tuple(index.namespaces), tuple(index.tenants), progress)
@@ -71,7 +73,7 @@ def encode(index: ChainIndex, progress: Progress) -> bytes:
 
 
 def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
-    """Return the index, None if these bytes are none."""
+    """Return the index, None if the bytes are damaged or of another format."""
     start = len(_MAGIC) + _LENGTH_BYTES
     body = memoryview(content)[:-8]
     if content[: len(_MAGIC)] != _MAGIC or xxhash.xxh3_64_digest(body) != content[-8:]:
@@ -87,6 +89,6 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
             end += count * np.dtype(kind).itemsize
         index = ChainIndex.of(head.namespaces, head.tenants, Tables(**columns))
     except (ValueError, msgspec.MsgspecError) as error:
-        log.warning("a saved index does not fit itself: %s", error)
+        log.warning("a saved index is inconsistent: %s", error)
         return None
     return index, head.progress

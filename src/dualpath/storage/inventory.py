@@ -1,4 +1,4 @@
-"""What lies in a storage, for a person: counted, checked, removed.  No lease is needed for it."""
+"""Operator commands on a storage: usage, verification, removal.  They need no janitor lease."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +12,11 @@ from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.policy.chain_index import ChainIndex, Rows, chain_uses
 from dualpath.storage import block_file, index_file
-from dualpath.storage.block_file import BlockForm, PlainBlocks
+from dualpath.storage.block_file import BlockCodec, PlainBlocks
 from dualpath.storage.directory import object_name
-from dualpath.storage.janitor import take_news
+from dualpath.storage.janitor import apply_events
 from dualpath.storage.objects import ObjectTree
-from dualpath.storage.protection import block_form
+from dualpath.storage.protection import block_codec
 from dualpath.storage.removal import BATCH, Removal
 from dualpath.storage.survey import Survey
 from dualpath.storage.throttle import TokenBucket
@@ -38,8 +38,8 @@ AGES = (
 _DIGEST = re.compile(r"_([0-9a-f]{16})")
 
 
-class Share(msgspec.Struct, frozen=True):
-    """Blocks of one group; ``used_s`` is the last use of any of them (Unix time)."""
+class GroupUsage(msgspec.Struct, frozen=True):
+    """Stored blocks of one group; ``used_s`` is the last use of any of them (Unix time)."""
 
     name: str
     model: str
@@ -50,16 +50,16 @@ class Share(msgspec.Struct, frozen=True):
     used_s: float
 
 
-class Choice(msgspec.Struct, frozen=True):
-    """Which blocks are meant: all that fit everything that is given."""
+class BlockFilter(msgspec.Struct, frozen=True):
+    """Selects blocks that match all given criteria; without criteria all blocks."""
 
     namespace: str | None = None
     tenant: str | None = None
     unused_since_s: float | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True):
-    """A block that was read: what is wrong with it, None if nothing is."""
+class CheckResult(msgspec.Struct, frozen=True):
+    """Outcome of verifying one block; ``reason`` is its defect, None if it is valid."""
 
     namespace: str
     key: BlockKey
@@ -67,23 +67,26 @@ class Verdict(msgspec.Struct, frozen=True):
     reason: str | None
 
 
-def known(
+def load_or_survey(
     tree: ObjectTree, now_s: Callable[[], float], report: Report, *, survey: bool = False
 ) -> ChainIndex:
-    """Return what lies there: as the janitor knows it and engines have told since, or surveyed.
+    """Return the janitor's saved index with all journal events since; or survey the storage.
 
-    Without a saved index everything is surveyed; ``report`` hears the share that is done.
+    Surveys if ``survey`` is True or if no index is saved; ``report`` is called with the completed
+    share.
     """
     saved = None if survey else index_file.load(tree)
     index, progress = saved or (ChainIndex(), index_file.Progress())
-    take_news(tree, index, dict(progress.taken))
+    apply_events(tree, index, dict(progress.applied))
     if progress.surveyed_s is None:
-        Survey(tree, index, now_s).whole(report)
+        Survey(tree, index, now_s).run_to_end(report)
     return index
 
 
-def shares(tree: ObjectTree, index: ChainIndex, by: Grouping, now_s: float) -> list[Share]:
-    """Return the groups, the largest first; ages in their order."""
+def usage_by_group(
+    tree: ObjectTree, index: ChainIndex, by: Grouping, now_s: float
+) -> list[GroupUsage]:
+    """Return the groups, the largest first; age groups from young to old."""
     tables = index.tables()
     uses, _ = chain_uses(tables.times, tables.parents)
     numbers: NDArray[np.integer]
@@ -100,7 +103,7 @@ def shares(tree: ObjectTree, index: ChainIndex, by: Grouping, now_s: float) -> l
         if rows.size:
             namespace = _namespace(tree, name) if by == "namespace" else None
             found.append(
-                Share(
+                GroupUsage(
                     name=name,
                     model=namespace.model if namespace else "?" if by == "namespace" else "",
                     protection=(namespace and namespace.protection) or "",
@@ -113,10 +116,10 @@ def shares(tree: ObjectTree, index: ChainIndex, by: Grouping, now_s: float) -> l
     return found if by == "age" else sorted(found, key=lambda share: -share.bytes)
 
 
-def chosen(index: ChainIndex, choice: Choice) -> Rows:
-    """Return the rows that are meant, tails before heads; raises ``ConfigError`` for no such name.
+def select_rows(index: ChainIndex, choice: BlockFilter) -> Rows:
+    """Return the rows that match, tails before heads; raises ``ConfigError`` for unknown names.
 
-    By age whole ends of chains are meant, so that none loses its middle.
+    A block matches by age if all blocks behind it do, so that no chain loses its middle.
     """
     tables = index.tables()
     uses, depths = chain_uses(tables.times, tables.parents)
@@ -129,7 +132,7 @@ def chosen(index: ChainIndex, choice: Choice) -> Rows:
             continue
         if name not in names:
             shown = ", ".join(sorted(filter(None, names))[:8]) or "none"
-            raise ConfigError(f"{name!r} has no blocks there; there are {shown}")
+            raise ConfigError(f"{name!r} has no blocks in this storage; give one of {shown}")
         meant &= numbers == names.index(name)
     if choice.unused_since_s is not None:
         meant &= uses < choice.unused_since_s
@@ -139,11 +142,11 @@ def chosen(index: ChainIndex, choice: Choice) -> Rows:
 
 
 def remove(tree: ObjectTree, index: ChainIndex, rows: Rows, process: str, report: Report) -> int:
-    """Remove blocks in order, and tell the janitor; return their bytes."""
+    """Remove blocks in order and journal the removals; return their bytes."""
     removal, removed_bytes = Removal(tree, index, process), 0
     for start in range(0, len(rows), BATCH):
         removed_bytes += removal.remove(rows[start : start + BATCH].tolist())
-        removal.tell()
+        removal.flush_journal()
         report(min((start + BATCH) / len(rows), 1.0))
     return removed_bytes
 
@@ -156,10 +159,10 @@ def verify(
     keys: "KeyRing | None",
     steady_s: Callable[[], float],
     sleep_s: Callable[[float], None],
-) -> Iterator[Verdict]:
-    """Read and check blocks at no more than ``bytes_per_s`` (0: as fast as it goes).
+) -> Iterator[CheckResult]:
+    """Read and verify blocks at up to ``bytes_per_s`` (0: no limit).
 
-    Without their ``keys`` sealed blocks cannot be checked: "storage key".
+    Sealed blocks cannot be verified without their ``keys``: the reason is then "storage key".
     """
     forms = {name: _form(tree, name, keys) for name in index.namespaces}
     bucket = TokenBucket(bytes_per_s) if bytes_per_s else None
@@ -168,27 +171,27 @@ def verify(
         began_s = steady_s()
         content = tree.get(object_name(place, key))
         if content is None:
-            yield Verdict(place, key, 0, block_file.MISSING)
+            yield CheckResult(place, key, 0, block_file.MISSING)
             continue
         form, reason = forms[place], block_file.OTHER_STORAGE_KEY
         found = reason if form is None else block_file.defect_of_file(form, key, content)
         if bucket is not None:
             sleep_s(max(bucket.pass_at(len(content), began_s) - steady_s(), 0.0))
-        yield Verdict(place, key, len(content), found)
+        yield CheckResult(place, key, len(content), found)
 
 
-def discard(tree: ObjectTree, verdicts: Sequence[Verdict]) -> None:
-    """Remove blocks that were found bad; who needs one computes it again."""
+def discard(tree: ObjectTree, verdicts: Sequence[CheckResult]) -> None:
+    """Remove corrupt blocks; their KV is recomputed when it is needed."""
     tree.remove([object_name(bad.namespace, bad.key) for bad in verdicts])
 
 
-def _form(tree: ObjectTree, name: str, keys: "KeyRing | None") -> BlockForm | None:
-    """Return how the blocks of a namespace are written, None if only who has keys can say."""
+def _form(tree: ObjectTree, name: str, keys: "KeyRing | None") -> BlockCodec | None:
+    """Return the codec of a namespace's blocks, None if it needs storage keys that are missing."""
     namespace = _namespace(tree, name)
     if namespace is None:
         return PlainBlocks((_DIGEST.findall(name) or [""])[-1])
     sealed = namespace.protection is not msgspec.UNSET
-    return None if sealed and keys is None else block_form(namespace, keys)
+    return None if sealed and keys is None else block_codec(namespace, keys)
 
 
 def _namespace(tree: ObjectTree, name: str) -> StoreNamespace | None:

@@ -1,9 +1,9 @@
-"""What engines tell the janitor of their storage: blocks written, chains used, blocks found gone.
+"""The journal: engines report to the janitor which blocks they wrote, used, or found missing.
 
-Each process writes *segments*, small objects in order, ``janitor/journal/<writer>/<number>``; the
-janitor takes them in, and removes them once its index is saved with them.  News that is lost (a
-process dies before it has written them) is found again by the janitor's survey of the storage; what
-is told twice says nothing new.
+Each process writes *segments*, small numbered objects ``janitor/journal/<writer>/<number>``.  The
+janitor applies them to its index and removes them once the index is saved.  Events that are lost (a
+process dies before it has written them) are recovered by the janitor's survey of the storage.
+Events are idempotent.
 """
 
 import functools
@@ -23,8 +23,8 @@ from dualpath.storage.objects import ObjectTree
 log = logging.getLogger(__name__)
 
 JOURNAL = "janitor/journal/"
-#: Beyond that what is oldest is forgotten: the storage takes no segments.
-MOST_NEWS = 1 << 16
+#: Limit of events not yet written; beyond it the oldest are dropped (the storage is unavailable).
+MAX_EVENTS = 1 << 16
 _CHECKSUM_BYTES = 8
 
 
@@ -45,21 +45,21 @@ class Used(msgspec.Struct, frozen=True, array_like=True, tag=2):
     key: BlockKey
 
 
-class Gone(msgspec.Struct, frozen=True, array_like=True, tag=3):
-    """A block is not stored any more, unless it was written or used after that time."""
+class Removed(msgspec.Struct, frozen=True, array_like=True, tag=3):
+    """A block was removed or found missing, unless it was written or used after that time."""
 
     time_s: float
     key: BlockKey
 
 
-News = Written | Used | Gone
+JournalEvent = Written | Used | Removed
 
 
 class Segment(msgspec.Struct, frozen=True, array_like=True):
-    """News of one namespace, oldest first; times are Unix times."""
+    """Events of one namespace, oldest first; times are Unix times."""
 
     namespace: str
-    news: tuple[News, ...]
+    events: tuple[JournalEvent, ...]
 
 
 _decoder = msgspec.msgpack.Decoder(Segment)
@@ -72,7 +72,7 @@ def encode_segment(segment: Segment) -> bytes:
 
 
 def decode_segment(content: bytes) -> Segment | None:
-    """Return the segment, None if these bytes are none."""
+    """Return the segment, None if the bytes are damaged."""
     body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
     if xxhash.xxh3_64_digest(body) != checksum:
         return None
@@ -80,11 +80,11 @@ def decode_segment(content: bytes) -> Segment | None:
         segment = _decoder.decode(body)
     except msgspec.MsgspecError:
         return None
-    return segment if all(len(news.key) == 32 for news in segment.news) else None
+    return segment if all(len(event.key) == 32 for event in segment.events) else None
 
 
 def segment_name(writer: str, number: int) -> str:
-    """Return where a writer's segment lies; names sort as numbers do."""
+    """Return the object name of a segment; names sort in numerical order."""
     return f"{JOURNAL}{writer}/{number:012}"
 
 
@@ -97,9 +97,9 @@ def segments(tree: ObjectTree) -> Iterator[tuple[str, int, str]]:
 
 
 class Journal:
-    """One process's news of one namespace.  ``writer`` is a name that no process had before.
+    """One process's events of one namespace.  ``writer`` is a unique name, never used again.
 
-    All methods but ``flush`` are quick and may be called by any thread; ``flush`` by one.
+    All methods except ``flush`` are quick and thread-safe; ``flush`` is called by one thread.
     """
 
     def __init__(self, tree: ObjectTree, namespace: str, writer: str) -> None:
@@ -107,78 +107,78 @@ class Journal:
         self.namespace = namespace
         self._tree = tree
         self._lock = threading.Lock()
-        self._news: list[News] = []
+        self._events: list[JournalEvent] = []
         self._used: dict[BlockKey, float] = {}
         self._number = 0
-        self._unseen: dict[int, StoredBytes] = {}
+        self._unapplied: dict[int, StoredBytes] = {}
 
     def written(
         self, keys: Sequence[BlockKey], origins: Sequence[BlockOrigin], size: int, time_s: float
     ) -> None:
-        """Blocks of ``size`` bytes each are stored."""
-        news = [
+        """Record that blocks of ``size`` bytes each were stored."""
+        events = [
             Written(time_s, key, origin.parent, origin.tenant, size)
             for key, origin in zip(keys, origins, strict=True)
         ]
         with self._lock:
-            self._news += news
-            del self._news[:-MOST_NEWS]
+            self._events += events
+            del self._events[:-MAX_EVENTS]
 
     def used(self, key: BlockKey, time_s: float) -> None:
-        """A chain that ends with this block is used; said once per segment."""
+        """Record a use of the chain that ends with this block; once per segment."""
         with self._lock:
-            if key in self._used or len(self._used) < MOST_NEWS:
+            if key in self._used or len(self._used) < MAX_EVENTS:
                 self._used[key] = time_s
 
-    def gone(self, key: BlockKey, time_s: float) -> None:
-        """A block was not found where it should have been."""
+    def removed(self, key: BlockKey, time_s: float) -> None:
+        """Record that a block was removed or found missing."""
         with self._lock:
-            self._news.append(Gone(time_s, key))
-            del self._news[:-MOST_NEWS]
+            self._events.append(Removed(time_s, key))
+            del self._events[:-MAX_EVENTS]
 
-    def unseen(self, seen: int) -> StoredBytes:
-        """Return the bytes of blocks written that are not in the segments up to ``seen``."""
+    def unapplied(self, applied: int) -> StoredBytes:
+        """Return the bytes of blocks written after segment ``applied``."""
         with self._lock:
-            self._unseen = {n: written for n, written in self._unseen.items() if n > seen}
+            self._unapplied = {n: written for n, written in self._unapplied.items() if n > applied}
             return functools.reduce(
-                StoredBytes.plus, self._unseen.values(), self._bytes(self._news)
+                StoredBytes.plus, self._unapplied.values(), self._bytes(self._events)
             )
 
-    def forget(self) -> None:
-        """Drop what is new: there is nobody to tell it to."""
+    def discard_pending(self) -> None:
+        """Drop the events not yet written: the storage has no janitor to apply them."""
         with self._lock:
-            self._news, self._used = [], {}
+            self._events, self._used = [], {}
 
     def flush(self) -> bool:
-        """Write what is new as a segment; return whether it is, or there was nothing.
+        """Write new events as a segment; return False if the storage refused it.
 
-        What cannot be written is kept for the next time.
+        Refused events are kept for the next call.
         """
         with self._lock:
-            news, used = self._news, self._used
-            if not news and not used:
+            events, used = self._events, self._used
+            if not events and not used:
                 return True
-            self._news, self._used = [], {}
-            # Counted all the while: a quota that forgot them for a moment would be overrun.
-            self._unseen[self._number + 1] = self._bytes(news)
-        every = (*news, *(Used(time_s, key) for key, time_s in used.items()))
+            self._events, self._used = [], {}
+            # Counted before the write: otherwise the quota could be exceeded in between.
+            self._unapplied[self._number + 1] = self._bytes(events)
+        every = (*events, *(Used(time_s, key) for key, time_s in used.items()))
         content = encode_segment(Segment(self.namespace, every))
         try:
             self._tree.replace(segment_name(self.writer, self._number + 1), content)
         except StorageError as error:
-            log.warning("news for the storage's janitor is kept for later: %s", error)
+            log.warning("cannot write the storage's journal, trying again later: %s", error)
             with self._lock:
-                self._unseen.pop(self._number + 1, None)
-                self._news[:0] = news
+                self._unapplied.pop(self._number + 1, None)
+                self._events[:0] = events
                 self._used = used | self._used
             return False
         with self._lock:
             self._number += 1
         return True
 
-    def _bytes(self, news: Sequence[News]) -> StoredBytes:
+    def _bytes(self, events: Sequence[JournalEvent]) -> StoredBytes:
         tenants: Counter[str] = Counter()
-        for item in news:
+        for item in events:
             if isinstance(item, Written):
                 tenants[item.tenant] += item.bytes
         return StoredBytes(tenants.total(), {self.namespace: tenants.total()}, dict(tenants))

@@ -1,7 +1,7 @@
-"""An engine's part in keeping its storage within limits: it tells what it does, and may be janitor.
+"""An engine's part in storage maintenance: its journal, its quota checks and, perhaps, the janitor.
 
-``KeptStorage`` stands before a backend and says what happens to a ``Keeper``; whoever owns the
-keeper lets it ``beat`` every few seconds on a thread of its own.
+``MaintainedStorage`` wraps a backend and reports its reads and writes to a ``StorageMaintenance``,
+whose owner calls ``tick`` every few seconds on a thread of its own.
 """
 
 import logging
@@ -14,7 +14,7 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, TenantTa
 from dualpath.core.errors import StorageError
 from dualpath.policy.write_gate import Refusal, WriteGate
 from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.checks import own_origins
+from dualpath.storage.checks import run_origins
 from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
@@ -24,14 +24,14 @@ from dualpath.storage.wrapping import WrappingStorage
 
 log = logging.getLogger(__name__)
 
-#: Between two beats.
+#: Interval of ``StorageMaintenance.tick``.
 BEAT_S = 5.0
-#: A janitor that has said nothing for that long takes in no news; its survey finds what they said.
+#: Without a janitor's status for this long, events are dropped; a later survey finds the blocks.
 _UNHEARD_S = 3600.0
 
 
-class Keeping(msgspec.Struct):
-    """Totals of one keeper."""
+class MaintenanceStats(msgspec.Struct):
+    """Totals of one ``StorageMaintenance``."""
 
     evicted_blocks: int = 0
     evicted_bytes: int = 0
@@ -39,10 +39,10 @@ class Keeping(msgspec.Struct):
     skipped_blocks: int = 0
 
 
-class Keeper:
-    """The keeper of one engine; ``janitor`` is None where the engine is no candidate.
+class StorageMaintenance:
+    """Storage maintenance of one engine; ``janitor`` is None if the engine is not a candidate.
 
-    ``now_s`` is Unix time, ``steady_s`` a clock that never jumps.
+    ``now_s`` is Unix time, ``steady_s`` a monotonic clock.
     """
 
     def __init__(
@@ -62,25 +62,25 @@ class Keeper:
         self._now_s = now_s
         self._steady_s = steady_s
         self._lock = threading.Lock()
-        self._done = Keeping()
+        self._stats = MaintenanceStats()
 
     @property
-    def done(self) -> Keeping:
-        """What has been done so far."""
+    def stats(self) -> MaintenanceStats:
+        """Totals so far."""
         totals = self._janitor.totals if self._janitor is not None else None
         with self._lock:
             return msgspec.structs.replace(
-                self._done,
+                self._stats,
                 evicted_blocks=totals.evicted_blocks if totals else 0,
                 evicted_bytes=totals.evicted_bytes if totals else 0,
             )
 
-    def beat(self) -> None:
-        """Tell what is new, be janitor if it is this one's turn, hear how the storage is.
+    def tick(self) -> None:
+        """Write the journal, do a janitor step while holding the lease, read the storage's status.
 
-        Raises ``StorageError``; the next beat goes on.
+        Raises ``StorageError``; the next tick continues.
         """
-        self._tell()
+        self._write_journal()
         if self._janitor is None:
             return
         try:
@@ -89,73 +89,73 @@ class Keeper:
             self.status = read_status(self._tree)
 
     def close(self) -> None:
-        """Tell what is left; another may be janitor at once."""
-        self._tell()
+        """Write the rest of the journal and release the janitor's lease."""
+        self._write_journal()
         if self._janitor is not None:
             self._janitor.close()
 
     def admitted(
         self, keys: Sequence[BlockKey], origin: BlockOrigin, block_bytes: int
     ) -> tuple[int, Refusal | None]:
-        """Return how many blocks at the head may be written, and why no more; counts the rest."""
+        """Return how many leading blocks may be written, and why not all; counts the others."""
         room = self._room_bytes(origin.tenant)
         with self._lock:
             count, refusal = self._gate.admitted(
                 keys, origin.parent, block_bytes, self._steady_s(), room
             )
             if refusal is Refusal.QUOTA:
-                self._done.refused_blocks += len(keys) - count
+                self._stats.refused_blocks += len(keys) - count
             else:
-                self._done.skipped_blocks += len(keys) - count
+                self._stats.skipped_blocks += len(keys) - count
         return count, refusal
 
     def written(self, keys: Sequence[BlockKey], origin: BlockOrigin, block_bytes: int) -> None:
-        """Blocks are stored."""
-        self.journal.written(keys, own_origins(keys, origin), block_bytes, self._now_s())
+        """Record that blocks were stored."""
+        self.journal.written(keys, run_origins(keys, origin), block_bytes, self._now_s())
 
     def used(self, key: BlockKey) -> None:
-        """A chain that ends with this block is used."""
+        """Record a use of the chain that ends with this block."""
         self.journal.used(key, self._now_s())
 
-    def gone(self, key: BlockKey) -> None:
-        """A block was not to be had."""
-        self.journal.gone(key, self._now_s())
+    def removed(self, key: BlockKey) -> None:
+        """Record that a block is missing."""
+        self.journal.removed(key, self._now_s())
 
-    def _tell(self) -> None:
-        """Write the news, unless nobody has taken them in for long and nobody here could.
+    def _write_journal(self) -> None:
+        """Write new events, or drop them if the storage has had no janitor for long.
 
-        Who is no candidate hears first how the storage is.
+        An engine that is a candidate always writes them: it may apply them itself.
         """
         if self._janitor is None:
             self.status = read_status(self._tree)
             if self.status is None or self._now_s() - self.status.time_s > _UNHEARD_S:
-                self.journal.forget()
+                self.journal.discard_pending()
                 return
         self.journal.flush()
 
     def _room_bytes(self, tenant: TenantTag) -> int | None:
-        """Return what the quotas leave for this tenant's blocks; None: no bound that is known."""
+        """Return the bytes that quotas leave for this tenant's blocks; None: no known limit."""
         status = self.status
         if status is None or not status.limits.any_quota:
             return None
-        unseen = self.journal.unseen(status.seen.get(self.journal.writer, 0))
-        stored = status.stored.plus(unseen)
+        unapplied = self.journal.unapplied(status.applied_segments.get(self.journal.writer, 0))
+        stored = status.stored.plus(unapplied)
         return status.limits.left_bytes(stored, self.journal.namespace, tenant)
 
 
-class KeptStorage(WrappingStorage):
-    """Tells ``keeper`` what happens; the keeper is its owner's to close."""
+class MaintainedStorage(WrappingStorage):
+    """Reports to ``maintenance`` and applies its write gate; does not close ``maintenance``."""
 
-    def __init__(self, inner: BlockStorage, keeper: Keeper) -> None:
+    def __init__(self, inner: BlockStorage, maintenance: StorageMaintenance) -> None:
         super().__init__(inner)
-        self.keeper = keeper
+        self.maintenance = maintenance
         self._block_bytes = HEADER_BYTES + inner.geometry.full_block_bytes
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read; what is missing or bad is not there for anybody."""
+        """Read; a block that is missing or was removed as corrupt is recorded as missing."""
         outcome = self.inner.read(key, destination, whole=whole)
         if not outcome.is_good and not self._is_there(key):
-            self.keeper.gone(key)
+            self.maintenance.removed(key)
         return outcome
 
     def write(
@@ -164,17 +164,17 @@ class KeptStorage(WrappingStorage):
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Write what may be written; raises ``DeclinedError`` if that is not all."""
-        count, refusal = self.keeper.admitted(keys, origin, self._block_bytes)
+        """Write the admitted blocks; raises ``DeclinedError`` if some were declined."""
+        count, refusal = self.maintenance.admitted(keys, origin, self._block_bytes)
         new = self.inner.write(keys[:count], sources[:count], origin)
-        self.keeper.written(keys[:count], origin, self._block_bytes)
+        self.maintenance.written(keys[:count], origin, self._block_bytes)
         if refusal is not None:
             raise DeclinedError(refusal.value, count, new)
         return new
 
     def used(self, key: BlockKey) -> None:
-        """Keep this chain longer than others."""
-        self.keeper.used(key)
+        """Record the use in the journal."""
+        self.maintenance.used(key)
         super().used(key)
 
     def _is_there(self, key: BlockKey) -> bool:

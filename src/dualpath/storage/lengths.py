@@ -1,7 +1,7 @@
-"""Storage of Oracle runs (§7.2): it knows which blocks exist and holds no bytes.
+"""Storage of Oracle runs (§7.2): it records which blocks exist and stores no payload.
 
-Each block is an empty file, so that lengths survive restarts and are shared by engines as those of
-real blocks are.
+Each block is an empty file, so that the blocks survive restarts and are shared by engines, as real
+blocks are.
 """
 
 import os
@@ -28,10 +28,10 @@ ORACLE = "oracle"
 
 
 def copy_lengths(source: str | Path, root: str | Path) -> int:
-    """Mark under ``root`` what a directory of real blocks holds, for Oracle to hit it too.
+    """Mark the blocks of a directory of real blocks under ``root``, so that Oracle hits them too.
 
     Returns how many blocks were marked.  Raises ``ConfigError`` for an unusable ``root`` and for
-    a ``source`` without readable namespaces.
+    an unreadable namespace in ``source``.
     """
     marked = 0
     for folder, namespace in namespaces_in(Path(source)):
@@ -46,10 +46,10 @@ def copy_lengths(source: str | Path, root: str | Path) -> int:
 
 
 class LengthOnlyStorage:
-    """See ``dualpath.storage.contract.BlockStorage``, except that no payload moves.
+    """See ``dualpath.storage.contract.BlockStorage``, except that no payload is read or written.
 
-    ``read`` leaves its destination as it is and reports no bytes.  Raises ``ConfigError`` for
-    a namespace whose mode is not ``"oracle"``, so that empty blocks never meet real ones.
+    ``read`` does not change its destination and reports 0 bytes.  Raises ``ConfigError`` for a
+    namespace whose mode is not ``"oracle"``, so that empty and real blocks are never mixed.
     """
 
     def __init__(self, root: str | Path, namespace: StoreNamespace) -> None:
@@ -68,7 +68,7 @@ class LengthOnlyStorage:
         return self._directory.has(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Say whether the block would have been read."""
+        """Return the outcome of a read, without reading."""
         check_destination(self.geometry, destination)
         return ReadOutcome(0, None if self.is_stored(key) else block_file.MISSING)
 
@@ -83,10 +83,10 @@ class LengthOnlyStorage:
         return sum(self._mark(key) for key in keys)
 
     def used(self, key: BlockKey) -> None:
-        """Nothing is removed here."""
+        """Do nothing: this backend does not evict."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing: there are no resources to release."""
 
     def _mark(self, key: BlockKey) -> bool:
         path = self._directory.block_path(key)

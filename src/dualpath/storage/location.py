@@ -1,10 +1,10 @@
-"""What a storage's location says: which kind of storage, and where."""
+"""Parses a storage location: the kind of storage, and its path or bucket."""
 
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
 
-#: NIXL's plugins that read files, by the scheme of a directory that one is to read.
+#: NIXL's file plugins, by URL scheme.
 FILE_PLUGINS = {
     "nixl+posix": "POSIX",
     "nixl+gds": "GDS",
@@ -12,14 +12,14 @@ FILE_PLUGINS = {
     "nixl+hf3fs": "HF3FS",
 }
 DIRECTORIES = frozenset({"file", *FILE_PLUGINS})
-#: The bucket that NIXL's plugin OBJ reads, and any bucket.
+#: The scheme of a bucket that NIXL's plugin OBJ reads, and all schemes of buckets.
 OBJECT_PLUGIN = "nixl+obj"
 BUCKETS = frozenset({"s3", OBJECT_PLUGIN})
 MEMORY = "memory"
 
 
-def parted(location: str | Path) -> tuple[str, str]:
-    """Return scheme and what it is of; raises ``ConfigError`` for a location that is none."""
+def split_location(location: str | Path) -> tuple[str, str]:
+    """Return scheme and path of a location; raises ``ConfigError`` for an unknown scheme."""
     scheme, separator, rest = str(location).partition("://")
     if not separator:
         scheme, rest = "file", str(location)
@@ -33,7 +33,7 @@ def parted(location: str | Path) -> tuple[str, str]:
 
 
 def directory_of(location: str) -> Path | None:
-    """Return the directory in which a storage lies, None if it lies in none."""
+    """Return the directory of a storage, None if the storage is not a directory."""
     scheme, separator, rest = location.partition("://")
     if not separator:
         return Path(location)

@@ -1,54 +1,53 @@
-"""Blocks that one engine has seen lie in the DRAM of its node, for the router to hear of.
+"""Index of the blocks in a node's shared DRAM, as one engine has seen them, for the router.
 
-No engine knows all: others add blocks, and remove them.  Each tells what it has seen itself, the
-one that removes a block that it is gone; together they tell everything, but what a process that
-ended did not get to say.
+Each engine reports the blocks that it added, read or removed itself; the reports of all engines of
+the node together are complete, except for changes that a process did not report before it died.
 """
 
 import threading
 from collections.abc import Iterable
 
 from dualpath.core.blocks import BlockKey
-from dualpath.core.key_news import KeyNews
+from dualpath.core.key_news import KeyUpdates
 
 
-class LyingBlocks:
-    """The last ``capacity`` keys that were seen; more cannot lie there, so the others are gone.
+class SharedDramIndex:
+    """The last ``capacity`` keys that were seen; older ones are evicted, as no more blocks fit.
 
-    Methods may be called by any thread.
+    Thread-safe.
     """
 
     def __init__(self, capacity: int, seen: Iterable[BlockKey] = ()) -> None:
         self._lock = threading.Lock()
         self._capacity = capacity
         self._seen: dict[BlockKey, None] = {}
-        self._news = KeyNews()
+        self._news = KeyUpdates()
         for key in seen:
-            self.seen(key)
+            self.add(key)
 
-    def seen(self, key: BlockKey) -> None:
-        """A block lies there."""
+    def add(self, key: BlockKey) -> None:
+        """Note that a block is in the node's DRAM."""
         with self._lock:
             if key in self._seen:
-                del self._seen[key]  # To be the latest again.
+                del self._seen[key]  # re-insert as the latest
             else:
                 self._news.note(key)
             self._seen[key] = None
             if len(self._seen) > self._capacity:
                 del self._seen[next(iter(self._seen))]
 
-    def gone(self, key: BlockKey) -> None:
-        """A block does not lie there, whoever has removed it."""
+    def remove(self, key: BlockKey) -> None:
+        """Note that a block is not in the node's DRAM."""
         with self._lock:
             self._seen.pop(key, None)
             self._news.note(key)
 
-    def tell(self, *, begin: bool) -> None:
-        """Begin to note news, all that was seen first; or end it."""
+    def report(self, *, begin: bool) -> None:
+        """Start to record changes, beginning with all blocks present; or stop."""
         with self._lock:
-            self._news.tell(self._seen, begin=begin)
+            self._news.report(self._seen, begin=begin)
 
-    def news(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
-        """Return up to ``limit`` keys of blocks that were seen, or are gone, since last told."""
+    def changes(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return up to ``limit`` keys of blocks added, and of removed ones, since the last call."""
         with self._lock:
             return self._news.take(limit, self._seen)

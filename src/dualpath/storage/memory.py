@@ -1,7 +1,6 @@
-"""Full Blocks in a dict: the reference backend for tests, with faults on demand.
+"""Full Blocks in a dict: the reference backend for tests, with injectable faults.
 
-Blocks are stored in the on-disk format and verified by the same code as files, so corruption is
-found here as it is there.
+Blocks are stored in the on-disk format and verified by the same code as files.
 """
 
 import threading
@@ -11,9 +10,9 @@ from typing import TYPE_CHECKING
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
-from dualpath.storage.checks import check_destination, check_sources, own_origins
+from dualpath.storage.checks import check_destination, check_sources, run_origins
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.protection import block_form
+from dualpath.storage.protection import block_codec
 from dualpath.storage.sections import FileOrder
 
 if TYPE_CHECKING:
@@ -25,8 +24,8 @@ BeforeRead = Callable[[BlockKey], None]
 class MemoryStorage:
     """See ``dualpath.storage.contract.BlockStorage``.
 
-    ``before_read`` is called with each key, outside the lock: let it block to model slow storage,
-    raise ``OSError`` to model a failing device.  ``capacity_blocks`` models a full one.
+    ``before_read`` is called with each key, outside the lock: it may block to model slow storage
+    or raise ``OSError`` to model a failing device.  ``capacity_blocks`` models a full device.
     """
 
     def __init__(
@@ -42,7 +41,7 @@ class MemoryStorage:
         self.geometry = namespace.geometry
         self.before_read = before_read
         self._capacity_blocks = capacity_blocks
-        self._form = block_form(namespace, keys)
+        self._codec = block_codec(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._lock = threading.Lock()
         self._blocks: dict[BlockKey, tuple[bytes, bytes]] = {}
@@ -53,7 +52,7 @@ class MemoryStorage:
             return key in self._blocks
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Copy and verify; a bad block is forgotten."""
+        """Copy and verify; a corrupt block is removed."""
         flat = check_destination(self.geometry, destination)
         if self.before_read is not None:
             try:
@@ -69,8 +68,8 @@ class MemoryStorage:
         stored = self._order.of(memoryview(payload), whole=whole)
         for here, there in zip(arrived.buffers, stored.buffers, strict=True):
             here[:] = there
-        reason = self._form.defect(key, header, arrived)
-        if reason is not None and reason not in block_file.STAYING:
+        reason = self._codec.defect(key, header, arrived)
+        if reason is not None and reason not in block_file.UNREADABLE_HERE:
             with self._lock:
                 if self._blocks.get(key) is block:
                     del self._blocks[key]
@@ -82,11 +81,11 @@ class MemoryStorage:
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Keep a copy of each new block."""
+        """Store a copy of each new block."""
         new_blocks = 0
         flat = check_sources(self.geometry, keys, sources)
-        for key, source, own in zip(keys, flat, own_origins(keys, origin), strict=True):
-            header, *stored = self._form.encoded(key, self._order.of(source), own)
+        for key, source, own in zip(keys, flat, run_origins(keys, origin), strict=True):
+            header, *stored = self._codec.encoded(key, self._order.of(source), own)
             payload = bytearray(source.nbytes)
             for there, part in zip(
                 self._order.of(memoryview(payload)).buffers, stored, strict=True
@@ -104,10 +103,10 @@ class MemoryStorage:
         return new_blocks
 
     def used(self, key: BlockKey) -> None:
-        """Nothing is removed here."""
+        """Do nothing: this backend does not evict."""
 
     def close(self) -> None:
-        """Nothing to release; the blocks stay."""
+        """Do nothing; the blocks stay."""
 
     def corrupt(self, key: BlockKey, *, offset_bytes: int = 0) -> None:
         """Flip one payload bit of a stored block; raises ``KeyError`` if it is not stored."""
@@ -118,6 +117,6 @@ class MemoryStorage:
             self._blocks[key] = (header, bytes(damaged))
 
     def drop(self, key: BlockKey) -> None:
-        """Lose a block; raises ``KeyError`` if it is not stored."""
+        """Delete a block, to model its loss; raises ``KeyError`` if it is not stored."""
         with self._lock:
             del self._blocks[key]

@@ -7,7 +7,7 @@ from dualpath.storage.objects import ObjectInfo
 
 
 class MemoryObjects:
-    """See ``dualpath.storage.objects.ObjectTree``; ``now_s`` is what ``written_s`` is read from."""
+    """See ``dualpath.storage.objects.ObjectTree``; ``now_s`` is the clock of ``written_s``."""
 
     def __init__(self, now_s: Callable[[], float]) -> None:
         self._now_s = now_s
@@ -27,11 +27,11 @@ class MemoryObjects:
         with self._lock:
             self._objects[name] = (bytes(content), self._now_s())
 
-    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """See the contract."""
         with self._lock:
             found = self._objects.get(name)
-        return None if found is None else found[0][:most_bytes]
+        return None if found is None else found[0][:max_bytes]
 
     def remove(self, names: Sequence[str]) -> int:
         """See the contract."""

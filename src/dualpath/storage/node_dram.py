@@ -1,20 +1,20 @@
-"""Full Blocks in DRAM that the engines of a node share: files in a directory that lies in memory.
+"""Full Blocks in DRAM shared by the engines of a node: files in a tmpfs directory.
 
-What one of them has read from storage or written to it, the others find there, so that a prefix
-they have in common lies there once and passes the storage NIC once.  The files are those of
-``storage.posix``, with key and checksum, whole under their names or not there: whoever dies at any
-line leaves what a crash leaves on a disk.  Nobody allocates, counts or locks across processes.
+A block that one engine has read from storage or written to it is a DRAM hit for the others, so that
+a common prefix is in DRAM once and passes the storage NIC once.  The files are those of
+``storage.posix``, with key and checksum, written atomically: a process that dies at any point
+leaves what a crash leaves on a disk.  The processes share no allocator, counters or locks.
 
-How much lies there is bounded without a count.  The first bits of its key put a block into one of
-many *sets*, each with an equal share of the bound.  Who adds a block looks at what its set has and
-removes what was used longest ago until there is room: a set-associative cache with files as lines.
-Two who add to one set at a moment may exceed its share by what they bring; the next makes up for
-it.  A set needs no order of chains: what is gone here is still in storage.
+The size is bounded without a shared counter.  The first bits of a block's key select one of many
+*sets*, each with an equal share of the bound.  A process that adds a block lists the block's set
+and evicts the least recently used files until there is room: a set-associative cache with files as
+lines.  Two processes that add to one set at the same moment may exceed its share; the next one
+evicts the excess.  Eviction ignores the order of chains: evicted blocks are still in storage.
 
-Used is when a file was last read here or written; its time of change says it, as ``atime`` is not
-kept everywhere.
+A file's last use is its modification time, set when it is read or written, as ``atime`` is not
+maintained on every file system.
 
-``lying`` is what an engine knows of all this, for the router (``storage.lying_blocks``).
+``index`` has the blocks as far as this engine knows, for the router (``SharedDramIndex``).
 """
 
 import contextlib
@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.storage.block_file import STAYING
+from dualpath.storage.block_file import UNREADABLE_HERE
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.directory import BLOCK_SUFFIX, key_of
-from dualpath.storage.lying_blocks import LyingBlocks
+from dualpath.storage.lying_blocks import SharedDramIndex
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.survey import is_namespace
 from dualpath.storage.system_calls import KERNEL, SystemCalls
@@ -46,8 +46,8 @@ log = logging.getLogger(__name__)
 #: Folders of a namespace, by the first 12 bits of a key, and the most sets.
 _FOLDERS = 1 << 12
 _FEW_FOLDERS = 16
-#: Fewer blocks in a set would let it overflow too often while others have room.
-_LEAST_BLOCKS = 32
+#: Smallest set: smaller ones would overflow too often while other sets have room.
+_MIN_BLOCKS_PER_SET = 32
 
 
 class _File(NamedTuple):
@@ -57,15 +57,15 @@ class _File(NamedTuple):
 
 
 class NodeDram:
-    """One engine's access to ``root``, of which all engines together fill ``bound_bytes``.
+    """One engine's access to ``root``, which all engines together fill up to ``bound_bytes``.
 
-    ``keys``: of a namespace whose blocks are sealed, here as in storage.  ``calls``: of the
-    machine.  Methods may be called by any thread and never fail: what cannot be had is in storage.
-    ``keeps`` False: nothing is.  ``mark`` tells the directory from any other one of its machine,
-    whatever its path is in a container; ``capacity_blocks`` fit into it.
+    ``keys``: storage keys of a namespace whose blocks are sealed, here as in storage.  ``calls``:
+    system calls.  Methods are thread-safe and do not raise: on a failure the block is read from
+    storage.  With ``enabled`` False nothing is cached.  ``directory_id`` identifies the directory
+    on its machine, independent of its path in a container; ``capacity_blocks`` fit into it.
 
-    Raises ``ConfigError`` for a directory that cannot be used or that every user may write to,
-    and for a bound below one block.
+    Raises ``ConfigError`` for a directory that cannot be used or is world-writable, and for a
+    bound below one block.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class NodeDram:
         keys: "KeyRing | None" = None,
         calls: SystemCalls = KERNEL,
     ) -> None:
-        self.keeps = True
-        self._block_bytes = in_pages(HEADER_BYTES + namespace.geometry.full_block_bytes)
+        self.enabled = True
+        self._block_bytes = page_rounded(HEADER_BYTES + namespace.geometry.full_block_bytes)
         if bound_bytes < self._block_bytes:
             raise ConfigError(
-                f"dram_bytes is {bound_bytes}, and a block takes {self._block_bytes} in dram_dir; "
-                "give some blocks' worth, or no dram_dir"
+                f"dram_bytes is {bound_bytes}, and one block takes {self._block_bytes} in dram_dir;"
+                " raise dram_bytes, or give no dram_dir"
             )
         self._root, self._calls = str(root), calls
         self.files = PosixStorage(
@@ -91,43 +91,43 @@ class NodeDram:
         root_status = calls.stat(self._root)
         if root_status.st_mode & stat.S_IWOTH:
             raise ConfigError(
-                f"every user may write to dram_dir {root}; give a directory of your own in it"
+                f"dram_dir {root} is world-writable; give a directory of your own in it"
             )
-        self.mark = f"{root_status.st_dev:x}-{root_status.st_ino:x}"
+        self.directory_id = f"{root_status.st_dev:x}-{root_status.st_ino:x}"
         self.capacity_blocks = bound_bytes // self._block_bytes
         sets = _set_count(self.capacity_blocks)
         self._set_folders, self._set_bytes = _FOLDERS // sets, bound_bytes // sets
-        self.lying = LyingBlocks(self.capacity_blocks, self._lying_now())
+        self.index = SharedDramIndex(self.capacity_blocks, self._stored_keys())
         self._lock = threading.Lock()
         self._evicted = 0
-        self._complained = False
+        self._warned = False
 
     @property
     def evicted(self) -> int:
-        """Blocks that this engine has removed for others."""
+        """Blocks that this engine has evicted."""
         return self._evicted
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool) -> ReadOutcome | None:
-        """Read and verify a block as ``BlockStorage.read``; None where it is not to be had."""
-        if not self.keeps:
+        """Read and verify a block as ``BlockStorage.read``; None if it is not in DRAM."""
+        if not self.enabled:
             return None
         outcome = self.files.read(key, destination, whole=whole)
-        if outcome.reason in STAYING:
-            # Others may read it, as in a storage.  Here it would keep one that all can read away.
+        if outcome.reason in UNREADABLE_HERE:
+            # Unlike in storage, remove it: it takes the place of a block that is readable for all.
             try:
                 self._remove(str(self.files.block_path(key)))
             except OSError as error:
-                self._complain("cannot remove a bad block", error)
+                self._warn_once("cannot remove an unreadable block", error)
         if not outcome.is_good:
-            self.lying.gone(key)
+            self.index.remove(key)
             return None
         self._touch(key)
-        self.lying.seen(key)
+        self.index.add(key)
         return ReadOutcome(outcome.bytes_read, from_dram=True)
 
     def add(self, key: BlockKey, block: memoryview) -> None:
-        """Let a whole block that is stored lie here as well."""
-        if not self.keeps:
+        """Cache a complete block that is in storage."""
+        if not self.enabled:
             return
         try:
             if self.files.is_stored(key):
@@ -135,14 +135,14 @@ class NodeDram:
             else:
                 self._make_room(key)
                 self.files.write([key], [block])
-                self._complained = False
+                self._warned = False
         except (OSError, StorageError) as error:
-            self._complain("takes no block", error)
+            self._warn_once("cannot cache a block", error)
         else:
-            self.lying.seen(key)
+            self.index.add(key)
 
     def close(self) -> None:
-        """Let go; what lies there stays for others, and for the next start."""
+        """Release resources; the blocks stay for other engines and for the next start."""
         self.files.close()
 
     def _touch(self, key: BlockKey) -> None:
@@ -150,9 +150,9 @@ class NodeDram:
             self._calls.utime(str(self.files.block_path(key)))
 
     def _make_room(self, key: BlockKey) -> None:
-        lying = sorted(self._set_of(key))
-        excess = sum(file.bytes for file in lying) + self._block_bytes - self._set_bytes
-        for file in lying:
+        files = sorted(self._set_of(key))
+        excess = sum(file.bytes for file in files) + self._block_bytes - self._set_bytes
+        for file in files:
             if excess <= 0:
                 return
             excess -= file.bytes
@@ -163,21 +163,21 @@ class NodeDram:
     def _remove(self, path: str) -> bool:
         try:
             self._calls.unlink(path)
-        except FileNotFoundError:  # somebody else needed room as well
+        except FileNotFoundError:  # evicted by another engine
             return False
         if (key := key_of(path)) is not None:
-            self.lying.gone(key)
+            self.index.remove(key)
         return True
 
-    def _lying_now(self) -> Iterator[BlockKey]:
-        """Yield what others have left there of this namespace, by names alone."""
+    def _stored_keys(self) -> Iterator[BlockKey]:
+        """Yield the keys of this namespace's blocks at the start, from file names alone."""
         with contextlib.suppress(OSError), self._calls.scandir(str(self.files.path)) as entries:
             for folder in [entry.path for entry in entries]:
                 with contextlib.suppress(OSError), self._calls.scandir(folder) as blocks:
                     yield from filter(None, [key_of(block.path) for block in blocks])
 
     def _set_of(self, key: BlockKey) -> Iterator[_File]:
-        """Yield what lies in a block's set, also of a model that is served no more."""
+        """Yield the files in a block's set, of all namespaces, including unused ones."""
         first = _folder(key) // self._set_folders * self._set_folders
         with self._calls.scandir(self._root) as entries:
             namespaces = [entry.path for entry in entries if is_namespace(entry.name)]
@@ -187,7 +187,7 @@ class NodeDram:
                     yield from self._blocks_in(f"{namespace}/{folder}")
 
     def _folders_of(self, namespace: str, first: int, last: int) -> list[str]:
-        """Return those of a set that may be there: few are tried, of many most are not."""
+        """Return a set's folders; lists the existing ones if the set has many folders."""
         if last - first < _FEW_FOLDERS:
             return [f"{folder:03x}" for folder in range(first, last + 1)]
         with self._calls.scandir(namespace) as entries:
@@ -201,19 +201,19 @@ class NodeDram:
                 if entry.name.endswith(BLOCK_SUFFIX):
                     with contextlib.suppress(FileNotFoundError):  # removed meanwhile
                         info = entry.stat(follow_symlinks=False)
-                        yield _File(info.st_mtime_ns, entry.path, in_pages(info.st_size))
+                        yield _File(info.st_mtime_ns, entry.path, page_rounded(info.st_size))
 
-    def _complain(self, trouble: str, error: Exception) -> None:
-        # Once per trouble: with memory that is full every block would say so.
-        level = logging.DEBUG if self._complained else logging.WARNING
-        self._complained = True
-        log.log(level, "dram_dir %s %s, storage has it: %s", self._root, trouble, error)
+    def _warn_once(self, failure: str, error: Exception) -> None:
+        # One warning per failure period: with full memory every block would log one.
+        level = logging.DEBUG if self._warned else logging.WARNING
+        self._warned = True
+        log.log(level, "dram_dir %s %s, using storage: %s", self._root, failure, error)
 
 
 class NodeDramStorage(WrappingStorage):
-    """``inner``, with the node's DRAM before it.
+    """``inner`` with the node's shared DRAM as a cache in front of it.
 
-    A block is stored if ``inner`` has it; where it is read from is not the question then.
+    A block counts as stored only if ``inner`` has it.
     """
 
     def __init__(self, inner: BlockStorage, dram: NodeDram) -> None:
@@ -221,7 +221,7 @@ class NodeDramStorage(WrappingStorage):
         self.dram = dram
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read from DRAM, else from the inner backend, for the others as well if it is whole."""
+        """Read from DRAM, else from the inner backend; a complete block is then cached in DRAM."""
         if (found := self.dram.read(key, destination, whole=whole)) is not None:
             return found
         outcome = self.inner.read(key, destination, whole=whole)
@@ -244,15 +244,15 @@ def _folder(key: BlockKey) -> int:
 
 
 def _name(key: BlockKey) -> str:
-    """Return where a block lies in its namespace: one level of folders, listed for every block."""
+    """Return a block's path in its namespace: one level of folders, as every add lists a set."""
     return f"{_folder(key):03x}/{key.hex()}"
 
 
 def _set_count(blocks: int) -> int:
-    """Return a power of two, so that sets are equal ranges of folders."""
-    return 1 << max(min(blocks // _LEAST_BLOCKS, _FOLDERS).bit_length() - 1, 0)
+    """Return the number of sets, a power of two, so that each is an equal range of folders."""
+    return 1 << max(min(blocks // _MIN_BLOCKS_PER_SET, _FOLDERS).bit_length() - 1, 0)
 
 
-def in_pages(size_bytes: int) -> int:
-    """Return what a file of this size takes of memory."""
+def page_rounded(size_bytes: int) -> int:
+    """Return the memory that a file of this size takes: whole pages."""
     return -(-size_bytes // mmap.PAGESIZE) * mmap.PAGESIZE

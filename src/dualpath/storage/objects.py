@@ -1,6 +1,6 @@
-"""A storage as names and contents, whatever lies in it: what its janitor needs beside blocks.
+"""A storage as a tree of named objects: the janitor's view of it, of blocks and its own files.
 
-``create`` is the one step that two can take at the same moment and one alone succeeds.
+``create`` is atomic: if two processes create the same name at the same time, one succeeds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,38 +18,38 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 
 
 class ObjectTree(Protocol):
-    """Objects under names such as ``janitor/lease/00000001``; for use by several threads.
+    """Objects under names such as ``janitor/lease/00000001``; thread-safe.
 
     Names consist of letters, digits and ``/-._``.  All methods raise ``StorageError`` if the
-    storage does not answer or refuses.  An object appears whole or not at all.
+    storage does not answer or refuses.  Writes are atomic.
     """
 
     def create(self, name: str, content: bytes) -> bool:
-        """Store an object unless there is one of this name; return whether it is new."""
+        """Store an object unless the name exists; return whether it was stored."""
         ...
 
     def replace(self, name: str, content: bytes) -> None:
-        """Store an object in the place of what has the name."""
+        """Store an object, replacing any object of this name."""
         ...
 
-    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
-        """Return an object's first bytes, or all; None without one."""
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """Return an object's first ``max_bytes``, or all of it; None if there is no object."""
         ...
 
     def remove(self, names: Sequence[str]) -> int:
-        """Remove objects, in order where that is possible; return how many there were.
+        """Remove objects, in order where possible; return how many existed.
 
-        Where the storage cannot say (S3), all count.
+        S3 does not report whether an object existed: there, all names count.
         """
         ...
 
     def folders(self, prefix: str) -> list[str]:
-        """Return the names of the folders right below a folder (``""`` or ``…/``), sorted."""
+        """Return the sorted names of direct subfolders of a folder (``""`` or ``…/``)."""
         ...
 
     def objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Yield all objects below a folder (``""`` or ``…/``), at any depth.
 
-        What comes or goes meanwhile may be missing or not.
+        Objects created or removed during the iteration may or may not be included.
         """
         ...

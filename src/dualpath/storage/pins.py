@@ -1,4 +1,4 @@
-"""What must not be removed, as empty objects: their names say it all.
+"""Pins of blocks that must not be evicted: empty objects whose names are the pins.
 
 ``janitor/pins/namespace/<namespace>``, ``…/tenant/<tag>`` and ``…/chain/<namespace>/<key in hex>``.
 """
@@ -18,7 +18,7 @@ _KINDS = {
 
 
 def pin_name(kind: str, *parts: str) -> str:
-    """Return the object of a pin; raises ``ConfigError`` for what cannot be pinned."""
+    """Return the object name of a pin; raises ``ConfigError`` if it is malformed."""
     name = "/".join((kind, *parts))
     if kind not in _KINDS or not _KINDS[kind].fullmatch(name):
         raise ConfigError(

@@ -1,17 +1,17 @@
 """Full Blocks as files: local NVMe, NFS, a 3FS mount, anything with POSIX semantics.
 
-One file per block, written whole under a temporary name and then linked to its own, so that a
-crash at any point leaves either the whole block or nothing.  Reads go straight into the caller's
-(registered) memory with ``preadv``, on the caller's thread; the kernel call and the checksum both
-run without the interpreter lock, so that several threads read at a time.
+One file per block, written under a temporary name and then linked to its final one, so that a
+crash at any point leaves either the complete block or nothing.  Reads go straight into the
+caller's (registered) memory with ``preadv``, on the caller's thread; the kernel call and the
+checksum both release the GIL, so that several threads read in parallel.
 
 NIXL's POSIX plugin (libaio) can read instead (``nixl+posix://``): measured side by side it reached
 0.93 to 1.00 of this rate at the same CPU cost (``benchmarks/storage_read.py``), so the simpler code
 is the default.
 
-With direct I/O the page cache is bypassed: KV is larger than DRAM and read once per turn, so
-caching it twice buys nothing.  Blocks that direct I/O cannot serve (unaligned memory or size, a
-file system without it) are read through the cache, block by block.
+Direct I/O bypasses the page cache: stored KV is larger than DRAM and read once per turn, so the
+page cache would not help.  Blocks that direct I/O cannot read (unaligned memory or size, a file
+system without it) are read through the page cache.
 """
 
 import ctypes
@@ -27,10 +27,10 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNam
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.checks import check_destination, check_sources, own_origins
+from dualpath.storage.checks import check_destination, check_sources, run_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import BLOCK_SUFFIX, NamespaceDirectory, block_name, refused
-from dualpath.storage.protection import block_form
+from dualpath.storage.protection import block_codec
 from dualpath.storage.reading import FileReader, KernelReader
 from dualpath.storage.sections import FileOrder, Sections
 from dualpath.storage.system_calls import (
@@ -49,8 +49,9 @@ logger = logging.getLogger(__name__)
 
 DirectIo = bool | Literal["auto"]
 
-#: What direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of 42 KiB is
-#: no multiple of 4096.  Where a device wants more, the kernel refuses and the cache is used.
+#: Alignment that direct I/O needs on most devices: a logical sector.  A Full Block of 61 layers of
+#: 42 KiB is not a multiple of 4096.  Where a device needs more, the kernel refuses and the page
+#: cache is used.
 DIRECT_ALIGNMENT_BYTES = 512
 
 
@@ -59,12 +60,13 @@ class PosixStorage:
 
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
-    visible; without it a power cut may lose or tear recent blocks, which the checksum then finds.
-    ``keys``: of a namespace whose blocks are sealed.  ``reader``: who reads, closed with this.
-    ``calls``: of the machine.  ``name_of``: see ``NamespaceDirectory``.
+    visible; without it a power failure may lose or tear recent blocks, which the checksum detects.
+    ``keys``: storage keys of a namespace whose blocks are sealed.  ``reader``: reads the files,
+    closed with this storage.  ``calls``: system calls.  ``name_of``: see ``NamespaceDirectory``.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the
-    same name, no keys where it takes some, or ``direct_io=True`` on a file system without it.
+    same name, missing keys of a sealed namespace, or ``direct_io=True`` on a file system without
+    it.
     """
 
     def __init__(
@@ -82,14 +84,14 @@ class PosixStorage:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._form = block_form(namespace, keys)
+        self._codec = block_codec(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._directory = NamespaceDirectory(Path(root), namespace, BLOCK_SUFFIX, calls, name_of)
         self._calls = calls
         self._sync = sync
         self._direct = self._choose_direct(direct_io)
         self._reader = reader or KernelReader(calls)
-        # As many as reads were ever under way at a time.
+        # A pool of header buffers; it grows to the number of concurrent reads.
         self._headers: list[memoryview] = []
 
     @property
@@ -103,7 +105,7 @@ class PosixStorage:
         return self._direct
 
     def block_path(self, key: BlockKey) -> Path:
-        """Return where a block lies or would lie."""
+        """Return the path of a block's file, whether it exists or not."""
         return Path(self._directory.block_path(key))
 
     def is_stored(self, key: BlockKey) -> bool:
@@ -111,7 +113,7 @@ class PosixStorage:
         return self._directory.has(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read and verify a block; one found bad is removed so it can be written anew."""
+        """Read and verify a block; a corrupt one is removed so that it can be written again."""
         flat = check_destination(self.geometry, destination)
         header = self._headers.pop() if self._headers else _header_buffer()
         try:
@@ -122,7 +124,7 @@ class PosixStorage:
     def _read(self, key: BlockKey, header: memoryview, payload: Sections) -> ReadOutcome:
         path = self._directory.block_path(key)
         try:
-            length, arrival = self._read_file(path, header, payload)
+            length, verifier = self._read_file(path, header, payload)
         except (FileNotFoundError, NotADirectoryError):
             return ReadOutcome(0, block_file.MISSING)
         except NotAFileError:
@@ -132,9 +134,9 @@ class PosixStorage:
             logger.warning("read of %s failed: %s", path, error)
             return ReadOutcome(0, f"read error: {error.strerror}")
         payload_bytes = max(length - HEADER_BYTES, 0)
-        reason = block_file.defect_of_length(arrival, key, header, payload, payload_bytes)
-        if reason in block_file.STAYING:
-            logger.warning("stored block %s is not read (%s) and stays", path, reason)
+        reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
+        if reason in block_file.UNREADABLE_HERE:
+            logger.warning("cannot read stored block %s (%s); it is not removed", path, reason)
         elif reason is not None:
             self._directory.discard(path, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -147,11 +149,11 @@ class PosixStorage:
     ) -> int:
         """Persist new blocks one by one; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
-        blocks = zip(keys, flat, own_origins(keys, origin), strict=True)
+        blocks = zip(keys, flat, run_origins(keys, origin), strict=True)
         return sum(self._write_one(*block) for block in blocks)
 
     def used(self, key: BlockKey) -> None:
-        """Nothing is removed here."""
+        """Do nothing: this backend does not evict."""
 
     def close(self) -> None:
         """Close the reader."""
@@ -171,13 +173,14 @@ class PosixStorage:
                 possible = False
         if wanted is True and not possible:
             raise ConfigError(
-                f"file system of {self.path} knows no O_DIRECT; set direct_io to false or auto"
+                f"file system of {self.path} does not support O_DIRECT; set direct_io to false or "
+                "auto"
             )
         return possible
 
     def _read_file(
         self, path: str, header: memoryview, payload: Sections
-    ) -> tuple[int, block_file.Arrival]:
+    ) -> tuple[int, block_file.BlockVerifier]:
         if self._direct and all(map(_is_aligned, payload.buffers)):
             try:
                 return self._read_head(path, os.O_RDONLY | os.O_DIRECT, header, payload)
@@ -188,21 +191,21 @@ class PosixStorage:
 
     def _read_head(
         self, path: str, flags: int, header: memoryview, payload: Sections
-    ) -> tuple[int, block_file.Arrival]:
-        """Return the bytes read, and what has seen them come: another one for each attempt."""
-        arrival = self._form.arrival(payload)
+    ) -> tuple[int, block_file.BlockVerifier]:
+        """Return the bytes read, and the verifier of this attempt."""
+        verifier = self._codec.verifier(payload)
         buffers = [header, *payload.buffers]
         descriptor = open_regular(path, flags, self._calls)
         try:
-            length = self._reader.fill_from_file(descriptor, buffers, arrival.arrived)
+            length = self._reader.fill_from_file(descriptor, buffers, verifier.received)
         finally:
             self._calls.close(descriptor)
-        return length, arrival
+        return length, verifier
 
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         if self._directory.has(key):
             return False
-        buffers = self._form.encoded(key, self._order.of(source), origin)
+        buffers = self._codec.encoded(key, self._order.of(source), origin)
         temporary = self._directory.temporary_path()
         try:
             try:
@@ -211,7 +214,7 @@ class PosixStorage:
                 self._directory.restore()
                 create_file(temporary, buffers, self._calls, sync=self._sync)
             return self._directory.publish(temporary, key)
-        except StorageError:  # nobody can say what has the block's name
+        except StorageError:  # the state of the block's final name is unknown
             self._directory.remove_temporary(temporary)
             raise
         except OSError as error:

@@ -16,7 +16,7 @@ from dualpath.storage.system_calls import (
     read_content,
 )
 
-#: Half-written files, apart from the blocks' own.
+#: Folder of the janitor's half-written files; blocks have their own.
 _TEMPORARY = f"janitor/{TEMPORARY_FOLDER}"
 _GONE = (FileNotFoundError, NotADirectoryError)
 
@@ -29,9 +29,9 @@ class PosixObjects:
         self._calls = calls
 
     def create(self, name: str, content: bytes) -> bool:
-        """Link a whole file to its name, which fails where the name exists."""
+        """Write a temporary file and hard-link it to its name, which fails if the name exists."""
         path = self._path(name)
-        with self._said("create", path), self._written(content) as temporary:
+        with self._storage_errors("create", path), self._written(content) as temporary:
             self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
             try:
                 self._calls.link(temporary, path)
@@ -44,18 +44,18 @@ class PosixObjects:
         return True
 
     def replace(self, name: str, content: bytes) -> None:
-        """Rename a whole file to its name."""
+        """Write a temporary file and rename it."""
         path = self._path(name)
-        with self._said("replace", path), self._written(content) as temporary:
+        with self._storage_errors("replace", path), self._written(content) as temporary:
             self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
             self._calls.rename(temporary, path)
 
-    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """Read a file."""
         path = self._path(name)
-        with self._said("read", path):
+        with self._storage_errors("read", path):
             try:
-                return read_content(path, most_bytes, self._calls)
+                return read_content(path, max_bytes, self._calls)
             except (*_GONE, NotAFileError):
                 return None
 
@@ -64,7 +64,7 @@ class PosixObjects:
         removed = 0
         for name in names:
             path = self._path(name)
-            with self._said("remove", path), contextlib.suppress(*_GONE):
+            with self._storage_errors("remove", path), contextlib.suppress(*_GONE):
                 self._calls.unlink(path)
                 removed += 1
         return removed
@@ -72,7 +72,7 @@ class PosixObjects:
     def folders(self, prefix: str) -> list[str]:
         """List a directory's directories."""
         path = self._path(prefix)
-        with self._said("list", path):
+        with self._storage_errors("list", path):
             try:
                 with self._calls.scandir(path) as entries:
                     return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
@@ -82,7 +82,7 @@ class PosixObjects:
     def objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """Walk a directory, in the order of the file system."""
         path = self._path(prefix)
-        with self._said("list", path):
+        with self._storage_errors("list", path):
             try:
                 with self._calls.scandir(path) as scan:
                     entries = list(scan)
@@ -90,7 +90,7 @@ class PosixObjects:
                 return
         for entry in entries:
             name = f"{prefix}{entry.name}"
-            with self._said("list", entry.path):
+            with self._storage_errors("list", entry.path):
                 if entry.is_dir(follow_symlinks=False):
                     yield from self.objects(f"{name}/")
                 elif entry.is_file(follow_symlinks=False):
@@ -116,7 +116,7 @@ class PosixObjects:
                 self._calls.unlink(temporary)
 
     def _created_without_links(self, path: str, content: bytes) -> bool:
-        """Create where there are no hard links: the name comes first, then what it holds."""
+        """Create on a file system without hard links: not atomic, the name exists first."""
         try:
             create_file(path, [memoryview(content)], self._calls)
         except FileExistsError:
@@ -124,11 +124,11 @@ class PosixObjects:
         return True
 
     @contextlib.contextmanager
-    def _said(self, what: str, path: str) -> Iterator[None]:
+    def _storage_errors(self, action: str, path: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise StorageError(
-                f"cannot {what} {path}: {error.strerror or error}; see the file system and the "
-                "rights on it"
+                f"cannot {action} {path}: {error.strerror or error}; check the file system and its "
+                "permissions"
             ) from error

@@ -1,4 +1,4 @@
-"""How blocks of a namespace are protected, and with which keys; ``cryptography`` is optional."""
+"""Selects a namespace's block codec by its protection; ``cryptography`` is optional."""
 
 import importlib
 from typing import TYPE_CHECKING
@@ -8,21 +8,21 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
-from dualpath.storage.block_file import BlockForm, PlainBlocks
+from dualpath.storage.block_file import BlockCodec, PlainBlocks
 
 if TYPE_CHECKING:
     from dualpath.storage.key_ring import KeyRing
 
-#: Where storage keys are looked for if no file is given.
+#: The environment variable with storage keys, read if no file is given.
 STORAGE_KEY_VARIABLE = "DUALPATH_STORAGE_KEY"
 STORAGE_KEY_REMEDY = (
-    f"`openssl rand -hex 32` makes a storage key; give the same to all engines in a file "
-    f"(storage_key_file) or in {STORAGE_KEY_VARIABLE}, one key a line, the newest first"
+    f"create a storage key with `openssl rand -hex 32`; give the same keys to all engines in a "
+    f"file (storage_key_file) or in {STORAGE_KEY_VARIABLE}, one key per line, the newest first"
 )
 
 
 def key_ring(text: str, origin: str) -> "KeyRing":
-    """Return the keys of a text; raises ``ConfigError`` as ``KeyRing``, or without a library."""
+    """Return the ``KeyRing`` of a text; raises ``ConfigError`` also without ``cryptography``."""
     try:
         importlib.import_module("cryptography")
     except ImportError as error:
@@ -35,14 +35,14 @@ def key_ring(text: str, origin: str) -> "KeyRing":
     return KeyRing(text, origin)
 
 
-def block_form(namespace: StoreNamespace, keys: "KeyRing | None" = None) -> BlockForm:
-    """Return how blocks of a namespace are written; raises ``ConfigError`` without its keys."""
+def block_codec(namespace: StoreNamespace, keys: "KeyRing | None" = None) -> BlockCodec:
+    """Return the codec of a namespace's blocks; raises ``ConfigError`` without its keys."""
     digest, protection = namespace.digest(), namespace.protection
     if protection is msgspec.UNSET:
         return PlainBlocks(digest)
     if keys is None:
         raise ConfigError(
-            f"blocks are to be {protection}, and there is no storage key; {STORAGE_KEY_REMEDY}"
+            f"blocks must be {protection}, and there is no storage key; {STORAGE_KEY_REMEDY}"
         )
     from dualpath.storage.sealed_blocks import SealedBlocks
 

@@ -1,6 +1,6 @@
-"""How stored bytes get into memory: by the kernel and our own S3 client, or by plugins of others.
+"""Readers of stored bytes: the kernel's ``preadv``, our own S3 client, or plugins of NIXL.
 
-Names, look-ups, writes and what makes a block believed are the same for all of them.
+Names, look-ups, writes and verification are the same for all of them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -9,79 +9,83 @@ from typing import Protocol
 from dualpath.core.errors import ConfigError
 from dualpath.storage.system_calls import KERNEL, SystemCalls
 
-#: What one call takes (IOV_MAX).
-_MOST_BUFFERS = 1024
-#: What one call of the kernel's reads, at most, where many read at a time: of a larger block, what
-#: has come is verified while the others read (``benchmarks/storage_read.py``).
+#: Most buffers per call (IOV_MAX).
+_MAX_BUFFERS = 1024
+#: Most bytes per system call while several threads read: a thread verifies the piece it has read
+#: while other threads use the device (``benchmarks/storage_read.py``).
 PIECE_BYTES = 1 << 20
-#: With so few reads under way nobody would use the device while a piece is verified.
+#: Up to this many concurrent reads, blocks are read in one call: verifying between pieces would
+#: leave the device idle.
 _FEW_READS = 3
-#: Pieces begin where direct I/O may begin on any device.
+#: Alignment of pieces, sufficient for direct I/O on any device.
 _PIECE_ALIGNMENT_BYTES = 4096
 
-Arrived = Callable[[int], None]
-"""Is told how many bytes of a file's beginning are in memory by now."""
+OnProgress = Callable[[int], None]
+"""Called with how many bytes from the beginning of a file are in memory."""
 
 
-def nobody(file_bytes: int) -> None:
-    """Nobody wants to know."""
+def ignore_progress(file_bytes: int) -> None:
+    """Do nothing; see ``OnProgress``."""
 
 
 class FileReader(Protocol):
-    """Reads files; for use by several threads."""
+    """Reads files; thread-safe."""
 
     def fill_from_file(
-        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+        self,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        on_progress: OnProgress = ignore_progress,
     ) -> int:
-        """Fill buffers with an open file's first bytes; return how many, fewer at its end only.
+        """Fill buffers from the beginning of an open file; return how many bytes were read.
 
-        ``arrived`` may be told of a part of them, on this thread, before the rest is read.  Returns
-        when nothing writes to them any more.  Raises ``OSError``, with ``EINVAL`` where
-        the file is open for direct I/O and that cannot be.
+        Returns fewer bytes than requested only at the end of the file.  ``on_progress`` may be
+        called on this thread while the rest is read.  No read is pending after the return.  Raises
+        ``OSError``, with ``EINVAL`` if the file is open for direct I/O and cannot be read that way.
         """
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all resources; idempotent."""
         ...
 
 
 class ObjectReader(Protocol):
-    """Reads objects of one bucket; for use by several threads."""
+    """Reads objects of one bucket; thread-safe."""
 
     def fill_from_object(self, name: str, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers with an object's first bytes, of which it has that many; return how many.
+        """Fill buffers from the beginning of an object; return how many bytes were read.
 
-        ``name`` is its whole name in the bucket.  Returns when nothing writes to them any more.
-        Raises ``OSError``.
+        The object is at least as long as the buffers.  ``name`` is its full name in the bucket.  No
+        read is pending after the return.  Raises ``OSError``.
         """
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all resources; idempotent."""
         ...
 
 
 class PluginReader(FileReader, ObjectReader, Protocol):
-    """Reads whichever of both its plugin is for."""
+    """Reads files or objects, depending on its plugin."""
 
 
-#: Opens a plugin of NIXL with its parameters; raises ``ConfigError`` where it cannot be used.
+#: Opens a NIXL plugin with its parameters; raises ``ConfigError`` if it cannot be used.
 OpenPlugin = Callable[[str, Mapping[str, str]], PluginReader]
 
 
-def no_plugins(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
-    """Refuse: whoever opens this storage reads by no plugin."""
+def refuse_plugins(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
+    """Raise ``ConfigError``: the default of processes that do not use plugins."""
     raise ConfigError(
         f"storage through NIXL's plugin {plugin} is for engines; give the directory or the s3:// "
-        "bucket itself, where the same blocks lie"
+        "bucket itself, which has the same blocks"
     )
 
 
 class KernelReader:
-    """See ``FileReader``: ``preadv``, which runs without the interpreter's lock.
+    """See ``FileReader``: reads with ``preadv``, which releases the GIL.
 
-    ``piece_bytes`` is about the most that one call reads while more than a few read.
+    ``piece_bytes``: about the most bytes per call while more than a few threads read.
     """
 
     def __init__(self, calls: SystemCalls = KERNEL, piece_bytes: int = PIECE_BYTES) -> None:
@@ -90,28 +94,31 @@ class KernelReader:
         self._under_way: set[int] = set()
 
     def fill_from_file(
-        self, descriptor: int, buffers: Sequence[memoryview], arrived: Arrived = nobody
+        self,
+        descriptor: int,
+        buffers: Sequence[memoryview],
+        on_progress: OnProgress = ignore_progress,
     ) -> int:
-        """Read, in pieces of equal size, several buffers a call."""
+        """Read in pieces of equal size, several buffers per call."""
         self._under_way.add(descriptor)
         try:
-            return self._fill(descriptor, list(buffers), arrived)
+            return self._fill(descriptor, list(buffers), on_progress)
         finally:
             self._under_way.discard(descriptor)
 
     def close(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there are no resources to release."""
 
-    def _fill(self, descriptor: int, left: list[memoryview], arrived: Arrived) -> int:
+    def _fill(self, descriptor: int, left: list[memoryview], on_progress: OnProgress) -> int:
         done = 0
         piece_bytes = self._equal_pieces(sum(buffer.nbytes for buffer in left))
         while left:
-            wanted = _first(left[:_MOST_BUFFERS], piece_bytes)
+            wanted = _first(left[:_MAX_BUFFERS], piece_bytes)
             more = self._calls.preadv(descriptor, wanted, done)
             if more == 0:
                 break
             done += more
-            arrived(done)
+            on_progress(done)
             while left and more >= left[0].nbytes:
                 more -= left.pop(0).nbytes
             if more:
@@ -126,7 +133,7 @@ class KernelReader:
 
 
 def _first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """Return what the first ``size_bytes`` of buffers are, without empty ones at the end."""
+    """Return the first ``size_bytes`` of buffers, without empty ones at the end."""
     found = []
     for buffer in buffers:
         if size_bytes <= 0:

@@ -1,9 +1,9 @@
-"""A backend and the memory of one engine: which blocks it has seen stored a short while ago.
+"""A cache of successful look-ups in front of a backend, for one engine.
 
-A conversation looks up its whole prefix at every turn, and blocks are immutable: what was there is
-there, unless somebody removes it.  So where a block is, is a hint; what it is, is verified where it
-is read.  A read that finds a block missing or bad makes this engine forget it; what another engine
-finds, or a person removes, is believed for at most two ``trust_s``.
+A conversation looks up its whole prefix at every turn, and blocks are immutable: a block that was
+stored a short while ago still is, unless it was evicted or removed.  A cached entry is a hint only,
+as every read verifies the block.  A read that finds a block missing or corrupt removes the entry;
+a removal by another process is noticed after at most two ``trust_s``.
 """
 
 import threading
@@ -14,19 +14,19 @@ from dualpath.core.recent import Recent
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.wrapping import WrappingStorage
 
-#: A block is believed to be stored for that long, to twice as long, after it was seen.
-TRUST_S = 60.0
-#: Keys remembered, to twice as many, at some 130 bytes each: with blocks of 64 tokens 8 million
-#: tokens.
-MOST_KNOWN = 1 << 17
+#: An entry is valid for this long to twice as long.
+LOOKUP_TRUST_S = 60.0
+#: Cached keys are limited to this many to twice as many, about 130 bytes each: 8 million tokens
+#: with blocks of 64 tokens.
+MAX_CACHED_KEYS = 1 << 17
 
 _NS_PER_S = 1_000_000_000
 
 
-class RememberingStorage(WrappingStorage):
-    """See ``dualpath.storage.contract.BlockStorage``; beside it, what is remembered.
+class LookupCachingStorage(WrappingStorage):
+    """See ``dualpath.storage.contract.BlockStorage``.
 
-    ``now_ns`` is the clock of trust.  What was read whole, written or seen is remembered.
+    Blocks that were found, read or written are cached.  ``now_ns`` is the clock of expiry.
     """
 
     def __init__(
@@ -34,36 +34,36 @@ class RememberingStorage(WrappingStorage):
         inner: BlockStorage,
         now_ns: Callable[[], int],
         *,
-        trust_s: float = TRUST_S,
-        most_known: int = MOST_KNOWN,
+        trust_s: float = LOOKUP_TRUST_S,
+        max_keys: int = MAX_CACHED_KEYS,
     ) -> None:
         super().__init__(inner)
         self._now_ns = now_ns
         self._trust_ns = int(trust_s * _NS_PER_S)
         self._lock = threading.Lock()
-        self._known: Recent[BlockKey, None] = Recent(most_known)
+        self._known: Recent[BlockKey, None] = Recent(max_keys)
         self._aged_ns = now_ns()
 
-    def known_head(self, keys: Sequence[BlockKey], start: int = 0) -> int:
-        """Return how many keys at the head of ``keys`` are known; the first ``start`` are."""
+    def cached_head(self, keys: Sequence[BlockKey], start: int = 0) -> int:
+        """Return how many leading ``keys`` are cached; the first ``start`` are known to be."""
         with self._lock:
             self._age()
             return self._known.head(keys, start)
 
     def remember(self, keys: Sequence[BlockKey]) -> None:
-        """Note blocks that must be stored, as a later one of their chain is."""
+        """Cache keys whose blocks must be stored, because a later block of their chain is."""
         with self._lock:
             self._age()
             self._known.note(keys, None)
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Ask the inner backend, and learn from its answer."""
+        """Look up in the inner backend and cache the result."""
         stored = self.inner.is_stored(key)
         self._learn(key, stored)
         return stored
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read, and learn from how it went."""
+        """Read, and update the cache with the outcome."""
         outcome = self.inner.read(key, destination, whole=whole)
         self._learn(key, outcome.is_good)
         return outcome
@@ -76,10 +76,10 @@ class RememberingStorage(WrappingStorage):
             self.remember([key])
             return
         with self._lock:
-            self._known.forget(key)
+            self._known.remove(key)
 
     def _age(self) -> None:
-        """Forget what was not seen for too long."""
+        """Remove expired entries."""
         now_ns = self._now_ns()
         for _ in range(min((now_ns - self._aged_ns) // self._trust_ns, 2)):
             self._known.age()

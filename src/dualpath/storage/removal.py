@@ -1,4 +1,4 @@
-"""Takes blocks out of a storage, and tells whoever keeps an index of it."""
+"""Removes blocks from a storage and records the removals in the journal."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from dualpath.storage.directory import object_name
 from dualpath.storage.journal import Journal
 from dualpath.storage.objects import ObjectTree
 
-#: Blocks removed between two looks at whatever may end a removal.
+#: Blocks removed per step; a removal can be stopped between steps.
 BATCH = 256
 
 
 class Removal:
-    """Removes blocks that an index has; ``process`` is a name that no process had before."""
+    """Removes blocks of an index; ``process`` is a unique name that no process had before."""
 
     def __init__(self, tree: ObjectTree, index: ChainIndex, process: str) -> None:
         self._tree = tree
@@ -23,19 +23,19 @@ class Removal:
     def remove(self, rows: Sequence[int]) -> int:
         """Remove blocks, in order; return their bytes.
 
-        Raises ``StorageError``; the index has all of them then, though some may be gone.
+        Raises ``StorageError``; then the index still has all of them, though some may be removed.
         """
         blocks = [self._index.block(row) for row in rows]
         self._tree.remove([object_name(place, key) for place, key in blocks])
         before_bytes = self._index.used_bytes
         for row, (place, key) in zip(rows, blocks, strict=True):
-            # Gone as of its last use: who wrote it again since then is right by any clock.
-            self._journal(place).gone(key, float(self._index.tables().times[row]))
+            # Dated at its last use: a later write of the block by another process stays valid.
+            self._journal(place).removed(key, float(self._index.tables().times[row]))
             self._index.remove(place, key)
         return before_bytes - self._index.used_bytes
 
-    def tell(self) -> None:
-        """Write what was removed since this was last called."""
+    def flush_journal(self) -> None:
+        """Write the removals since the last call to the journal."""
         for journal in self._journals.values():
             journal.flush()
 

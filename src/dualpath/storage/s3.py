@@ -1,12 +1,12 @@
 """Full Blocks as objects of an S3 bucket: the same bytes under the same names as files.
 
-A PUT is atomic, so a block is visible whole or not at all.  Reads go from the socket straight into
-the caller's (registered) memory.
+A PUT is atomic, so a block is visible either completely or not at all.  Reads go from the socket
+straight into the caller's (registered) memory.
 
-The client is our own (``s3_client``, over the standard library's ``http.client``): measured side by
-side against one server it cost 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's
-OBJ plugin at obstore's rate and above the others' (``benchmarks/s3_read.py``), as bytes are copied
-once less, and it has a deadline on every step.  Who asks is in ``s3_credentials``.
+The client is our own (``s3_client``, over the standard library's ``http.client``): measured against
+one server it used 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's OBJ plugin, at
+obstore's rate and above the others' (``benchmarks/s3_read.py``), because it copies bytes once less.
+Every step has a deadline.  Credentials: ``s3_credentials``.
 """
 
 import contextlib
@@ -22,13 +22,13 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNam
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.checks import check_destination, check_sources, own_origins
+from dualpath.storage.checks import check_destination, check_sources, run_origins
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.directory import namespace_name, object_name
-from dualpath.storage.protection import block_form
+from dualpath.storage.protection import block_codec
 from dualpath.storage.reading import ObjectReader
 from dualpath.storage.s3_client import S3Client, S3Error
-from dualpath.storage.s3_connection import Patience
+from dualpath.storage.s3_connection import RetryPolicy
 from dualpath.storage.s3_location import S3Location
 from dualpath.storage.s3_plugin import Getter, PluginGetter, plugin_parameters
 from dualpath.storage.sections import FileOrder
@@ -39,23 +39,23 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PARALLEL_WRITES = 4
-#: More would find the end of a chain in fewer round trips, and cost more requests.
+#: More would find the end of a chain in fewer round trips, but with more requests.
 _PARALLEL_LOOKUPS = 4
-_REMEDY = "see endpoint, credentials, and rights to get, put, delete and list"
-_REMEDIES = {"NoSuchBucket": "make the bucket"}
+_REMEDY = "check endpoint, credentials, and permissions to get, put, delete and list"
+_REMEDIES = {"NoSuchBucket": "create the bucket"}
 Result = TypeVar("Result")
 
 
 class S3Storage:
     """See ``dualpath.storage.contract.BlockStorage``.
 
-    Of a bucket it needs the rights to get, put, delete and list: without the last, S3 calls an
-    absent object forbidden.
+    It needs the bucket's permissions to get, put, delete and list: without the last, S3 answers
+    403 for a missing object.
 
-    ``open_reader``: opens a plugin that reads blocks, given its parameters.
+    ``open_reader`` opens a plugin that reads blocks, given its parameters.
 
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name, or
-    there are no ``keys`` where its blocks are sealed.
+    if its blocks are sealed and ``keys`` is None.
     """
 
     def __init__(
@@ -63,17 +63,17 @@ class S3Storage:
         location: S3Location,
         namespace: StoreNamespace,
         *,
-        patience: Patience | None = None,
+        retry_policy: RetryPolicy | None = None,
         keys: "KeyRing | None" = None,
         open_reader: Callable[[Mapping[str, str]], ObjectReader] | None = None,
     ) -> None:
         self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._form = block_form(namespace, keys)
+        self._codec = block_codec(namespace, keys)
         self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
-        self.client = S3Client(location, patience or Patience())
+        self.client = S3Client(location, retry_policy or RetryPolicy())
         self._getter: Getter = self.client
         if open_reader is not None:
             self._getter = PluginGetter(self.client, open_reader(plugin_parameters(location)))
@@ -86,18 +86,18 @@ class S3Storage:
         return object_name(self._folder, key)
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Return whether there is a block's object; see the contract."""
+        """Return whether the block's object exists; see the contract."""
         name = self.object_name(key)
         try:
             return self.client.exists(name)
         except S3Error as error:
             raise StorageError(
-                f"nobody can say whether {name} is stored: {error}; see the bucket's rights and "
-                "server"
+                f"cannot check whether {name} is stored: {error}; check the bucket's permissions "
+                "and server"
             ) from error
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read and verify a block; one found bad is removed so it can be written anew."""
+        """Read and verify a block; a corrupt one is removed so that it can be written again."""
         flat = check_destination(self.geometry, destination)
         header = memoryview(bytearray(HEADER_BYTES))
         payload = self._order.of(flat, whole=whole)
@@ -111,10 +111,10 @@ class S3Storage:
         if received is None:
             return ReadOutcome(0, block_file.MISSING)
         payload_bytes = max(received - HEADER_BYTES, 0)
-        arrival = self._form.arrival(payload)
-        reason = block_file.defect_of_length(arrival, key, header, payload, payload_bytes)
-        if reason in block_file.STAYING:
-            logger.warning("stored block %s is not read (%s) and stays", name, reason)
+        verifier = self._codec.verifier(payload)
+        reason = block_file.defect_of_length(verifier, key, header, payload, payload_bytes)
+        if reason in block_file.UNREADABLE_HERE:
+            logger.warning("cannot read stored block %s (%s); it is not removed", name, reason)
         elif reason is not None:
             self._discard(name, reason)
         return ReadOutcome(payload_bytes, reason)
@@ -125,31 +125,31 @@ class S3Storage:
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Persist new blocks, several at a time; see the contract."""
+        """Persist new blocks in parallel; see the contract."""
         flat = check_sources(self.geometry, keys, sources)
         return sum(
             _finish(
                 [
                     self._writers.submit(self._write_one, *block)
-                    for block in zip(keys, flat, own_origins(keys, origin), strict=True)
+                    for block in zip(keys, flat, run_origins(keys, origin), strict=True)
                 ]
             )
         )
 
     def used(self, key: BlockKey) -> None:
-        """Nothing is removed here."""
+        """Do nothing: this backend does not evict."""
 
     def close(self) -> None:
-        """Stop the threads after the requests under way; idempotent."""
+        """Wait for pending requests, then stop the threads; idempotent."""
         self._writers.shutdown(wait=True, cancel_futures=True)
         self._getter.close()
 
     def _discard(self, name: str, reason: str) -> None:
-        logger.warning("stored block %s is bad (%s) and is removed", name, reason)
+        logger.warning("removing corrupt block %s (%s)", name, reason)
         try:
             self.client.delete(name)
         except S3Error as error:
-            logger.warning("bad block %s cannot be removed: %s", name, error)
+            logger.warning("cannot remove corrupt block %s: %s", name, error)
 
     def _write_one(self, key: BlockKey, source: memoryview, origin: BlockOrigin) -> bool:
         with self._writing.alone(key):
@@ -157,18 +157,18 @@ class S3Storage:
             try:
                 if self.client.exists(name):
                     return False
-                content = self._form.encoded(key, self._order.of(source), origin)
+                content = self._codec.encoded(key, self._order.of(source), origin)
                 is_new = self.client.put(name, content)
             except S3Error as error:
                 raise StorageError(
-                    f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; see the "
-                    "bucket's rights, quota and server"
+                    f"write of {HEADER_BYTES + source.nbytes} bytes refused: {error}; check the "
+                    "bucket's permissions, quota and server"
                 ) from error
             return is_new
 
 
 class _Writing:
-    """Keys being written: one thread each, also where the server knows no conditional writes."""
+    """A lock per key being written, for servers without conditional writes."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -188,13 +188,13 @@ class _Writing:
 
 
 def _finish(futures: Sequence["Future[Result]"]) -> list[Result]:
-    """Return all results when all have ended, so that no buffer is in use afterwards."""
+    """Wait for all futures, so that no buffer is in use afterwards; return the results."""
     wait(futures)
     return [future.result() for future in futures]
 
 
 def _claim(client: S3Client, name: str, namespace: StoreNamespace) -> None:
-    """Write the namespace in clear where there is none, and compare."""
+    """Write the description of the namespace unless there is one, and compare."""
     url = client.location.url
     try:
         content = client.get(name)
@@ -202,7 +202,7 @@ def _claim(client: S3Client, name: str, namespace: StoreNamespace) -> None:
             client.put(name, [msgspec.json.format(msgspec.json.encode(namespace), indent=2)])
             content = client.get(name)
         if content is None:
-            raise ConfigError(f"{url} does not keep what is written; see the server")
+            raise ConfigError(f"{url} does not store what is written; check the server")
         found = msgspec.json.decode(content, type=StoreNamespace)
     except S3Error as error:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""One HTTP connection whose every step has a deadline."""
+"""An HTTP connection with a deadline on every step."""
 
 import http.client
 import socket
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
 
 
-class Patience(msgspec.Struct, frozen=True, kw_only=True):
-    """How long a request may take; all times are seconds above 0.
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Timeouts and retries of requests; all times are seconds above 0.
 
-    ``connect_s`` until a connection stands, ``stall_s`` without a byte, ``request_s`` for one
-    request with all its ``attempts`` (at least 1), ``pause_s`` before the second attempt and twice
-    as long before each further one.
+    ``connect_s``: to connect.  ``stall_s``: without a byte.  ``request_s``: for one request with
+    all its ``attempts`` (at least 1).  ``pause_s``: before the second attempt, doubled before each
+    further one.
     """
 
     connect_s: float = 5.0
@@ -31,7 +31,7 @@ class Patience(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _TimedSocket(socket.socket):
-    """A socket that gives up when no byte moves for ``stall_s`` or at ``deadline_s``."""
+    """A socket that times out when no byte moves for ``stall_s``, and at ``deadline_s``."""
 
     deadline_s: float
     stall_s: float
@@ -61,7 +61,7 @@ class _TimedTlsSocket(ssl.SSLSocket):
 
 
 def _send_all(timed: _TimedSocket | _TimedTlsSocket, data: "ReadableBuffer") -> None:
-    # Piece by piece: the timeout of socket.sendall is one for all of the data.
+    # In pieces: the timeout of socket.sendall applies to all of the data.
     left = memoryview(data).cast("B")
     while left:
         _arm(timed)
@@ -76,7 +76,7 @@ def _arm(timed: _TimedSocket | _TimedTlsSocket) -> None:
 
 
 class Connection(http.client.HTTPConnection):
-    """A connection to ``location``; opens by itself with the first request.
+    """A connection to ``location``; it is opened by the first request.
 
     ``deadline_s`` (of ``time.monotonic``) is set before each request.
     """
@@ -85,22 +85,22 @@ class Connection(http.client.HTTPConnection):
     sock: _TimedSocket | _TimedTlsSocket
 
     def __init__(
-        self, location: S3Location, patience: Patience, tls: ssl.SSLContext | None
+        self, location: S3Location, retry_policy: RetryPolicy, tls: ssl.SSLContext | None
     ) -> None:
         super().__init__(location.host, location.port)
-        self._patience = patience
+        self._retry_policy = retry_policy
         self._tls = tls
 
     @property
     def is_open(self) -> bool:
-        """Whether it stands, as far as this end knows."""
+        """Whether it is open, as far as this side knows."""
         return self.sock is not None
 
     def connect(self) -> None:
         """Open the connection; raises ``OSError``."""
         left_s = max(self.deadline_s - time.monotonic(), 0.001)
         plain = socket.create_connection(
-            (self.host, self.port), min(left_s, self._patience.connect_s)
+            (self.host, self.port), min(left_s, self._retry_policy.connect_s)
         )
         try:
             plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -115,18 +115,18 @@ class Connection(http.client.HTTPConnection):
         except BaseException:
             plain.close()
             raise
-        self.sock.stall_s = self._patience.stall_s
+        self.sock.stall_s = self._retry_policy.stall_s
         self.set_deadline(self.deadline_s)
 
     def set_deadline(self, deadline_s: float) -> None:
-        """Let everything from now on end at ``deadline_s``."""
+        """Set the deadline of all following steps."""
         self.deadline_s = deadline_s
         if self.is_open:
             self.sock.deadline_s = deadline_s
 
 
 def tls_context(scheme: str) -> ssl.SSLContext | None:
-    """Return what https needs: the system's certificates; None for http."""
+    """Return the TLS context of https, with the system's certificates; None for http."""
     if scheme != "https":
         return None
     context = ssl.create_default_context()
@@ -135,7 +135,7 @@ def tls_context(scheme: str) -> ssl.SSLContext | None:
 
 
 def fill(receive: Callable[[memoryview], int], parts: list[memoryview], wanted: int) -> int:
-    """Receive into ``parts``, one after the other, up to ``wanted`` bytes; return how many came."""
+    """Receive up to ``wanted`` bytes into ``parts``, one after the other; return how many."""
     done = 0
     for part in parts:
         place = part[: wanted - done]

@@ -1,7 +1,7 @@
-"""Who asks for objects: the keys of the environment, else what botocore finds.
+"""S3 credentials: the keys of the environment, else those that botocore finds.
 
-botocore knows the AWS profiles and the roles of machines and containers, and renews keys that
-expire.  It is optional: without it there are the environment's keys, or none.
+botocore reads AWS profiles and the roles of machines and containers, and renews keys that expire.
+It is optional: without it requests are signed with the environment's keys or not at all.
 """
 
 import importlib
@@ -16,7 +16,7 @@ from dualpath.core.extras import extra
 from dualpath.storage.s3_location import S3Location
 from dualpath.storage.s3_signature import Credentials
 
-#: Any of them says that keys come from where only botocore looks.
+#: Variables that name a source of keys which only botocore can read.
 _SOURCES = (
     "AWS_PROFILE",
     "AWS_ROLE_ARN",
@@ -32,7 +32,7 @@ def with_credentials(
     """Return the location with botocore's credentials unless it has its own.
 
     If botocore finds none, requests are not signed.  Raises ``ConfigError`` if ``environment``
-    names a source of keys that takes botocore, or botocore cannot read it.
+    names a source of keys that needs botocore and it is not installed or cannot read the source.
     """
     if location.credentials is not None:
         return location
@@ -42,7 +42,7 @@ def with_credentials(
         named = [name for name in _SOURCES if environment.get(name)]
         if named:
             raise ConfigError(
-                f"{named[0]} is set, and taking S3 keys from there needs botocore; "
+                f"{named[0]} is set, and reading S3 keys from there needs botocore; "
                 f"{extra('s3').remedy}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
             ) from error
         return location
@@ -59,7 +59,7 @@ def with_credentials(
 
 
 def _renewed(found: Any) -> Callable[[], Credentials]:  # noqa: ANN401 - a library without types
-    """Return what gives the keys of the moment; raises ``ConnectionError`` if it cannot."""
+    """Return a function that returns valid keys, or raises ``ConnectionError``."""
 
     def current() -> Credentials:
         try:

@@ -1,4 +1,4 @@
-"""Where a bucket is and who asks: from a URL and the standard AWS environment variables."""
+"""The location and credentials of a bucket, from a URL and the AWS environment variables."""
 
 import os
 import re
@@ -16,12 +16,11 @@ _STYLES = ("path", "virtual")
 
 
 class S3Location(msgspec.Struct, frozen=True, kw_only=True):
-    """A place for objects: ``scheme://host:port``, then ``base`` before each object's name.
+    """The location of objects: ``scheme://host:port``, then ``base`` before each object's name.
 
-    ``base`` is percent-encoded, begins and ends with a slash and holds bucket (unless ``host``
-    does) and prefix; ``bucket_path`` is the part of it before the prefix.
-    ``credentials`` returns those of the next request, which expire in time if they are a role's;
-    without it requests are not signed.
+    ``base`` is percent-encoded, begins and ends with a slash and has bucket (unless it is in
+    ``host``) and prefix; ``bucket_path`` is the part of it before the prefix.  ``credentials``
+    returns valid credentials, which may change over time; None: requests are not signed.
     """
 
     url: str
@@ -35,28 +34,28 @@ class S3Location(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def host_header(self) -> str:
-        """The header ``Host``: without the port where it is the scheme's own."""
+        """The header ``Host``: with the port unless it is the scheme's default."""
         standard = {"http": 80, "https": 443}[self.scheme]
         host = f"[{self.host}]" if ":" in self.host else self.host
         return host if self.port == standard else f"{host}:{self.port}"
 
 
 def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3Location:
-    """Return the place named by ``s3://bucket/prefix?endpoint_url=…&region=…``.
+    """Return the location named by ``s3://bucket/prefix?endpoint_url=…&region=…``.
 
-    Parameters win over ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION`` and
-    ``AWS_DEFAULT_REGION``.  Without an endpoint it is Amazon's of the region.
-    ``addressing_style`` says where the bucket's name goes: ``path`` (with an endpoint the default)
-    or ``virtual``, into the host's name.  Credentials are those of ``AWS_ACCESS_KEY_ID``,
-    ``AWS_SECRET_ACCESS_KEY`` and ``AWS_SESSION_TOKEN``, if they are set: URLs are shown in logs.
+    Parameters override ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION`` and
+    ``AWS_DEFAULT_REGION``.  The default endpoint is Amazon's in the region.  ``addressing_style``
+    puts the bucket's name into the ``path`` (the default with an endpoint) or, ``virtual``, into
+    the host name.  Credentials are read from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY`` and
+    ``AWS_SESSION_TOKEN`` only, as URLs are logged.
 
-    Raises ``ConfigError`` that names what is wrong with the URL or the environment.
+    Raises ``ConfigError`` for a malformed URL or environment.
     """
     parts = urlsplit(url)
     if parts.scheme != "s3" or not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
         raise ConfigError(
-            f"storage {parts.scheme}://{parts.netloc} is no s3://BUCKET/PREFIX; a bucket's name "
-            "has 3 to 63 small letters, digits, dots and hyphens"
+            f"storage {parts.scheme}://{parts.netloc} is not s3://BUCKET/PREFIX; give a bucket "
+            "name of 3 to 63 lowercase letters, digits, dots and hyphens"
         )
     given = _parameters(parts.query)
     region = (
@@ -111,7 +110,7 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
         parts = urlsplit(url)
         port = parts.port
     except ValueError as error:
-        raise ConfigError(f"S3 endpoint {url!r} is no URL ({error}); correct it") from error
+        raise ConfigError(f"S3 endpoint {url!r} is not a URL ({error}); correct it") from error
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
         raise ConfigError(f"S3 endpoint {url!r} must be http://HOST:PORT or https://HOST")
     if parts.username or parts.password:

@@ -1,4 +1,4 @@
-"""Objects of a bucket."""
+"""A bucket as an ``ObjectTree``."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,32 +15,36 @@ Answer = TypeVar("Answer")
 
 
 class S3Objects:
-    """See ``dualpath.storage.objects.ObjectTree``; of the bucket it needs what ``S3Storage`` does.
+    """See ``dualpath.storage.objects.ObjectTree``; needs the same permissions as ``S3Storage``.
 
-    Where the server knows no conditional writes, two may both create an object.
+    On a server without conditional writes, ``create`` may succeed in two processes.
     """
 
     def __init__(self, client: S3Client) -> None:
         self._client = client
 
     def create(self, name: str, content: bytes) -> bool:
-        """Put, if there is none."""
-        return self._said(
+        """Put if the object does not exist."""
+        return self._storage_errors(
             lambda: not self._client.exists(name) and self._client.put(name, [content])
         )
 
     def replace(self, name: str, content: bytes) -> None:
         """Put."""
-        self._said(lambda: self._client.put(name, [content], only_new=False))
+        self._storage_errors(lambda: self._client.put(name, [content], only_new=False))
 
-    def get(self, name: str, most_bytes: int | None = None) -> bytes | None:
-        """Get, a range of it where not all is wanted."""
-        return self._said(lambda: self._client.get(name, most_bytes))
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """Get, with ``max_bytes`` a range."""
+        return self._storage_errors(lambda: self._client.get(name, max_bytes))
 
     def remove(self, names: Sequence[str]) -> int:
-        """Delete, several at a time."""
+        """Delete in parallel."""
         with ThreadPoolExecutor(_PARALLEL_REMOVALS, "storage-remove") as pool:
-            list(pool.map(lambda name: self._said(lambda: self._client.delete(name)), names))
+            list(
+                pool.map(
+                    lambda name: self._storage_errors(lambda: self._client.delete(name)), names
+                )
+            )
         return len(names)
 
     def folders(self, prefix: str) -> list[str]:
@@ -63,12 +67,12 @@ class S3Objects:
         token = ""
         while True:
             asked = {"delimiter": delimiter, "continuation-token": token}
-            text = self._said(lambda: self._client.listing(prefix, asked))  # noqa: B023 - called now
+            text = self._storage_errors(lambda: self._client.listing(prefix, asked))  # noqa: B023 - called now
             try:
                 page = ElementTree.fromstring(text)
             except ElementTree.ParseError as error:
                 raise StorageError(
-                    f"listing of {prefix!r} is no XML: {error}; see the server"
+                    f"listing of {prefix!r} is not XML: {error}; check the server"
                 ) from error
             yield page
             following = _texts(page, "NextContinuationToken")
@@ -76,13 +80,13 @@ class S3Objects:
                 return
             token = following[0]
 
-    def _said(self, do: Callable[[], Answer]) -> Answer:
+    def _storage_errors(self, do: Callable[[], Answer]) -> Answer:
         try:
             return do()
         except S3Error as error:
-            raise StorageError(f"{error}; see the bucket's rights and server") from error
+            raise StorageError(f"{error}; check the bucket's permissions and server") from error
 
 
 def _texts(page: ElementTree.Element, *path: str) -> list[str]:
-    """Return the texts at a path, whatever namespace of XML the server uses."""
+    """Return the texts of the elements at a path, in any XML namespace."""
     return [found.text or "" for found in page.findall("/".join(f"{{*}}{name}" for name in path))]

@@ -1,4 +1,4 @@
-"""Objects of a bucket read by NIXL's plugin OBJ; everything else is asked by our own client."""
+"""Reads objects of a bucket through NIXL's plugin OBJ; other requests use our own client."""
 
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -10,26 +10,26 @@ from dualpath.storage.s3_location import S3Location
 
 
 class Getter(Protocol):
-    """Who gets blocks: ``S3Client``, or a plugin."""
+    """Reads objects: ``S3Client``, or a plugin."""
 
     def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
         """See ``S3Client.get_into``."""
         ...
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all resources; idempotent."""
         ...
 
 
 class PluginGetter:
-    """Gets what ``client`` could get, by a plugin; closes both."""
+    """Reads the objects of ``client`` through a plugin; closes both."""
 
     def __init__(self, client: S3Client, reader: ObjectReader) -> None:
         self._client = client
         self._reader = reader
 
     def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
-        """Ask how long the object is, as the plugin tells a missing one from no other error."""
+        """Ask for the size first: the plugin's error for a missing object is not specific."""
         size_bytes = self._client.size(name)
         if size_bytes is None:
             return None
@@ -49,22 +49,22 @@ class PluginGetter:
 
 
 def plugin_parameters(location: S3Location) -> dict[str, str]:
-    """Return what the plugin OBJ has to know; keys of the moment, which it keeps.
+    """Return the parameters of the plugin OBJ; it does not renew the credentials in them.
 
-    Raises ``ConfigError`` for an endpoint with a folder, which the plugin does not know.
+    Raises ``ConfigError`` for an endpoint with a path, which the plugin does not support.
     """
     bucket = urlsplit(location.url).netloc
     folder = location.bucket_path.strip("/")
     virtual = location.host.startswith(f"{bucket}.") and not folder
     if not virtual and folder != bucket:
         raise ConfigError(
-            f"NIXL's plugin OBJ knows no folder in an endpoint ({location.bucket_path}); give "
-            "s3:// in the place of nixl+obj://"
+            f"NIXL's plugin OBJ supports no path in an endpoint ({location.bucket_path}); give "
+            "s3:// instead of nixl+obj://"
         )
     parameters = {
         **{"bucket": bucket, "region": location.region, "scheme": location.scheme},
         "use_virtual_addressing": str(virtual).lower(),
-        # Else the SDK wants checksums of every server, which many do not give.
+        # By default the SDK requires response checksums, which many servers do not send.
         **{"req_checksum": "required", "resp_checksum": "required"},
     }
     endpoint = location.host_header.removeprefix(f"{bucket}." if virtual else "")

@@ -1,4 +1,4 @@
-"""AWS Signature Version 4 of a request, the only part of S3 that is not plain HTTP; pure."""
+"""AWS Signature Version 4 of a request, the only part of S3 that is not plain HTTP; no I/O."""
 
 import hashlib
 import hmac
@@ -6,14 +6,14 @@ from collections.abc import Mapping
 
 import msgspec
 
-#: Instead of the payload's SHA-256: blocks carry a checksum of their own, and a second one at a
-#: tenth of memory speed would cost more than the transfer.
+#: Instead of the payload's SHA-256: blocks have their own checksums, and a SHA-256 at a tenth of
+#: memory speed would take longer than the transfer.
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
 _ALGORITHM = "AWS4-HMAC-SHA256"
 
 
 class Credentials(msgspec.Struct, frozen=True):
-    """A key pair; ``session_token`` is empty unless the pair is a temporary one."""
+    """A key pair; ``session_token`` is empty unless the keys are temporary."""
 
     access_key_id: str
     secret_access_key: str
@@ -28,8 +28,8 @@ def authorization(
 ) -> str:
     """Return the value of the header ``Authorization`` of a request.
 
-    ``path``: percent-encoded, with its query if it has one, whose parameters are sorted.
-    ``headers``: all that are to be signed, names in small letters; among them ``host``,
+    ``path``: percent-encoded, with the query if there is one, its parameters sorted.
+    ``headers``: the headers to sign, names in lowercase; they include ``host``,
     ``x-amz-date`` (``YYYYMMDDTHHMMSSZ``) and ``x-amz-content-sha256``.
     """
     names = sorted(headers)

@@ -1,15 +1,15 @@
-"""Stored blocks that nobody forges, or reads, who has no storage key.
+"""Sealed blocks: without the storage key they can be neither forged nor, if encrypted, read.
 
-AES-256-GCM of ``cryptography``.  Every write of a block has a key of its own, which HKDF-SHA256
-derives from the storage key, the kind of the seal, the tenant's tag and 32 random bytes that lie in
-the header.  So each nonce is used once under each key: 0 for the head, 1 for the tail.  After 2^64
-writes under one storage key two have drawn the same random bytes with a probability of 2^-129.
+AES-256-GCM of ``cryptography``.  Every write of a block has its own key, which HKDF-SHA256 derives
+from the storage key, the kind of the seal, the tenant's tag and 32 random bytes in the header.  So
+each nonce is used once per key: 0 for the head, 1 for the tail.  After 2^64 writes under one
+storage key, the probability that two have drawn the same random bytes is 2^-129.
 
-Head and tail have a tag each, so that a block can be read without its window layers.  Either tag
-vouches for the header as well: key, namespace, lengths, origin.  *Encrypted* blocks hide their
-payload, *authenticated* ones have it in clear: GMAC takes a third of the CPU time of keyed BLAKE3
-and a twentieth of keyed BLAKE2b (``benchmarks/sealed_blocks.py``), as processors have instructions
-for it.
+Head and tail have a tag each, so that a block can be read without its window layers.  Each tag also
+authenticates the header: key, namespace, lengths, origin.  *Encrypted* blocks hide their payload,
+*authenticated* ones have it in clear: GMAC takes a third of the CPU time of keyed BLAKE3 and a
+twentieth of keyed BLAKE2b (``benchmarks/sealed_blocks.py``), as processors have instructions for
+it.
 """
 
 import os
@@ -23,8 +23,8 @@ from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, Protecti
 from dualpath.storage.block_file import (
     NOT_AUTHENTIC,
     OTHER_STORAGE_KEY,
-    Arrival,
-    WholeArrival,
+    BlockVerifier,
+    DeferredVerifier,
     header_asked_for,
 )
 from dualpath.storage.block_header import (
@@ -32,7 +32,7 @@ from dualpath.storage.block_header import (
     SEALED_VERSION,
     BlockHeader,
     Seal,
-    bound_fields,
+    authenticated_fields,
     packed_header,
 )
 from dualpath.storage.key_ring import KeyRing
@@ -45,9 +45,9 @@ _NO_TAG = bytes(CHECKSUM_BYTES)
 
 
 class SealedBlocks:
-    """See ``dualpath.storage.block_file.BlockForm``.
+    """See ``dualpath.storage.block_file.BlockCodec``.
 
-    ``random_bytes``: n bytes that never come again, or two blocks would be sealed with one key.
+    ``random_bytes`` returns n unpredictable bytes; repeated ones would reuse a block's key.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class SealedBlocks:
     def encoded(
         self, key: BlockKey, payload: Sections, origin: BlockOrigin = UNKNOWN_ORIGIN
     ) -> list[memoryview]:
-        """Seal; what is encrypted lies in memory of this thread, ``payload`` stays as it is."""
+        """Seal; ciphertext is in a buffer of this thread, ``payload`` is not changed."""
         seal = Seal(self._kind, self._keys.newest.id, self._random_bytes(_SALT_BYTES))
         secret = self._keys.newest.block_key(self._kind, origin.tenant, seal.salt)
         head, tail = payload.head, payload.tail or ()
@@ -79,7 +79,7 @@ class SealedBlocks:
                 BlockHeader(SEALED_VERSION, key, *sizes, self._digest, *tags, origin, seal)
             )
 
-        bound = bound_fields(header(_NO_TAG, _NO_TAG))
+        bound = authenticated_fields(header(_NO_TAG, _NO_TAG))
         room = self._divided(payload.buffers) if self._encrypts else payload.buffers
         tags = (
             self._close(secret, _HEAD_NONCE, bound, head, room[: len(head)]),
@@ -88,7 +88,7 @@ class SealedBlocks:
         return [memoryview(header(*tags)), *room]
 
     def defect(self, key: BlockKey, header: memoryview | bytes, payload: Sections) -> str | None:
-        """Open; what is not whole and of one who has the key is "not authentic"."""
+        """Verify the tags and decrypt; a block with a wrong tag is "not authentic"."""
         found = header_asked_for(key, self._digest, header, payload)
         if isinstance(found, str):
             return found
@@ -99,16 +99,16 @@ class SealedBlocks:
         if storage_key is None:
             return OTHER_STORAGE_KEY
         secret = storage_key.block_key(self._kind, found.origin.tenant, seal.salt)
-        bound = bound_fields(header)
+        bound = authenticated_fields(header)
         sections = [(_HEAD_NONCE, found.head_checksum, payload.head)]
         if payload.tail is not None:
             sections.append((_TAIL_NONCE, found.tail_checksum, payload.tail))
         opens = all(self._open(secret, nonce, tag, bound, part) for nonce, tag, part in sections)
         return None if opens else NOT_AUTHENTIC
 
-    def arrival(self, payload: Sections) -> Arrival:
-        """Open it when it is whole: its keys follow from the header, which comes with the rest."""
-        return WholeArrival(self, payload)
+    def verifier(self, payload: Sections) -> BlockVerifier:
+        """Return a deferred verifier: the block's key depends on the header, read with the rest."""
+        return DeferredVerifier(self, payload)
 
     def _close(
         self,
@@ -118,7 +118,7 @@ class SealedBlocks:
         section: Sequence[Buffer],
         room: Sequence[memoryview],
     ) -> bytes:
-        """Return the tag of a section; it is encrypted into ``room``, if so."""
+        """Return the tag of a section; encrypted blocks are encrypted into ``room``."""
         sealing = Cipher(algorithms.AES256(secret), modes.GCM(nonce)).encryptor()
         sealing.authenticate_additional_data(bound)
         for clear, into in zip(section, room, strict=True):
@@ -132,7 +132,7 @@ class SealedBlocks:
     def _open(
         self, secret: bytes, nonce: bytes, tag: bytes, bound: bytes, section: Sequence[Buffer]
     ) -> bool:
-        """Whether a section is what was sealed; it is decrypted where it lies, if so."""
+        """Whether a section is authentic; encrypted blocks are decrypted in place."""
         opening = Cipher(algorithms.AES256(secret), modes.GCM(nonce, tag)).decryptor()
         opening.authenticate_additional_data(bound)
         for buffer in section:
@@ -147,7 +147,7 @@ class SealedBlocks:
         return True
 
     def _divided(self, buffers: Sequence[memoryview]) -> list[memoryview]:
-        """Return memory of this thread, divided as ``buffers`` are; touched once, used again."""
+        """Return this thread's buffer, divided like ``buffers``; it is reused by later calls."""
         needed_bytes = sum(buffer.nbytes for buffer in buffers)
         room: memoryview | None = getattr(self._per_thread, "room", None)
         if room is None or room.nbytes < needed_bytes:

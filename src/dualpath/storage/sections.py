@@ -1,12 +1,12 @@
-"""In which order the bytes of a Full Block lie in its file: window layers last.
+"""The order of layers in the file of a Full Block: window layers last.
 
 In DRAM a Full Block has its layers in model order.  A prompt that hits many blocks needs the KV of
-window layers (sliding-window attention) in the last few of them only, and such layers alternate
-with the others: read in model order, a block without them would be many small reads, over S3 many
-requests.  So the file has two sections, the *head* with all layers that attend to everything and
-the *tail* with the window layers, each in model order and with a checksum of its own.  A read of
-the head alone is one request for the beginning of the file, scattered into place by ``preadv``.  A
-model without window layers has no tail, and its file is its Full Block.
+window layers (sliding-window attention) in the last few blocks only, and window layers alternate
+with full-attention layers: in model order, reading a block without them would take many small
+reads, over S3 many requests.  So the file has two sections, the *head* with the full-attention
+layers and the *tail* with the window layers, each in model order and with its own checksum.  A read
+of the head alone is one request for the beginning of the file, scattered into place by ``preadv``.
+A model without window layers has no tail, and its file has its layers in model order.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ Buffer = memoryview | bytes
 
 
 class Sections(NamedTuple):
-    """The memory of a block's two sections, each in the order of the file.
+    """The memory of a block's two sections, each in file order.
 
-    ``tail`` None: it is not read.
+    ``tail`` None: the tail is not read.
     """
 
     head: Sequence[Buffer]
@@ -28,17 +28,17 @@ class Sections(NamedTuple):
 
     @property
     def buffers(self) -> list[memoryview]:
-        """All of it, in the order of the file."""
+        """All buffers, in file order."""
         return [memoryview(buffer) for buffer in (*self.head, *(self.tail or ()))]
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all of it."""
+        """Total bytes of all buffers."""
         return sum(buffer.nbytes for buffer in self.buffers)
 
 
 class FileOrder:
-    """Where the sections of blocks of one geometry lie in memory."""
+    """Maps Full Blocks of one geometry to the sections of their files."""
 
     def __init__(self, geometry: BlockGeometry) -> None:
         layers = range(geometry.layers)
@@ -46,13 +46,13 @@ class FileOrder:
         self._tail = _slices(geometry, [n for n in layers if geometry.is_window_layer(n)])
 
     def of(self, full_block: memoryview, *, whole: bool = True) -> Sections:
-        """Return the sections of a Full Block in memory, the tail only if it is the ``whole``."""
+        """Return the sections of a Full Block in memory, with the tail if ``whole``."""
         tail = [full_block[place] for place in self._tail] if whole else None
         return Sections([full_block[place] for place in self._head], tail)
 
 
 def _slices(geometry: BlockGeometry, layers: Sequence[int]) -> list[slice]:
-    """Return which bytes of a Full Block these layers are, neighbours in one."""
+    """Return the byte ranges of layers in a Full Block; adjacent ranges are merged."""
     found: list[slice] = []
     for layer in layers:
         place = geometry.slice_of(layer)

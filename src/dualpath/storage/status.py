@@ -1,4 +1,4 @@
-"""What the janitor of a storage says of it, for whoever writes there or looks after it."""
+"""The janitor's published status of a storage, read by writers and operators."""
 
 import msgspec
 
@@ -6,18 +6,17 @@ from dualpath.policy.quotas import StorageLimits, StoredBytes
 from dualpath.storage.objects import ObjectTree
 
 STATUS = "janitor/status"
-#: Of each kind of quota so many owners are named, which keeps the object below 100 kB.
-MOST_NAMED = 1000
+#: Limit of owners listed per kind of quota, so that the object stays below 100 kB.
+MAX_NAMED_OWNERS = 1000
 
 
-class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """``time_s`` and ``surveyed_s`` are Unix times, the latter None until all is known.
+class Status(msgspec.Struct, frozen=True, kw_only=True, rename={"applied_segments": "seen"}):
+    """``time_s`` and ``surveyed_s`` are Unix times, the latter None before the first full survey.
 
-    ``seen``: of each writer the number of the last journal segment that is counted in.
-    ``fullest_namespaces`` and ``fullest_tenants``: bytes of those with the most, at most
-    ``MOST_NAMED`` each, where there is a quota for them.  Janitors before these two name nobody,
-    and writers before them look at the whole only: either way blocks are written that the janitor
-    removes again.
+    ``applied_segments``: the last journal segment of each writer that is counted.
+    ``fullest_namespaces`` and ``fullest_tenants``: bytes of the largest owners, at most
+    ``MAX_NAMED_OWNERS`` each, if there is a quota for them.  Old janitors do not write these two,
+    and old writers ignore them: then blocks beyond a quota are written and evicted again.
     """
 
     holder: str
@@ -26,23 +25,23 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     limits: StorageLimits
     surveyed_s: float | None
-    seen: dict[str, int]
+    applied_segments: dict[str, int]
     fullest_namespaces: dict[str, int] = {}
     fullest_tenants: dict[str, int] = {}
 
     @property
     def stored(self) -> StoredBytes:
-        """What is said to lie there; of who is not named nothing is known."""
+        """Stored bytes as far as the status lists them."""
         return StoredBytes(self.used_bytes, self.fullest_namespaces, self.fullest_tenants)
 
 
 def write_status(tree: ObjectTree, status: Status) -> None:
-    """Put it where the last one was; raises ``StorageError``."""
+    """Replace the published status; raises ``StorageError``."""
     tree.replace(STATUS, msgspec.json.encode(status))
 
 
 def read_status(tree: ObjectTree) -> Status | None:
-    """Return what was said last, None if nothing; raises ``StorageError``."""
+    """Return the published status, None if there is none; raises ``StorageError``."""
     content = tree.get(STATUS)
     if content is None:
         return None

@@ -1,7 +1,7 @@
-"""Compares what lies in a storage with its index, folder by folder, for as long as a janitor lives.
+"""The janitor's survey: compares the stored blocks with the index, folder by folder.
 
-The first survey of a storage without an index is how it becomes known; the later ones, spread over
-a day each, find what nobody told: a process that died with its news, a person who removed files.
+The first survey of a storage without an index builds the index.  Later surveys take a day each and
+find changes that were not journaled: events lost with a process, files removed by a person.
 """
 
 import re
@@ -15,28 +15,28 @@ from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.directory import key_of
 from dualpath.storage.objects import ObjectInfo, ObjectTree
 
-#: A survey takes that long, but the first one.
+#: Duration of a survey, except the first one, which runs without pauses.
 SURVEY_S = 24 * 3600.0
-#: What was written that short a time ago may not be in a listing yet.
+#: A block written less than this ago may be missing in a listing.
 SETTLED_S = 60.0
 _NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
 
 
 def is_namespace(folder: str) -> bool:
-    """Whether a folder of a storage has the name of a namespace; others are not touched."""
+    """Whether a folder's name is that of a namespace; other folders are never touched."""
     return _NAMESPACE.fullmatch(folder) is not None
 
 
 class Differences(msgspec.Struct):
-    """What surveys found: blocks nobody had told of, and blocks that were gone."""
+    """What surveys corrected: blocks missing in the index, and blocks missing in the storage."""
 
     found_blocks: int = 0
-    gone_blocks: int = 0
+    missing_blocks: int = 0
 
 
 class Survey:
-    """One survey after the other of one index; ``surveyed_s`` is when the last one ended.
+    """Runs surveys one after another; ``surveyed_s`` is when the last complete one ended.
 
     ``now_s`` is Unix time.
     """
@@ -61,10 +61,10 @@ class Survey:
 
     @property
     def progress(self) -> float:
-        """Share of the survey under way that is done, 0 to 1."""
+        """Completed share of the current survey, 0 to 1."""
         return self._done / max(len(self._folders), 1)
 
-    def go_on(self, budget_s: float) -> None:
+    def advance(self, budget_s: float) -> None:
         """Survey what is due, for about ``budget_s``; raises ``StorageError``."""
         end_s = self._now_s() + budget_s
         if not self._folders and self._is_due():
@@ -77,8 +77,8 @@ class Survey:
             if self._now_s() >= end_s:
                 return
 
-    def whole(self, report: Callable[[float], None] = lambda share: None) -> None:
-        """Survey everything now; ``report`` hears the share that is done."""
+    def run_to_end(self, report: Callable[[float], None] = lambda share: None) -> None:
+        """Survey everything now; ``report`` is called with the completed share."""
         self._begin()
         while self._folders:
             self._compare(*self._folders[self._done])
@@ -92,7 +92,7 @@ class Survey:
             return True
         if not self._folders:
             return self._now_s() >= self.surveyed_s + self._period_s / 2
-        # Half of the period to wait, half of it to look.
+        # Wait for half of the period, survey during the other half.
         passed_s = self._now_s() - self._began_s
         return passed_s * 2 >= self._period_s * self.progress
 
@@ -105,9 +105,9 @@ class Survey:
             self._finish()
 
     def _fan_outs(self, namespace: str) -> list[int]:
-        lying = self._tree.folders(f"{namespace}/")
-        known = self._index.fan_outs(namespace)
-        return sorted({int(name, 16) for name in lying if _FAN_OUT.fullmatch(name)} | {*known})
+        stored = self._tree.folders(f"{namespace}/")
+        indexed = self._index.fan_outs(namespace)
+        return sorted({int(name, 16) for name in stored if _FAN_OUT.fullmatch(name)} | {*indexed})
 
     def _finish(self) -> None:
         self.surveyed_s = self._now_s()
@@ -125,11 +125,11 @@ class Survey:
                 self._note(namespace, key, info)
         for row in self._index.absent(namespace, fan_out, found, before_s).tolist():
             self._index.remove(*self._index.block(row))
-            self.differences.gone_blocks += 1
+            self.differences.missing_blocks += 1
 
     def _note(self, namespace: str, key: BlockKey, info: ObjectInfo) -> None:
         header = decode_header(self._tree.get(info.name, HEADER_BYTES) or b"")
-        # What has no good header is found bad by who reads it, or goes as the oldest do.
+        # A block without a valid header is removed when it is read, or evicted as an unused one.
         origin = header.origin if header is not None and header.key == key else UNKNOWN_ORIGIN
         self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, info.written_s)
         self.differences.found_blocks += 1

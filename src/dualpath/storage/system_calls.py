@@ -1,10 +1,10 @@
-"""What storage asks of the kernel: files, and who runs on this machine.
+"""The system calls used for files and process liveness, as a replaceable interface.
 
-The module ``os`` is it.  A simulation brings its own, in which a process may end, wait or be
-refused at every call.
+In production it is the module ``os``.  The fault simulation provides its own implementation, in
+which a process may die, block or fail at every call.
 """
 
-# ruff: noqa: D102 - the documentation of ``os`` says what each call does
+# ruff: noqa: D102 - see the documentation of ``os``
 
 import errno
 import os
@@ -13,24 +13,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
-#: The umask takes rights away; whoever is neither the user nor in the group never has any: KV tells
-#: what was in a prompt.
+#: For the user and the group, less the umask; others have no access, as KV reveals prompts.
 _FILE_MODE = 0o660
-#: Why a block is bad whose name something else has.
+#: Defect of a block whose name belongs to a directory, FIFO or device.
 NOT_A_FILE = "not a file"
 
 
 class Host(Protocol):
-    """Who a machine is, as ``os.uname`` says."""
+    """Result of ``os.uname``."""
 
     @property
     def nodename(self) -> str:
-        """Its name."""
+        """The machine's name."""
         ...
 
 
 class FileSpace(Protocol):
-    """What a file system has left, as ``os.statvfs`` says."""
+    """Result of ``os.statvfs``."""
 
     @property
     def f_bavail(self) -> int:
@@ -44,16 +43,16 @@ class FileSpace(Protocol):
 
 
 class Entry(Protocol):
-    """One entry of a folder, as ``os.scandir`` lists it."""
+    """One entry of ``os.scandir``."""
 
     @property
     def name(self) -> str:
-        """Its name in the folder."""
+        """The name in the folder."""
         ...
 
     @property
     def path(self) -> str:
-        """The folder's path and its name."""
+        """The path including the folder's."""
         ...
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
@@ -65,17 +64,17 @@ class Entry(Protocol):
         ...
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Say its size and times."""
+        """Return size and times."""
         ...
 
 
 class SystemCalls(Protocol):
-    """Each as in the module ``os``; raises ``OSError``."""
+    """The same functions as in the module ``os``; they raise ``OSError``."""
 
     def open(self, path: str, flags: int, mode: int = 0o777, /) -> int: ...
     def close(self, descriptor: int, /) -> None: ...
     def write(self, descriptor: int, content: memoryview, /) -> int: ...
-    def read(self, descriptor: int, most_bytes: int, /) -> bytes: ...
+    def read(self, descriptor: int, max_bytes: int, /) -> bytes: ...
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int: ...
     def fsync(self, descriptor: int, /) -> None: ...
     def fstat(self, descriptor: int, /) -> os.stat_result: ...
@@ -96,16 +95,16 @@ class SystemCalls(Protocol):
     def urandom(self, count: int, /) -> bytes: ...
 
 
-#: Those of the machine this runs on.
+#: The system calls of this machine.
 KERNEL: SystemCalls = os
 
 
 class NotAFileError(OSError):
-    """Something else than a file has the name of one: a directory, a FIFO, a device."""
+    """The path is not a regular file but a directory, a FIFO or a device."""
 
 
 def open_regular(path: str, flags: int, calls: SystemCalls = KERNEL) -> int:
-    """Open a file for reading; raises ``NotAFileError``, and never waits, for anything else."""
+    """Open a regular file for reading; raises ``NotAFileError`` otherwise, without blocking."""
     descriptor = calls.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if stat.S_ISREG(calls.fstat(descriptor).st_mode):
@@ -117,11 +116,11 @@ def open_regular(path: str, flags: int, calls: SystemCalls = KERNEL) -> int:
     raise NotAFileError(errno.EBADF, NOT_A_FILE, path)
 
 
-def read_content(path: str, most_bytes: int | None = None, calls: SystemCalls = KERNEL) -> bytes:
+def read_content(path: str, max_bytes: int | None = None, calls: SystemCalls = KERNEL) -> bytes:
     """Return a regular file's first bytes, or all; raises ``OSError``."""
     descriptor = open_regular(path, os.O_RDONLY, calls)
     try:
-        wanted = calls.fstat(descriptor).st_size if most_bytes is None else most_bytes
+        wanted = calls.fstat(descriptor).st_size if max_bytes is None else max_bytes
         parts: list[bytes] = []
         while wanted > 0 and (part := calls.read(descriptor, wanted)):
             parts.append(part)
@@ -134,9 +133,9 @@ def read_content(path: str, most_bytes: int | None = None, calls: SystemCalls = 
 def create_file(
     path: str, buffers: Sequence[memoryview], calls: SystemCalls = KERNEL, *, sync: bool = False
 ) -> None:
-    """Write a file that must not exist, for the user and the group; raises ``OSError``.
+    """Create a file for the user and the group; raises ``OSError``, also if it exists.
 
-    ``sync``: the device has it at the end.
+    ``sync``: call ``fsync`` before returning.
     """
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     descriptor = calls.open(path, flags, _FILE_MODE)

@@ -1,8 +1,7 @@
-"""Storage behind a slow storage NIC: a token bucket in front of any backend.
+"""Emulates a slow storage NIC: a token bucket in front of any backend.
 
-Emulates the SNIC of one node where there is no real one to saturate.  It shapes the reads that go
-through this object; several engines that share a node's SNIC are several processes, and a bucket
-across processes is not built: give each of them its share of the rate.
+It throttles the reads through this object, where there is no real SNIC to saturate.  Buckets are
+not shared between processes: give each engine of a node its share of the SNIC's rate.
 """
 
 import threading
@@ -14,16 +13,16 @@ from dualpath.core.errors import ConfigError
 from dualpath.storage.contract import BlockStorage, ReadOutcome
 from dualpath.storage.wrapping import WrappingStorage
 
-#: Lateness a bucket makes up for; long enough for a late wake-up of a busy machine, short enough
-#: to stay below 1 % of a two-second measurement.
+#: Lateness that a bucket compensates: long enough for a late wake-up on a busy machine, short
+#: enough to stay below 1 % of a two-second measurement.
 DEFAULT_BURST_S = 0.02
 
 
 class TokenBucket:
-    """When bytes that want to pass at a time have passed, first come first served.
+    """Computes when bytes have passed a link of ``bytes_per_s``, first come first served.
 
-    Pure arithmetic on the times it is given.  ``bytes_per_s`` > 0; after ``burst_s`` seconds or
-    more of silence, ``burst_s`` worth of bytes pass at once.
+    Reads no clock.  ``bytes_per_s`` > 0; after idling for ``burst_s`` or longer, ``burst_s`` worth
+    of bytes pass at once.
     """
 
     def __init__(self, bytes_per_s: float, burst_s: float = DEFAULT_BURST_S) -> None:
@@ -37,8 +36,8 @@ class TokenBucket:
         self._busy_until_s: float | None = None
 
     def pass_at(self, size_bytes: int, since_s: float) -> float:
-        """Return when ``size_bytes`` that started to move at ``since_s`` are through."""
-        # The first bytes find an empty bucket, so that a short measurement is not flattered.
+        """Return when ``size_bytes`` that started at ``since_s`` have passed."""
+        # The bucket starts without a burst, which would distort short measurements.
         busy_until_s = since_s if self._busy_until_s is None else self._busy_until_s
         start_s = max(since_s - self.burst_s, busy_until_s)
         self._busy_until_s = start_s + size_bytes / self.bytes_per_s
@@ -46,12 +45,12 @@ class TokenBucket:
 
 
 class ThrottledStorage(WrappingStorage):
-    """Another backend whose reads pass a token bucket.
+    """Throttles the reads of another backend with a token bucket.
 
-    Look-ups are free, and so are writes: reads are the bottleneck under study (§2.3).
+    Look-ups and writes are not throttled: reads are the bottleneck under study (§2.3).
 
     ``read_bytes_per_s``: payload bytes per second over all threads.  Blocks of concurrent reads
-    share it in order of arrival.  ``now_s`` and ``sleep_s`` are the clock.
+    pass in order of arrival.  ``now_s`` and ``sleep_s`` are the clock.
     """
 
     def __init__(
@@ -70,7 +69,7 @@ class ThrottledStorage(WrappingStorage):
         self._sleep_s = sleep_s
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
-        """Read as late as the bucket lets the bytes through."""
+        """Read, and return when the bucket has let the bytes pass."""
         start_s = self._now_s()
         outcome = self.inner.read(key, destination, whole=whole)
         self._wait(outcome.bytes_read, start_s)

@@ -1,4 +1,4 @@
-"""What every backend has that stands before another one: all goes through."""
+"""Base class of backends that wrap another backend."""
 
 from collections.abc import Sequence
 
@@ -7,9 +7,9 @@ from dualpath.storage.contract import BlockStorage, DeclinedError, ReadOutcome
 
 
 class WrappingStorage:
-    """See ``dualpath.storage.contract.BlockStorage``: ``inner``, as it is.
+    """See ``dualpath.storage.contract.BlockStorage``: forwards everything to ``inner``.
 
-    Who stands before a backend overrides what it does otherwise.
+    Subclasses override what they change.
     """
 
     def __init__(self, inner: BlockStorage) -> None:
@@ -18,7 +18,7 @@ class WrappingStorage:
         self.parallel_lookups = inner.parallel_lookups
 
     def is_stored(self, key: BlockKey) -> bool:
-        """Ask the inner backend."""
+        """Look up in the inner backend."""
         return self.inner.is_stored(key)
 
     def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
@@ -31,7 +31,7 @@ class WrappingStorage:
         sources: Sequence[memoryview],
         origin: BlockOrigin = UNKNOWN_ORIGIN,
     ) -> int:
-        """Write; what is not declined is stored afterwards."""
+        """Write to the inner backend and report the stored blocks to ``_stored``."""
         try:
             new_blocks = self.inner.write(keys, sources, origin)
         except DeclinedError as declined:
@@ -41,7 +41,7 @@ class WrappingStorage:
         return new_blocks
 
     def used(self, key: BlockKey) -> None:
-        """Tell the inner backend."""
+        """Record the use in the inner backend."""
         self.inner.used(key)
 
     def close(self) -> None:
@@ -49,4 +49,4 @@ class WrappingStorage:
         self.inner.close()
 
     def _stored(self, keys: Sequence[BlockKey], sources: Sequence[memoryview]) -> None:
-        """Hear what a write has stored: ``keys``, of the first of ``sources``."""
+        """Handle blocks that a write has stored: ``keys``, from the first of ``sources``."""

@@ -1,1 +1,1 @@
-"""Moves bytes between places: NIXL, and an in-process twin that passes the same contract."""
+"""Transfers of bytes between engines: NIXL, cross-memory attach, and an in-process reference."""

@@ -1,9 +1,9 @@
-"""The cluster's secret: who may speak on the control connection, and where it may run without.
+"""The cluster's secret: authenticates and encrypts the control connection.
 
-Both ends derive the keys of CurveZMQ (Curve25519, XSalsa20, Poly1305; part of libzmq) from one
-secret text.  The router admits the engines' key alone and an engine the router's alone, every
-message is encrypted and authenticated, and a nonce per connection and message keeps old ones from
-being played again.  Without a secret the connection is plain and stays on the loopback address.
+Both sides derive the keys of CurveZMQ (Curve25519, XSalsa20, Poly1305; part of libzmq) from one
+shared secret.  The router accepts only the engines' key and an engine only the router's; every
+message is encrypted and authenticated, and a nonce per connection and message prevents replay.
+Without a secret the connection is plain and limited to the loopback address.
 """
 
 import hmac
@@ -21,47 +21,48 @@ from dualpath.core.errors import ConfigError
 from dualpath.transport.secret_file import read_secret
 
 SECRET_VARIABLE = "DUALPATH_CLUSTER_SECRET"
-#: 128 bits in hexadecimal digits; the keys are as hard to guess as the secret, not harder.
-LEAST_CHARACTERS = 32
+#: 128 bits in hexadecimal digits; the keys are only as hard to guess as the secret.
+MIN_SECRET_CHARACTERS = 32
 
 _REMEDY = (
-    f"`openssl rand -hex 32` makes a secret; give the same to router and engines in a file "
-    f"(cluster_secret_file) or in {SECRET_VARIABLE}"
+    f"create a secret with `openssl rand -hex 32`; give the same one to router and engines in a "
+    f"file (cluster_secret_file) or in {SECRET_VARIABLE}"
 )
 
 
 class ClusterSecret:
-    """Keys of the control connection; ``text`` is what router and engines share.
+    """Keys of the control connection, derived from the secret ``text`` of router and engines.
 
-    Raises ``ConfigError`` for a text that could be guessed; ``origin`` says where it is from.
+    Raises ``ConfigError`` for a secret that is too short; ``origin`` (file or variable) is named
+    in the error.
     """
 
     def __init__(self, text: str, origin: str) -> None:
-        if len(text) < LEAST_CHARACTERS:
+        if len(text) < MIN_SECRET_CHARACTERS:
             raise ConfigError(
-                f"the cluster secret in {origin} has {len(text)} characters, at least "
-                f"{LEAST_CHARACTERS} are needed; {_REMEDY}"
+                f"the cluster secret in {origin} has {len(text)} characters, must have at least "
+                f"{MIN_SECRET_CHARACTERS}; {_REMEDY}"
             )
         self._router_public, self._router_secret = _key_pair(text, b"router")
         self._engine_public, self._engine_secret = _key_pair(text, b"engine")
 
     def guard_listener(self, socket: "zmq.Socket[Any]") -> None:
-        """Let a socket that is about to be bound speak to holders of the router's key only.
+        """Encrypt a socket before it is bound; clients must know the router's public key.
 
-        Which of them may is asked over ZAP: ``callback``.
+        Clients are authenticated over ZAP with ``callback``.
         """
         socket.curve_server = True
         socket.curve_publickey = self._router_public
         socket.curve_secretkey = self._router_secret
 
     def guard_connection(self, socket: "zmq.Socket[Any]") -> None:
-        """Let a socket that is about to be connected speak to the router alone, as an engine."""
+        """Encrypt an engine's socket before it is connected; it accepts only the router."""
         socket.curve_serverkey = self._router_public
         socket.curve_publickey = self._engine_public
         socket.curve_secretkey = self._engine_secret
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Whether a public key is the engines'; the signature is pyzmq's authenticator's."""
+        """Whether a public key is the engines'; called by pyzmq's authenticator."""
         return hmac.compare_digest(key, self._engine_public)
 
 
@@ -71,9 +72,9 @@ def new_secret() -> str:
 
 
 def load_secret(file: str, environment: Mapping[str, str] = os.environ) -> ClusterSecret | None:
-    """Return the secret in ``file``, or else the environment's, or else None.
+    """Return the secret in ``file``, else the environment's, else None.
 
-    Raises ``ConfigError`` for a file that cannot be read and a secret that could be guessed.
+    Raises ``ConfigError`` for an unreadable file and for a secret that is too short.
     """
     found = read_secret(
         file,
@@ -89,8 +90,8 @@ def check_control_host(host: str, secret: ClusterSecret | None) -> None:
     """Raise ``ConfigError`` if control messages would leave this machine without a secret."""
     if secret is None and not is_loopback(host):
         raise ConfigError(
-            f"control address {host!r} is open to other machines, and there is no cluster secret: "
-            f"whoever reaches it could pose as an engine; use 127.0.0.1, or a secret: {_REMEDY}"
+            f"control address {host!r} is reachable from other machines, and there is no cluster "
+            f"secret: anyone who reaches it could pose as an engine; use 127.0.0.1, or {_REMEDY}"
         )
 
 
@@ -102,9 +103,9 @@ def check_control_url(url: str, secret: ClusterSecret | None) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a listener on ``host``; a name other than localhost: no.
+    """Whether only this machine can reach a listener on ``host``; False for names but localhost.
 
-    What a name means may change between this look and the next.
+    Other names are not resolved, as their address may change.
     """
     try:
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
@@ -113,7 +114,7 @@ def is_loopback(host: str) -> bool:
 
 
 def _key_pair(text: str, end: bytes) -> tuple[bytes, bytes]:
-    """Return (public, secret) key of one end in libzmq's text form."""
+    """Return the (public, secret) key pair of one side in libzmq's text form."""
     derived = hmac.digest(text.encode(), b"dualpath control connection, " + end, "sha256")
     secret_key = z85.encode(derived)
     return zmq.curve_public(secret_key), secret_key

@@ -1,10 +1,10 @@
-"""The contract every transport keeps; ``tests/contract`` runs it against all of them.
+"""The interface of every transport; ``tests/contract`` tests all transports against it.
 
 A transport belongs to one engine.  It registers *regions* (memory divided into equal blocks,
-DRAM buffer or HBM) once; a *transfer* moves a list of blocks between a local region and a region
-of some agent, which may be the engine itself (the CNIC loopback of §5.2).  A *view* of a region is
-the same piece of each of its blocks: no memory is registered for it, and nobody else hears of it.
-Who addresses it makes it, at either end.
+DRAM buffer or HBM) once; a *transfer* copies a list of blocks between a local region and a region
+of an agent, which may be the engine itself (the CNIC loopback of §5.2).  A *view* of a region is
+the same part of each of its blocks.  No memory is registered for a view and views are not sent to
+peers: each side creates the views that it addresses.
 """
 
 import enum
@@ -19,7 +19,7 @@ from dualpath.core.errors import ConfigError
 
 
 class Direction(enum.StrEnum):
-    """WRITE moves local → remote, READ moves remote → local."""
+    """WRITE copies local → remote, READ copies remote → local."""
 
     READ = "read"
     WRITE = "write"
@@ -29,8 +29,8 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A registered region as other agents address it.
 
     Piece ``i`` occupies ``[base_address + i * stride_bytes, … + piece_bytes)``, 0 ≤ i < pieces.
-    A buffer is one region with a piece per slot, each a Full Block; what lies in HBM for one part
-    of one layer is a region with a piece per engine block.  ``memory`` is "DRAM" or "VRAM".
+    A DRAM buffer is one region with a piece per slot, each a Full Block; the KV cache of one part
+    of one layer in HBM is a region with a piece per engine block.  ``memory`` is "DRAM" or "VRAM".
     """
 
     name: str
@@ -44,13 +44,13 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def part(self, name: str, offset_bytes: int, piece_bytes: int) -> "RegionInfo":
         """Return the view of ``piece_bytes`` at ``offset_bytes`` of every piece.
 
-        Raises ``ConfigError`` if that reaches out of the piece.
+        Raises ``ConfigError`` if it exceeds the piece.
         """
         if offset_bytes < 0 or piece_bytes < 1 or offset_bytes + piece_bytes > self.piece_bytes:
             raise ConfigError(
-                f"view {name!r} of {piece_bytes} bytes at {offset_bytes} reaches out of the "
-                f"pieces of {self.piece_bytes} bytes of region {self.name!r}; both ends need the "
-                "same model and block size"
+                f"view {name!r} of {piece_bytes} bytes at {offset_bytes} exceeds the pieces of "
+                f"{self.piece_bytes} bytes of region {self.name!r}; both engines need the same "
+                "model and block size"
             )
         return msgspec.structs.replace(
             self,
@@ -61,10 +61,10 @@ class RegionInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class AgentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All another engine needs to reach this one; travels over the control plane.
+    """Address and regions of an agent, sent to other engines over the control plane.
 
-    ``agent`` is unique per process start (it carries the engine's epoch), so that a restarted
-    engine is never mistaken for its former self.
+    ``agent`` is unique per process start (it contains the engine's epoch), so that a restarted
+    engine is never mistaken for its previous process.
     """
 
     agent: str
@@ -73,10 +73,10 @@ class AgentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TransferState(enum.Enum):
-    """Life of a transfer.
+    """States of a transfer.
 
-    DONE: every byte is at its destination, and a process there sees it.  FAILED: the destination
-    holds undefined bytes, but none will arrive here any more: local memory may be reused.
+    DONE: every byte is at its destination and visible to processes there.  FAILED: the destination
+    holds undefined bytes, but no more bytes will be written: local memory may be reused.
     """
 
     MOVING = "moving"
@@ -90,7 +90,7 @@ class Transfer(Protocol):
     bytes: int
 
     def poll(self) -> TransferState:
-        """Drive progress and return the state; never raises for a failed transfer or lost peer."""
+        """Drive progress and return the state; does not raise for a failed transfer or peer."""
         ...
 
     def error(self) -> str | None:
@@ -98,7 +98,7 @@ class Transfer(Protocol):
         ...
 
     def release(self) -> None:
-        """Give the handle back; only after DONE or FAILED."""
+        """Release the handle; only after DONE or FAILED."""
         ...
 
 
@@ -109,37 +109,37 @@ class Transport(Protocol):
     """One engine's end of the compute network (CNIC)."""
 
     def register(self, region: RegionInfo, keep_alive: object) -> None:
-        """Register memory once; ``keep_alive`` is held as long as the registration.
+        """Register memory once; ``keep_alive`` is referenced as long as the registration.
 
-        Raises ``ConfigError`` for a second region of the same name or overlapping nonsense.
+        Raises ``ConfigError`` for a second region of the same name or an invalid region.
         """
         ...
 
     def view(self, view: RegionInfo) -> None:
-        """Make a view of a registered region known by its own name.
+        """Add a view of a registered region under its own name.
 
-        Raises ``ConfigError`` if the name is taken or a piece lies in no registered region's.
+        Raises ``ConfigError`` if the name is taken or the view is not part of a registered region.
         """
         ...
 
     def info(self) -> AgentInfo:
-        """Return this agent's address book entry, with all regions registered so far, no views."""
+        """Return this agent's address and all regions registered so far, without views."""
         ...
 
     def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
-        """Make a peer reachable, with ``views`` of its regions; idempotent for the same of both.
+        """Connect to a peer, with ``views`` of its regions; idempotent for equal arguments.
 
-        A longer list of either is taken over.  Raises ``PeerLostError`` if it cannot be reached,
-        ``ConfigError`` for a view as ``view`` does.
+        A call with more regions or views replaces the earlier ones.  Raises ``PeerLostError`` if
+        the peer cannot be reached, ``ConfigError`` for a view as ``view`` does.
         """
         ...
 
     def disconnect(self, agent: str) -> None:
-        """Forget a peer; its unfinished transfers turn FAILED.  Unknown names are ignored.
+        """Disconnect a peer; its unfinished transfers become FAILED.  Unknown names are ignored.
 
-        They do so as soon as no byte of theirs can still arrive, here or at the peer, which a peer
-        that hangs may delay without bound; until then ``poll`` says MOVING and neither end may
-        reuse their memory: a peer that was only out of sight lives on with what was written to it.
+        A transfer fails once no more bytes can be written at either side, which a hanging peer may
+        delay without bound.  Until then ``poll`` returns MOVING and neither side may reuse the
+        memory: a peer that was only unreachable continues with the memory that was written.
         """
         ...
 
@@ -154,7 +154,7 @@ class Transport(Protocol):
         *,
         traffic_class: str = "kv",
     ) -> Transfer:
-        """Post one transfer of ``local_pieces[i]`` ↔ ``remote_pieces[i]`` and return at once.
+        """Post one transfer of ``local_pieces[i]`` ↔ ``remote_pieces[i]``; does not block.
 
         ``agent`` may be this agent's own name.  One call is one posted work list (the doorbell
         batching of §5.2), whatever the number of pieces.  Raises ``TransportError`` for unknown

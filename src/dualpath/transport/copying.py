@@ -1,9 +1,8 @@
-"""Transports that copy when they are polled: what they share, whatever the memory between them.
+"""Base of transports that copy synchronously when a transfer is polled.
 
-A posted transfer moves nothing until it is polled for the first time, and a poll copies all of it.
-So nothing of it can arrive once it was failed, and a caller that reads its destination, or reuses
-its source, before it has seen ``DONE`` fails every time instead of once in a thousand runs on real
-hardware.
+The first poll of a transfer copies all of it.  So no byte is written after a transfer failed, and a
+caller that reads the destination or reuses the source before it has seen ``DONE`` fails in every
+run, instead of once in a thousand runs on real hardware.
 """
 
 import threading
@@ -33,21 +32,21 @@ from dualpath.transport.regions import (
 
 
 class Fabric(Protocol):
-    """What lies between agents; all methods may be called from several threads."""
+    """Connects agents and copies between their memory; thread-safe."""
 
     def join(self, agent: str) -> bytes:
-        """Let an agent in; return what others need beside its regions to reach its memory.
+        """Add an agent; return the metadata that peers need, beside its regions, to reach it.
 
-        Raises ``ConfigError`` if it cannot be.
+        Raises ``ConfigError`` if that is not possible.
         """
         ...
 
     def kill(self, agent: str) -> None:
-        """Let an agent go: transfers with it fail from now on."""
+        """Remove an agent: transfers with it fail from now on."""
         ...
 
-    def meet(self, peer: AgentInfo) -> None:
-        """Make a peer reachable; raises ``PeerLostError`` if it is not."""
+    def reach(self, peer: AgentInfo) -> None:
+        """Connect to a peer; raises ``PeerLostError`` if it cannot be reached."""
         ...
 
     def is_alive(self, agent: str) -> bool:
@@ -55,11 +54,11 @@ class Fabric(Protocol):
         ...
 
     def stalls(self, agent: str) -> bool:
-        """Whether transfers with an agent neither move nor end at present."""
+        """Whether transfers with an agent currently make no progress."""
         ...
 
     def copy(self, transfer: "CopyTransfer") -> str | None:
-        """Move all bytes of a transfer; return what stopped it, None if nothing did."""
+        """Copy all bytes of a transfer; return the error, None on success."""
         ...
 
 
@@ -67,7 +66,7 @@ class CopyTransfer:
     """One posted copy; see ``dualpath.transport.contract.Transfer``.
 
     ``here`` and ``there`` are the addresses of its pieces in the process of ``agent``, which posted
-    it, and in that of ``peer``.
+    the transfer, and in the process of ``peer``.
     """
 
     def __init__(
@@ -90,16 +89,16 @@ class CopyTransfer:
 
     @property
     def sources(self) -> NDArray[np.int64]:
-        """Where its pieces are."""
+        """Source addresses of the pieces."""
         return self.here if self.direction is Direction.WRITE else self.there
 
     @property
     def destinations(self) -> NDArray[np.int64]:
-        """Where its pieces go."""
+        """Destination addresses of the pieces."""
         return self.there if self.direction is Direction.WRITE else self.here
 
     def poll(self) -> TransferState:
-        """Copy on the first call, unless a peer is gone or a fault was injected."""
+        """Copy on the first call, unless the peer is dead or a fault was injected."""
         with self._lock:
             if self.state is TransferState.MOVING and not self._transport.fabric.stalls(self.peer):
                 self._error = self._transport.fabric.copy(self)
@@ -111,13 +110,13 @@ class CopyTransfer:
         return self._error
 
     def release(self) -> None:
-        """Return the handle; raises ``TransportError`` while the transfer is moving."""
+        """Release the handle; raises ``TransportError`` while the transfer is moving."""
         if self.state is TransferState.MOVING:
             raise TransportError("transfer released while moving; poll it to DONE or FAILED first")
-        self._transport.forget(self)
+        self._transport.remove(self)
 
     def fail(self, reason: str) -> None:
-        """Fail if it has not ended; none of its bytes arrives any more."""
+        """Fail unless it has ended; no more bytes are written."""
         with self._lock:
             if self.state is TransferState.MOVING:
                 self.state = TransferState.FAILED
@@ -151,25 +150,25 @@ class CopyTransport:
             self._keep_alive.append(keep_alive)
 
     def view(self, view: RegionInfo) -> None:
-        """Make a view of a registered region known; see the contract."""
+        """Add a view of a registered region; see the contract."""
         with self._lock:
             check_view(view, self._registered, self._regions)
             self._regions[view.name] = view
 
     def info(self) -> AgentInfo:
-        """Return this agent's address book entry."""
+        """Return this agent's address and regions."""
         with self._lock:
             return AgentInfo(self.agent, self._metadata, tuple(self._registered))
 
     def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
-        """Make a peer reachable; raises ``PeerLostError`` if it is not alive."""
-        self.fabric.meet(peer)
+        """Connect to a peer; raises ``PeerLostError`` if it is not alive."""
+        self.fabric.reach(peer)
         regions = named_regions(peer.regions, views)
         with self._lock:
             self._peers[peer.agent] = regions
 
     def disconnect(self, agent: str) -> None:
-        """Forget a peer and fail its unfinished transfers."""
+        """Disconnect a peer and fail its unfinished transfers."""
         with self._lock:
             self._peers.pop(agent, None)
             lost = [t for t, peer in self._unfinished.items() if peer == agent]
@@ -200,7 +199,7 @@ class CopyTransport:
         return transfer
 
     def close(self) -> None:
-        """Leave the fabric; unfinished transfers turn FAILED.  Idempotent."""
+        """Leave the fabric; unfinished transfers become FAILED.  Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -223,7 +222,7 @@ class CopyTransport:
             raise PeerLostError(f"agent {agent!r} is not connected; connect to it again")
         return regions
 
-    def forget(self, transfer: CopyTransfer) -> None:
+    def remove(self, transfer: CopyTransfer) -> None:
         """Drop a released transfer."""
         with self._lock:
             self._unfinished.pop(transfer, None)

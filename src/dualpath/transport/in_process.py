@@ -1,4 +1,4 @@
-"""A transport between agents of one process: the reference the contract tests compare with."""
+"""A transport between agents of one process: the reference of the contract tests."""
 
 import ctypes
 import threading
@@ -18,10 +18,7 @@ class _InjectedFailure(msgspec.Struct, frozen=True):
 
 
 class InProcessFabric:
-    """The network between the agents of one process, with faults on demand.
-
-    The one owner of who is alive; all methods may be called from several threads.
-    """
+    """The network between the agents of one process, with injectable faults; thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -30,7 +27,7 @@ class InProcessFabric:
         self._stalled: set[str] = set()
 
     def kill(self, agent: str) -> None:
-        """Lose an agent as if its process had died: transfers with it fail from now on."""
+        """Remove an agent as if its process had died: transfers with it fail from now on."""
         with self._lock:
             self._alive.discard(agent)
 
@@ -40,17 +37,17 @@ class InProcessFabric:
             self._failures.append(_InjectedFailure(agent, reason))
 
     def stall(self, agent: str) -> None:
-        """Let transfers with another agent's memory neither move nor end until ``wake``."""
+        """Stop the progress of transfers with an agent's memory until ``wake``."""
         with self._lock:
             self._stalled.add(agent)
 
     def wake(self, agent: str) -> None:
-        """End a stall: what was posted meanwhile moves now."""
+        """End a stall: transfers posted meanwhile make progress again."""
         with self._lock:
             self._stalled.discard(agent)
 
     def is_alive(self, agent: str) -> bool:
-        """Whether the agent was opened and neither killed nor closed."""
+        """Whether the agent has joined and was neither killed nor closed."""
         with self._lock:
             return agent in self._alive
 
@@ -60,20 +57,20 @@ class InProcessFabric:
             return agent in self._stalled and agent in self._alive
 
     def join(self, agent: str) -> bytes:
-        """Let an agent in; raises ``ConfigError`` if one of its name is."""
+        """Add an agent; raises ``ConfigError`` if its name exists."""
         with self._lock:
             if agent in self._alive:
                 raise ConfigError(f"agent {agent!r} exists already; agent names must be unique")
             self._alive.add(agent)
         return b"in-process"
 
-    def meet(self, peer: AgentInfo) -> None:
+    def reach(self, peer: AgentInfo) -> None:
         """Raise ``PeerLostError`` if a peer is not alive."""
         if not self.is_alive(peer.agent):
             raise PeerLostError(f"agent {peer.agent!r} cannot be reached; is its engine running?")
 
     def copy(self, transfer: CopyTransfer) -> str | None:
-        """Copy, unless one of both is gone or a fault was injected."""
+        """Copy, unless one of the agents is dead or a fault was injected."""
         if (obstacle := self._obstacle(transfer)) is not None:
             return obstacle
         pairs = zip(transfer.destinations.tolist(), transfer.sources.tolist(), strict=True)
@@ -92,7 +89,7 @@ class InProcessFabric:
     def _obstacle(self, transfer: CopyTransfer) -> str | None:
         for agent in (transfer.agent, transfer.peer):
             if not self.is_alive(agent):
-                return f"agent {agent!r} is gone"
+                return f"agent {agent!r} is dead"
         return self._next_failure(transfer.agent)
 
 

@@ -1,10 +1,10 @@
 """Page-aligned anonymous memory that can be registered with a transport and read into directly.
 
 Anonymous mappings, not POSIX shared memory: nothing appears in ``/dev/shm``, and the kernel frees
-the pages when the last process that maps them dies, however it dies.  Other engines reach the bytes
-through the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).  The ranks of one
-engine map the same pages, each where it likes: they find them by a path of /proc, which ends when
-all have.
+the pages when the last process that maps them dies, however it dies.  Other engines access the
+memory through the transport (cross-memory attach or TCP on one machine, RDMA elsewhere).  The ranks
+of one engine map the same pages at different addresses, through a path in /proc that exists until
+all of them have mapped it.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ class RegisteredMemory:
     """``size_bytes`` writable, zeroed bytes at a fixed ``address``; freed with the last view.
 
     ``array`` is the whole memory as ``uint8``.  Keep this object (or any view) alive for as long
-    as a transport or a device may touch the memory.
+    as a transport or a device may access the memory.
     """
 
     def __init__(self, array: NDArray[np.uint8]) -> None:
@@ -33,21 +33,21 @@ class RegisteredMemory:
         self.size_bytes = int(array.nbytes)
 
     def area(self, offset_bytes: int, size_bytes: int) -> "RegisteredMemory":
-        """Return a part of it as memory of its own; raises ``ValueError`` as ``view``."""
+        """Return a part as a ``RegisteredMemory``; raises ``ValueError`` as ``view``."""
         self.view(offset_bytes, size_bytes)
         return RegisteredMemory(self.array[offset_bytes : offset_bytes + size_bytes])
 
     def touch(self) -> None:
-        """Have the kernel clear all pages now; before anybody writes to them, as it writes zeros.
+        """Fault in all pages by writing zeros; call it before the memory is used.
 
-        Else it does so when a transfer comes to a page first, and the transfer waits.
+        Otherwise the first transfer to each page waits for the kernel to clear the page.
         """
         self.array[::PAGE_BYTES] = 0
 
     def view(self, offset_bytes: int, length_bytes: int) -> memoryview:
         """Return ``[offset, offset + length)`` as a writable memoryview.
 
-        Raises ``ValueError`` if that reaches outside the memory.
+        Raises ``ValueError`` if it exceeds the memory.
         """
         if offset_bytes < 0 or length_bytes < 0 or offset_bytes + length_bytes > self.size_bytes:
             raise ValueError(
@@ -59,10 +59,10 @@ class RegisteredMemory:
 def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> RegisteredMemory:
     """Allocate ``size_bytes`` ≥ 1 of anonymous memory aligned to ``alignment`` (a power of two).
 
-    Huge pages where the kernel has some: they are touched first 512 times less often, and direct
-    I/O has fewer of them to pin.
+    Uses huge pages if available: there are 512 times fewer pages to fault in and to pin for direct
+    I/O.
 
-    Raises ``ConfigError`` for absurd sizes and when the kernel refuses the mapping.
+    Raises ``ConfigError`` for invalid sizes and when the kernel refuses the mapping.
     """
     if size_bytes < 1:
         raise ConfigError(f"buffer of {size_bytes} bytes: at least 1 byte is needed")
@@ -86,10 +86,10 @@ def allocate_registered(size_bytes: int, alignment: int = PAGE_BYTES) -> Registe
 
 @contextlib.contextmanager
 def allocate_shared(size_bytes: int) -> Iterator[tuple[RegisteredMemory, str]]:
-    """Allocate zeroed memory that other processes can map by the path as long as the block lasts.
+    """Allocate zeroed memory that other processes can map by its path during the ``with`` block.
 
-    The path leads there for processes that see this one in /proc, under its user.  Raises
-    ``ConfigError`` for absurd sizes and when the kernel refuses.
+    The path works for processes of the same user that see this one in /proc.  Raises
+    ``ConfigError`` for invalid sizes and when the kernel refuses.
     """
     if size_bytes < 1:
         raise ConfigError(f"buffer of {size_bytes} bytes: at least 1 byte is needed")
@@ -114,7 +114,7 @@ def allocate_shared(size_bytes: int) -> Iterator[tuple[RegisteredMemory, str]]:
 
 
 def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
-    """Map what another rank of this engine has allocated.
+    """Map memory that another rank of this engine has allocated.
 
     Raises ``ConfigError`` if it cannot be reached or has another size.
     """
@@ -123,8 +123,8 @@ def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
     except OSError as error:
         raise ConfigError(
             f"the memory of this engine's first rank cannot be reached ({error}); ranks of one "
-            "engine need one user, one machine and one space of process numbers (containers: "
-            "--pid=host or one container for all)"
+            "engine need the same user, machine and PID namespace (containers: --pid=host or one "
+            "container for all)"
         ) from error
     try:
         found_bytes = os.fstat(descriptor).st_size

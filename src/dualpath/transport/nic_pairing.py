@@ -1,8 +1,8 @@
-"""Which RDMA port carries the KV of a GPU: the nearest on the PCI tree (§2.3: a CNIC per GPU).
+"""Pairs each GPU with its nearest RDMA port on the PCI tree (§2.3: a CNIC per GPU).
 
-Sysfs knows every device by its way through the tree, bridge after bridge.  The longer two ways are
-the same, the fewer bridges lie between the devices; a way that parts at the root crosses the
-processors.  Where several ports are as near, GPUs take them in turn.
+Sysfs has the path of every device through the tree, bridge after bridge.  The longer the common
+prefix of two paths, the fewer bridges are between the devices; paths that differ at the root cross
+CPU sockets.  Among equally near ports, GPUs are distributed evenly.
 """
 
 from collections import Counter
@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 _NVIDIA = "0x10de"
-#: PCI classes of display controllers, which GPUs without a display are as well.
+#: Prefix of the PCI classes of display controllers, which GPUs without a display also have.
 _DISPLAY = "0x03"
 
 
 class PciDevice(NamedTuple):
-    """A device, or a port of one, with the bridges on its way from the root."""
+    """A device, or a port of one, with the bridges on the path from the root."""
 
     name: str
-    way: tuple[str, ...]
+    path: tuple[str, ...]
 
     def shared(self, other: "PciDevice") -> int:
-        """How far two devices have the same way."""
+        """Return the length of the common prefix of two devices' paths."""
         same = 0
-        for mine, theirs in zip(self.way, other.way, strict=False):
+        for mine, theirs in zip(self.path, other.path, strict=False):
             if mine != theirs:
                 break
             same += 1
@@ -42,7 +42,7 @@ def pair(gpus: Sequence[PciDevice], ports: Sequence[PciDevice]) -> dict[str, str
     return found
 
 
-def paired_here(root: Path = Path("/")) -> dict[str, str]:
+def local_nic_pairing(root: Path = Path("/")) -> dict[str, str]:
     """Return the ports of this machine's GPUs, by PCI address, as UCX names them (mlx5_0:1)."""
     return pair(_gpus(root), _active_ports(root))
 

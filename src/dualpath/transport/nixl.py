@@ -1,11 +1,11 @@
-"""The compute network through NIXL and UCX: RDMA where there is some, shared memory or TCP else.
+"""The compute network through NIXL and UCX: RDMA if available, else shared memory or TCP.
 
-Costs are paid once: memory is registered once, the descriptor list of a view is prepared once
+Setup costs are paid once: memory is registered once, the descriptor list of a view is prepared once
 per peer, and a posted transfer is two index arrays into prepared lists (the doorbell batching of
 §5.2; about 0.6 µs per piece).  A posted transfer owns one NIXL handle.
 
-Agents are single-use: a name carries the engine's epoch, so metadata of a dead process can never
-be mistaken for its successor's.
+Agent names are never reused: a name contains the engine's epoch, so metadata of a dead process
+cannot be mistaken for its successor's.
 """
 
 import logging
@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 LOCAL_SIDE = "NIXL_INIT_AGENT"
 
-#: How long ``close`` waits for transfers that are still moving, and how often it looks.
+#: How long ``close`` waits for transfers that are still moving, and the interval of its polls.
 CLOSE_DRAIN_S = 1.0
 CLOSE_POLL_S = 0.001
 
@@ -52,10 +52,11 @@ class NixlTransport:
 
     ``agent``: unique per process start.  ``tls``: UCX transports such as ``"tcp"``, exported as
     ``UCX_TLS`` for the whole process unless the user has set it; None lets UCX choose.
-    ``progress_delay_us``: pause of the progress thread between two looks, µs; 0 on RDMA hardware.
-    ``engine_config``: further UCX settings of this agent alone (``transport.ucx_config``), e.g.
-    ``IB_SL``, ``IB_TRAFFIC_CLASS``, ``TCP_PORT_RANGE``: they make this agent's traffic class, and
-    ``traffic_classes`` names the classes it carries.  Raises ``ConfigError`` if NIXL refuses.
+    ``progress_delay_us``: pause of the progress thread between polls, µs; 0 on RDMA hardware.
+    ``engine_config``: further UCX settings of this agent (``transport.ucx_config``), e.g.
+    ``IB_SL``, ``IB_TRAFFIC_CLASS``, ``TCP_PORT_RANGE``, which define its traffic class on the
+    network; ``traffic_classes``: the classes that this agent carries.  Raises ``ConfigError`` if
+    NIXL refuses.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class NixlTransport:
             self._local_lists[view.name] = self._prepare(LOCAL_SIDE, view)
 
     def info(self) -> AgentInfo:
-        """Return this agent's address book entry, with all regions registered so far."""
+        """Return this agent's address and all regions registered so far."""
         with self._lock:
             metadata = self._nixl.get_agent_metadata()
             return AgentInfo(self.agent, metadata, self._registered())
 
     def connect(self, peer: AgentInfo, views: Sequence[RegionInfo] = ()) -> None:
-        """Load a peer's metadata and prepare the views; other regions are, when one is posted."""
+        """Load a peer's metadata and prepare the views; other regions are prepared on first use."""
         regions = named_regions(peer.regions, views)
         with self._lock:
             if self._closed:
@@ -133,11 +134,11 @@ class NixlTransport:
                     f"agent {peer.agent!r} cannot be reached ({error}); is its engine running?"
                 ) from error
             if name != peer.agent:
-                raise ConfigError(f"metadata of {name!r} was presented as that of {peer.agent!r}")
+                raise ConfigError(f"the metadata of agent {peer.agent!r} is that of {name!r}")
             self._peers[peer.agent] = regions
 
     def disconnect(self, agent: str) -> None:
-        """Forget a peer; its unfinished transfers turn FAILED as soon as they are over."""
+        """Disconnect a peer; its unfinished transfers become FAILED once they have ended."""
         with self._lock:
             if agent not in self._peers:
                 return
@@ -159,7 +160,7 @@ class NixlTransport:
         *,
         traffic_class: str = "kv",
     ) -> NixlTransfer:
-        """Post one transfer; see the contract.  An empty list of pieces is DONE at once."""
+        """Post one transfer; see the contract.  A transfer without pieces is DONE immediately."""
         check_traffic_class(traffic_class, self._traffic_classes)
         with self._lock:
             remote_regions = self._regions_of(agent)
@@ -181,10 +182,10 @@ class NixlTransport:
         return transfer
 
     def close(self) -> None:
-        """Wait for moving transfers, then deregister and drop the agent; idempotent.
+        """Wait for moving transfers, then deregister memory and drop the agent; idempotent.
 
-        Waits ``CLOSE_DRAIN_S`` at most.  Closing under a moving READ is noisy at both ends, and a
-        peer that hung meanwhile can abort when it wakes up, hence the wait.
+        Waits at most ``CLOSE_DRAIN_S``: closing during a READ logs errors on both sides, and can
+        crash a peer that was suspended meanwhile.
         """
         with self._lock:
             if self._closed:
@@ -264,7 +265,7 @@ class NixlTransport:
         return regions
 
     def drop_if_idle(self, agent: str) -> None:
-        """Remove a disconnected peer when none of its transfers moves any more."""
+        """Remove a disconnected peer once all its transfers have ended."""
         with self._lock:
             if agent in self._leaving and not any(
                 t.agent == agent and t.is_moving for t in self._transfers
@@ -282,12 +283,12 @@ class NixlTransport:
         try:
             self._nixl.remove_remote_agent(agent)
         except self.errors as error:
-            logger.debug("agent %s was gone before it was removed: %s", agent, error)
+            logger.debug("agent %s had disconnected before it was removed: %s", agent, error)
 
-    # What a transfer asks of its transport (``nixl_transfer.TransferOwner``).
+    # Interface for transfers (``nixl_transfer.TransferOwner``).
 
     def state_of(self, handle: Any) -> str:  # noqa: ANN401 - untyped library
-        """Return NIXL's word for a request's state and drive its progress."""
+        """Drive a request's progress and return its NIXL state."""
         return str(self._nixl.check_xfer_state(handle))
 
     def start(self, handle: Any) -> str:  # noqa: ANN401 - untyped library
@@ -295,14 +296,14 @@ class NixlTransport:
         return str(self._nixl.transfer(handle))
 
     def note_failure(self, agent: str, error: Exception) -> None:
-        """Remember a peer whose connection broke, so that nothing more is posted to it."""
+        """Mark a peer as lost if its connection broke: later posts to it are refused."""
         logger.warning("transfer with %s failed: %s", agent, error)
         if isinstance(error, self._peer_gone):
             with self._lock:
                 self._lost.add(agent)
 
-    def forget(self, transfer: NixlTransfer) -> None:
-        """Drop a released transfer."""
+    def released(self, transfer: NixlTransfer) -> None:
+        """Remove a released transfer."""
         with self._lock:
             self._transfers.discard(transfer)
 

@@ -1,15 +1,15 @@
-"""Opening a NIXL agent: the import, the progress thread's pause, UCX's environment.
+"""Opens NIXL agents: the import, the progress thread's pause, UCX's environment.
 
-Everything odd about the library is in this file, so that the adapters above it stay plain.
+All workarounds for the library are in this file.
 
-* ``nixl_cu12`` is imported, not ``nixl``: the latter pulls in torch (1.2 s, 234 MB).
+* ``nixl_cu12`` is imported, not ``nixl``: the latter imports torch (1.2 s, 234 MB).
 * The Python API creates agents with ``pthrDelay = 0``, which makes the UCX progress thread spin on
-  a full core.  There is no public setting, so the constructor of the native agent is wrapped for
-  the moment of creation and the field set there.  On RDMA hardware 0 is right: completions
-  arrive without the CPU and the thread is what notices them early.
-  With a delay the thread still wakes on events: 100 and 1000 µs cost nothing in latency over shared
-  memory or TCP and 1.8 % of a core when idle (``benchmarks/transport_moves.py``).
-* ``UCX_*`` variables of the user always win over ours.
+  a full core.  There is no public setting, so the constructor of the native agent is replaced
+  during creation and sets the field.  On RDMA hardware 0 is right: completions arrive without the
+  CPU, and the spinning thread notices them early.  With a delay the thread still wakes on events:
+  100 and 1000 µs cost no latency over shared memory or TCP and 1.8 % of a core when idle
+  (``benchmarks/transport_moves.py``).
+* ``UCX_*`` variables of the user always override our settings.
 """
 
 import os
@@ -29,8 +29,8 @@ def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
         from nixl_cu12 import _api
     except ImportError as error:
         raise ConfigError(
-            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or let emulated engines "
-            "of one machine do without: --transport memory"
+            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run emulated engines "
+            "of one machine without it: --transport memory"
         ) from error
     return _api
 
@@ -38,7 +38,7 @@ def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
 def open_agent(name: str, progress_delay_us: int | None) -> Any:  # noqa: ANN401 - as above
     """Create an agent without backends; ``progress_delay_us`` None means no progress thread.
 
-    The agent may be called from several threads (its strict lock mode is on).
+    The agent is thread-safe (strict lock mode).
     """
     api = load_nixl()
     bindings = api.nixlBind
@@ -62,7 +62,7 @@ def open_agent(name: str, progress_delay_us: int | None) -> Any:  # noqa: ANN401
 
 
 def nixl_errors(api: Any) -> tuple[type[Exception], ...]:  # noqa: ANN401 - as above
-    """Return the exception types NIXL raises; they share no base class of their own."""
+    """Return the exception types that NIXL raises; they have no common base class."""
     bindings = api.nixlBind
     names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
     return tuple(getattr(bindings, name) for name in names)

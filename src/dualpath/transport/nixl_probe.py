@@ -1,7 +1,7 @@
-"""Opens a NIXL agent with its UCX backend and ends: `python -m` prints what was found.
+"""Checks NIXL by opening an agent with the UCX backend; run with `python -m`, prints a report.
 
-A process of its own, because what it looks for can end a process: with rdma-core's user libraries
-loaded beside those in the wheel, NIXL 1.5.1 from PyPI was seen to crash while its process exits.
+It runs in its own process because NIXL may crash: with rdma-core's user libraries loaded beside
+those in the wheel, NIXL 1.5.1 from PyPI crashed while its process exited.
 """
 
 import importlib.metadata
@@ -15,7 +15,7 @@ from dualpath.transport.ucx_config import engine_config_text
 
 
 class NixlReport(msgspec.Struct, frozen=True):
-    """NIXL's version, its plugins, and why the UCX backend did not open (empty: it did)."""
+    """NIXL's version, its plugins, and the error of opening the UCX backend (empty: none)."""
 
     version: str
     plugins: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""Reading stored bytes by NIXL's storage plugins, into memory that the caller has.
+"""Reads stored bytes through NIXL's storage plugins, into the caller's memory.
 
-An agent of its own with one plugin: the engine's agent moves KV between engines, and neither's
-settings concern the other.  What is read, and into what, is registered for the read: plugins of
-files keep a table of both, and what a slot is good for ends with the read.
+Uses a separate agent with one plugin, with settings independent of the agent that transfers KV
+between engines.  Source and destination are registered for each read only: file plugins keep a
+table of both.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ import numpy as np
 from dualpath.core.errors import ConfigError
 from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
 
-#: Pause between two looks at a transfer, which also drive it.
+#: Pause between polls of a transfer; polls also drive its progress.
 _POLL_S = 0.0002
-#: What a plugin needs that a machine may not have.
+#: Requirements of plugins that a machine may lack.
 _NEEDS = {
     "GDS": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
     "GDS_MT": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
@@ -32,12 +32,12 @@ Descriptor = tuple[int, int, int]
 
 
 class NixlReader:
-    """What one plugin reaches; for use by several threads.
+    """Reads files or objects through one plugin; thread-safe.
 
-    Raises ``ConfigError`` if the plugin is not there or refuses its ``parameters``.  Calls block
-    until the transfer is over, however long that takes, as a read of a file does: only then
-    nothing can be written to the memory any more.  They raise ``OSError``; ``EINVAL`` may come of
-    direct I/O that the file system does not know, as NIXL does not say why.
+    Raises ``ConfigError`` if the plugin is not installed or refuses its ``parameters``.  Calls
+    block until the transfer has ended, however long that takes: only then the memory can be
+    reused.  They raise ``OSError``, always with ``EINVAL``, as NIXL does not report whether the
+    reason is direct I/O that the file system does not support.
     """
 
     def __init__(self, plugin: str, parameters: Mapping[str, str]) -> None:
@@ -51,26 +51,26 @@ class NixlReader:
         except self._errors as error:
             needs = _NEEDS.get(plugin, "its libraries")
             raise ConfigError(
-                f"NIXL's plugin {plugin} cannot be used on this machine ({error}); it needs "
-                f"{needs}; provide that, or give the storage as a path or s3://BUCKET/PREFIX"
+                f"NIXL's plugin {plugin} cannot be used on this machine ({error}); install "
+                f"{needs}, or give the storage as a path or s3://BUCKET/PREFIX"
             ) from error
 
     def fill_from_file(
         self,
         descriptor: int,
         buffers: Sequence[memoryview],
-        arrived: Callable[[int], None] | None = None,
+        on_progress: Callable[[int], None] | None = None,
     ) -> int:
-        """Fill buffers with an open file's first bytes; return how many, fewer at its end only.
+        """Fill buffers from the beginning of an open file; return how many bytes were read.
 
-        ``arrived`` is not told: pieces end in any order.
+        ``on_progress`` is never called: pieces complete in any order.
         """
         available_bytes = os.fstat(descriptor).st_size
         whole = [(0, available_bytes, descriptor, "")]
         return self._fill("FILE", descriptor, whole, _first(buffers, available_bytes))
 
     def fill_from_object(self, name: str, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers with an object's first bytes, of which it has that many; return how many."""
+        """Fill buffers from the beginning of an object; return how many bytes were read."""
         number = next(self._numbers)
         size_bytes = sum(buffer.nbytes for buffer in buffers)
         return self._fill("OBJ", number, [(0, size_bytes, number, name)], list(buffers))
@@ -104,17 +104,17 @@ class NixlReader:
         return ends[-1]
 
     @contextlib.contextmanager
-    def _registered(self, what: Sequence[tuple[int, int, int, str]], kind: str) -> Iterator[None]:
-        descriptors = self._nixl.register_memory(what, kind)
+    def _registered(self, spans: Sequence[tuple[int, int, int, str]], kind: str) -> Iterator[None]:
+        descriptors = self._nixl.register_memory(spans, kind)
         try:
             yield
         finally:
             self._nixl.deregister_memory(descriptors)
 
     def _move(self, here: list[Descriptor], there: list[Descriptor], kind: str) -> list[str]:
-        """Move every piece as a transfer of its own; return what went wrong once all are over.
+        """Transfer every piece separately; return the failures once all transfers have ended.
 
-        A transfer of several that has failed would not say whether the others still move.
+        After a transfer of several pieces failed, NIXL does not report whether others still move.
         """
         handles: list[Any] = []
         failures: list[str] = []
@@ -151,7 +151,7 @@ class NixlReader:
 
 
 def _first(buffers: Sequence[memoryview], size_bytes: int) -> list[memoryview]:
-    """Return the first ``size_bytes`` of buffers, or all there is."""
+    """Return the first ``size_bytes`` of buffers, or all of them."""
     found, left_bytes = [], size_bytes
     for buffer in buffers:
         found.append(buffer[:left_bytes])

@@ -1,9 +1,9 @@
 """One posted NIXL request.
 
-A request cannot be recalled: over TCP, bytes of a cancelled READ were seen to arrive after the
-peer had been removed and the handle released.  A transfer with a disconnected peer therefore stays
-MOVING until NIXL itself calls it over, and only then turns FAILED; its handle and the peer's
-connection live that long.
+A request cannot be cancelled: over TCP, bytes of a cancelled READ were written after the peer had
+been removed and the handle released.  A transfer with a disconnected peer therefore stays MOVING
+until NIXL reports its end, and only then becomes FAILED; until then its handle and the peer's
+connection are kept.
 """
 
 import logging
@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 class TransferOwner(Protocol):
-    """What a transfer needs of the transport that posted it."""
+    """The interface of a transport for its transfers."""
 
     errors: tuple[type[Exception], ...]
 
@@ -31,15 +31,15 @@ class TransferOwner(Protocol):
         ...
 
     def note_failure(self, agent: str, error: Exception) -> None:
-        """Learn that a request with ``agent`` failed."""
+        """Handle the failure of a request with ``agent``."""
         ...
 
     def drop_if_idle(self, agent: str) -> None:
-        """Learn that a request with a disconnected agent is over."""
+        """Handle the end of a request with a disconnected agent."""
         ...
 
-    def forget(self, transfer: "NixlTransfer") -> None:
-        """Learn that a transfer was released."""
+    def released(self, transfer: "NixlTransfer") -> None:
+        """Handle the release of a transfer."""
         ...
 
 
@@ -54,10 +54,10 @@ class NixlTransfer:
         self._lock = threading.Lock()
         self._state = TransferState.MOVING if handle is not None else TransferState.DONE
         self._error: str | None = None
-        self._doom: str | None = None
+        self._failure_reason: str | None = None
 
     def poll(self) -> TransferState:
-        """Drive progress and return the state; a lost peer turns it FAILED."""
+        """Drive progress and return the state; it becomes FAILED if the peer is lost."""
         with self._lock:
             if self._state is TransferState.MOVING:
                 self._advance(self._owner.state_of, "check")
@@ -65,7 +65,7 @@ class NixlTransfer:
 
     @property
     def is_moving(self) -> bool:
-        """Whether bytes may still move, as far as was seen at the last poll."""
+        """Whether bytes may still move, as of the last poll."""
         return self._state is TransferState.MOVING
 
     def error(self) -> str | None:
@@ -73,12 +73,12 @@ class NixlTransfer:
         return self._error
 
     def release(self) -> None:
-        """Return the handle to NIXL; raises ``TransportError`` while the transfer is moving."""
+        """Release the handle; raises ``TransportError`` while the transfer is moving."""
         with self._lock:
             if self._state is TransferState.MOVING:
                 raise TransportError("transfer released while moving; poll it to the end first")
             self._drop_handle()
-        self._owner.forget(self)
+        self._owner.released(self)
 
     def start(self) -> None:
         """Post the request; called once by the transport."""
@@ -86,12 +86,12 @@ class NixlTransfer:
             self._advance(self._owner.start, "post")
 
     def fail_when_over(self, reason: str) -> None:
-        """Turn FAILED with ``reason`` once nothing of the transfer can still arrive."""
+        """Fail with ``reason`` once no more bytes of the transfer can be written."""
         with self._lock:
-            self._doom = reason
+            self._failure_reason = reason
 
     def abort(self, reason: str) -> None:
-        """End at once and return the handle; only when the agent itself is about to go."""
+        """Fail immediately and release the handle; only while the agent itself is closing."""
         with self._lock:
             if self._state is TransferState.MOVING:
                 self._state = TransferState.FAILED
@@ -110,10 +110,10 @@ class NixlTransfer:
                 return
             if status != "DONE":
                 self._error = f"transfer with {self.agent!r} ended in NIXL state {status}"
-            elif self._doom is not None:
-                self._error = self._doom
+            elif self._failure_reason is not None:
+                self._error = self._failure_reason
             self._state = TransferState.DONE if self._error is None else TransferState.FAILED
-        if self._doom is not None:
+        if self._failure_reason is not None:
             self._owner.drop_if_idle(self.agent)
 
     def _drop_handle(self) -> None:
@@ -123,5 +123,5 @@ class NixlTransfer:
         try:
             handle.release()
         except self._owner.errors as error:
-            # The wrapper keeps the handle and retries when the agent is destroyed.
-            logger.warning("transfer handle with %s not released yet: %s", self.agent, error)
+            # NIXL's wrapper retries when the agent is destroyed.
+            logger.warning("cannot release a transfer handle with %s yet: %s", self.agent, error)

@@ -1,13 +1,13 @@
-"""A transport between processes of one machine by the kernel's cross-memory attach, without NIXL.
+"""A transport between processes of one machine over the kernel's cross-memory attach, without NIXL.
 
-``process_vm_readv`` and ``process_vm_writev`` copy between this process and another one at the
-addresses that its regions have there: bytes move when a transfer is polled, and have moved when the
-poll returns.  Emulated engines use it where NIXL is not installed (``--transport memory``); DRAM
-only.  The other process need do nothing, and may hang.
+``process_vm_readv`` and ``process_vm_writev`` copy between this process and another one, at the
+addresses of its regions there: a transfer is copied completely by its first poll.  Emulated engines
+use it if NIXL is not installed (``--transport memory``); DRAM only.  The other process takes no
+part in the copy, and may hang.
 
-The kernel asks for the right to trace the other process: the same user and, under Yama, the other
-one's leave, which every agent gives to all of its user's processes.  Nothing is deregistered: what
-an agent has registered is reached until its process ends, so an engine's process ends with it.
+The kernel requires permission to trace the other process: the same user and, under Yama, the other
+process's consent, which every agent gives to all processes of its user.  Memory cannot be
+deregistered: it is reachable until the process exits, so a stopping engine must exit its process.
 """
 
 import ctypes
@@ -23,52 +23,52 @@ from dualpath.core.errors import ConfigError, PeerLostError
 from dualpath.transport.contract import AgentInfo, Direction, RegionInfo
 from dualpath.transport.copying import CopyTransfer, CopyTransport
 
-#: The kernel takes no more pieces at a time (IOV_MAX).
-_PIECES_AT_A_TIME = 1024
-#: ... and no more than 2 GiB less a page.
-_BYTES_AT_A_TIME = 1 << 30
+#: Most pieces per system call (IOV_MAX).
+_MAX_PIECES_PER_CALL = 1024
+#: Most bytes per system call; the kernel's limit is 2 GiB less a page.
+_MAX_BYTES_PER_CALL = 1 << 30
 
 _PR_SET_PTRACER = 0x59616D61
 _ANY_PROCESS = ctypes.c_ulong(-1)
 _libc = ctypes.CDLL(None, use_errno=True)
 
 _REMEDY = (
-    "the kernel must let processes of one user reach each other's memory (containers: "
-    "--cap-add SYS_PTRACE and one space of process numbers); else leave --transport memory out, "
-    "which takes NIXL"
+    "the kernel must let processes of one user access each other's memory (containers: "
+    "--cap-add SYS_PTRACE and one PID namespace); otherwise omit --transport memory and install "
+    "NIXL"
 )
 
 
 class ProcessFabric:
-    """The processes of this machine, as one agent knows them; see ``transport.copying.Fabric``.
+    """Reaches other processes of this machine; see ``transport.copying.Fabric``.
 
-    ``this`` is its own, ``is_gone`` says whether another has ended.
+    ``this`` is the agent's own process, ``has_exited`` checks another one.
     """
 
-    def __init__(self, this: HostProcess, is_gone: Callable[[HostProcess], bool]) -> None:
+    def __init__(self, this: HostProcess, has_exited: Callable[[HostProcess], bool]) -> None:
         self._this = this
-        self._is_gone = is_gone
+        self._has_exited = has_exited
         self._processes: dict[str, HostProcess] = {}
 
     def join(self, agent: str) -> bytes:
-        """Let the machine's processes in; raises ``ConfigError`` if its kernel does not."""
+        """Allow access to this process; raises ``ConfigError`` if the kernel refuses it."""
         probe = np.zeros(8, dtype=np.uint8)
         address = np.array([probe.ctypes.data], dtype=np.int64)
-        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS)  # refused where there is no Yama to ask
+        _libc.prctl(_PR_SET_PTRACER, _ANY_PROCESS)  # fails harmlessly on kernels without Yama
         refused = _move(os.getpid(), Direction.READ, address, address, probe.nbytes)
         if refused is not None or not self._this.host:
             raise ConfigError(
-                f"transport memory: {refused or 'this machine cannot be told apart'}; {_REMEDY}"
+                f"transport memory: {refused or 'this machine has no boot ID'}; {_REMEDY}"
             )
         self._processes[agent] = self._this
         return msgspec.msgpack.encode(self._this)
 
     def kill(self, agent: str) -> None:
-        """Forget an agent."""
+        """Remove an agent."""
         self._processes.pop(agent, None)
 
-    def meet(self, peer: AgentInfo) -> None:
-        """Remember whose memory a peer's is; raises ``PeerLostError`` if it cannot be reached."""
+    def reach(self, peer: AgentInfo) -> None:
+        """Store a peer's process; raises ``PeerLostError`` if its memory cannot be reached."""
         try:
             process = msgspec.msgpack.decode(peer.metadata, type=HostProcess)
         except (msgspec.DecodeError, msgspec.ValidationError):
@@ -86,19 +86,19 @@ class ProcessFabric:
             raise PeerLostError(f"agent {peer.agent!r} cannot be reached: {obstacle}")
 
     def is_alive(self, agent: str) -> bool:
-        """Whether the agent was met, or is this one, and its process has not ended."""
+        """Whether the agent is this one or a connected peer, and its process has not exited."""
         return agent in self._processes and self._obstacle(agent) is None
 
     def stalls(self, agent: str) -> bool:
-        """Return False: another process need not run for its memory to be reached."""
+        """Return False: a process's memory can be reached even while it is suspended."""
         return False
 
     def copy(self, transfer: CopyTransfer) -> str | None:
-        """Copy, unless the peer's process has ended: its number may be another's by now."""
+        """Copy, unless the peer's process has exited: its process number may have been reused."""
         if (obstacle := self._obstacle(transfer.peer)) is not None:
             return obstacle
         process = self._processes[transfer.peer]
-        step = max(1, min(_PIECES_AT_A_TIME, _BYTES_AT_A_TIME // transfer.piece_bytes))
+        step = max(1, min(_MAX_PIECES_PER_CALL, _MAX_BYTES_PER_CALL // transfer.piece_bytes))
         for first in range(0, transfer.here.size, step):
             here, there = transfer.here[first : first + step], transfer.there[first : first + step]
             why = _move(process.pid, transfer.direction, here, there, transfer.piece_bytes)
@@ -108,34 +108,34 @@ class ProcessFabric:
 
     def _obstacle(self, agent: str) -> str | None:
         process = self._processes.get(agent)
-        return f"agent {agent!r} is gone" if process is None or self._is_gone(process) else None
+        return f"agent {agent!r} is dead" if process is None or self._has_exited(process) else None
 
 
 class ProcessMemoryTransport(CopyTransport):
-    """One agent that reaches those of other processes of this machine; see ``ProcessFabric``."""
+    """One agent on a ``ProcessFabric``."""
 
     def __init__(
         self,
         agent: str,
         this: HostProcess,
-        is_gone: Callable[[HostProcess], bool],
+        has_exited: Callable[[HostProcess], bool],
         *,
         traffic_classes: Collection[str] = ("kv",),
     ) -> None:
-        super().__init__(agent, ProcessFabric(this, is_gone), traffic_classes=traffic_classes)
+        super().__init__(agent, ProcessFabric(this, has_exited), traffic_classes=traffic_classes)
 
     def register(self, region: RegionInfo, keep_alive: object) -> None:
-        """Register memory; raises ``ConfigError`` for a device's as well."""
+        """Register memory; raises ``ConfigError`` also for device memory."""
         if region.memory != "DRAM":
             raise ConfigError(
-                f"region {region.name!r} lies in {region.memory}, which --transport memory does "
-                "not reach; use NIXL"
+                f"region {region.name!r} is in {region.memory}, which --transport memory cannot "
+                "access; use --transport nixl"
             )
         super().register(region, keep_alive)
 
 
 def _unreachable(process: HostProcess, peer: AgentInfo) -> str | None:
-    """Read a byte of what a peer has registered; return why that failed."""
+    """Read a byte of a peer's first region; return the error, None on success."""
     if not peer.regions:
         return None
     byte = np.zeros(1, dtype=np.uint8)
@@ -152,7 +152,7 @@ def _move(
     there: NDArray[np.int64],
     piece_bytes: int,
 ) -> str | None:
-    """Copy pieces at addresses of this process and of another; return why that failed, or None."""
+    """Copy pieces between this process and another; return the error, None on success."""
     call = _libc.process_vm_readv if direction is Direction.READ else _libc.process_vm_writev
     call.restype = ctypes.c_ssize_t
     local, remote = _vectors(here, piece_bytes), _vectors(there, piece_bytes)

@@ -1,7 +1,7 @@
 """Checks that every transport makes before it touches memory.
 
-A wrong address in a one-sided transfer corrupts KV silently, so each region and each index is
-checked against what was registered, here and not in the backends.
+A wrong address in a one-sided transfer silently corrupts KV, so each region and each index is
+checked against the registered regions before a backend uses it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -16,12 +16,12 @@ MEMORY_KINDS = ("DRAM", "VRAM")
 
 
 def span_bytes(region: RegionInfo) -> int:
-    """Bytes from the first byte of the first piece to the last byte of the last one."""
+    """Return the bytes from the start of the first piece to the end of the last one."""
     return (region.pieces - 1) * region.stride_bytes + region.piece_bytes
 
 
 def check_region(region: RegionInfo, known: Iterable[str]) -> None:
-    """Raise ``ConfigError`` if the region is impossible or its name is taken."""
+    """Raise ``ConfigError`` if the region is invalid or its name is taken."""
     if region.name in known:
         raise ConfigError(
             f"region {region.name!r} is registered already; give each region its own name"
@@ -43,15 +43,15 @@ def check_region(region: RegionInfo, known: Iterable[str]) -> None:
 
 
 def check_view(view: RegionInfo, regions: Iterable[RegionInfo], known: Iterable[str]) -> None:
-    """Raise ``ConfigError`` unless each piece of a view lies in that piece of one of ``regions``.
+    """Raise ``ConfigError`` unless a view is part of one of ``regions``, piece by piece.
 
-    Or if the view is an impossible region, or its name is one of the ``known``.
+    Also raises it if the view is an invalid region, or its name is one of the ``known``.
     """
     check_region(view, known)
     if not any(_is_part(view, region) for region in regions):
         raise ConfigError(
             f"view {view.name!r} of {view.pieces} pieces of {view.piece_bytes} bytes at address "
-            f"{view.base_address} is part of no registered region; derive it from one"
+            f"{view.base_address} is not part of a registered region; derive it from one"
         )
 
 
@@ -89,7 +89,7 @@ def check_pieces(region: RegionInfo, pieces: PieceIndices) -> NDArray[np.int64]:
     indices: NDArray[np.int64] = np.asarray(pieces, dtype=np.int64)
     if indices.ndim != 1:
         raise TransportError(f"piece indices of shape {indices.shape}: a flat sequence is needed")
-    # One reduction: seen without its sign, a negative index is larger than any region.
+    # One reduction: as an unsigned number, a negative index is larger than any region.
     if indices.size and np.maximum.reduce(indices.view(np.uint64)) >= region.pieces:
         raise TransportError(
             f"pieces {indices.min()}..{indices.max()} of region {region.name!r}, which has "
@@ -118,7 +118,7 @@ def check_pair(
 
 
 def check_traffic_class(traffic_class: str, carried: Collection[str]) -> None:
-    """Raise ``TransportError`` for a class this agent's network settings do not carry."""
+    """Raise ``TransportError`` for a traffic class that this agent does not carry."""
     if traffic_class not in carried:
         raise TransportError(
             f"traffic class {traffic_class!r} is not carried by this agent ({sorted(carried)}); "

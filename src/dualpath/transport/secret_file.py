@@ -1,4 +1,4 @@
-"""Secrets that the parts of a cluster share: from a file, or from the environment."""
+"""Reads shared secrets from a file or from the environment."""
 
 import logging
 import os
@@ -13,7 +13,7 @@ log = logging.getLogger(__name__)
 
 
 class SecretText(NamedTuple):
-    """A secret, and for messages where it is from."""
+    """A secret and its origin (file or variable), which error messages name."""
 
     text: str
     origin: str
@@ -27,10 +27,10 @@ def read_secret(
     remedy: str,
     environment: Mapping[str, str] = os.environ,
 ) -> SecretText | None:
-    """Return what stands in ``file``, which ``setting`` names, or else in a variable, or None.
+    """Return the secret in ``file`` (the value of ``setting``), else in a variable, else None.
 
-    Raises ``ConfigError`` with the ``remedy`` for a file that cannot be read; one that every user
-    of the machine can read is warned of.
+    Raises ``ConfigError`` with the ``remedy`` for a file that cannot be read; logs a warning for a
+    file that every user of the machine can read.
     """
     if not file:
         text = environment.get(variable, "").strip()

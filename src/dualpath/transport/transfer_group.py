@@ -1,4 +1,4 @@
-"""Several posted transfers that count as one: the parts of a layer, each with a work list."""
+"""Several posted transfers as one: the parts of a layer, each with its own work list."""
 
 from collections.abc import Callable, Sequence
 
@@ -7,10 +7,10 @@ from dualpath.transport.contract import Transfer, TransferState
 
 
 def post_together(posts: Sequence[Callable[[], Transfer]]) -> Transfer:
-    """Post all of ``posts`` and return what ends when the last of them has ended.
+    """Post all of ``posts`` and return a transfer that ends when the last of them has ended.
 
-    Raises what the first of them raises: nothing moves then.  If a later one cannot be posted, what
-    is returned has failed once nothing of the others moves any more.
+    An exception of the first post is raised: then nothing was posted.  If a later post fails, the
+    returned transfer fails once the posted ones have ended.
     """
     first, *others = posts
     posted = [first()]
@@ -25,9 +25,9 @@ def post_together(posts: Sequence[Callable[[], Transfer]]) -> Transfer:
 
 
 class TransferGroup:
-    """See ``dualpath.transport.contract.Transfer``; ``refusal``: why part of it is not there.
+    """See ``dualpath.transport.contract.Transfer``; ``refusal``: error of a post that failed.
 
-    It is MOVING as long as any of them is: memory of one that failed is not free before.
+    The group is MOVING as long as any transfer is, so that no memory is reused before.
     """
 
     def __init__(self, transfers: Sequence[Transfer], refusal: str | None = None) -> None:
@@ -36,7 +36,7 @@ class TransferGroup:
         self._refusal = refusal
 
     def poll(self) -> TransferState:
-        """Drive all of them."""
+        """Drive all transfers and return the state of the group."""
         states = {transfer.poll() for transfer in self._transfers}
         if TransferState.MOVING in states:
             return TransferState.MOVING
@@ -44,11 +44,11 @@ class TransferGroup:
         return TransferState.FAILED if failed else TransferState.DONE
 
     def error(self) -> str | None:
-        """Return why the first that failed did, or None."""
+        """Return the error of the first transfer that failed, or None."""
         errors = (transfer.error() for transfer in self._transfers)
         return next((error for error in errors if error is not None), self._refusal)
 
     def release(self) -> None:
-        """Give all handles back."""
+        """Release all handles."""
         for transfer in self._transfers:
             transfer.release()

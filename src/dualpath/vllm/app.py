@@ -1,15 +1,15 @@
-"""The router's HTTP application: vLLM's OpenAI routes, and a few of our own.
+"""The router's HTTP application: vLLM's OpenAI routes and a few of dualpath's own.
 
     GET /dualpath/v1/status   engines, queues and recent decisions
     GET /dashboard            the live page; its data is at /dualpath/v1/dashboard
     GET /health               200 while requests can be served: a prefill and a decode engine
-                              live and the router does not drain; else 503 and why
+                              are live and the router is not draining; otherwise 503 and the reason
     GET /metrics              vLLM's request metrics and the router's own
-    POST, DELETE /dualpath/v1/engines/ENGINE/pause   nothing new for an engine, or again
-    POST, DELETE /dualpath/v1/sessions/SESSION       hints for an agent's session, or its end
+    POST, DELETE /dualpath/v1/engines/ENGINE/pause   stop or resume dispatching to an engine
+    POST, DELETE /dualpath/v1/sessions/SESSION       send hints for an agent's session, or end it
 
-Unknown JSON fields of a request are ignored with a warning, as vLLM does: OpenAI clients send
-extensions freely.
+Unknown JSON fields of a request are ignored with a warning, as in vLLM, because OpenAI clients
+often send extensions.
 """
 
 import argparse
@@ -48,24 +48,24 @@ from dualpath.router.requests.limits import LimitedService, RequestLimits, conne
 from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
-from dualpath.vllm.drain_signal import drained_on_sigterm
-from dualpath.vllm.frontend import DualPathLLM, ServedEngines
-from dualpath.vllm.shared_port import LastAnswers, place_of
-from dualpath.vllm.validation import blame_bodies_for_broken_validators
+from dualpath.vllm.drain_signal import drain_on_sigterm
+from dualpath.vllm.frontend import DualPathLLM, RouterBackend
+from dualpath.vllm.shared_port import ConnectionCloser, server_parts
+from dualpath.vllm.validation import answer_400_for_validator_errors
 
-#: How long open connections may take to end after a signal; their requests have failed by then.
+#: Seconds that open connections may take to close after a signal; their requests failed before.
 SHUTDOWN_GRACE_S = 5
 
 
-class FrontEndOfClients(ServedEngines, LimitedService, HintedService, Protocol):
-    """A front end's service as the HTTP application knows it, wherever its scheduler is."""
+class ClientFrontEnd(RouterBackend, LimitedService, HintedService, Protocol):
+    """What the HTTP application uses of a front end; the scheduler is here or behind a link."""
 
     def unready(self) -> str | None:
-        """Return why clients had better go elsewhere at present, None if all is well."""
+        """Return why requests cannot be served at present, None if they can."""
         ...
 
     async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Let what is under way end, until a limit is over; as ``FrontEnd.drain``."""
+        """Wait for running requests to end, up to a time limit; see ``FrontEnd.drain``."""
         ...
 
     def status(self) -> object:
@@ -78,16 +78,16 @@ class FrontEndOfClients(ServedEngines, LimitedService, HintedService, Protocol):
 
 
 class ModeHeaders:
-    """ASGI middleware: says the mode in every response, and in Oracle what its text is worth.
+    """ASGI middleware: adds the mode to every response, in Oracle with a note that text is invalid.
 
-    Touches only the head of a response, so that streams pass through unbuffered.
+    Changes only the headers of a response, so that streams pass through unbuffered.
     """
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass the call on, adding headers to an HTTP response."""
+        """Forward the call and add headers to an HTTP response."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -110,14 +110,12 @@ def _mode_headers(mode: Mode | None) -> list[tuple[bytes, bytes]]:
     return headers
 
 
-async def make_app(
-    llm: DualPathLLM, service: FrontEndOfClients, args: argparse.Namespace
-) -> FastAPI:
+async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Namespace) -> FastAPI:
     """Return the application for vLLM's ``args``; ``llm`` and ``service`` outlive it."""
     tasks = await llm.get_supported_tasks()
-    args.middleware = [*args.middleware, *layer_names()]
+    args.middleware = [*args.middleware, *middleware_names()]
     app = build_app(args, tasks, llm.model_config)
-    blame_bodies_for_broken_validators(app)
+    answer_400_for_validator_errors(app)
     await init_app_state(llm, app.state, args, tasks)
     app.state.dualpath_registry = service.registry
     app.state.dualpath_service = service
@@ -131,24 +129,24 @@ async def make_app(
     return app
 
 
-def add_cluster_calls(app: FastAPI, service: ClusterService) -> None:
-    """Add what the scheduler's own process answers alone: the live page, pauses and roles."""
+def add_cluster_routes(app: FastAPI, service: ClusterService) -> None:
+    """Add the routes that only the scheduler's process serves: dashboard, pauses and roles."""
     add_dashboard(app, service)
     add_pauses(app, service)
     add_roles(app, service)
 
 
-def layer_names() -> list[str]:
-    """Return our layers around vLLM's own for ``--middleware``, the innermost first.
+def middleware_names() -> list[str]:
+    """Return our middleware classes for ``--middleware``, innermost first, around vLLM's own.
 
-    The limits are outside the keys, and so count what the guard refuses.
+    ``RequestLimits`` is outside ``ApiKeyGuard``, so that it also counts requests that are refused.
     """
-    layers = (ApiKeyGuard, RequestLimits, ModeHeaders, LastAnswers)
+    layers = (ApiKeyGuard, RequestLimits, ModeHeaders, ConnectionCloser)
     return [f"{layer.__module__}.{layer.__name__}" for layer in layers]
 
 
 def add_dashboard(app: FastAPI, service: ClusterService) -> None:
-    """Add the live page and its data."""
+    """Add the dashboard page and its data."""
 
     async def data(request: Request) -> Response:
         try:
@@ -164,8 +162,8 @@ def add_dashboard(app: FastAPI, service: ClusterService) -> None:
     _put_first(app, "/dashboard", page)
 
 
-def guarded_protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
-    """Return what uvicorn makes for a new connection: its own protocol, with limits around it."""
+def limited_protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
+    """Return the protocol factory for uvicorn: its own protocol, wrapped in connection limits."""
     assert AutoHTTPProtocol is not None
 
     def protocol(**given: Any) -> asyncio.Protocol:  # noqa: ANN401 - uvicorn's own
@@ -175,13 +173,13 @@ def guarded_protocol(connections: Connections) -> Callable[..., asyncio.Protocol
 
 
 def _progress(protocol: asyncio.Protocol) -> Progress:
-    """Look at uvicorn's request and response of a connection, None before the first."""
+    """Return the current request of a uvicorn connection (None before the first) and its state."""
     cycle = protocol.cycle  # type: ignore[attr-defined]
     return Progress(cycle, cycle is not None and not cycle.response_complete)
 
 
 def add_pauses(app: FastAPI, service: ClusterService) -> None:
-    """Add the calls that pause an engine and let it go on."""
+    """Add the calls that pause and resume an engine."""
 
     async def pause(request: Request) -> Response:
         engine_id = request.path_params["engine_id"]
@@ -194,7 +192,7 @@ def add_pauses(app: FastAPI, service: ClusterService) -> None:
 
 
 def add_roles(app: FastAPI, service: RoledService) -> None:
-    """Add the calls by which engines change their role."""
+    """Add the calls that report and change the roles of engines."""
 
     async def roles(request: Request) -> Response:
         body = await request.body() if request.method == "POST" else None
@@ -205,7 +203,7 @@ def add_roles(app: FastAPI, service: RoledService) -> None:
 
 
 def add_sessions(app: FastAPI, service: HintedService) -> None:
-    """Add the calls by which clients speak of their sessions between two turns."""
+    """Add the calls with which clients send hints about their sessions between two turns."""
 
     async def session(request: Request) -> Response:
         session_id, over = request.path_params["session_id"], request.method == "DELETE"
@@ -221,25 +219,25 @@ async def serve_app(
     listener: socket.socket,
     shared: SharedPort | None = None,
 ) -> None:
-    """Serve until SIGINT or SIGTERM; return when nothing is open any more.
+    """Serve until SIGINT or SIGTERM; return when all connections are closed.
 
-    SIGTERM drains the service first, after it has left a ``shared`` port.  At SIGINT, and at a
-    second SIGTERM, what is open is answered with an error.
+    SIGTERM first leaves a ``shared`` port, then drains the service.  SIGINT, or a second SIGTERM,
+    fails the open requests with an error.
     """
     log_config = get_uvicorn_log_config(args)
-    service: FrontEndOfClients = app.state.dualpath_service
+    service: ClientFrontEnd = app.state.dualpath_service
     connections = Connections(connection_limits(service.settings), service.metrics)
 
     async def drain() -> None:
         if shared is None:
             await service.drain()
         else:
-            shared.taken(*place_of(app.state.server, connections))
+            shared.taken(*server_parts(app.state.server, connections))
             await shared.leave(service)
 
     app.state.dualpath_shared_port = shared
     collect_seldom()
-    drained_on_sigterm(drain)
+    drain_on_sigterm(drain)
     try:
         shutdown: Awaitable[None] = await serve_http(
             app,
@@ -254,7 +252,7 @@ async def serve_app(
             h11_max_header_count=args.h11_max_header_count,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
-            http=guarded_protocol(connections),
+            http=limited_protocol(connections),
             ws="none",
             **({"log_config": log_config} if log_config is not None else {}),
         )
@@ -264,11 +262,11 @@ async def serve_app(
 
 
 def _put_first(app: FastAPI, path: str, endpoint: Callable[..., Awaitable[Response]]) -> None:
-    """Add a GET route that wins over vLLM's of the same path."""
+    """Add a GET route that takes precedence over vLLM's route of the same path."""
     app.router.routes.insert(0, APIRoute(path, endpoint, methods=["GET"]))
 
 
-def _health_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
+def _health_endpoint(service: ClientFrontEnd) -> Callable[[Request], Awaitable[Response]]:
     async def health(request: Request) -> Response:
         reason = service.unready()
         if reason is None and not request.app.state.engine_client.errored:
@@ -278,9 +276,9 @@ def _health_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitabl
     return health
 
 
-def _metrics_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
+def _metrics_endpoint(service: ClientFrontEnd) -> Callable[[Request], Awaitable[Response]]:
     async def metrics(request: Request) -> Response:
-        # Shared metrics of several processes are vLLM's and the router's in one.
+        # With metrics shared by several processes, the exposition already contains vLLM's metrics.
         vllms = b"" if shared_metrics() else generate_latest(get_prometheus_registry())
         body = vllms + service.exposition()
         return Response(body, headers={"Content-Type": CONTENT_TYPE_LATEST})
@@ -288,7 +286,7 @@ def _metrics_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitab
     return metrics
 
 
-def _status_endpoint(service: FrontEndOfClients) -> Callable[[Request], Awaitable[Response]]:
+def _status_endpoint(service: ClientFrontEnd) -> Callable[[Request], Awaitable[Response]]:
     async def status(request: Request) -> Response:
         return _json(service.status(), 200)
 

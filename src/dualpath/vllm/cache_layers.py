@@ -1,11 +1,11 @@
-"""A model's layers as the data plane counts them, out of the KV caches that vLLM names.
+"""Maps the KV caches that vLLM names to the numbered layers of the data plane.
 
-Mostly a layer of the model has one KV cache, by whose name vLLM calls the connector around the
-attention that uses it.  A layer of DeepSeek-V3.2 has two: latent KV and the keys of its indexer.
-They are two *parts* of one layer.  Where the connector is called around the latent attention only,
-the indexer computes before it and reads all earlier keys: such a layer must be in HBM before it
-begins (``begins_unseen``).  Layers that vLLM's own classes for the model compute at one place are
-called for in time (``sparse_attention``).
+Usually a layer of the model has one KV cache, and vLLM calls the connector with that cache's name
+before and after its attention.  A layer of DeepSeek-V3.2 has two caches: latent KV and the keys of
+its indexer.  They are two *parts* of one layer.  If the connector is called around the latent
+attention only, the indexer runs earlier and reads all earlier keys, so the layer must be in HBM
+before it begins (``read_before_hook``).  ``sparse_attention`` adds an earlier call for the classes
+in which one function reads both parts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import (
 
 from dualpath.core.blocks import BlockGeometry, first_seen_block
 from dualpath.core.errors import ConfigError
-from dualpath.vllm.sparse_attention import announces_whole_layer, calls_connector
+from dualpath.vllm.sparse_attention import calls_connector, calls_connector_first
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class CacheGroups(NamedTuple):
-    """vLLM's groups of layers: block ids of their own, all out of one pool.
+    """vLLM's KV cache groups: each has its own block ids, all allocated from one block pool.
 
-    ``windows``: for each group how many tokens its layers look back, None for all of them.
-    ``longest_tokens`` of a request.
+    ``windows``: each group's sliding window in tokens, None for full attention.
+    ``longest_tokens``: the longest request in tokens.
     """
 
     block_tokens: int
@@ -42,36 +42,39 @@ class CacheGroups(NamedTuple):
     longest_tokens: int
 
     def tokens_in(self, blocks: int) -> int:
-        """Return how many tokens of the longest requests so many blocks of the pool hold."""
+        """Return how many tokens of requests of the longest length fit this many pool blocks."""
         rows = -(-self.longest_tokens // self.block_tokens)
         return blocks * rows * self.block_tokens // sum(self._held(rows, w) for w in self.windows)
 
     def first_block(self, group: int, tokens: int) -> int:
-        """Return the first block that the group's layers need to compute the token ``tokens``.
+        """Return the first block that the group's layers need to compute token number ``tokens``.
 
-        vLLM may have given those before it to another request.
+        vLLM may have freed the blocks before it.
         """
         return first_seen_block(tokens, self.windows[group] or 0, self.block_tokens)
 
     def _held(self, rows: int, window: int | None) -> int:
-        """Blocks of a request of ``rows`` blocks in a group; a window may begin within one."""
+        """Return how many of a request's ``rows`` blocks a group holds at a time.
+
+        A window may begin within a block.
+        """
         if window is None:
             return rows
         return min(rows, -(-(window - 1) // self.block_tokens) + 1)
 
 
 def cache_groups(cache: "KVCacheConfig", longest_tokens: int) -> CacheGroups:
-    """Return the groups of a cache that ``cache_checks`` let pass."""
+    """Return the groups of a cache that ``cache_checks`` accepted."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     windows = tuple(s.sliding_window if isinstance(s, SlidingWindowSpec) else None for s in specs)
     return CacheGroups(specs[0].block_size, windows, longest_tokens)
 
 
 class CacheLayer(NamedTuple):
-    """A layer: names and bytes of its parts, the first the one that vLLM calls the connector for.
+    """A layer: names of its parts and their bytes per block.
 
-    ``group`` is vLLM's group of layers whose block ids are its own, ``window_tokens`` how many
-    tokens, itself included, a token sees; 0 for all.
+    vLLM calls the connector with the first name.  ``group`` is the index of the layer's KV cache
+    group.  ``window_tokens`` is its sliding window in tokens, the current one included; 0 for none.
     """
 
     names: tuple[str, ...]
@@ -80,20 +83,20 @@ class CacheLayer(NamedTuple):
     window_tokens: int
 
     @property
-    def begins_unseen(self) -> bool:
-        """Whether part of it is read before the connector is called around attention."""
+    def read_before_hook(self) -> bool:
+        """Whether a part of the layer is read before the connector is called."""
         return len(self.names) > 1
 
 
 def hooked_layers(config: "VllmConfig") -> dict[str, int]:
-    """Return the layers around whose computation the connector is called; of a loaded model.
+    """Return the layers of a loaded model for which vLLM calls the connector, by name.
 
-    Each with its window in tokens, 0 where it has none.  The layer says it: where the hybrid
-    manager is off, all layers have one spec, which has the window of some or of none.
+    The values are their sliding windows in tokens, 0 for none.  They are read from the layers, not
+    from the specs: without the hybrid manager all layers have the same spec.
     """
     layers = config.compilation_config.static_forward_context
     hooked = (Attention, MLAAttention)
-    # A drafter of several modules may compute that many tokens again.
+    # A draft model of several modules may recompute this many tokens.
     again_tokens = max(config.num_prefill_lookahead_tokens - 1, 0)
     return {
         name: window + again_tokens if (window := _window_of(layer)) else 0
@@ -102,19 +105,19 @@ def hooked_layers(config: "VllmConfig") -> dict[str, int]:
     }
 
 
-def begins_unseen(config: "VllmConfig", layers: Sequence[CacheLayer]) -> bool:
-    """Whether a layer of a loaded model is read in part before the connector is called for it."""
+def read_before_hook(config: "VllmConfig", layers: Sequence[CacheLayer]) -> bool:
+    """Whether some layer of a loaded model is partly read before the connector is called for it."""
     kinds = config.compilation_config.static_forward_context
     return any(
-        layer.begins_unseen and not announces_whole_layer(type(kinds[layer.names[0]]))
+        layer.read_before_hook and not calls_connector_first(type(kinds[layer.names[0]]))
         for layer in layers
     )
 
 
 def _window_of(layer: object) -> int:
-    """Return a layer's window, 0 for none, and where it is not known what a token sees.
+    """Return a layer's sliding window in tokens; 0 if it has none or if it does not always apply.
 
-    Images that are a prefix for themselves are seen by their own tokens whatever the window.
+    With multimodal prefixes, the tokens of an image attend to the whole image beyond the window.
     """
     if not isinstance(layer, Attention) or layer.use_mm_prefix:
         return 0
@@ -122,9 +125,9 @@ def _window_of(layer: object) -> int:
 
 
 def cache_layers(cache: "KVCacheConfig", hooked: Mapping[str, int]) -> tuple[CacheLayer, ...]:
-    """Return the layers in model order; ``hooked`` as ``hooked_layers`` gives them.
+    """Return the layers in model order; ``hooked`` is what ``hooked_layers`` returned.
 
-    Raises ``ConfigError`` for a cache of which the connector would not hear in time, or at all.
+    Raises ``ConfigError`` for a cache for which vLLM calls the connector too late or not at all.
     """
     group_of = {name: i for i, g in enumerate(cache.kv_cache_groups) for name in g.layer_names}
     bytes_of = {
@@ -138,7 +141,7 @@ def cache_layers(cache: "KVCacheConfig", hooked: Mapping[str, int]) -> tuple[Cac
         for names in _layers_of_index(list(together), hooked.__contains__):
             if len({group_of[name] for name in names}) > 1:
                 raise ConfigError(
-                    f"KV caches {', '.join(names)} of one layer lie in several groups of blocks; "
+                    f"KV caches {', '.join(names)} of one layer are in several KV cache groups; "
                     "dualpath moves the parts of a layer together: serve another model"
                 )
             sizes = tuple(bytes_of[name] for name in names)
@@ -149,28 +152,28 @@ def cache_layers(cache: "KVCacheConfig", hooked: Mapping[str, int]) -> tuple[Cac
 def _layers_of_index(
     names: Sequence[str], is_hooked: Callable[[str], bool]
 ) -> list[tuple[str, ...]]:
-    """Return which caches with one number make a layer each."""
+    """Return which caches with the same layer number form one layer."""
     hooked = [name for name in names if is_hooked(name)]
     others = [name for name in names if not is_hooked(name)]
     if not others:
         return [(name,) for name in hooked]
     if len(hooked) != 1:
         raise ConfigError(
-            f"vLLM calls no connector around {', '.join(others)}, so that nobody would know when "
-            "its KV is used; serve a model with vLLM's own attention in all layers"
+            f"vLLM does not call the connector around {', '.join(others)}, so that it is unknown "
+            "when its KV is read; serve a model with vLLM's own attention in all layers"
         )
     return [(*hooked, *others)]
 
 
 def geometry_of(layers: Sequence[CacheLayer], block_tokens: int, slices: int = 1) -> BlockGeometry:
-    """Return the shape of whole blocks, of which these layers have one of ``slices`` slices."""
+    """Return the geometry of whole blocks; these layers hold one of ``slices`` slices of them."""
     parts = (tuple(slices * size for size in layer.part_bytes) for layer in layers)
     windows = tuple(layer.window_tokens for layer in layers)
     return BlockGeometry(block_tokens, tuple(parts), windows if any(windows) else ())
 
 
 def specs_of(cache: "KVCacheConfig") -> list["KVCacheSpec"]:
-    """Return what vLLM keeps for its layers; those of a group that are alike have one spec."""
+    """Return the specs of all layers; equal layers of a group share one spec."""
     return [spec for g in cache.kv_cache_groups for spec in iter_layer_specs(g.kv_cache_spec)]
 
 

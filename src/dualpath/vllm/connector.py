@@ -7,7 +7,7 @@ Use it with
         "router": "tcp://10.0.0.1:5700", "storage": "/mnt/kv"}}'
 
 The keys of ``kv_connector_extra_config`` are those of ``dualpath.engine.settings``; the other
-arguments an engine needs are ``engine_arguments``'.
+arguments that an engine needs are listed in ``engine_arguments``.
 """
 
 import os
@@ -37,8 +37,8 @@ from dualpath.vllm.cache_layers import (
     hooked_layers,
 )
 from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
-from dualpath.vllm.draft_context import most_prompt_tokens
-from dualpath.vllm.drain_signal import pass_drain_signal_on
+from dualpath.vllm.draft_context import max_drafted_prompt_tokens
+from dualpath.vllm.drain_signal import forward_drain_signal
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     PLUGIN,
@@ -48,11 +48,11 @@ from dualpath.vllm.engine_arguments import (
     join_vllm_logging,
 )
 from dualpath.vllm.engine_settings import engine_settings, engine_values
-from dualpath.vllm.late_blocks import LateBlocksMetadata
+from dualpath.vllm.late_blocks import HeldBlocksMetadata
 from dualpath.vllm.metadata import StepMetadata, WorkerFacts
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
-from dualpath.vllm.sparse_attention import announce_sparse_layers
+from dualpath.vllm.sparse_attention import patch_sparse_layers
 from dualpath.vllm.tensor_parallel import place_of, slices_of
 from dualpath.vllm.worker_side import WorkerSide
 
@@ -80,28 +80,28 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         join_vllm_logging()
         self.settings = settings_of(vllm_config)
         check_engine_config(vllm_config, self.settings, kv_cache_config)
-        #: What passes cost, once the worker has said it; for the compute quota.
+        #: Costs of forward passes for the compute quota, None until the worker reports them.
         self.costs: PassCosts | None = None
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
-        # Blocks are the whole model's; this rank's pages are a slice of them.
+        # A block holds KV of the whole model; a page of this rank is a slice of it.
         slices = slices_of(vllm_config, kv_cache_config)
         groups = cache_groups(kv_cache_config, vllm_config.model_config.max_model_len)
         if role == KVConnectorRole.SCHEDULER:
-            # A guess where layers are not alike: vLLM tells its scheduler of one of them.
+            # An estimate if layers differ: vLLM's scheduler has the spec of only one of them.
             geometry = BlockGeometry.uniform(
                 layers=len(group.layer_names),
                 block_tokens=group.kv_cache_spec.block_size,
                 layer_block_bytes=group.kv_cache_spec.page_size_bytes * slices,
             )
-            most = most_prompt_tokens(vllm_config)
+            most = max_drafted_prompt_tokens(vllm_config)
             self._scheduler = SchedulerSide(self.settings, geometry, groups, most)
             parallel = vllm_config.parallel_config
             if parallel.world_size * parallel.data_parallel_size > 1:
-                pass_drain_signal_on()  # Workers are processes of their own.
+                forward_drain_signal()  # Workers are separate processes.
         else:
-            announce_sparse_layers(vllm_config)
+            patch_sparse_layers(vllm_config)
             layers = cache_layers(kv_cache_config, hooked_layers(vllm_config))
             geometry = geometry_of(layers, group.kv_cache_spec.block_size, slices)
             blocks = kv_cache_config.num_blocks
@@ -112,17 +112,17 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """Preemption needs no special care: buffers outlive a preempted prefill."""
+        """Return False: buffers outlive a preempted prefill, so preemption loses no KV."""
         return False
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        """A PE needs its per-layer hooks to run between graph pieces."""
+        """Return whether this is a PE: its per-layer hooks must run between graph pieces."""
         return engine_values(extra_config, os.environ).get("role") == Role.PREFILL.value
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: "VllmConfig") -> str:
-        """What vLLM gives where a backend has it; ``cache_checks`` looks at what it gave."""
+        """Return the wanted layout; a backend may not have it, so ``cache_checks`` checks."""
         return KV_LAYOUT
 
     # ------------------------------------------------------------------ scheduler side
@@ -150,38 +150,35 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished(
         self, request: "Request", block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Blocks may be freed at once: what may still be written is held on its own.
-
-        See ``late_blocks``.
-        """
+        """Let vLLM free the blocks at once; ``HeldBlocks`` holds blocks that may be written."""
         self._scheduling.finished(request)
         return False, None
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As ``request_finished``."""
+        """See ``request_finished``."""
         self._scheduling.finished(request)
         return False, None
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
-        """See ``SchedulerSide.note_late_blocks``."""
-        late = connector_output.kv_connector_worker_meta
-        if isinstance(late, LateBlocksMetadata):
-            self._scheduling.note_late_blocks(late)
+        """See ``SchedulerSide.update_held_blocks``."""
+        changes = connector_output.kv_connector_worker_meta
+        if isinstance(changes, HeldBlocksMetadata):
+            self._scheduling.update_held_blocks(changes)
 
     def has_pending_push_work(self) -> bool:
-        """See ``SchedulerSide.needs_a_step``: vLLM's one hook that asks whether to go on."""
-        return self._scheduling.needs_a_step
+        """See ``SchedulerSide.needs_step``; called when vLLM has no request to schedule."""
+        return self._scheduling.needs_step
 
     def set_xfer_handshake_metadata(
         self, metadata: dict[int, KVConnectorHandshakeMetadata]
     ) -> None:
-        """Learn from this engine's worker what its blocks are, and what passes cost."""
-        for said in metadata.values():
-            if isinstance(said, WorkerFacts):
-                self._scheduling.learn_geometry(said.geometry)
-                self.costs = self.costs or said.costs
+        """Receive the block geometry and pass costs from this engine's worker."""
+        for facts in metadata.values():
+            if isinstance(facts, WorkerFacts):
+                self._scheduling.set_geometry(facts.geometry)
+                self.costs = self.costs or facts.costs
 
     # ------------------------------------------------------------------ worker side
 
@@ -190,21 +187,21 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.register(kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata:
-        """What the scheduler's connector is to know."""
+        """Return the facts that the scheduler's connector needs from the worker."""
         return WorkerFacts(self.worker_side.geometry, self.worker_side.costs)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Start this step's transfers.
 
-        Here and not in ``start_load_kv``: vLLM calls that one after the forward pass unless a
-        request with a synchronous hit entered in this very step.
+        This is not done in ``start_load_kv``, because vLLM calls that one after the forward pass
+        unless a request with a synchronous hit was added in the same step.
         """
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StepMetadata)
         self.worker_side.begin_step(connector_metadata)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:  # noqa: ANN401
-        """Transfers are under way since ``bind_connector_metadata``."""
+        """Do nothing: ``bind_connector_metadata`` has started the transfers."""
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """See ``WorkerSide.wait_loaded``."""
@@ -225,13 +222,13 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker_side.end_step()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Requests whose H2D is over; failed ones are failed by vLLM and retried by the router."""
+        """Return finished and failed H2D copies; vLLM fails the latter and the router retries."""
         over, failed = self.worker_side.take_copied()
         return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
 
-    def build_connector_worker_meta(self) -> LateBlocksMetadata | None:
-        """See ``WorkerSide.take_late_blocks``."""
-        return self.worker_side.take_late_blocks()
+    def build_connector_worker_meta(self) -> HeldBlocksMetadata | None:
+        """See ``WorkerSide.take_held_blocks``."""
+        return self.worker_side.take_held_blocks()
 
     def shutdown(self) -> None:
         """Leave the cluster."""
@@ -245,13 +242,13 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def worker_side(self) -> WorkerSide:
-        """What the worker's connector does; the scheduler's has none."""
+        """The worker's half of the connector; the scheduler's connector has none."""
         assert self._worker is not None, "called on the scheduler's connector"
         return self._worker
 
 
 def settings_of(config: "VllmConfig") -> EngineSettings:
-    """Return this engine's settings; raises ``ConfigError`` for unknown or impossible ones."""
+    """Return this engine's settings; raises ``ConfigError`` for unknown or invalid ones."""
     transfer = config.kv_transfer_config
     assert transfer is not None
     settings = engine_settings(transfer.kv_connector_extra_config, os.environ)
@@ -274,8 +271,8 @@ def check_engine_config(
         )
     if (seed := os.environ.get("PYTHONHASHSEED")) is not None:
         problems.append(
-            f"PYTHONHASHSEED is {seed}, from which vLLM derives block keys that no other engine "
-            "and no router shares; unset it"
+            f"PYTHONHASHSEED is {seed}: vLLM derives block keys from it that differ from those of "
+            "the router and of other engines; unset it"
         )
     if settings.role is Role.PREFILL:
         problems += _prefill_problems(config, settings)
@@ -283,24 +280,23 @@ def check_engine_config(
         raise ConfigError(
             f"engine {settings.engine_id} cannot join a DualPath cluster: "
             + "; ".join(problems)
-            + f". All that a {settings.role} engine needs: "
+            + f". Arguments that a {settings.role} engine needs: "
             + " ".join(argument.typed for argument in engine_arguments(settings))
-            + f"; the vLLM plugin {PLUGIN!r} adds what is left out, if dualpath is installed and "
+            + f"; the vLLM plugin {PLUGIN!r} adds missing ones, if dualpath is installed and "
             "VLLM_PLUGINS allows it"
         )
 
 
 def _model_problems(config: "VllmConfig") -> list[str]:
-    """Name what makes a block's KV depend on more than the tokens that its key stands for."""
+    """Describe what makes the KV of a block depend on more than the tokens of its key."""
     model = config.model_config
     found = {
-        "a diffusion model, whose KV changes with what follows": model.is_diffusion,
-        "an encoder and a decoder, whose KV depends on the encoder's input": (
+        "a diffusion model: its KV depends on later tokens": model.is_diffusion,
+        "an encoder-decoder model: its KV depends on the encoder's input": (
             model.is_encoder_decoder
         ),
-        "weight_transfer_config, so that weights change under stored KV; leave it out": (
-            config.weight_transfer_config is not None
-        ),
+        "weight_transfer_config is set: weights would change while KV computed with the former "
+        "weights is stored; leave it out": (config.weight_transfer_config is not None),
     }
     return [problem for problem, there in found.items() if there]
 
@@ -309,19 +305,19 @@ def _parallel_problems(parallel: "ParallelConfig") -> list[str]:
     problems = []
     if parallel.pipeline_parallel_size != 1:
         problems.append(
-            f"pipeline parallel size {parallel.pipeline_parallel_size}, which spreads a model's "
-            "layers over ranks; leave --pipeline-parallel-size out, or use --tensor-parallel-size"
+            f"pipeline parallel size is {parallel.pipeline_parallel_size}: layers would be spread "
+            "over ranks; leave --pipeline-parallel-size out, or use --tensor-parallel-size"
         )
     if parallel.nnodes_within_dp > 1:
         problems.append(
-            f"{parallel.nnodes_within_dp} nodes for one engine, whose ranks share memory; leave "
-            "--nnodes out"
+            f"{parallel.nnodes_within_dp} nodes for one engine: its ranks share memory and must be "
+            "on one node; leave --nnodes out"
         )
     contexts = parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size
     if contexts != (1, 1):
         problems.append(
-            f"context parallel sizes {contexts}, which spread a block's tokens over ranks; leave "
-            "--prefill-context-parallel-size and --decode-context-parallel-size out"
+            f"context parallel sizes are {contexts}: the tokens of a block would be spread over "
+            "ranks; leave --prefill-context-parallel-size and --decode-context-parallel-size out"
         )
     return problems + group_problems(parallel)
 
@@ -341,8 +337,8 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
     assert config.kv_transfer_config is not None
     if (policy := config.kv_transfer_config.kv_load_failure_policy) != "fail":
         problems.append(
-            f"kv_load_failure_policy is {policy!r}, so that what the PE refuses would be computed "
-            "without its KV; leave it out of --kv-transfer-config"
+            f"kv_load_failure_policy is {policy!r}: requests that the PE refuses would be computed "
+            "without their KV; leave it out of --kv-transfer-config"
         )
     aliased = settings.layer_buffers > 0
     if aliased and config.parallel_config.worker_cls != WORKER_CLASS:
@@ -352,14 +348,14 @@ def _prefill_problems(config: "VllmConfig", settings: EngineSettings) -> list[st
         )
     if aliased and not settings.mode.layerwise:
         problems.append(
-            f"mode {settings.mode} keeps all layers in HBM; set layer_buffers to 0, not "
-            f"{settings.layer_buffers}"
+            f"mode {settings.mode} holds all layers in HBM, but layer_buffers is "
+            f"{settings.layer_buffers}; set layer_buffers to 0"
         )
     return problems
 
 
 def _budget_problems(config: "VllmConfig") -> list[str]:
-    """A pass that may not hold one block would never take a part of a longer prompt."""
+    """Describe token budgets below one block, with which a long prompt would never be scheduled."""
     scheduler, block_tokens = config.scheduler_config, config.cache_config.block_size
     budgets = {
         "max-num-batched-tokens": scheduler.max_num_batched_tokens,
@@ -367,8 +363,8 @@ def _budget_problems(config: "VllmConfig") -> list[str]:
         "long-prefill-token-threshold": scheduler.long_prefill_token_threshold or block_tokens,
     }
     return [
-        f"{name} is {tokens}, chunks of a prompt end with a block of {block_tokens} tokens; give "
-        f"--{name} at least {block_tokens}"
+        f"{name} is {tokens}, but chunks of a prompt end at blocks of {block_tokens} tokens; set "
+        f"--{name} to at least {block_tokens}"
         for name, tokens in budgets.items()
         if tokens < block_tokens
     ]

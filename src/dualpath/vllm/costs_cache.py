@@ -1,7 +1,7 @@
-"""Remembers what an engine measured, by everything that the measurement depends on.
+"""Caches an engine's measured pass costs in a file, keyed by all that the measurement depends on.
 
-A busy machine makes passes look slow, never fast: of the first ``STARTS`` starts the fastest
-counts, and what is older than ``MAX_AGE_S`` is measured anew.
+A busy machine makes passes look slower, never faster: the fastest of the first ``STARTS`` starts is
+used.  Costs older than ``MAX_AGE_S`` are measured again.
 """
 
 import hashlib
@@ -17,14 +17,17 @@ from dualpath.vllm.pass_costs import PassCosts
 log = logging.getLogger(__name__)
 
 
-#: So many starts measure before one believes what those before it found.
+#: Number of starts that measure; later starts use the cached costs.
 STARTS = 3
-#: Seconds for which costs are believed: a machine gets other drivers, clocks and neighbours.
+#: Seconds for which cached costs are valid: drivers, clocks and other load of a machine change.
 MAX_AGE_S = 7 * 24 * 3600.0
 
 
-class Remembered(msgspec.Struct, frozen=True):
-    """The ``costs`` found at ``measured_s`` (Unix time), the fastest of so many ``starts``."""
+class CachedCosts(msgspec.Struct, frozen=True):
+    """The fastest ``costs`` of ``starts`` starts, measured at ``measured_s`` (Unix time).
+
+    ``of`` are the names and values that the costs depend on.
+    """
 
     of: dict[str, str]
     costs: PassCosts
@@ -33,10 +36,10 @@ class Remembered(msgspec.Struct, frozen=True):
 
 
 class CostsCache:
-    """One file per ``of``: names and values that must be equal for costs to be.
+    """One file per ``of``: the names and values that the costs depend on.
 
-    Nothing fails for it: a file that cannot be read or written is as none.  Removing it makes
-    the next start measure anew.
+    A file that cannot be read or written is ignored with a warning.  After the file is removed, the
+    next start measures again.
     """
 
     def __init__(self, directory: Path, of: Mapping[str, str]) -> None:
@@ -45,10 +48,10 @@ class CostsCache:
         digest = hashlib.sha256(msgspec.json.encode(self._of)).hexdigest()[:24]
         self.file = directory / f"costs-{digest}.json"
 
-    def recall(self, now_s: float) -> Remembered | None:
-        """Return what was remembered; None if nothing was, or too long ago."""
+    def load(self, now_s: float) -> CachedCosts | None:
+        """Return the cached costs; None if there are none or they are too old."""
         try:
-            found = msgspec.json.decode(self.file.read_bytes(), type=Remembered)
+            found = msgspec.json.decode(self.file.read_bytes(), type=CachedCosts)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, ValueError) as error:
@@ -56,25 +59,25 @@ class CostsCache:
             return None
         costs = found.costs
         usable = costs.prefill_tokens_per_s > 0 and costs.attention.flops_per_s > 0
-        # A time to come is one of a clock that was wrong: nobody knows how old it is.
+        # A time in the future comes from a wrong clock, so the age is unknown.
         fresh = 0 <= now_s - found.measured_s <= MAX_AGE_S
         return found if found.of == self._of and usable and fresh else None
 
-    def remember(self, costs: PassCosts, now_s: float) -> Remembered:
-        """Write the fastest so far to the file, whole or not at all; return it."""
-        before = self.recall(now_s)
-        best = Remembered(self._of, costs, now_s)
+    def store(self, costs: PassCosts, now_s: float) -> CachedCosts:
+        """Write the fastest costs so far to the file atomically; return them."""
+        before = self.load(now_s)
+        best = CachedCosts(self._of, costs, now_s)
         if before is not None:
-            kept = before.costs.prefill_tokens_per_s > costs.prefill_tokens_per_s
-            best = msgspec.structs.replace(before if kept else best, starts=before.starts + 1)
+            faster = before.costs.prefill_tokens_per_s > costs.prefill_tokens_per_s
+            best = msgspec.structs.replace(before if faster else best, starts=before.starts + 1)
         self._write(best)
         return best
 
-    def _write(self, best: Remembered) -> None:
-        beside = self.file.with_suffix(f".{os.getpid()}")
+    def _write(self, best: CachedCosts) -> None:
+        temporary = self.file.with_suffix(f".{os.getpid()}")
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
-            beside.replace(self.file)
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
+            temporary.replace(self.file)
         except OSError as error:
-            log.warning("measured costs are not remembered in %s: %s", self.file, error)
+            log.warning("measured costs cannot be written to %s: %s", self.file, error)

@@ -1,9 +1,10 @@
-"""Mends vLLM's LoRA kernels for CPUs, with which requests without an adapter would get one.
+"""Patches vLLM's LoRA kernels for CPUs, which apply an adapter to requests that have none.
 
-vLLM 0.32 numbers the adapters of a batch's tokens, -1 for none.  Its kernels for GPUs skip those;
-the ones in PyTorch take -1 for an index, which is the last adapter in memory.  A request for the
-base model would so be answered, and stored, with the KV of another.  The functions that add an
-adapter's output are wrapped to add nothing there; on kernels that are right this changes nothing.
+vLLM 0.32 gives each token of a batch the index of its adapter, -1 for none.  The GPU kernels skip
+-1; the PyTorch kernels for CPUs use it as an index, which selects the last adapter in memory.  A
+request for the base model would then be answered with that adapter, and its KV stored as the base
+model's.  The functions that add an adapter's output are wrapped to add 0 for these tokens; correct
+kernels are not affected.
 """
 
 from collections.abc import Callable
@@ -13,26 +14,26 @@ from typing import Any
 import torch
 from vllm.platforms import current_platform
 
-#: Where the functions are called from.
+#: Modules that call the functions.
 _CALLERS = ("vllm.lora.ops.torch_ops.lora_ops", "vllm.lora.punica_wrapper.punica_cpu")
 _EXPANDS = ("bgmv_expand", "bgmv_expand_slice")
 
 
-def mend_cpu_adapters() -> None:
-    """Let tokens without an adapter get none, in this process; idempotent."""
+def patch_cpu_lora_kernels() -> None:
+    """Patch the kernels of this process so that tokens without an adapter get none; idempotent."""
     if current_platform.device_type != "cpu":
         return
     for module in map(import_module, _CALLERS):
         for name in _EXPANDS:
             original = getattr(module, name)
             if not hasattr(original, "__wrapped__"):
-                setattr(module, name, without_strangers(original))
+                setattr(module, name, skip_missing_adapters(original))
 
 
-def without_strangers(expand: Callable[..., None]) -> Callable[..., None]:
+def skip_missing_adapters(expand: Callable[..., None]) -> Callable[..., None]:
     """Return ``expand`` with inputs of 0 for tokens whose index is -1."""
 
-    def mended(
+    def patched(
         inputs: torch.Tensor,
         weights: torch.Tensor,
         output: torch.Tensor,
@@ -41,5 +42,5 @@ def without_strangers(expand: Callable[..., None]) -> Callable[..., None]:
     ) -> None:
         expand(inputs.masked_fill((indices < 0).unsqueeze(1), 0), weights, output, indices, *rest)
 
-    mended.__wrapped__ = expand  # type: ignore[attr-defined]
-    return mended
+    patched.__wrapped__ = expand  # type: ignore[attr-defined]
+    return patched

@@ -1,10 +1,10 @@
-"""Lets vLLM's kernels for CPUs use AMX from an engine's first pass on.
+"""Enables AMX for vLLM's CPU kernels before an engine's first pass.
 
-Linux lends AMX's tile registers to processes that have asked for them; for others their first
-instruction on a tile is an illegal one.  vLLM 0.32 does not ask: oneDNN does so with the first
-product of matrices that it is given.  A plain engine's first pass is a prompt, and that is early
-enough.  A DE's first pass may be one token, whose products with small weights are no work for
-oneDNN, and the attention after them would end the process.
+Linux grants the AMX tile registers to a process on request; without it, a tile instruction ends the
+process with SIGILL.  vLLM 0.32 does not request them; oneDNN does at its first matrix product.  A
+plain engine's first pass is a prompt, whose products go through oneDNN before its attention.  A
+DE's first pass may be one token, whose small products do not go through oneDNN, and the attention
+after them would end the process.
 """
 
 import logging
@@ -14,15 +14,15 @@ import torch
 log = logging.getLogger(__name__)
 
 
-def allow_tiles(device: torch.device) -> None:
-    """Ask for the tile registers where ``device`` is a CPU that has them; idempotent.
+def enable_amx_tiles(device: torch.device) -> None:
+    """Request the tile registers if ``device`` is a CPU that has them; idempotent.
 
-    A kernel that refuses them is said, and no error: only some dtypes need tiles.
+    If Linux refuses them, a warning is logged and no error raised: only some dtypes need tiles.
     """
     if device.type != "cpu" or not torch.cpu._is_amx_tile_supported():
         return
     if not torch.cpu._init_amx():
         log.warning(
-            "this CPU has AMX and the operating system does not lend its tile registers; if the "
+            "this CPU has AMX, but the operating system does not grant its tile registers; if the "
             "engine ends with SIGILL, start it with --dtype float32"
         )

@@ -1,10 +1,10 @@
-"""A CUDA GPU as ``engine.device`` sees it: events for events, copy streams of its own.
+"""Implements ``engine.device`` for a CUDA GPU: CUDA events, and streams for H2D and D2H copies.
 
-Events are recorded on the stream the calling thread computes on, which vLLM's hooks run on, and
-made with blocking synchronisation: a thread that waits sleeps instead of spinning a core.  H2D and
-D2H copies have a stream each, because a GPU has a copy engine for each way.
+Events are recorded on the calling thread's current stream, which is the compute stream in vLLM's
+hooks, and use blocking synchronisation: a waiting thread sleeps instead of spinning.  H2D and D2H
+copies have a stream each, because a GPU has a copy engine for each direction.
 
-Not run on a GPU yet.
+This has not been run on a GPU yet.
 """
 
 from collections.abc import Iterator
@@ -27,9 +27,9 @@ INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
 
 def open_device(device: torch.device, device_copies: str) -> Device:
-    """Return the device of an engine's KV memory, with who copies between its DRAM and HBM.
+    """Return the device of an engine's KV memory, with its copier between DRAM and HBM.
 
-    ``device_copies``: "nixl", "cuda", or "auto" for CUDA where no RDMA NIC is up.  Raises
+    ``device_copies`` is "nixl", "cuda", or "auto", which means CUDA if no RDMA NIC is up.  Raises
     ``ConfigError`` for "cuda" without a GPU, its driver or cuda-bindings.
     """
     if device.type != "cuda":
@@ -43,7 +43,7 @@ def open_device(device: torch.device, device_copies: str) -> Device:
 
 
 def has_rdma_nic(devices: Path = INFINIBAND_DEVICES) -> bool:
-    """Whether a port of an RDMA device of this machine is active."""
+    """Whether this machine has an RDMA device with an active port."""
     return any("ACTIVE" in _text(state) for state in devices.glob("*/ports/*/state"))
 
 
@@ -56,7 +56,7 @@ def _text(path: Path) -> str:
 
 @contextmanager
 def _cuda_errors(what: str) -> Iterator[None]:
-    """Turn what torch raises for a failed device into ``TransportError``."""
+    """Convert torch's ``RuntimeError`` for a failed device to ``TransportError``."""
     try:
         yield
     except RuntimeError as error:
@@ -64,18 +64,18 @@ def _cuda_errors(what: str) -> Iterator[None]:
 
 
 class CudaEvent:
-    """An event that was recorded."""
+    """A recorded CUDA event."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self.event = event
 
     def passed(self) -> bool:
-        """Whether the GPU has come to it."""
+        """Whether the GPU has reached the event."""
         with _cuda_errors("the GPU failed"):
             return bool(self.event.query())
 
     def wait(self) -> None:
-        """Sleep until it has."""
+        """Sleep until the GPU has reached the event."""
         with _cuda_errors("the GPU failed"):
             self.event.synchronize()
 
@@ -90,7 +90,7 @@ class CudaCopy:
         self._error: str | None = None
 
     def poll(self) -> TransferState:
-        """Ask the event."""
+        """Return the state, updated from the event."""
         if self._state is TransferState.MOVING:
             try:
                 if self.event.passed():
@@ -100,11 +100,11 @@ class CudaCopy:
         return self._state
 
     def error(self) -> str | None:
-        """Return why it failed, or None."""
+        """Return why the copy failed, None if it has not."""
         return self._error
 
     def release(self) -> None:
-        """Nothing is held; raises ``TransportError`` while it moves."""
+        """Raise ``TransportError`` while the copy is running; there is nothing to free."""
         if self._state is TransferState.MOVING:
             raise TransportError("copy released while moving; poll it to the end first")
 
@@ -120,7 +120,7 @@ class CudaCopier:
         self._out_of_hbm = torch.cuda.Stream(device)
 
     def register(self, region: RegionInfo) -> None:
-        """Make a region known."""
+        """Register a region that copies may name."""
         self._regions[region.name] = region
 
     def copy(
@@ -133,7 +133,7 @@ class CudaCopier:
     ) -> CudaCopy:
         """Queue one batch on the stream of its direction; may be called from any thread.
 
-        Without pieces, as where another rank copies them, only the event is queued.
+        Without pieces, for example if another rank copies them, only the event is queued.
         """
         here, there = self._region(source), self._region(destination)
         from_indices, to_indices = check_pair(here, source_pieces, there, destination_pieces)
@@ -152,7 +152,7 @@ class CudaCopier:
         return CudaCopy(event, int(from_indices.size) * here.piece_bytes)
 
     def synchronize(self) -> None:
-        """Block until everything queued is over."""
+        """Block until all queued copies have ended."""
         self._into_hbm.synchronize()
         self._out_of_hbm.synchronize()
 
@@ -161,7 +161,7 @@ class CudaCopier:
 
 
 class CudaDevice:
-    """One GPU; ``driver`` None lets the transport do all copies."""
+    """One GPU; with ``driver`` None the transport does all copies."""
 
     def __init__(self, device: torch.device, driver: CudaDriver | None) -> None:
         self._device = device
@@ -170,12 +170,12 @@ class CudaDevice:
         self._pinned: list[tuple[int, object]] = []
 
     def enter_thread(self) -> None:
-        """Make the GPU's context current, which UCX expects of whoever posts its memory."""
+        """Make the GPU's context current, which UCX requires of threads that post GPU memory."""
         torch.cuda.set_device(self._device)
-        torch.cuda.current_stream(self._device).query()  # the context is made at the first call
+        torch.cuda.current_stream(self._device).query()  # the first call creates the context
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
-        """Register host memory in place: its alignment, which O_DIRECT needs, stays."""
+        """Pin host memory in place, which preserves the alignment that O_DIRECT needs."""
         with torch.cuda.device(self._device):
             status = _runtime().cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE).value
         if status != 0:
@@ -191,13 +191,13 @@ class CudaDevice:
             return _record(torch.cuda.current_stream(self._device))
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let the calling thread's stream wait; the thread does not."""
+        """Make the calling thread's stream wait for the event; the thread itself does not wait."""
         if event is not PASSED:
             with _cuda_errors("the GPU failed"):
                 torch.cuda.current_stream(self._device).wait_event(_event_of(event))
 
     def close(self) -> None:
-        """Wait for copies and unpin."""
+        """Wait for queued copies and unpin host memory."""
         pinned, self._pinned = self._pinned, []
         with torch.cuda.device(self._device):
             if self._copies is not None and pinned:

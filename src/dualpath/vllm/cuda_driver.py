@@ -1,10 +1,10 @@
-"""The two copy calls of the CUDA driver that torch has no name for, from NVIDIA's cuda-bindings.
+"""Two copy calls of the CUDA driver that torch does not expose, through NVIDIA's cuda-bindings.
 
-Drivers without a batch call of the bindings' form (before CUDA 12.8; before 13.0 with bindings 13)
-are asked copy by copy.  The bindings wrap each address on its own, which costs some 0.1 µs.
+With drivers that lack the batch call of the bindings' form (before CUDA 12.8; before 13.0 with
+bindings 13), each copy is one call.  The bindings wrap every address, which costs about 0.1 µs.
 
-Not run on a GPU yet.  Bindings 12.9 and 13.5 were run on a stand-in for ``libcuda`` that copies in
-host memory; tests call the same code with a stand-in for the bindings.
+This has not been run on a GPU yet.  Bindings 12.9 and 13.5 were run with a fake ``libcuda`` that
+copies in host memory; tests call the same code with fake bindings.
 """
 
 import importlib
@@ -18,9 +18,9 @@ from dualpath.core.extras import extra
 
 
 class CudaDriver:
-    """``bindings``: anything with the driver's calls, ``cuda.bindings.driver`` by default.
+    """Driver calls through ``bindings``, by default the module ``cuda.bindings.driver``.
 
-    Raises ``ConfigError`` without the bindings or a driver.  Calls act on the calling thread's
+    Raises ``ConfigError`` without the bindings or a driver.  Calls use the calling thread's CUDA
     context.
     """
 
@@ -40,10 +40,10 @@ class CudaDriver:
         self.batches = self._finds_batch_call()
 
     def _finds_batch_call(self) -> bool:
-        """Return whether the driver copies a whole batch with one call."""
+        """Return whether the driver can copy a whole batch with one call."""
         try:
             self._cuda.cuMemcpyBatchAsync([], [], [], 0, [], [], 0, 0)
-        except RuntimeError:  # not among the driver's functions
+        except RuntimeError:  # the driver lacks this function
             return False
         return True
 
@@ -54,9 +54,9 @@ class CudaDriver:
         sizes: NDArray[np.int64],
         stream: int,
     ) -> None:
-        """Queue copies of ``sizes[i]`` bytes from address to address; not in the default stream.
+        """Queue copies of ``sizes[i]`` bytes on ``stream``, which must not be the default stream.
 
-        Raises ``TransportError`` if the driver refuses; some copies may be queued then.
+        Raises ``TransportError`` if the driver refuses; some copies may have been queued.
         """
         if not self.batches:
             self.copy_each(sources, destinations, sizes, stream)
@@ -86,7 +86,7 @@ class CudaDriver:
         sizes: NDArray[np.int64],
         stream: int,
     ) -> None:
-        """As ``copy_batch``, with one call per copy."""
+        """Do the same as ``copy_batch``, with one call per copy."""
         rows = zip(sources.tolist(), destinations.tolist(), sizes.tolist(), strict=True)
         for source, destination, size in rows:
             (status,) = self._cuda.cuMemcpyAsync(destination, source, size, stream)
@@ -104,7 +104,7 @@ def _check(status: int, call: str, what: str) -> None:
 def merge_runs(
     sources: NDArray[np.int64], destinations: NDArray[np.int64], piece_bytes: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-    """Return (sources, destinations, sizes) in which neighbours on both sides are one copy."""
+    """Return (sources, destinations, sizes) with pieces contiguous on both sides merged."""
     if not sources.size:
         return sources, destinations, np.zeros(0, np.int64)
     follows = (np.diff(sources) == piece_bytes) & (np.diff(destinations) == piece_bytes)

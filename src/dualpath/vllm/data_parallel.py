@@ -1,10 +1,9 @@
-"""An engine as one rank of a vLLM data-parallel group, behind whatever load balancing (§A.4).
+"""An engine as one rank of a vLLM data-parallel group, with any load balancing (§A.4).
 
-Each rank is an engine of its own: one device, one scheduler, one data plane.  What they share is
-that they compute in lock step, so that one that ends takes the others with it.  vLLM never starts a
-rank alone; so ranks agree on a name for this start of their group while they still come up, through
-the group in which they will compute.  Where several ranks have one API server, a header of a
-request says which of them it is for.
+Each rank is an engine of its own, with one device, one scheduler and one data plane.  Ranks compute
+in lock step, so a rank that ends takes the others down with it.  vLLM always starts all ranks of a
+group together; while they start, they agree on the group's name and epoch with vLLM's own process
+group.  If several ranks share one API server, a request header selects the rank.
 """
 
 import uuid
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
 
 
 def engine_id_of_rank(engine_id: str, parallel: "ParallelConfig") -> str:
-    """Return a rank's own name: ranks may have been given one, as they share other settings."""
+    """Return the engine id of a rank: the configured id, with the rank appended in a group."""
     if parallel.data_parallel_size == 1 and parallel.data_parallel_index == 0:
         return engine_id
     return engine_id + rank_mark(parallel.data_parallel_index)
 
 
 def agree_on_group(engine_id: str, parallel: "ParallelConfig") -> GroupRank | None:
-    """Return this engine's place in its group, None if it computes on its own.
+    """Return this engine's place in its data-parallel group, None without a group.
 
-    All ranks call it once while they come up, and wait for each other.  The group is called what
-    its first rank was called.
+    All ranks call this once at start and wait for each other.  The group takes the name that its
+    first rank proposes.
     """
     if parallel.data_parallel_size == 1:
         return None
@@ -45,22 +44,25 @@ def agree_on_group(engine_id: str, parallel: "ParallelConfig") -> GroupRank | No
 
 
 def group_problems(parallel: "ParallelConfig") -> list[str]:
-    """Name what keeps ranks from being engines of a cluster."""
+    """Describe why ranks of this group cannot be engines of a cluster."""
     problems = []
-    # Ranks of a dense model compute on their own: vLLM hides from them that there are others.
+    # Ranks of a dense model compute independently, and vLLM hides the others from each of them.
     if parallel.data_parallel_size == 1 and parallel.data_parallel_index > 0:
         problems.append(
-            f"rank {parallel.data_parallel_index} of independent replicas of a dense model, of "
-            "which the first cannot know that it shares its server; leave --data-parallel-size "
-            "out and start a server for each"
+            f"rank {parallel.data_parallel_index} of independent replicas of a dense model: the "
+            "first replica cannot see that it shares its server; leave --data-parallel-size out "
+            "and start one server per replica"
         )
     if parallel.enable_elastic_ep:
-        problems.append("a group whose size changes; leave --enable-elastic-ep out")
+        problems.append("a group of variable size; leave --enable-elastic-ep out")
     return problems
 
 
 def _number_at_server(parallel: "ParallelConfig") -> int | None:
-    """Return what ``X-data-parallel-rank`` has to say: vLLM counts from 0 where ranks are local."""
+    """Return the value of ``X-data-parallel-rank`` that selects this rank at its API server.
+
+    None if the rank has a server of its own; vLLM counts local ranks from 0.
+    """
     if parallel.data_parallel_external_lb:
         return None
     if parallel.data_parallel_hybrid_lb:

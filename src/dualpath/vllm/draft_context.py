@@ -1,8 +1,8 @@
-"""How long a prompt may be where a draft model's KV is part of every block.
+"""Limit on prompt length if the KV of a draft model is part of every block.
 
-vLLM leaves a draft model out of a whole pass in which a request and the tokens that would be
-proposed for it do not fit its context.  The draft's layers of that pass would then have no KV, and
-nobody would say so: such prompts are refused before they are computed.
+If a request and its proposed tokens do not fit the draft model's context, vLLM skips the draft
+model for the whole pass.  The blocks of that pass would then lack KV of the draft's layers without
+any error, so such prompts are refused before they are computed.
 """
 
 from typing import TYPE_CHECKING
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def most_prompt_tokens(config: "VllmConfig") -> int | None:
-    """Return how many tokens a prompt may have for its drafts to be computed; None: no such limit.
+def max_drafted_prompt_tokens(config: "VllmConfig") -> int | None:
+    """Return the longest prompt in tokens that the draft model can process; None without a limit.
 
-    As vLLM 0.32 decides it for each pass (``_input_fits_in_drafter``).
+    The rule is vLLM 0.32's for each pass (``_input_fits_in_drafter``).
     """
     drafts = config.speculative_config
     if drafts is None or not (drafts.use_eagle() or drafts.uses_draft_model()):

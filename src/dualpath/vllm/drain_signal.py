@@ -1,13 +1,13 @@
-"""SIGTERM drains a process whose server is vLLM's; a second one, or SIGINT, ends it at once.
+"""Makes SIGTERM drain a process with vLLM's server; a second SIGTERM, or SIGINT, ends it at once.
 
-vLLM's server takes SIGINT and SIGTERM for the same wish to end now, and from then on its engine
-core refuses the requests that the router has yet to send.  Here SIGTERM is taken from it; when
-nothing is left to do, it gets its SIGINT.
+vLLM's server handles SIGINT and SIGTERM alike: it ends at once, and its engine core refuses
+requests that the router sends from then on.  Here SIGTERM is handled by dualpath instead, and
+vLLM gets a SIGINT when draining is complete.
 
-An engine is two processes: the server that gets the signal, and the engine core with the traffic
-manager, which talks to the router.  ``DRAIN_SIGNAL`` goes from one to the other, SIGINT comes back.
-With several ranks, or in a data-parallel group, the traffic manager is in a third, a worker of the
-engine core, which passes the signal on.
+An engine is two processes: the server, which receives the signal, and the engine core, which hosts
+the traffic manager with its connection to the router.  The server sends ``DRAIN_SIGNAL`` to the
+engine core, which sends SIGINT back.  With several ranks, or in a data-parallel group, the traffic
+manager is in a third process, a worker of the engine core, and the engine core forwards the signal.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ from collections.abc import Awaitable, Callable
 
 from dualpath.storage.host_process import process_stat
 
-#: Neither vLLM nor UCX uses it.
+#: A signal that neither vLLM nor UCX uses.
 DRAIN_SIGNAL = signal.SIGUSR2
-#: vLLM's name of an engine core's process; one of several has its rank behind it.
+#: vLLM's name for an engine core's process; with several cores the rank is appended.
 _ENGINE_CORE = "EngineCore"
-#: vLLM's name of the process of an engine core's first rank, where it is not the core itself.
+#: vLLM's name for the worker process of an engine core's first rank.
 _FIRST_WORKER = "VllmWorker-0"
 
 
-def drained_on_sigterm(drain: Callable[[], Awaitable[None]]) -> None:
-    """From the loop's next turn on, let SIGTERM run ``drain`` before the server ends.
+def drain_on_sigterm(drain: Callable[[], Awaitable[None]]) -> None:
+    """Make SIGTERM run ``drain`` before the server ends, from the loop's next iteration on.
 
     By then vLLM's ``serve_http``, if it is awaited next, has set its own handlers.
     """
@@ -51,9 +51,9 @@ def drained_on_sigterm(drain: Callable[[], Awaitable[None]]) -> None:
 
 
 async def drain_engine_core(timeout_s: float) -> None:
-    """Let this server's engine core drain; returns without having heard of it after ``timeout_s``.
+    """Make this server's engine core drain; return after ``timeout_s`` if it has not ended us.
 
-    At once where there is none, as in one of several servers of an engine.
+    Returns at once without an engine core, as in one of several servers of an engine.
     """
     cores = [c for c in multiprocessing.active_children() if c.name.startswith(_ENGINE_CORE)]
     for core in cores:
@@ -63,14 +63,14 @@ async def drain_engine_core(timeout_s: float) -> None:
         await asyncio.sleep(timeout_s)
 
 
-def on_drain_signal(ask: Callable[[], None]) -> None:
-    """Let the signal call ``ask``; in a thread, which cannot set it, nothing happens."""
+def on_drain_signal(request_drain: Callable[[], None]) -> None:
+    """Call ``request_drain`` at each drain signal; does nothing outside the main thread."""
     if threading.current_thread() is threading.main_thread():
-        signal.signal(DRAIN_SIGNAL, lambda number, frame: ask())
+        signal.signal(DRAIN_SIGNAL, lambda number, frame: request_drain())
 
 
-def pass_drain_signal_on() -> None:
-    """Let the signal go on to the worker of the first rank; called in an engine core."""
+def forward_drain_signal() -> None:
+    """Forward the drain signal to the worker of the first rank; called in an engine core."""
 
     def pass_on() -> None:
         for child in multiprocessing.active_children():
@@ -81,7 +81,7 @@ def pass_drain_signal_on() -> None:
 
 
 class ApiServer:
-    """The server of the engine that this process belongs to: the engine core, or a worker of it."""
+    """The API server process of this engine, seen from the engine core or one of its workers."""
 
     def __init__(self) -> None:
         self._parent = self._pid = os.getppid()
@@ -91,15 +91,15 @@ class ApiServer:
             self._pid = core.parent if core is not None else 0
 
     @property
-    def is_gone(self) -> bool:
-        """Whether it has ended, or the engine core between it and this process has."""
+    def has_exited(self) -> bool:
+        """Whether the server, or the engine core between it and this process, has ended."""
         if os.getppid() != self._parent:
             return True
         core = process_stat(self._parent) if self._pid != self._parent else None
         return core is not None and core.parent != self._pid
 
     def interrupt(self) -> None:
-        """Let it end."""
+        """Send SIGINT to the server, which ends it."""
         os.kill(self._pid, signal.SIGINT)
 
 

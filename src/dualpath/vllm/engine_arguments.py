@@ -1,13 +1,13 @@
-"""What a vLLM server needs to be a PE or DE, by name, and how it gets it.
+"""The vLLM arguments that a PE or DE needs, and the plugin that adds them to the command line.
 
-vLLM fixes scheduler and worker class, hash algorithm and routes before it makes a connector.  So a
-vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed command
-line* of a server whose ``--kv-transfer-config`` names our connector: arguments that were left out
-get the values below, as if they had been typed, and the log says which.  Nothing that was typed is
-changed; if it cannot work, the connector refuses it at start.  One function of vLLM is wrapped for
-that, ``EngineArgs.from_cli_args``, which every server calls once with its arguments.
+vLLM fixes scheduler class, worker class, hash algorithm and routes before it creates a connector.
+So a vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed
+command line* of a server whose ``--kv-transfer-config`` names our connector: arguments that were
+left out get the values below, as if they had been typed, and are logged.  Typed arguments are never
+changed; if they cannot work, the connector refuses them at start.  For this the plugin wraps one
+function of vLLM, ``EngineArgs.from_cli_args``, which every server calls once.
 
-Where the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints the arguments to
+If the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints the arguments to
 add.  Importing this module does not import vLLM.
 """
 
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 #: The version of vLLM that is installed and on which all tests run.
 SUPPORTED_VLLM = "0.32.0"
-#: Those on which real engines have answered as plain ones do (docs/reference/versions.md).
+#: Versions on which real engines gave the same answers as plain vLLM (docs/reference/versions.md).
 TESTED_VLLM = ("0.31.0", SUPPORTED_VLLM)
-#: Those that have every hook, by their source; no engine of them has run with the connector.
+#: Versions whose source has every hook; no engine of these has run with the connector.
 READ_VLLM = ("0.33.0",)
 
 #: Name of our entry point in ``vllm.general_plugins``.
@@ -44,11 +44,11 @@ SCHEDULER_CLASS = "dualpath.vllm.quota_scheduler.QuotaScheduler"
 WORKER_CLASS = "dualpath.vllm.layerwise_worker.LayerwiseWorker"
 GUARD_CLASS = "dualpath.vllm.engine_guard.EngineGuard"
 
-#: The only algorithm of vLLM whose keys all processes agree on (``core.blocks``).
+#: vLLM's only hash algorithm with the same keys in all processes (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
 
-#: All layers of a model with sliding windows in one group, in which no block is freed before its
-#: request ends; kernels still mask what is outside the window.
+#: Puts all layers of a model with sliding windows into one KV cache group, whose blocks are freed
+#: only when their request ends; kernels still mask tokens outside the window.
 ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 #: The router's default ``--block-tokens``; engines and router must agree.
@@ -63,9 +63,9 @@ _ANY_HOST = (None, "", "0.0.0.0", "::")
 
 
 class EngineArgument(NamedTuple):
-    """An argument of vLLM: its name, its value if nobody gave one, ours, and ours as typed.
+    """An argument of vLLM: name, vLLM's default, our value, and our value as typed.
 
-    Lists are added to.
+    If the value is a list, its elements are added to the given list.
     """
 
     name: str
@@ -74,7 +74,7 @@ class EngineArgument(NamedTuple):
     typed: str
 
     def add_to(self, args: Namespace) -> bool:
-        """Set it where nobody did; return whether that was so."""
+        """Set the argument if it was not given; return whether it was set."""
         given = getattr(args, self.name, self)
         if isinstance(self.value, list) and isinstance(given, list):
             missing = [each for each in self.value if each not in given]
@@ -89,8 +89,8 @@ class EngineArgument(NamedTuple):
 def lora_arguments(modules: Mapping[str, str]) -> list[str]:
     """Return vLLM's arguments for these LoRA adapters, for a router or an engine.
 
-    All stay in memory: one that is loaded again could have changed, and be stored under its
-    former digest.
+    All adapters stay in memory: an adapter that is loaded a second time could have changed, and
+    its KV would be stored under the former digest.
     """
     if not modules:
         return []
@@ -99,7 +99,7 @@ def lora_arguments(modules: Mapping[str, str]) -> list[str]:
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
-    """Return what an engine of these settings needs on its command line."""
+    """Return the arguments that an engine with these settings needs on its command line."""
     both = (
         EngineArgument("enable_scale_out", False, True, "--enable-scale-out"),
         EngineArgument(
@@ -129,17 +129,17 @@ def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
 
 
 def register() -> None:
-    """Make the connector known by its name and complete command lines; vLLM calls this.
+    """Register the connector and wrap ``from_cli_args`` to complete command lines.
 
-    vLLM loads plugins in each of its processes, possibly more than once.
+    This is the plugin's entry point; vLLM calls it in each of its processes, maybe more than once.
     """
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     try:
         KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
     except ValueError:
-        return  # done before
-    # Only a process that parses a command line has imported it.
+        return  # already registered in this process
+    # Only a process that parses a command line has imported this module.
     if arguments := sys.modules.get("vllm.engine.arg_utils"):
         _wrap(arguments.EngineArgs)
 
@@ -155,28 +155,28 @@ def _wrap(engine_args: Any) -> None:  # noqa: ANN401 - a class of vLLM
 
 
 def complete(args: Namespace) -> list[str]:
-    """Fill what the arguments of a DualPath engine leave open; return what was added, as typed.
+    """Add missing arguments of a DualPath engine; return the added ones, as typed.
 
-    Arguments of other servers stay as they are.  Raises ``ConfigError`` for impossible settings.
+    The arguments of other servers are not changed.  Raises ``ConfigError`` for invalid settings.
     """
     transfer = getattr(args, "kv_transfer_config", None)
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
     _check_server(args)
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
-    added = _identify(extra, args) + _keep_adapters(extra, args)
+    added = _identify(extra, args) + _add_adapters(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
     for argument in engine_arguments(settings):
         if argument.add_to(args):
             added.append(argument.typed)
     if added:
         join_vllm_logging()
-        log.info("engine %s of a DualPath cluster, added: %s", settings.engine_id, " ".join(added))
+        log.info("engine %s of a DualPath cluster: added %s", settings.engine_id, " ".join(added))
     return added
 
 
 def _check_server(args: Namespace) -> None:
-    """Raise ``ConfigError`` for a server that is not the one whose middleware is our guard."""
+    """Raise ``ConfigError`` for servers of vLLM that do not run our guard middleware."""
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
     unguarded = {
         "--grpc": getattr(args, "grpc", False),
@@ -186,13 +186,13 @@ def _check_server(args: Namespace) -> None:
     }
     if found := [name for name, there in unguarded.items() if there]:
         raise ConfigError(
-            f"{' and '.join(found)}: an engine of a DualPath cluster serves vLLM's HTTP API in "
-            "Python, where its guard stands; leave that out"
+            f"{' and '.join(found)}: an engine of a DualPath cluster needs vLLM's HTTP server in "
+            "Python, which runs the guard middleware; leave this option out"
         )
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
-    """Give the engine a name that outlives a restart, and the URL it serves at."""
+    """Set defaults for the engine's id, which is the same after a restart, and for its URL."""
     given = set(extra)
     values = engine_values(extra, os.environ)
     if "layer_buffers" not in values and values.get("mode") in _WHOLE_LAYER_MODES:
@@ -205,28 +205,28 @@ def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
     return [f"{key}={value}" for key, value in extra.items() if key not in given]
 
 
-def _keep_adapters(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
-    """Tell the engine its LoRA adapters, and let all of them stay in memory."""
+def _add_adapters(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
+    """Add the LoRA adapters to the engine's settings, and let all of them stay in memory."""
     modules = getattr(args, "lora_modules", None) or ()
     if not modules:
         return []
     if any(module.is_3d_lora_weight for module in modules):
         raise ConfigError(
-            "an adapter of --lora-modules has is_3d_lora_weight, which no engine of a DualPath "
-            "cluster has been tried with; leave it out"
+            "an adapter of --lora-modules has is_3d_lora_weight, which has not been tested in a "
+            "DualPath cluster; leave it out"
         )
     extra["lora_modules"] = {module.name: module.path for module in modules}
-    room = max(len(modules), args.max_loras)
-    keeps = EngineArgument("max_cpu_loras", None, room, f"--max-cpu-loras {room}")
-    return [keeps.typed] if keeps.add_to(args) else []
+    count = max(len(modules), args.max_loras)
+    argument = EngineArgument("max_cpu_loras", None, count, f"--max-cpu-loras {count}")
+    return [argument.typed] if argument.add_to(args) else []
 
 
 def _url(host: str | None, port: int | None, router: str) -> str:
-    """Return where the router reaches a server that listens on ``host``."""
+    """Return the URL at which the router reaches a server that listens on ``host``."""
     if not port:
         raise ConfigError(
-            f"port {port} does not say where the router reaches this engine; give --port, or "
-            "api_url in kv_connector_extra_config"
+            f"port is {port}, so the router cannot reach this engine; give --port, or api_url in "
+            "kv_connector_extra_config"
         )
     name = _address_towards(router) if host in _ANY_HOST else str(host)
     return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
@@ -242,15 +242,15 @@ def _address_towards(router: str) -> str:
             return str(probe.getsockname()[0])
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"no way to the router {router!r} ({error}); give router as tcp://host:port, or "
-            "api_url, in kv_connector_extra_config"
+            f"the router {router!r} cannot be reached ({error}); give router as tcp://host:port, "
+            "or api_url, in kv_connector_extra_config"
         ) from error
 
 
 def join_vllm_logging() -> None:
     """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
 
-    vLLM has them once its server's arguments are parsed, not when it is imported.
+    vLLM sets them when its server's arguments are parsed, not when it is imported.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
     ours.handlers = list(theirs.handlers)

@@ -1,8 +1,8 @@
 """vLLM's arguments and configuration for the router's process: a front end without an engine.
 
-The configuration is the one an engine would make of the same arguments, because rendering,
-tokenising, validating and detokenising all read it.  Nothing is loaded and nothing reserved:
-weights, KV memory and workers belong to the engines.
+The configuration is the one that an engine would create from the same arguments, because rendering,
+tokenising, validation and detokenising all read it.  No weights are loaded, no KV memory is
+reserved and no worker is started: these belong to the engines.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.serve_parser import make_arg_parser, validate_parsed_serve_args
 
-#: vLLM arguments that start something other than one HTTP front end, with their harmless values.
+#: vLLM arguments that do not apply to one HTTP front end, with the values that are accepted.
 _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "headless": (False,),
     "uds": (None,),
@@ -31,24 +31,24 @@ _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-#: Of one prompt, unless `--limit-mm-per-prompt` says otherwise: each is decoded in the router.
-MOST_IMAGES = 16
-#: Stands in messages to clients where no ``--allowed-media-domains`` are given.
-NO_DOMAIN = "none; send images as data: URLs"
+#: Images of one prompt without `--limit-mm-per-prompt`; the router decodes each of them.
+MAX_IMAGES = 16
+#: Appears in messages to clients if no ``--allowed-media-domains`` are given.
+NO_MEDIA_DOMAIN = "none; send images as data: URLs"
 
 
 class _Parser(FlexibleArgumentParser):
-    """vLLM's parser, except that a wrong argument is a ``ConfigError`` instead of an exit."""
+    """vLLM's parser, which raises ``ConfigError`` for a wrong argument instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"front-end arguments: {message}; see `vllm serve --help=all`")
 
 
 def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
-    """Return the namespace vLLM's server works with.
+    """Return the parsed arguments for vLLM's server.
 
-    Prompt token details are reported by default, since hit tokens are what this server is about.
-    Raises ``ConfigError`` for arguments vLLM refuses or that make no sense without an engine.
+    Prompt token details are reported by default, because they include ``cached_tokens``.
+    Raises ``ConfigError`` for arguments that vLLM refuses or that need an engine.
     """
     arguments = ["--host", settings.host, "--port", str(settings.port)]
     arguments += ["--dtype", settings.dtype, "--block-size", str(settings.block_tokens)]
@@ -67,10 +67,10 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
         validate_parsed_serve_args(namespace)
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"front-end arguments: {_one_line(error)}") from error
-    _bound_images(namespace)
-    for name, harmless in _FOREIGN_ARGUMENTS.items():
-        value = getattr(namespace, name, harmless[0])
-        if value not in harmless:
+    _restrict_images(namespace)
+    for name, accepted in _FOREIGN_ARGUMENTS.items():
+        value = getattr(namespace, name, accepted[0])
+        if value not in accepted:
             raise ConfigError(
                 f"--{name.replace('_', '-')} {value} does not apply to the router, which has no "
                 "engine of its own and serves one TCP port; leave it out, or give it to the engines"
@@ -78,21 +78,21 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
     return namespace
 
 
-def _bound_images(namespace: argparse.Namespace) -> None:
-    """Let the front end fetch nothing that it was not told to, and keep no images.
+def _restrict_images(namespace: argparse.Namespace) -> None:
+    """Restrict where the front end fetches images from, and disable its image cache.
 
-    Its cache goes by names that clients may choose: one would see what another sent.
+    The cache is keyed by names that clients choose, so one client could read another's image.
     """
     if not namespace.limit_mm_per_prompt:
-        namespace.limit_mm_per_prompt = {"image": MOST_IMAGES, "video": 0, "audio": 0}
+        namespace.limit_mm_per_prompt = {"image": MAX_IMAGES, "video": 0, "audio": 0}
     if not namespace.allowed_media_domains:
-        namespace.allowed_media_domains = [NO_DOMAIN]
+        namespace.allowed_media_domains = [NO_MEDIA_DOMAIN]
     namespace.mm_processor_cache_gb = 0
     namespace.enable_prefix_caching = False
 
 
 def adapter_paths(namespace: argparse.Namespace) -> dict[str, str]:
-    """Return the LoRA adapters that clients may name, and their paths."""
+    """Return the LoRA adapters that clients may request, with their paths."""
     return {module.name: module.path for module in namespace.lora_modules or ()}
 
 
@@ -111,9 +111,9 @@ def make_engine_config(namespace: argparse.Namespace) -> VllmConfig:
 
 
 def bind_listen_socket(namespace: argparse.Namespace, *, share_port: bool = False) -> socket.socket:
-    """Return the bound socket, so that a taken port is noticed before any work.
+    """Return the bound socket, so that a port in use is reported before any other work.
 
-    ``share_port``: others of this user that say so may have the same one.
+    With ``share_port``, other processes of the same user that set it may bind the same port.
 
     Raises ``ConfigError`` naming the port, or the unknown tool or reasoning parser.
     """
@@ -126,13 +126,13 @@ def bind_listen_socket(namespace: argparse.Namespace, *, share_port: bool = Fals
         ) from error
     except KeyError as error:
         raise ConfigError(_one_line(error.args[0])) from error
-    # Connections inherit it. asyncio sets it only on sockets that name TCP as their protocol,
-    # which vLLM's does not: each token would wait for the client to acknowledge the one before.
+    # Connections inherit TCP_NODELAY. asyncio sets it only on sockets created with the protocol
+    # TCP, which vLLM's is not: each token would wait for the ack of the one before.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 
 
 def _one_line(error: object) -> str:
-    """Return the gist of a possibly long message on one line of at most 300 characters."""
+    """Return a possibly long message on one line, cut to 300 characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= 300 else f"{text[:297]}..."

@@ -1,9 +1,9 @@
-"""What vLLM's ``AsyncLLM`` takes for its engine: the router, which owns PEs and DEs.
+"""An engine core client for vLLM's ``AsyncLLM`` that sends requests to the router's PEs and DEs.
 
-``AsyncLLM`` hands over tokenised requests and pulls engine outputs, and does not care where they
-were made.  ``RoutedEngineCore`` is that half of vLLM's ``EngineCoreClient`` interface which serves
-requests; operations on an engine's inside (sleep, weights, profiling) are refused, since
-there are many engines behind it, each with an API of its own.
+``AsyncLLM`` adds tokenised requests and pulls engine outputs.  ``RoutedEngineCore`` implements the
+part of vLLM's ``EngineCoreClient`` interface that serves requests.  Operations on one engine
+(sleep, weights, profiling) are refused, because there are many engines behind it, each with its own
+API.
 """
 
 import asyncio
@@ -29,10 +29,10 @@ from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
 from vllm.v1.outputs import LogprobsLists
 
 from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.vllm.prompt_images import SentImage, check_fit, sent_images
+from dualpath.vllm.prompt_images import ImageInput, check_encoder_cache, image_inputs
 from dualpath.vllm.request_job import NO_ADAPTERS, ClientRequest, make_job
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class TokenSource(Protocol):
 
 
 class EngineResources:
-    """The state ``AsyncLLM`` looks at to learn that its engine has ended."""
+    """The state from which ``AsyncLLM`` reads whether its engine has ended."""
 
     def __init__(self) -> None:
         self.engine_dead = False
@@ -62,17 +62,17 @@ class _Failure:
 
 
 class _Ended:
-    """A request ended without a last output; only the count of requests is news."""
+    """A request ended without a last output; only the count of running requests has changed."""
 
 
 class RoutedEngineCore:
     """Runs each request as a task on the router's service and queues its outputs.
 
-    ``encoder_tokens`` are those of images that an engine holds at a time.
+    ``encoder_tokens`` is the size of an engine's encoder cache in tokens of images.
 
     ``on_failure(request_id, error)`` is called, in order with the outputs, for a request that
-    ends without a finish reason.  Belongs to one event loop; only ``shutdown`` may be called from
-    another thread.
+    ends without a finish reason.  All methods belong to one event loop, except that ``shutdown``
+    may be called from another thread.
     """
 
     def __init__(
@@ -88,58 +88,58 @@ class RoutedEngineCore:
         self.engine_ranks_managed = [0]
         self._service = service
         self._block_tokens = block_tokens
-        self._memory = KeyMemory(block_tokens)
+        self._memory = KeyCache(block_tokens)
         self._stateful_sampling = stateful_sampling
         self._adapters = adapters
         self._encoder_tokens = encoder_tokens
-        #: vLLM has one encoder of images, which is one thread's.
+        #: One thread, because vLLM's image encoder is not thread-safe.
         self._encoding = ThreadPoolExecutor(1, "images")
         self._on_failure = on_failure
-        self._news: deque[EngineCoreOutput | _Failure | _Ended] = deque()
+        self._outputs: deque[EngineCoreOutput | _Failure | _Ended] = deque()
         self._arrived = asyncio.Event()
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._reported_running = -1
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def get_supported_tasks_async(self) -> tuple[str, ...]:
-        """Text generation is what PEs and DEs are for."""
+        """Return text generation, the only task of PEs and DEs."""
         return ("generate",)
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
-        """Start a request; what goes wrong with it comes out with its outputs."""
+        """Start a request; its failure is reported in order with its outputs."""
         self._loop = asyncio.get_running_loop()
         self._tasks[request.request_id] = asyncio.create_task(
             self._serve(request), name=f"request {request.request_id}"
         )
 
     async def abort_requests_async(self, request_ids: Iterable[str]) -> None:
-        """Stop requests; unknown ones have ended already."""
+        """Abort requests; unknown ids are those of requests that have ended."""
         self.cancel(request_ids)
 
     def cancel(self, request_ids: Iterable[str]) -> None:
-        """Stop requests without waiting for their end."""
+        """Abort requests without waiting for their end."""
         for request_id in request_ids:
             if task := self._tasks.get(request_id):
                 task.cancel()
 
     async def get_output_async(self) -> EngineCoreOutputs:
-        """Wait for news; return the outputs up to the next failure or end, if any."""
-        while not self._news:
+        """Wait for an item; return the outputs up to the next failure or end, if any."""
+        while not self._outputs:
             self._arrived.clear()
             await self._arrived.wait()
         outputs: list[EngineCoreOutput] = []
-        while self._news and isinstance(item := self._news[0], EngineCoreOutput):
+        while self._outputs and isinstance(item := self._outputs[0], EngineCoreOutput):
             outputs.append(item)
-            self._news.popleft()
-        # A failure is reported only when everything before it has been processed.
-        if not outputs and isinstance(item := self._news.popleft(), _Failure):
+            self._outputs.popleft()
+        # A failure is reported only after all outputs before it have been processed.
+        if not outputs and isinstance(item := self._outputs.popleft(), _Failure):
             self._on_failure(item.request_id, item.error)
-        return EngineCoreOutputs(outputs=outputs, scheduler_stats=self._load_news())
+        return EngineCoreOutputs(outputs=outputs, scheduler_stats=self._changed_stats())
 
-    def _load_news(self) -> SchedulerStats | None:
-        """Return the count of requests if it has changed.
+    def _changed_stats(self) -> SchedulerStats | None:
+        """Return the count of running requests, None if it has not changed.
 
-        vLLM sets a dozen gauges by it, and there is news for every token.
+        vLLM updates a dozen gauges from it, and outputs come with every token.
         """
         running = len(self._tasks)
         if running == self._reported_running:
@@ -148,7 +148,7 @@ class RoutedEngineCore:
         return SchedulerStats(num_running_reqs=running)
 
     def _queue(self, item: EngineCoreOutput | _Failure | _Ended) -> None:
-        self._news.append(item)
+        self._outputs.append(item)
         self._arrived.set()
 
     async def _serve(self, request: EngineCoreRequest) -> None:
@@ -179,14 +179,14 @@ class RoutedEngineCore:
             if self._tasks.pop(request.request_id, None) is not None:
                 self._queue(_Ended())
 
-    async def _images(self, request: EngineCoreRequest) -> tuple[SentImage, ...]:
-        """Name and encode the request's images, megabytes of them, beside the event loop."""
+    async def _images(self, request: EngineCoreRequest) -> tuple[ImageInput, ...]:
+        """Hash and encode the request's images (megabytes) outside the event loop's thread."""
         if not request.mm_features:
             return ()
         images = await asyncio.get_running_loop().run_in_executor(
-            self._encoding, sent_images, request.mm_features
+            self._encoding, image_inputs, request.mm_features
         )
-        check_fit(images, self._block_tokens, self._encoder_tokens)
+        check_encoder_cache(images, self._block_tokens, self._encoder_tokens)
         return images
 
     def _complete_first(
@@ -219,46 +219,46 @@ class RoutedEngineCore:
             )
 
     async def aclose(self) -> None:
-        """Stop all requests and wait until the service has let go of them."""
+        """Abort all requests and wait until the service has released them."""
         self._stop_all()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
         self._encoding.shutdown(wait=False)
 
     def dp_engines_running(self) -> bool:
-        """Whether any request is under way."""
+        """Whether any request is running."""
         return bool(self._tasks)
 
     def get_kv_event_sources(self) -> dict[int, KVEventsConfig]:
-        """The engines publish their own events."""
+        """Return none: engines publish their own KV events."""
         return {}
 
     async def reset_mm_cache_async(self) -> None:
-        """Nothing to reset: the router keeps no images."""
+        """Do nothing: the router caches no images."""
 
     async def reset_encoder_cache_async(self) -> None:
-        """Nothing to reset: the engines encode, each with a cache of its own."""
+        """Do nothing: images are encoded by the engines, each with its own cache."""
 
     async def add_lora_async(self, lora_request: LoRARequest) -> bool:
-        """Accept an adapter of the router's own list: engines have loaded it, or may not join."""
+        """Accept an adapter of the router's list; only engines that loaded it may join."""
         self._adapters.check_served(lora_request.lora_name, lora_request.lora_path)
         return True
 
     async def is_sleeping_async(self) -> bool:
-        """The router never sleeps."""
+        """Return False: the router has no sleep mode."""
         return False
 
     async def is_scheduler_paused_async(self) -> bool:
-        """The router cannot be paused."""
+        """Return False: the router's scheduler cannot be paused."""
         return False
 
     def __getattr__(self, name: str) -> Callable[..., Awaitable[NoReturn]]:
-        """Refuse operations on an engine's inside; anything else does not exist."""
+        """Refuse operations on a single engine; other attributes do not exist."""
         if not name.endswith("_async"):
             raise AttributeError(name)
 
         async def refuse(*_arguments: object, **_options: object) -> NoReturn:
             raise NotImplementedError(
-                f"{name.removesuffix('_async')} concerns one engine, and this is the router of "
+                f"{name.removesuffix('_async')} applies to one engine, but this is the router of "
                 "many; call it at the engine's own server (see /dualpath/v1/status)"
             )
 

@@ -1,18 +1,18 @@
-"""What an engine's own HTTP server answers to whom: an ASGI middleware, outermost of all.
+"""Access control of an engine's own HTTP server: the outermost ASGI middleware.
 
-An engine is a whole vLLM server, but it serves the router:
+An engine is a complete vLLM server, but it serves only the router:
 
-- Where the server has API keys, all but a few paths ask for one (``router.api_keys``).
-- A *prefill engine* computes with layers that share regions: without a transfer that takes each
-  layer's KV away in time, the answer would be garbage with status 200.  So what brings work is
-  refused, except the router's token API with a prefill transfer in it.
-- Weights stay as they were loaded, and KV memory where it was registered: stored KV is known by the
-  weights at start (``model_identity``), and peers write to that memory.
+- If the server has API keys, all but a few paths require one (``router.api_keys``).
+- The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
+  KV out in time, the answer would be garbage with status 200.  So requests for computation are
+  refused, except calls of the router's token API with a prefill transfer.
+- Routes that change weights or move KV memory are refused: the namespace of stored KV is derived
+  from the weights at start (``model_identity``), and peers write to the registered memory.
 
-A decode engine keeps regions of its own for all layers.  Asked directly, it computes the prompt
-itself, stores nothing, and its answer is right.
+A decode engine has separate regions for all layers.  If a client sends it a request directly, it
+computes the prompt itself, stores nothing, and its answer is correct.
 
-``SchedulerSide`` fails what reaches a PE's scheduler in another way than through here.
+``SchedulerSide`` fails requests that reach a PE's scheduler without passing this middleware.
 """
 
 import os
@@ -28,18 +28,18 @@ from dualpath.router.api_keys import ApiKeys, engine_keys
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.wire import GENERATE_PATH
-from dualpath.vllm.drain_signal import drain_engine_core, drained_on_sigterm
+from dualpath.vllm.drain_signal import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR
 from dualpath.vllm.engine_settings import engine_settings, engine_values
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
-#: "Not able to produce an authoritative response": the router is.
+#: Misdirected Request: the client should send the request to the router.
 MISDIRECTED = 421
 
-#: Methods that ask and bring no work.
+#: Methods that start no computation.
 _READING = frozenset({"GET", "HEAD", "OPTIONS"})
-#: What may be posted to a prefill engine beside the token API: it computes nothing with KV.
+#: Paths that may be posted to a prefill engine besides the token API: they compute no KV.
 _WITHOUT_KV = frozenset(
     {
         "/inference/v1/abort_requests",
@@ -50,8 +50,8 @@ _WITHOUT_KV = frozenset(
         "/stop_profile",
     }
 )
-#: vLLM's development routes that change weights or unmap KV memory under a running engine.
-_UNDER_RUNNING_ENGINES = frozenset(
+#: vLLM's routes that change weights or unmap KV memory of a running engine.
+_CHANGES_ENGINE = frozenset(
     {
         "/collective_rpc",
         "/finish_weight_update",
@@ -68,44 +68,44 @@ _UNDER_RUNNING_ENGINES = frozenset(
     }
 )
 
-_ASK_ROUTER = "its layers share memory and it answers the router only: send requests to the router"
+_ASK_ROUTER = "its layers share memory and it serves only the router: send requests to the router"
 
 
-class _Carried(msgspec.Struct):
-    """The one field of a request that is looked at; all others are skipped, tokens included."""
+class _TransferField(msgspec.Struct):
+    """The only field of a request that is decoded; all others, tokens included, are skipped."""
 
     kv_transfer_params: dict[str, Any] | None = None
 
 
 class EngineGuard:
-    """Middleware; finds the server's arguments as ``scope["app"].state.args``."""
+    """The middleware; it reads the server's arguments from ``scope["app"].state.args``."""
 
     def __init__(self, app: App) -> None:
         self._app = app
         self._known: tuple[Role | None, ApiKeys] | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass the call on, or refuse it."""
+        """Forward the call or refuse it."""
         if scope["type"] == "lifespan":
             self._drain_on_sigterm(scope["app"].state.args)
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
         path = own_path(scope)
-        method = scope.get("method", "")  # a web socket has none
+        method = scope.get("method", "")  # a web socket has no method
         refused = None if keys.admit_call(scope) else _no_key(path)
-        brings_work = method not in _READING
-        if refused is None and brings_work:
+        may_compute = method not in _READING
+        if refused is None and may_compute:
             refused = _refused_path(role, path)
         if refused is not None:
             await _refuse(scope, send, *refused)
-        elif brings_work and role is Role.PREFILL and path == GENERATE_PATH:
+        elif may_compute and role is Role.PREFILL and path == GENERATE_PATH:
             await self._token_api(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
     def _engine(self, scope: Message) -> tuple[Role | None, ApiKeys]:
-        """Return what this server is, None if it is not ours, and its keys."""
+        """Return the engine's role, None if it is not a DualPath engine, and its API keys."""
         if self._known is None:
             args = scope["app"].state.args
             self._known = _role(args), engine_keys(args.api_key or ())
@@ -117,31 +117,31 @@ class EngineGuard:
             settings = engine_settings(
                 args.kv_transfer_config.kv_connector_extra_config, os.environ
             )
-            drained_on_sigterm(partial(drain_engine_core, settings.drain_timeout_s))
+            drain_on_sigterm(partial(drain_engine_core, settings.drain_timeout_s))
 
     async def _token_api(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _body(receive)
         if body is None:
-            return  # The client has gone; there is nobody to answer.
+            return  # The client has disconnected.
         if (reason := _without_transfer(body)) is not None:
             await _refuse(scope, send, MISDIRECTED, reason)
             return
         arrived = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def again() -> Message:
+        async def receive_again() -> Message:
             return arrived.pop() if arrived else await receive()
 
-        await self._app(scope, again, send)
+        await self._app(scope, receive_again, send)
 
 
 def _no_key(path: str) -> tuple[int, str]:
-    return UNAUTHORIZED, f"{path} asks for the engines' API key; send Authorization: Bearer KEY"
+    return UNAUTHORIZED, f"{path} requires the engines' API key; send Authorization: Bearer KEY"
 
 
 def _refused_path(role: Role | None, path: str) -> tuple[int, str] | None:
-    if role is not None and path in _UNDER_RUNNING_ENGINES:
+    if role is not None and path in _CHANGES_ENGINE:
         return FORBIDDEN, (
-            f"{path} changes weights or memory of an engine whose KV is stored and shared; "
+            f"{path} changes weights or memory of an engine that stores and shares its KV; "
             "restart the engine instead"
         )
     if role is Role.PREFILL and path != GENERATE_PATH and path not in _WITHOUT_KV:
@@ -152,18 +152,18 @@ def _refused_path(role: Role | None, path: str) -> tuple[int, str] | None:
 def _without_transfer(body: bytes) -> str | None:
     """Return why a prefill engine cannot compute this request, None if it can.
 
-    What is no JSON object is vLLM's to refuse.
+    Bodies that are not JSON objects are left for vLLM to refuse.
     """
     try:
-        carried = msgspec.json.decode(body, type=_Carried)
+        field = msgspec.json.decode(body, type=_TransferField)
     except (msgspec.MsgspecError, ValueError, RecursionError):
         return None
     try:
-        if isinstance(from_transfer_params(carried.kv_transfer_params), PrefillTransfer):
+        if isinstance(from_transfer_params(field.kv_transfer_params), PrefillTransfer):
             return None
     except IncompatibleError as error:
         return str(error)
-    return f"a prefill engine of a DualPath cluster got no prefill transfer; {_ASK_ROUTER}"
+    return f"the request has no prefill transfer for this prefill engine; {_ASK_ROUTER}"
 
 
 def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command line

@@ -1,4 +1,7 @@
-"""An engine's settings: ``kv_connector_extra_config`` over environment over a settings file."""
+"""Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
+
+The former override the latter.
+"""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,17 +17,17 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
 
 SECTION = "engine"
-#: Key of ``kv_connector_extra_config`` that names a settings file; only ``[engine]`` of it counts.
+#: Key of ``kv_connector_extra_config`` that names a settings file; only its ``[engine]`` is read.
 FILE_KEY = "config"
 
 
 def engine_settings(extra: Mapping[str, Any], environment: Mapping[str, str]) -> EngineSettings:
-    """Return the settings of an engine; raises ``ConfigError`` for unknown or impossible ones."""
+    """Return the settings of an engine; raises ``ConfigError`` for unknown or invalid ones."""
     return parse_settings(engine_values(extra, environment))
 
 
 def engine_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
-    """Return all keys that are given anywhere; raises ``ConfigError``."""
+    """Return all given settings, from whatever source; raises ``ConfigError``."""
     values = dict(extra)
     file = values.pop(FILE_KEY, "")
     if not isinstance(file, str):

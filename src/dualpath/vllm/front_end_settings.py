@@ -1,6 +1,6 @@
 """Settings of the router's HTTP front end; importing them does not import vLLM.
 
-The annotated types are the declarations that all commands share which start vLLM.
+The annotated types are shared by all commands that start vLLM.
 """
 
 from typing import Annotated
@@ -11,25 +11,26 @@ from dualpath.core.settings import Setting, Settings
 
 Model = Annotated[str, Setting("folder or name of the model")]
 Host = Annotated[str, Setting("address of the HTTP server")]
-Port = Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)]
+Port = Annotated[int, Setting("port of the HTTP server; 0: any free port", ge=0, le=65535)]
 ServedNames = Annotated[
-    tuple[str, ...], Setting("names that clients use; none: the model", metavar="NAME,…")
+    tuple[str, ...],
+    Setting("model names that clients may use; none: the model's own", metavar="NAME,…"),
 ]
 MaxModelLen = Annotated[
     int | None, Setting("longest context in tokens; none: the model's own", ge=2, metavar="TOKENS")
 ]
-Dtype = Annotated[str, Setting("of weights and KV, the same for router and engines")]
+Dtype = Annotated[str, Setting("dtype of weights and KV, the same for router and engines")]
 LoraModules = Annotated[
     dict[str, str],
     Setting(
-        "LoRA adapters that requests may name as model, the same for router and engines",
+        "LoRA adapters that requests may name as their model, the same for router and engines",
         metavar="NAME=PATH,…",
     ),
 ]
 BlockTokens = Annotated[int, Setting("size of a Full Block, the same for router and engines", ge=1)]
 VllmArgs = Annotated[
     tuple[str, ...],
-    Setting("everything that follows goes to vLLM's server", metavar="...", rest=True),
+    Setting("all following arguments are passed to vLLM's server", metavar="...", rest=True),
 ]
 
 

@@ -1,9 +1,9 @@
-"""vLLM's asynchronous front end with the router in the place of its engine.
+"""vLLM's ``AsyncLLM`` with the router in the place of its engine core.
 
 Rendering, tokenising, chat templates, several samples per prompt, stop strings, logprobs, tool
-calls, reasoning, streaming and usage are vLLM's own code.  Only the construction differs, and the
-way in which the client of a failed request learns of it;
-``tests/unit/test_frontend_vllm_interface.py`` pins what is used of vLLM's inside.
+calls, reasoning, streaming and usage are vLLM's own code.  Only the construction and the reporting
+of failed requests differ; ``tests/unit/test_frontend_vllm_interface.py`` pins the internals of vLLM
+that are used.
 """
 
 import asyncio
@@ -27,34 +27,34 @@ from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
 
 
-class EnginesServed(KnownEngines, Protocol):
+class ServedRegistry(KnownEngines, Protocol):
     """The engines, and the adapters that they serve."""
 
     @property
     def adapters(self) -> ServedAdapters:
-        """Those that clients may name."""
+        """The adapters that clients may request."""
         ...
 
 
-class ServedEngines(TokenSource, Protocol):
-    """The router's service as the front end knows it."""
+class RouterBackend(TokenSource, Protocol):
+    """What the front end uses of the router's service."""
 
     @property
-    def registry(self) -> EnginesServed:
-        """The engines that there are."""
+    def registry(self) -> ServedRegistry:
+        """The registered engines."""
         ...
 
 
 class DualPathLLM(AsyncLLM):
     """``AsyncLLM`` whose ``engine_core`` is a ``RoutedEngineCore``; starts no process.
 
-    To be made on the event loop it is used on; ``aclose`` ends it.
+    Create it on the event loop that uses it; ``aclose`` ends it.
     """
 
     def __init__(
         self,
         vllm_config: VllmConfig,
-        service: ServedEngines,
+        service: RouterBackend,
         *,
         block_tokens: int,
         log_stats: bool = True,
@@ -92,18 +92,18 @@ class DualPathLLM(AsyncLLM):
         self._run_output_handler()
 
     async def check_health(self) -> None:
-        """Raise ``EngineDeadError`` while no request could be served."""
+        """Raise ``EngineDeadError`` while engines are missing, so that no request can be served."""
         if (reason := missing_engines(self._registry)) is not None:
             raise EngineDeadError(reason)
         await super().check_health()
 
     async def aclose(self) -> None:
-        """End all requests, then everything ``shutdown`` ends."""
+        """Abort all requests, then shut down."""
         await self.engine_core.aclose()
         self.shutdown()
 
     def _fail(self, request_id: str, error: Exception) -> None:
-        """End a request, and its siblings of the same client request, with an error."""
+        """Fail a request, and the other samples of the same client request, with an error."""
         state = self.output_processor.request_states.get(request_id)
         if state is None:
             return
@@ -126,7 +126,7 @@ def http_error(error: Exception) -> Exception:
 
 
 def _prometheus_only(vllm_config: VllmConfig) -> StatLoggerManager:
-    """Keep vLLM's request metrics; its log line on KV usage would speak of an engine not there."""
+    """Return vLLM's request metrics without its log line, which reports an engine's KV usage."""
     return StatLoggerManager(
         vllm_config=vllm_config,
         engine_idxs=[0],

@@ -1,4 +1,4 @@
-"""A front end's process: the OpenAI endpoint with its scheduler behind a link."""
+"""The process of a separate front end: the OpenAI endpoint, linked to a remote scheduler."""
 
 from contextlib import AsyncExitStack
 
@@ -21,9 +21,9 @@ from dualpath.vllm.router_process import (
 async def run_front_end(
     settings: RouterSettings, front_end: FrontEndSettings, link: LinkSettings
 ) -> None:
-    """Run a front end until SIGINT or SIGTERM; the scheduler may come and go meanwhile.
+    """Run a front end until SIGINT or SIGTERM; the scheduler may restart meanwhile.
 
-    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started with these settings.
     """
     args = client_arguments(settings, front_end)
     settings = with_tracing(settings, args)
@@ -39,8 +39,8 @@ async def run_front_end(
         await service.start()
         listener.listen()
         print(
-            f"dualpath frontend: OpenAI endpoint http://{args.host}:{args.port}/v1, the scheduler "
-            f"is looked for at {link.scheduler}",
+            f"dualpath frontend: OpenAI endpoint http://{args.host}:{args.port}/v1, scheduler at "
+            f"{link.scheduler}",
             flush=True,
         )
         await serve_app(app, args, listener, shared)

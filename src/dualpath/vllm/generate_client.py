@@ -1,7 +1,7 @@
-"""The router's calls to vLLM engines: jobs that vLLM's front end made, with all they ask for.
+"""The router's calls to vLLM engines, for jobs that vLLM's front end created.
 
-Going on after a lost engine needs sampling without state; what a job of another kind has lost is
-said here, since only here its sampling parameters are known.
+Continuing on another engine after an engine was lost needs sampling without state.  Jobs with
+stateful sampling are refused here, because only this module knows their sampling parameters.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -33,9 +33,10 @@ class GenerateClient:
         headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
     ) -> None:
-        """Take the engines' ``--max-logprobs`` and headers that go with every call.
+        """Create a client; ``max_logprobs`` is the engines' ``--max-logprobs``.
 
-        ``stream_interval`` is the router's: the tokens that come as one chunk, at least 1.
+        ``headers`` are sent with every call.  ``stream_interval`` is the router's: how many tokens
+        are sent as one chunk, at least 1.
         """
         self._max_logprobs = max_logprobs
         self._stream_interval = stream_interval
@@ -46,11 +47,11 @@ class GenerateClient:
     ) -> TokenEvent:
         """Run the prompt on ``engine`` and return its first token.
 
-        Without tokens if the decode engine is to sample the first one.  Raises as
-        ``TokenApiClient`` does.
+        The event has no tokens if the decode engine samples the first one.  Raises what
+        ``TokenApiClient`` raises.
         """
         client = _client_request(job)
-        _refuse_broken_state(job, client)
+        _refuse_stateful_retry(job, client)
         sampling = prefill_sampling(
             client.sampling, first_token=job.first_token_from_pe, max_logprobs=self._max_logprobs
         )
@@ -72,9 +73,9 @@ class GenerateClient:
         decode_transfer: DecodeTransfer,
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
-        """Go on after ``prior_tokens`` on ``engine``, yielding the tokens that follow them.
+        """Continue after ``prior_tokens`` on ``engine`` and yield the tokens that follow them.
 
-        Ends after the event with a ``finish_reason``.  Raises as ``TokenApiClient`` does.
+        Ends after the event with a ``finish_reason``.  Raises what ``TokenApiClient`` raises.
         """
         client = _client_request(job)
         sampling = decode_sampling(
@@ -91,11 +92,11 @@ class GenerateClient:
                 yield token_event(choice, sampled_logprobs(choice.logprobs, client.sampling))
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server says that it is well."""
+        """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
 
     async def aclose(self) -> None:
-        """Close all connections; engines abort what is still running on them."""
+        """Close all connections; engines abort the requests that still run on them."""
         await self._api.aclose()
 
 
@@ -104,13 +105,13 @@ def _client_request(job: Job) -> ClientRequest:
     return job.payload
 
 
-def _refuse_broken_state(job: Job, client: ClientRequest) -> None:
-    """A retry goes on after streamed tokens, which not every kind of sampling survives."""
+def _refuse_stateful_retry(job: Job, client: ClientRequest) -> None:
+    """Raise ``DualPathError`` for a retry after streamed tokens with stateful sampling."""
     if job.generated_before and not can_continue(client.sampling):
         raise DualPathError(
             f"an engine was lost after {job.generated_before} tokens, and sampling with a seed, "
-            "penalties, a grammar or other state over generated tokens cannot go on elsewhere; "
-            "send the request again"
+            "penalties, a grammar or other state over generated tokens cannot continue on another "
+            "engine; send the request again"
         )
 
 
@@ -126,7 +127,7 @@ def _request(
         token_ids=token_ids,
         sampling_params=sampling,
         model=client.adapter.name if client.adapter else None,
-        cache_salt=client.engines_salt,
+        cache_salt=client.engine_salt,
         features=features_on_wire(client.images),
         kv_transfer_params=to_transfer_params(transfer),
         priority=request.priority,

@@ -1,7 +1,7 @@
-"""What the plugin relies on inside vLLM, as checks that a node can run: `python -m` prints them.
+"""Checks of the vLLM internals that the plugin relies on; `python -m` prints a report.
 
-`dualpath doctor` runs this module as a process of its own, because importing vLLM takes seconds
-and may fail in ways that no exception reports.
+`dualpath doctor` runs this module as a separate process, because importing vLLM takes seconds and
+may crash without an exception.
 """
 
 import inspect
@@ -19,7 +19,7 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector"
 
 
 class HookReport(msgspec.Struct, frozen=True):
-    """vLLM's version, the device it computes on, and what of ours is not there, in words."""
+    """vLLM's version, the device it computes on, and descriptions of the missing hooks."""
 
     version: str
     device: str
@@ -27,14 +27,14 @@ class HookReport(msgspec.Struct, frozen=True):
 
 
 def report() -> HookReport:
-    """Import vLLM and look for every hook; raises ``ImportError`` if vLLM cannot be imported."""
+    """Import vLLM and check every hook; raises ``ImportError`` if vLLM cannot be imported."""
     version = import_module("vllm").__version__
     device = import_module("vllm.platforms").current_platform.device_type
     return HookReport(version=version, device=device, missing=tuple(missing()))
 
 
 def missing() -> list[str]:
-    """Return the names of hooks that this vLLM does not have as we use them."""
+    """Return the names of hooks that this vLLM lacks or that differ from what we use."""
     return [name for name, is_there in HOOKS if not _holds(is_there)]
 
 
@@ -45,7 +45,7 @@ def _holds(is_there: Callable[[], bool]) -> bool:
         return False
 
 
-def _of(module: str, *names: str) -> Any:  # noqa: ANN401 - whatever vLLM has there
+def _of(module: str, *names: str) -> Any:  # noqa: ANN401 - any object of vLLM
     found: Any = import_module(module)
     for name in names:
         found = getattr(found, name)
@@ -61,8 +61,8 @@ def _quota_hook() -> bool:
     return _parameters(hook) == ["self", "request", "num_computed_tokens", "num_new_tokens"]
 
 
-def _quota_hook_is_asked() -> bool:
-    """Once for running requests and once for waiting ones."""
+def _quota_hook_is_called() -> bool:
+    """Whether the hook is called once for running requests and once for waiting ones."""
     source = inspect.getsource(_of(f"{_CORE}.sched.scheduler", "Scheduler", "schedule"))
     running, _, waiting = source.partition("self.waiting")
     calls = "self._reserve_prefill_lookahead("
@@ -91,7 +91,7 @@ def _worker_functions() -> bool:
     return all(_parameters(getattr(ours.__base__, n)) == _parameters(vars(ours)[n]) for n in names)
 
 
-def _passes_by_hand() -> bool:
+def _handmade_passes() -> bool:
     worker = _of("dualpath.vllm.layerwise_worker", "LayerwiseWorker")
     steps = (
         (worker.execute_model, ["self", "scheduler_output"]),
@@ -100,10 +100,10 @@ def _passes_by_hand() -> bool:
             ["self", "grammar_output"],
         ),
     )
-    return all(_parameters(step) == names for step, names in steps) and _step_is_made()
+    return all(_parameters(step) == names for step, names in steps) and _handmade_step()
 
 
-def _step_is_made() -> bool:
+def _handmade_step() -> bool:
     self_profile = import_module("dualpath.vllm.self_profile")
     limits = self_profile.PassLimits(
         block_tokens=16, blocks=8, budget_tokens=64, context_tokens=128
@@ -126,8 +126,8 @@ def _token_route() -> bool:
     return any(route.path == "/inference/v1/generate" for route in _of(module, "router").routes)
 
 
-def _guard_stands_outermost() -> bool:
-    """What ``--middleware`` names is added last, around vLLM's own."""
+def _guard_is_outermost() -> bool:
+    """Whether middleware of ``--middleware`` is added last, around vLLM's own."""
     register = _of("vllm.entrypoints.serve.middleware.register", "init_entrypoints_middleware")
     *_, last = inspect.getsource(register).split("add_middleware(")
     return last.startswith("imported)")
@@ -139,11 +139,11 @@ def _failed_loads_end_requests() -> bool:
     return fails and callable(scheduler._handle_failed_recving)
 
 
-#: What a layer says of the tokens that it sees.
+#: Attributes of a layer that determine which tokens it attends to.
 _WINDOW_FIELDS = ("sliding_window", "use_mm_prefix")
 
 
-def _layers_say_what_they_are() -> bool:
+def _layer_attributes() -> bool:
     layer = _of("vllm.model_executor.layers.attention.attention", "Attention")
     latent = _of("vllm.model_executor.layers.attention.mla_attention", "MLAAttention")
     cache = _of("vllm.config", "CacheConfig")
@@ -162,14 +162,14 @@ def _layers_say_what_they_are() -> bool:
 
 
 def _sparse_attention() -> bool:
-    """Else engines of DeepSeek-V3.2 refuse to start; of other models they do not care."""
+    """Whether DeepSeek-V3.2 can be served; engines of other models do not need this hook."""
     ours = import_module("dualpath.vllm.sparse_attention")
     kind = _of("vllm.models.deepseek_v32.attention", "DeepseekV32Attention")
     return bool(ours.calls_connector(kind) or ours.reads_at_one_place(kind))
 
 
 def _steps_of_both_runners() -> bool:
-    """Model Runner V2 calls a connector through a class of its own, V1 through a mixin."""
+    """Whether both model runners begin and end steps: V2 through its own class, V1 by a mixin."""
     second = _of("vllm.v1.worker.gpu.kv_connector", "ActiveKVConnector")
     before, after = (inspect.getsource(f) for f in (second.pre_forward, second.post_forward))
     first = inspect.getsource(
@@ -199,22 +199,22 @@ def _command_line() -> bool:
 
 HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     ("Scheduler._reserve_prefill_lookahead", _quota_hook),
-    ("Scheduler.schedule asks it for running and for waiting requests", _quota_hook_is_asked),
+    ("Scheduler.schedule calls it for running and for waiting requests", _quota_hook_is_called),
     ("KVConnectorBase_V1: functions the connector overrides", _connector_functions),
     ("KVCacheTensor: layers placed by offset and stride", _layer_placement),
     ("Worker: functions the layerwise worker overrides", _worker_functions),
-    ("Worker: steps that the engine makes by hand to time them", _passes_by_hand),
+    ("Worker: steps that the engine builds itself to time them", _handmade_passes),
     (f"block keys by {HASH_ALGORITHM} and their root", _block_keys),
     ("route /inference/v1/generate", _token_route),
-    ("--middleware stands around vLLM's own", _guard_stands_outermost),
+    ("--middleware is outside vLLM's own", _guard_is_outermost),
     ("requests whose KV does not arrive are failed", _failed_loads_end_requests),
     (
-        "attention layers say backend, KV dtype and window, the cache its layout",
-        _layers_say_what_they_are,
+        "attention layers expose backend, KV dtype and window, the cache its layout",
+        _layer_attributes,
     ),
     ("sparse attention reads all KV of a layer in one function", _sparse_attention),
     ("both model runners begin and end a step at the connector", _steps_of_both_runners),
-    ("a KV cache says of what kind it is and how it is laid out", _kinds_of_caches),
+    ("a KV cache exposes its kind and its layout", _kinds_of_caches),
     ("EngineArgs.from_cli_args and KVConnectorFactory.register_connector", _command_line),
 )
 

@@ -1,4 +1,4 @@
-"""vLLM's KV tensors as regions of HBM: one piece per engine block, whatever lies inside it."""
+"""Describes vLLM's KV tensors as regions of HBM with one contiguous piece per engine block."""
 
 from collections.abc import Sequence
 
@@ -19,9 +19,9 @@ def hbm_layout(
 ) -> HbmLayout:
     """Return the regions of the layers' KV tensors, one per part; layers may share regions.
 
-    vLLM's scheduler gives out all ``num_blocks`` but one, its null block: the capacity is what an
-    engine without requests has free.  Of each block the tensors hold ``kv_slice``.
-    Raises ``ConfigError`` for a tensor in which a block is not one piece of memory.
+    The capacity is the free HBM of an engine without requests: vLLM's scheduler allocates all
+    ``num_blocks`` except its null block.  The tensors hold the slice ``kv_slice`` of each block.
+    Raises ``ConfigError`` for a tensor in which blocks are not contiguous.
     """
     regions: dict[int, RegionInfo] = {}
     in_order = []
@@ -44,8 +44,8 @@ def _region(
 ) -> RegionInfo:
     """Describe one layer's tensor, whose first dimension counts blocks.
 
-    An attention kernel with smaller blocks than the engine's sees a whole number of its own per
-    engine block.
+    If the attention kernel has smaller blocks than the engine, an engine block is a whole number
+    of kernel blocks.
     """
     kernel_blocks, rest = divmod(cache.shape[0], num_blocks)
     inside = zip(cache.shape[1:], cache.stride()[1:], strict=True)
@@ -56,8 +56,8 @@ def _region(
     if rest or not kernel_blocks or used_bytes > page_bytes or stride_bytes < page_bytes:
         raise ConfigError(
             f"layer {layer}: KV tensor of shape {tuple(cache.shape)}, strides {cache.stride()} and "
-            f"{cache.element_size()}-byte elements; expected {num_blocks} blocks of {page_bytes} "
-            "bytes, each in one piece: use a block-major KV layout"
+            f"{cache.element_size()}-byte elements; expected {num_blocks} contiguous blocks of "
+            f"{page_bytes} bytes: use a block-major KV layout"
         )
     return RegionInfo(
         name=name,

@@ -1,8 +1,8 @@
-"""HBM blocks that a late transfer may still write, held back from vLLM's block pool.
+"""Holds HBM blocks that a transfer may still write out of vLLM's block pool.
 
-A worker knows of them, the scheduler gives blocks out.  vLLM carries a connector's metadata from
-one to the other at the end of each step, before the next one is scheduled: blocks that vLLM has
-just freed with their request are taken out of the free ones again, in time.
+The worker knows these blocks, but the scheduler allocates blocks.  vLLM carries connector metadata
+from worker to scheduler at the end of each step, before it schedules the next one.  So blocks that
+vLLM has just freed with their request are removed from the free blocks before they are reused.
 """
 
 import threading
@@ -16,47 +16,47 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class LateBlocksMetadata(KVConnectorWorkerMetadata):
-    """Block ids; one may be in both, or several times."""
+class HeldBlocksMetadata(KVConnectorWorkerMetadata):
+    """Ids of newly held and released blocks; an id may be in both lists, or several times."""
 
     held: list[int]
-    let_go: list[int]
+    released: list[int]
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> "LateBlocksMetadata":
-        """Add what another worker says."""
-        assert isinstance(other, LateBlocksMetadata)
-        return LateBlocksMetadata(self.held + other.held, self.let_go + other.let_go)
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "HeldBlocksMetadata":
+        """Add the blocks that another worker reports."""
+        assert isinstance(other, HeldBlocksMetadata)
+        return HeldBlocksMetadata(self.held + other.held, self.released + other.released)
 
 
-class LateBlocks:
-    """The worker's side: ``engine.chunk_transfers.BlockHolder``, asked at the end of each step."""
+class HeldBlocks:
+    """The worker's half: a ``BlockHolder`` of the data plane, read at the end of each step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._held: list[int] = []
-        self._let_go: list[int] = []
+        self._released: list[int] = []
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Have these held with the end of this step."""
+        """Hold these blocks from the end of this step on."""
         with self._lock:
             self._held += hbm_blocks
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Have these let go with the end of a step."""
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Release these blocks at the end of this step."""
         with self._lock:
-            self._let_go += hbm_blocks
+            self._released += hbm_blocks
 
-    def take(self) -> LateBlocksMetadata | None:
-        """Return what changed since the last call, None if nothing has."""
+    def take(self) -> HeldBlocksMetadata | None:
+        """Return the changes since the last call, None without changes."""
         with self._lock:
-            if not self._held and not self._let_go:
+            if not self._held and not self._released:
                 return None
-            taken = LateBlocksMetadata(self._held, self._let_go)
-            self._held, self._let_go = [], []
+            taken = HeldBlocksMetadata(self._held, self._released)
+            self._held, self._released = [], []
             return taken
 
 
-def apply(late: LateBlocksMetadata, pool: "BlockPool") -> None:
-    """The scheduler's side: use held blocks as a request would, be they free by now or not."""
-    pool.touch([pool.blocks[block] for block in late.held])
-    pool.free_blocks([pool.blocks[block] for block in late.let_go])
+def apply(changes: HeldBlocksMetadata, pool: "BlockPool") -> None:
+    """Take or drop a reference to the blocks in vLLM's pool, whether or not they are free now."""
+    pool.touch([pool.blocks[block] for block in changes.held])
+    pool.free_blocks([pool.blocks[block] for block in changes.released])

@@ -1,9 +1,9 @@
 """A vLLM worker whose layers share a few physical KV regions (layerwise prefill, §2.1).
 
 vLLM places every layer's KV by a ``KVCacheTensor`` (offset, strides) in one allocation and allows
-placements that overlap.  So nothing but data changes: layer i is placed in region i mod
-``layer_buffers`` of those for blocks of its size.  The scheduler sees ``layers / layer_buffers``
-times as many blocks in the same memory; ``engine.layer_stream`` moves KV in and out in time.
+overlapping placements.  So only data changes: layer i is placed in region i mod ``layer_buffers``
+of the regions for blocks of its size.  The scheduler sees ``layers / layer_buffers`` times as many
+blocks in the same memory; ``engine.layer_stream`` moves each layer's KV in and out in time.
 """
 
 import dataclasses
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 def place_in_regions(
     tensors: list[KVCacheTensor], num_blocks: int, buffers: int
 ) -> list[KVCacheTensor]:
-    """Return placements in which layers whose blocks are of one size share ``buffers`` regions.
+    """Return placements in which layers with blocks of the same size share ``buffers`` regions.
 
-    They take them in turn, in model order, so that whatever shares a region is at least
-    ``buffers`` layers apart, also where only some layers have a part of that size.  A block lies
-    in the same bytes of a region for all of them.
+    Regions are assigned round-robin in model order, so that layers that share a region are at
+    least ``buffers`` layers apart, even if only some layers have a part of that size.  A block has
+    the same offset in the region for all of them.
     """
     placed: list[KVCacheTensor] = []
     base = 0
@@ -59,10 +59,10 @@ def place_in_regions(
     return [dataclasses.replace(tensor, size=base) for tensor in placed]
 
 
-def seen_memory(available_bytes: int, page_bytes: Mapping[str, int], buffers: int) -> int:
-    """Return how much memory there would have to be if every layer had a region of its own.
+def unaliased_bytes(available_bytes: int, page_bytes: Mapping[str, int], buffers: int) -> int:
+    """Return the memory that would be needed if every layer had a region of its own, in bytes.
 
-    ``page_bytes`` of a block, by layer.
+    ``page_bytes``: bytes of a block, by layer.
     """
     alike = _alike(page_bytes)
     held = sum(size * min(buffers, len(layers)) for size, layers in alike)
@@ -70,7 +70,7 @@ def seen_memory(available_bytes: int, page_bytes: Mapping[str, int], buffers: in
 
 
 def _alike(block_bytes: Mapping[str, int]) -> list[tuple[int, list[str]]]:
-    """Return the layers of each size of blocks, in model order."""
+    """Return the layers grouped by the size of their blocks, in model order."""
     by_size: dict[int, list[str]] = {}
     for layer in sorted(block_bytes, key=lambda name: (extract_layer_index(name), name)):
         by_size.setdefault(block_bytes[layer], []).append(layer)
@@ -82,14 +82,14 @@ class LayerwiseWorker(PlatformWorker):
 
     @property
     def layer_buffers(self) -> int:
-        """Layers of KV that HBM holds; 0 for all."""
+        """Number of layers of KV that HBM holds; 0 for all."""
         transfer = self.vllm_config.kv_transfer_config
         if transfer is None:
             return 0
         return engine_settings(transfer.kv_connector_extra_config, os.environ).layer_buffers
 
     def get_kv_cache_spec(self) -> "dict[str, KVCacheSpec]":
-        """Refuse in our words what vLLM would refuse in its own, or could not compute so."""
+        """Raise ``ConfigError`` for layers with a state, before vLLM fails with its own error."""
         specs: dict[str, KVCacheSpec] = super().get_kv_cache_spec()
         if problems := state_problems(specs.values()):
             raise ConfigError("; ".join(problems))
@@ -101,10 +101,10 @@ class LayerwiseWorker(PlatformWorker):
         if not self.layer_buffers:
             return available_bytes
         pages = {name: spec.page_size_bytes for name, spec in self.get_kv_cache_spec().items()}
-        return seen_memory(available_bytes, pages, self.layer_buffers)
+        return unaliased_bytes(available_bytes, pages, self.layer_buffers)
 
     def compile_or_warm_up_model(self) -> Any:  # noqa: ANN401 - vLLM's
-        """Warm up, then let the connector measure what passes cost here."""
+        """Warm up, then let the connector measure the costs of forward passes."""
         times = super().compile_or_warm_up_model()
         connector = get_kv_transfer_group() if has_kv_transfer_group() else None
         if isinstance(connector, DualPathConnector):
@@ -117,7 +117,7 @@ class LayerwiseWorker(PlatformWorker):
             if len(kv_cache_config.kv_cache_groups) != 1:
                 raise ConfigError(
                     f"{len(kv_cache_config.kv_cache_groups)} KV cache groups; layerwise prefill "
-                    f"needs one: add {ONE_CACHE_GROUP}"
+                    f"needs one group: add {ONE_CACHE_GROUP}"
                 )
             kv_cache_config.kv_cache_tensors = place_in_regions(
                 kv_cache_config.kv_cache_tensors, kv_cache_config.num_blocks, self.layer_buffers

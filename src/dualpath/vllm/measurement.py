@@ -1,4 +1,4 @@
-"""What the profiler measures of one engine; the catalog fits a model's costs to it."""
+"""Measurements of one engine by the profiler; the catalog fits a model's costs to them."""
 
 import msgspec
 
@@ -6,7 +6,7 @@ from dualpath.policy.batching import AttentionGeometry
 
 
 class PassTime(msgspec.Struct, frozen=True):
-    """A forward pass that computed ``bsz`` tokens behind ``cached`` ones, in seconds."""
+    """The time of a forward pass that computed ``bsz`` tokens after ``cached`` tokens."""
 
     cached: int
     bsz: int
@@ -14,7 +14,7 @@ class PassTime(msgspec.Struct, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A decode step of ``requests`` requests with a mean context of ``context_tokens``."""
+    """The time of a decode step of ``requests`` requests with mean context ``context_tokens``."""
 
     requests: int
     context_tokens: float
@@ -22,9 +22,9 @@ class StepTime(msgspec.Struct, frozen=True):
 
 
 class EngineFacts(msgspec.Struct, frozen=True):
-    """What the engine knows of its model and of itself.
+    """Properties of the engine and its model.
 
-    ``device`` and ``software`` are for the reader of the file.
+    ``device`` and ``software`` only inform the reader of the file.
     """
 
     model: str
@@ -37,7 +37,7 @@ class EngineFacts(msgspec.Struct, frozen=True):
 
 
 class Measurement(msgspec.Struct, frozen=True):
-    """Everything one profiling run measured."""
+    """All measurements of one profiling run."""
 
     facts: EngineFacts
     passes: tuple[PassTime, ...]

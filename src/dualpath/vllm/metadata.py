@@ -1,4 +1,4 @@
-"""What the connector's scheduler side hands its worker side for one engine step."""
+"""Metadata from the connector's scheduler side to its worker side for one engine step."""
 
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from dualpath.vllm.pass_costs import PassCosts
 
 @dataclass(frozen=True)
 class WorkerFacts(KVConnectorHandshakeMetadata):
-    """What the worker says to the scheduler once, before the first step."""
+    """Facts that the worker sends to the scheduler once, before the first step."""
 
     geometry: BlockGeometry
     costs: PassCosts | None
@@ -25,12 +25,12 @@ class WorkerFacts(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True)
 class DecodeWork:
-    """A prompt whose KV is to be copied into this DE's HBM before the request may run.
+    """A prompt's KV to copy from the buffer into this DE's HBM before its request may run.
 
-    ``hbm_blocks`` of its blocks 0 and following; without ids where HBM has had the KV before.
-    ``waits``: the request does not run before vLLM hears that the copy is over, also where nothing
-    is copied, as in mode Oracle.  Without it the request runs already, as HBM has had all of it,
-    and only the buffer is to be given back.
+    ``hbm_blocks`` are the HBM blocks of its blocks 0, 1, …, without an id for blocks that HBM
+    already has.  If ``waits``, vLLM runs the request only after the copy was reported as complete,
+    even if nothing is copied (mode Oracle).  Otherwise HBM already has the whole prompt, the
+    request is running, and only the buffer must be freed.
     """
 
     vllm_request_id: str
@@ -43,9 +43,9 @@ class DecodeWork:
 class StepMetadata(KVConnectorMetadata):
     """One step's work; picklable, since scheduler and worker may be different processes.
 
-    ``rejected`` are prefill transfers for which nothing can be moved, and why, by the request id
-    of the transfer.  ``refused`` are requests of vLLM that this engine must not compute, by its id.
-    ``ended`` are decode transfers whose requests are over, by the request id of the transfer.
+    ``rejected``: invalid prefill transfers and the reason, by the transfer's request id.
+    ``refused``: vLLM's ids of requests that this engine must not compute.
+    ``ended``: decode transfers of finished requests, by the transfer's request id.
     """
 
     prefills: list[PromptPart] = field(default_factory=list)

@@ -1,11 +1,11 @@
-"""What makes the KV of two engines interchangeable: the identity of a model and of its layout.
+"""The identity of a model and its KV layout: engines with equal identities can share KV.
 
-A block's key says which tokens; this says which *function* of tokens.  In it is whatever changes KV
-by more than rounding: weights, effective configuration, quantization, and the few settings and
-variables of vLLM that replace the computation.  Not in it is what changes KV by rounding only, such
-as kernels, batch sizes, parallelism or the GPU: the KV of one prompt differs so between two runs of
-one engine.  docs/reference/namespaces.md is the list; a test holds every field of vLLM's
-configuration against it.
+A block's key identifies its tokens; this identity identifies the *function* of tokens.  It contains
+everything that changes KV by more than rounding: weights, effective configuration, quantization,
+and the few settings and variables of vLLM that change the computation.  It does not contain what
+changes KV by rounding only, such as kernels, batch sizes, parallelism or the GPU: the KV of one
+prompt differs by as much between two runs of one engine.  docs/reference/namespaces.md is the list;
+a test compares every field of vLLM's configuration with it.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from dualpath.vllm.weight_digest import files_digest
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
-#: Fields of vLLM's configuration that change KV, by its part; ``ModelConfig`` has more below.
+#: Fields of vLLM's configuration that change KV, by sub-configuration; ``_model`` adds others.
 KV_FIELDS = {
     "model_config": (
         "disable_sliding_window",
@@ -37,7 +37,7 @@ KV_FIELDS = {
     "cache_config": ("kv_cache_dtype_skip_layers", "kv_sharing_fast_prefill", "swa_bounded_replay"),
     "attention_config": ("hisparse_config", "indexer_kv_dtype", "use_non_causal"),
 }
-#: Fields of the configuration of what encodes images, which change an image's KV.
+#: Fields of the multimodal configuration that change the KV of images.
 IMAGE_FIELDS = (
     "language_model_only",
     "mm_device_do_normalize",
@@ -48,10 +48,10 @@ IMAGE_FIELDS = (
     "video_pruning_method",
     "video_pruning_rate",
 )
-#: Files by which engines finish what the front end began with an image.
+#: Files that configure an engine's processing of images.
 _PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")
-#: Variables of vLLM under which other numbers are computed, not the same ones in another order:
-#: activations in fewer bits, simulated routing, another form of attention or of its cache.
+#: Environment variables of vLLM that change KV by more than rounding: activations in fewer bits,
+#: simulated routing, a different form of attention or of its cache.
 KV_VARIABLES = (
     "VLLM_B12X_MOE_FP4_FORCE_A16",
     "VLLM_CPU_INT4_W4A8",
@@ -73,26 +73,26 @@ KV_VARIABLES = (
     "VLLM_USE_DEEP_GEMM_E8M0",
 )
 
-#: What transformers adds to a configuration: where it was read, and by which version.
+#: Fields that transformers adds to a configuration: its path, commit and transformers' version.
 _NOT_OF_THE_MODEL = frozenset({"_commit_hash", "_name_or_path", "transformers_version"})
 _SAFETENSORS = ".safetensors"
 _WEIGHT_SUFFIXES = (_SAFETENSORS, ".bin", ".pt", ".pth", ".gguf")
-#: Ways to load a folder that read its safetensors if it has any, and nothing beside them.
+#: Load formats that read only the safetensors of a folder, if it has any.
 _LOADS_SAFETENSORS = frozenset(
     {"auto", "fastsafetensors", "hf", "instanttensor", "runai_streamer", "safetensors"}
 )
-#: Ways to load a folder that may read any of its weight files.
+#: Load formats that may read any weight file of a folder.
 _LOADS_FILES = frozenset({"mistral", "npcache", "pt", "runai_streamer_sharded", "sharded_state"})
-#: Random weights, the same wherever they are made.
+#: Load format for random weights, which are the same on every machine.
 _DUMMY = "dummy"
 _COMMIT = re.compile("[0-9a-f]{40}")
 
 
 def model_fingerprint(config: "VllmConfig") -> str:
-    """Name a model by what makes its KV, wherever it lies and whatever serves it.
+    """Return the model's identity: its short name and a digest of all that its KV depends on.
 
-    The last part of the model's name stands before the digest, for people.  Reads all weights, once
-    per machine.  Raises ``ConfigError`` for a model whose weights cannot be told from others.
+    The digest does not depend on the model's path or on the engine; the name is for readers.  Reads
+    all weights, once per machine.  Raises ``ConfigError`` if the weights cannot be identified.
     """
     model = config.model_config
     content: dict[str, Any] = {
@@ -103,7 +103,7 @@ def model_fingerprint(config: "VllmConfig") -> str:
         },
         "platform": config.additional_config,
         "engram": config.engram_config,
-        # Those that this vLLM reads: 0.31 lacks one.
+        # Only the variables that this version of vLLM reads: 0.31 lacks one.
         "variables": {n: getattr(envs, n) for n in KV_VARIABLES if n in envs.environment_variables},
         "draft": _draft(config),
         "images": _images(config.model_config, config.load_config),
@@ -113,10 +113,10 @@ def model_fingerprint(config: "VllmConfig") -> str:
 
 
 def kv_layout(config: "VllmConfig", layer_names: Sequence[str]) -> str:
-    """Name how bytes lie within a Layer Block, by what the layers' attention came to be.
+    """Return a name for the byte layout of a Layer Block, from the layers' attention backends.
 
-    The CPU backend packs KV for the instruction set it finds.  The layout inside a block is vLLM's
-    own and has no version, so its release stands for one: KV of another release is not read.
+    The CPU backend packs KV for the instruction set of the CPU.  vLLM's layout inside a block has
+    no version, so vLLM's release is used: KV written with another release is not read.
     """
     device = current_platform.device_type
     packing = torch.backends.cpu.get_cpu_capability() if device == "cpu" else "native"
@@ -131,7 +131,7 @@ def kv_layout(config: "VllmConfig", layer_names: Sequence[str]) -> str:
 
 
 def _name(model: "ModelConfig") -> str:
-    """Return the last part of a model's name, also where vLLM names the hub's cache (offline)."""
+    """Return the last part of a model's name, also if vLLM has replaced it by the hub's cache."""
     path = Path(model.model_weights or model.model)
     if path.parent.name == "snapshots":
         return path.parent.parent.name.rpartition("--")[2]
@@ -139,7 +139,7 @@ def _name(model: "ModelConfig") -> str:
 
 
 def _model(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any]:
-    """Return what a model computes with: architecture, configuration, weights, its own code."""
+    """Return a model's architecture, configuration, weights and code, which determine its KV."""
     hf_config = model.hf_config.to_dict()
     return {
         "architecture": model.architecture,
@@ -151,9 +151,9 @@ def _model(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any]:
 
 
 def _beyond_original_length(model: "ModelConfig") -> list[bool]:
-    """Return which of its two sets of factors longrope takes: by the longest context, once.
+    """Return which of its two sets of factors longrope uses: the longest context determines it.
 
-    All other kinds of RoPE scaling, dynamic NTK too, depend in vLLM on the configuration only.
+    In vLLM all other kinds of RoPE scaling, dynamic NTK too, depend on the configuration only.
     """
     parameters = getattr(model.hf_text_config, "rope_parameters", None) or {}
     kinds = [parameters, *(each for each in parameters.values() if isinstance(each, dict))]
@@ -165,7 +165,7 @@ def _beyond_original_length(model: "ModelConfig") -> list[bool]:
 
 
 def _draft(config: "VllmConfig") -> dict[str, Any] | None:
-    """Return the draft model, whose layers' KV lies with the target's; n-grams have none."""
+    """Return the draft model, whose KV is stored with the target's; None without draft KV."""
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None
@@ -173,7 +173,7 @@ def _draft(config: "VllmConfig") -> dict[str, Any] | None:
 
 
 def _images(model: "ModelConfig", load: "LoadConfig") -> dict[str, Any] | None:
-    """Return what an image's values become KV with, beside weights; None for models of text."""
+    """Return what an image's KV depends on besides weights; None for text-only models."""
     multimodal = model.multimodal_config
     if multimodal is None:
         return None
@@ -198,14 +198,14 @@ def _weights(model: "ModelConfig", load: "LoadConfig") -> str:
             return f"sha256:{_digest(model, files)}"
     raise ConfigError(
         f"model {model.model!r} at revision {model.revision!r}, loaded as {load.load_format}: its "
-        "weights are neither files of a folder nor of the hub's cache, so that its stored KV could "
-        "be taken for that of other weights; give --model a folder, or --revision a whole commit, "
-        "and --load-format auto"
+        "weights are neither files of a folder nor of the hub's cache, so its stored KV could be "
+        "confused with that of other weights; give --model a folder, or --revision a full commit "
+        "hash, and --load-format auto"
     )
 
 
 def _code(model: "ModelConfig", load: "LoadConfig") -> list[str | None]:
-    """Return what distinguishes Python that comes with the model: it may compute its layers."""
+    """Return the revision and digest of the model's own Python code, which may compute layers."""
     folder = _folder(model, load)
     files = sorted(folder.glob("*.py")) if folder is not None and folder.is_dir() else []
     return [model.code_revision, _digest(model, files)]
@@ -216,13 +216,13 @@ def _digest(model: "ModelConfig", files: Iterable[Path]) -> str:
         return files_digest(files)
     except OSError as error:
         raise ConfigError(
-            f"model {model.model!r}: {error}; its files must be readable, since stored KV is known "
-            "by them"
+            f"model {model.model!r}: {error}; its files must be readable, since their digest "
+            "identifies stored KV"
         ) from error
 
 
 def _folder(model: "ModelConfig", load: "LoadConfig") -> Path | None:
-    """Return where a model's files lie, which may be one file; None if that is not known."""
+    """Return the folder (or the single file) of a model; None if it is not known."""
     if (path := Path(model.model)).exists():
         return path
     from huggingface_hub import snapshot_download

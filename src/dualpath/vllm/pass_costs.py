@@ -1,6 +1,7 @@
-"""What a prefill engine's forward passes cost: behind its compute quota and the router's β.
+"""Costs of a prefill engine's forward passes, from which its compute quota and β are derived.
 
-Made of a few timed passes or read from a file of ``dualpath profile``; needs no vLLM.
+They are fitted to a few timed passes or read from a file of ``dualpath profile``.  This module does
+not import vLLM.
 """
 
 import tomllib
@@ -20,7 +21,10 @@ from dualpath.policy.events import (
 
 
 class TimedPass(msgspec.Struct, frozen=True):
-    """A pass that computed ``bsz`` tokens behind ``cached`` ones; ``attention_s`` of ``pass_s``."""
+    """A pass that computed ``bsz`` tokens after ``cached`` tokens.
+
+    It took ``pass_s`` seconds, of which attention took ``attention_s``.
+    """
 
     cached: int
     bsz: int
@@ -29,10 +33,10 @@ class TimedPass(msgspec.Struct, frozen=True):
 
 
 class PassCosts(msgspec.Struct, frozen=True):
-    """``attention`` predicts the attention layers' time of a batch from its FLOP (§6.2).
+    """``attention`` predicts the time of a batch's attention layers from its FLOP (§6.2).
 
-    ``prefill_tokens_per_s`` of prompts, hits included, of which ``computed_weight`` ≥ 1 pass for
-    each token that is computed.
+    ``prefill_tokens_per_s`` counts all tokens of prompts, hits included.  ``computed_weight`` ≥ 1
+    is the number of prompt tokens per computed token.
     """
 
     attention: LayerTimeEstimate
@@ -41,7 +45,7 @@ class PassCosts(msgspec.Struct, frozen=True):
 
 
 def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
-    """Return the line through attention's times over its FLOP.
+    """Return the line fitted to attention times over FLOP.
 
     Raises ``ConfigError`` for fewer than two passes or times that do not grow with the FLOP.
     """
@@ -49,15 +53,16 @@ def fitted_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -
 
 
 def rough_attention(passes: Sequence[TimedPass], geometry: AttentionGeometry) -> LayerTimeEstimate:
-    """Return the throughput over all passes: too low where overhead is what they took.
+    """Return the mean throughput over all passes, for use where ``fitted_attention`` fails.
 
-    That is, contexts are short or the machine is busy.  Raises ``ConfigError`` without any pass.
+    It is too low if overhead dominates, with short contexts or on a busy machine.  Raises
+    ``ConfigError`` without any pass.
     """
     seconds = sum(p.attention_s for p in passes)
     if not seconds > 0:
         raise ConfigError(
-            f"{len(passes)} passes fit the KV memory, the context and the token budget; enlarge "
-            "these, or set {profile} to a file"
+            f"{len(passes)} passes fit into the KV memory, the context and the token budget; "
+            "enlarge these, or set {profile} to a file"
         )
     flops = sum(geometry.flops(p.cached, p.bsz) for p in passes)
     return LayerTimeEstimate(0.0, flops / seconds)
@@ -69,10 +74,10 @@ def from_passes(
     attention: LayerTimeEstimate,
     context_limit_tokens: int,
 ) -> PassCosts:
-    """Return what passes cost: their ``attention``, and the rest of each, which goes by the token.
+    """Return the costs of passes: ``attention``, and a constant time per token for the rest.
 
-    A typical turn is one pass; where the model's context is too short for it, one that fills the
-    context.
+    The throughput is that of a typical turn, computed in one pass.  If the model's context is too
+    short for it, the turn fills the context.
     """
     rest_s = min((p.pass_s - p.attention_s) / p.bsz for p in passes)
     append = min(TYPICAL_APPEND_TOKENS, context_limit_tokens)
@@ -98,7 +103,7 @@ def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
         profile = msgspec.convert(table, _Profile)
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(
-            f"{{profile}} {path!r} is no file of `dualpath profile`: {error}; write one with "
+            f"{{profile}} {path!r} is not a file of `dualpath profile`: {error}; write one with "
             "`dualpath profile MODEL --out FILE`, or set auto or off"
         ) from error
     if not (profile.prefill_tokens_per_s > 0 and profile.prefill.pair_s > 0):

@@ -1,9 +1,9 @@
-"""Times one vLLM engine in this process: prefill passes behind cached tokens, and decode steps.
+"""Times one vLLM engine in this process: prefill passes after cached tokens, and decode steps.
 
-Tokens are put behind a cached prefix with vLLM's own prefix cache, which costs a pass what KV
-loaded from storage costs it.  Every measured step is one call of ``LLMEngine.step`` with scheduling
-and sampling inside, as in a live engine; the sampled tokens are on the host when it returns, so
-that the time is complete on a GPU as well.
+The cached prefix comes from vLLM's own prefix cache; a pass takes the same time after a cached
+prefix as after KV loaded from storage.  Every measured step is one call of ``LLMEngine.step``,
+including scheduling and sampling, as in a live engine.  The sampled tokens are on the host when it
+returns, so the time is complete on a GPU as well.
 """
 
 import itertools
@@ -25,16 +25,16 @@ from dualpath.vllm.measurement import EngineFacts, Measurement, PassTime, StepTi
 from dualpath.vllm.profile_settings import WARM_STEPS, ProfileSettings
 
 Progress = Callable[[int, int, str], None]
-"""Called with (points done, points in all, what was just measured)."""
+"""Called with (completed points, total points, description of the last point)."""
 
 _PREFILL = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 
 
 def measure(settings: ProfileSettings, progress: Progress) -> Measurement:
-    """Start an engine, run both grids and return every point.
+    """Start an engine, run both grids and return all measurements.
 
     Set ``VLLM_ENABLE_V1_MULTIPROCESSING=0`` before vLLM is imported.  Raises ``ConfigError`` for
-    settings out of range, a model that vLLM refuses and a KV memory too small for the grids.
+    settings out of range, a model that vLLM refuses, or KV memory too small for the grids.
     """
     stopwatch = _Stopwatch(settings, _start(settings))
     facts = stopwatch.facts()
@@ -43,7 +43,7 @@ def measure(settings: ProfileSettings, progress: Progress) -> Measurement:
     for cached in settings.cached_tokens:
         for bsz in settings.chunk_tokens:
             passes.append(stopwatch.time_pass(cached, bsz))
-            progress(next(done), settings.points, f"prefill of {bsz} behind {cached} tokens")
+            progress(next(done), settings.points, f"prefill of {bsz} after {cached} tokens")
     for context_tokens in sorted(settings.decode_context_tokens):
         for requests in sorted(settings.decode_requests):
             steps.append(stopwatch.time_decode(requests, context_tokens))
@@ -78,7 +78,7 @@ def _start(settings: ProfileSettings) -> LLM:
 
 
 class _Stopwatch:
-    """Owns the engine; steps it by hand and times the steps that count."""
+    """Owns the engine, steps it and times the measured steps."""
 
     def __init__(self, settings: ProfileSettings, llm: LLM) -> None:
         self._settings = settings
@@ -94,7 +94,7 @@ class _Stopwatch:
         self._texts = self._random.integers(self._token_low, self._token_high, (rows, longest))
 
     def facts(self) -> EngineFacts:
-        """Return what the engine says of itself."""
+        """Return the properties that the engine reports."""
         model, parallel = self._config.model_config, self._config.parallel_config
         groups = _core(self._engine).scheduler.kv_cache_config.kv_cache_groups
         kv_bytes = sum(
@@ -118,7 +118,7 @@ class _Stopwatch:
         )
 
     def time_pass(self, cached: int, bsz: int) -> PassTime:
-        """Return the median time of a pass of ``bsz`` new tokens behind ``cached`` known ones."""
+        """Return the median time of a pass of ``bsz`` new tokens after ``cached`` cached ones."""
         prefix = self._texts[0, :cached].tolist()
         if prefix:
             self._run([*prefix, *self._draw(1)])
@@ -131,13 +131,13 @@ class _Stopwatch:
             if len(outputs) != 1 or outputs[0].num_cached_tokens != cached:
                 found = [output.num_cached_tokens for output in outputs]
                 raise ConfigError(
-                    f"a pass of {bsz} tokens behind {cached} cached ones found {found} cached; "
+                    f"a pass of {bsz} tokens after {cached} cached ones had {found} cached tokens; "
                     "give the engine more KV memory with {hbm_bytes}"
                 )
         return PassTime(cached, bsz, statistics.median(seconds[1:]))
 
     def time_decode(self, requests: int, context_tokens: int) -> StepTime:
-        """Return the median time of a decode step of requests of about that context each."""
+        """Return the median time of a decode step of requests with about that context each."""
         steps = self._settings.decode_steps
         budget = SamplingParams(
             max_tokens=self._settings.longest_tokens, temperature=0, ignore_eos=True
@@ -169,14 +169,14 @@ class _Stopwatch:
         limit = self._config.model_config.max_model_len
         if settings.longest_tokens > limit:
             raise ConfigError(
-                f"the grids need a context of {settings.longest_tokens} tokens, the model takes "
-                f"{limit}; measure shorter ones with {{cached_tokens}}, "
+                f"the grids need a context of {settings.longest_tokens} tokens, but the model's "
+                f"limit is {limit}; measure shorter contexts with {{cached_tokens}}, "
                 "{chunk_tokens} and {decode_context_tokens}"
             )
         if cache.num_gpu_blocks is not None and settings.blocks >= cache.num_gpu_blocks:
             raise ConfigError(
                 f"the grids need {settings.blocks} KV blocks of {settings.block_tokens} tokens, "
-                f"the engine has {cache.num_gpu_blocks}; raise {{hbm_bytes}} or lower "
+                f"but the engine has {cache.num_gpu_blocks}; raise {{hbm_bytes}} or lower "
                 "{decode_requests}"
             )
 
@@ -186,14 +186,14 @@ class _Stopwatch:
             self._engine.step()
 
     def _step(self) -> dict[str, int]:
-        """Take one step and return how many tokens each request of it has generated."""
+        """Run one step and return how many tokens each of its requests has generated so far."""
         return {
             output.request_id: len(output.outputs[0].token_ids) for output in self._engine.step()
         }
 
     def _add(self, prompt: Sequence[int], sampling: SamplingParams) -> str:
         name = f"profile-{next(self._numbers)}"
-        # Without a tokenizer there is nothing to turn tokens into text with.
+        # There is no tokenizer to detokenise with.
         sampling = sampling.clone()
         sampling.detokenize = False
         self._engine.add_request(name, TokensPrompt(prompt_token_ids=list(prompt)), sampling)
@@ -207,6 +207,6 @@ class _Stopwatch:
 def _core(engine: "vllm.v1.engine.llm_engine.LLMEngine") -> "vllm.v1.engine.core.EngineCore":
     if not isinstance(engine.engine_core, InprocClient):
         raise ConfigError(
-            "the engine runs in a process of its own; set VLLM_ENABLE_V1_MULTIPROCESSING=0"
+            "the engine runs in a separate process; set VLLM_ENABLE_V1_MULTIPROCESSING=0"
         )
     return engine.engine_core.engine_core

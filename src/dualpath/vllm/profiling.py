@@ -1,4 +1,4 @@
-"""Where a prefill engine's costs come from: a file, an earlier start, or passes timed now."""
+"""Determines a prefill engine's pass costs: from a file, from the cache, or by timing passes."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ from dualpath.core.rates import Rate, RateOrigin
 from dualpath.engine.cache_directory import cache_directory
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.costs_cache import STARTS, CostsCache, Remembered
+from dualpath.vllm.costs_cache import STARTS, CachedCosts, CostsCache
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -36,7 +36,7 @@ log = logging.getLogger(__name__)
 
 
 class FoundCosts(msgspec.Struct, frozen=True):
-    """``costs`` and where they are from; remembered ones were measured ``age_s`` ago."""
+    """``costs`` and their origin; cached costs were measured ``age_s`` seconds ago."""
 
     costs: PassCosts
     origin: RateOrigin
@@ -44,18 +44,18 @@ class FoundCosts(msgspec.Struct, frozen=True):
 
     @property
     def rate(self) -> Rate:
-        """Prompt tokens in a second."""
+        """Prompt tokens per second."""
         return Rate(self.costs.prefill_tokens_per_s, self.origin, self.age_s)
 
 
-def profiles(settings: EngineSettings) -> bool:
-    """Whether an engine has use for its costs: a PE in a mode placed by load, with a quota."""
+def needs_costs(settings: EngineSettings) -> bool:
+    """Whether an engine needs its costs: a PE in a mode with compute quota and load balancing."""
     wanted = settings.profile != PROFILE_OFF
     return wanted and settings.role is Role.PREFILL and settings.mode.compute_quota
 
 
 def attention_geometry(config: "VllmConfig") -> AttentionGeometry:
-    """Return what attention costs in FLOP, taken for plain attention."""
+    """Return attention's FLOP as a function of tokens, assuming plain multi-head attention."""
     model, parallel = config.model_config, config.parallel_config
     head_size = model.get_head_size()
     return AttentionGeometry.from_heads(
@@ -73,42 +73,42 @@ def find_costs(
     time_passes: Callable[[], Sequence[TimedPass]],
     now_s: float,
 ) -> FoundCosts | None:
-    """Return an engine's costs and where they are from; None if passes cannot be timed.
+    """Return an engine's costs and their origin; None if passes cannot be timed.
 
-    ``now_s`` is Unix time.  Raises ``ConfigError`` for a file that is none of ``dualpath profile``,
-    or where vLLM fails.
+    ``now_s`` is Unix time.  Raises ``ConfigError`` if the file is not one of ``dualpath profile``,
+    or if vLLM fails.
     """
     geometry = attention_geometry(config)
     if settings.profile != PROFILE_AUTO:
         return FoundCosts(read_file(settings.profile, geometry), RateOrigin.FILE)
     cache = CostsCache(cache_directory(), _of(settings, config, namespace))
-    found = cache.recall(now_s)
+    found = cache.load(now_s)
     if found is not None and found.starts >= STARTS:
-        return _remembered(found, now_s, cache)
+        return _from_cache(found, now_s, cache)
     passes = time_passes()
     limit = config.model_config.max_model_len
     try:
         costs = from_passes(passes, geometry, fitted_attention(passes, geometry), limit)
-        best = cache.remember(costs, now_s)
+        best = cache.store(costs, now_s)
         if best.measured_s != now_s:
-            return _remembered(best, now_s, cache)
-    except ConfigError as doubt:
+            return _from_cache(best, now_s, cache)
+    except ConfigError as unfit:
         if found is not None:
-            return _remembered(found, now_s, cache)
+            return _from_cache(found, now_s, cache)
         try:
             costs = from_passes(passes, geometry, rough_attention(passes, geometry), limit)
         except ConfigError as error:
-            log.warning("this engine does not know its speed: %s", error)
+            log.warning("the speed of this engine cannot be measured: %s", error)
             return None
-        log.warning("pass costs are rough, and measured again at the next start: %s", doubt)
+        log.warning("pass costs are estimates, measured again at the next start: %s", unfit)
     log.info("pass costs measured over %d passes, %s: %s", len(passes), cache.file, costs)
     return FoundCosts(costs, RateOrigin.MEASURED)
 
 
-def _remembered(found: Remembered, now_s: float, cache: CostsCache) -> FoundCosts:
+def _from_cache(found: CachedCosts, now_s: float, cache: CostsCache) -> FoundCosts:
     age_s = now_s - found.measured_s
     log.info(
-        "pass costs are those of an earlier start, %.1f h ago, the fastest of %d, %s: %s",
+        "pass costs were measured %.1f h ago, the fastest of %d starts, %s: %s",
         age_s / 3600, found.starts, cache.file, found.costs,
     )  # fmt: skip
     return FoundCosts(found.costs, RateOrigin.REMEMBERED, age_s)
@@ -117,7 +117,7 @@ def _remembered(found: Remembered, now_s: float, cache: CostsCache) -> FoundCost
 def _of(
     settings: EngineSettings, config: "VllmConfig", namespace: StoreNamespace
 ) -> dict[str, str]:
-    """Return all that the time of a pass depends on, by name."""
+    """Return everything that the time of a pass depends on, by name."""
     return {
         "namespace": msgspec.json.encode(namespace).decode(),
         "device": _device(),
@@ -135,7 +135,7 @@ def _of(
 
 
 def _device() -> str:
-    """Name the device as precisely as it can be had; a CPU is to vLLM just a CPU."""
+    """Return the device's name, for CPUs from /proc/cpuinfo because vLLM only returns "cpu"."""
     name = str(current_platform.get_device_name())
     if current_platform.is_cpu():
         with contextlib.suppress(OSError, UnicodeDecodeError):

@@ -1,10 +1,10 @@
-"""The images of a request: what names them in keys, and what engines get of them.
+"""The images of a request: their names in block keys, and their data for the engines.
 
-The front end has turned an image into the values that the model's vision encoder takes.  Their
-SHA-256 is the image's name, for keys and for the engines' own caches: whatever the client called
-it, and however the front end is set up, equal names mean equal input.  Both engines get the values.
-A prefill engine encodes what it does not hit; a decode engine encodes nothing, unless it has to
-compute a prompt again.
+The front end has converted an image to the input values of the model's vision encoder.  The SHA-256
+of these values names the image in block keys and in the engines' encoder caches: equal names mean
+equal input, independent of the client's name for it and of the front end's configuration.  Both
+engines receive the values.  A prefill engine encodes the images of blocks that it does not hit; a
+decode engine encodes images only if it has to recompute a prompt.
 """
 
 import base64
@@ -22,47 +22,50 @@ from dualpath.core.key_extras import PromptItem
 IMAGE = "image"
 
 
-class SentImage(msgspec.Struct, frozen=True):
-    """An image as it goes to engines: ``name`` and ``data`` (base64), and as it enters keys."""
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image as sent to engines: ``name``, ``data`` (base64), and its ``item`` in block keys."""
 
     name: str
     data: str
     item: PromptItem
 
 
-def sent_images(features: Sequence[MultiModalFeatureSpec] | None) -> tuple[SentImage, ...]:
+def image_inputs(features: Sequence[MultiModalFeatureSpec] | None) -> tuple[ImageInput, ...]:
     """Return a request's images, in the order of their tokens.
 
-    Raises ``BadRequestError`` for what is no image, or has tokens of its own in between.
+    Raises ``BadRequestError`` for parts of other kinds, and for images with other tokens between
+    their own.
     """
     return tuple(_sent(feature) for feature in features or ())
 
 
-def _sent(feature: MultiModalFeatureSpec) -> SentImage:
+def _sent(feature: MultiModalFeatureSpec) -> ImageInput:
     place = feature.mm_position
     if feature.modality != IMAGE or feature.data is None:
         raise BadRequestError(
-            f"a part of the kind {feature.modality!r}: of what is no text only images are served; "
-            "send images, or leave it out"
+            f"a part of kind {feature.modality!r} is not supported, only text and images are; "
+            "leave it out"
         )
     if place.get_num_embeds() != place.length:
         raise BadRequestError(
-            "this model puts tokens of its own between those of an image, which cannot be carried "
-            "to engines; send text"
+            "this model puts other tokens between those of an image, which cannot be sent to "
+            "engines; send text"
         )
     data = encode_mm_kwargs_item(feature.data)
     name = hashlib.sha256(base64.b64decode(data)).hexdigest()
-    # An adapter of the vision encoder stands before the name that an image has without it.
+    # vLLM prefixes the name of an image with the adapter of the vision encoder, if there is one.
     prefix = feature.identifier.removesuffix(feature.mm_hash or "")
     if prefix == feature.identifier:
         prefix = ""
-    return SentImage(name, data, PromptItem(f"{prefix}{name}", place.offset, place.length))
+    return ImageInput(name, data, PromptItem(f"{prefix}{name}", place.offset, place.length))
 
 
-def check_fit(images: Sequence[SentImage], block_tokens: int, encoder_tokens: int) -> None:
-    """Raise ``BadRequestError`` for images that a prefill engine could never have at once.
+def check_encoder_cache(
+    images: Sequence[ImageInput], block_tokens: int, encoder_tokens: int
+) -> None:
+    """Raise ``BadRequestError`` for images that exceed a prefill engine's encoder cache.
 
-    It goes on by whole blocks, and needs all images of a block in its encoder's cache.
+    A prefill engine computes whole blocks and needs all images of a block in the cache at once.
     """
     in_block: dict[int, int] = {}
     for image in images:
@@ -70,13 +73,13 @@ def check_fit(images: Sequence[SentImage], block_tokens: int, encoder_tokens: in
             in_block[block] = in_block.get(block, 0) + image.item.tokens
     if (most := max(in_block.values(), default=0)) > encoder_tokens:
         raise BadRequestError(
-            f"images of {most} tokens touch one block of {block_tokens}, engines hold "
-            f"{encoder_tokens} of images at a time; send smaller images or more text between them, "
-            "or raise --max-num-batched-tokens"
+            f"one block of {block_tokens} tokens needs images of {most} tokens, but the engines' "
+            f"encoder cache holds {encoder_tokens}; send smaller images or more text between "
+            "them, or raise --max-num-batched-tokens"
         )
 
 
-def features_on_wire(images: Sequence[SentImage]) -> dict[str, Any] | None:
+def features_on_wire(images: Sequence[ImageInput]) -> dict[str, Any] | None:
     """Return the ``features`` of a request to an engine, None without images."""
     if not images:
         return None

@@ -1,8 +1,8 @@
 """vLLM's scheduler with the compute quota of §6.2 and block-aligned chunk ends.
 
-vLLM asks ``_reserve_prefill_lookahead`` once per request, in FIFO order, with exactly the paper's
-pair (cached, bsz) and accepts a smaller bsz: one hook carries intra-engine scheduling.  The hook
-is private; ``tests/unit/test_vllm_hooks.py`` pins its signature.
+vLLM calls ``_reserve_prefill_lookahead`` once per request, in FIFO order, with the paper's pair
+(cached, bsz) and accepts a smaller bsz, so this one hook implements intra-engine scheduling.  The
+hook is private; ``tests/unit/test_vllm_hooks.py`` pins its signature.
 
 Chunk ends are aligned to blocks so that loads (blocks before the chunk) and new KV (blocks of the
 chunk) never share a block: vLLM writes a layer's new KV before it waits for that layer's load.
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Attention throughput assumed where it is not measured, FLOP/s; only the batch size depends on it.
+#: Assumed attention throughput if it is not measured, in FLOP/s; it only affects batch sizes.
 ASSUMED_FLOPS_PER_S = {"cpu": 4e10, "cuda": 3e14}
 _NO_QUOTA_S = 1e9
 
@@ -40,14 +40,14 @@ class QuotaScheduler(Scheduler):
 
     @property
     def quota(self) -> ComputeQuota:
-        """Made when it is first asked for: the worker's costs come after the scheduler is made."""
+        """The quota, created at first use because the worker reports its costs after start."""
         if self._quota is None:
             costs = getattr(self.connector, "costs", None)
             self._quota = quota_for(self.vllm_config, self.block_size, costs)
         return self._quota
 
     def schedule(self, *args: Any, **kwargs: Any) -> "SchedulerOutput":  # noqa: ANN401
-        """Begin an empty batch, then schedule as vLLM does."""
+        """Reset the quota for a new batch, then schedule as vLLM does."""
         self.quota.reset()
         return super().schedule(*args, **kwargs)
 
@@ -60,14 +60,14 @@ class QuotaScheduler(Scheduler):
             return limit
         bsz = self.quota.admit(num_computed_tokens, remaining, limit)
         if bsz < remaining and (num_computed_tokens + bsz) % self.block_size:
-            return 0  # vLLM's token budget ends within a block: wait for the next batch
+            return 0  # vLLM's token budget ends within a block, so wait for the next batch.
         return bsz
 
 
 def quota_for(
     config: "VllmConfig", block_tokens: int, costs: PassCosts | None = None
 ) -> ComputeQuota:
-    """Return the quota of an engine: of its settings, its measured costs, else assumed."""
+    """Return an engine's quota; throughput is from settings, else measured, else assumed."""
     settings = settings_of(config)
     estimate, origin = LayerTimeEstimate(0.0, settings.quota_flops_per_s), "set"
     if not settings.quota_flops_per_s:
@@ -77,7 +77,7 @@ def quota_for(
             estimate, origin = costs.attention, "profiled"
     quota_s = settings.compute_quota_s or _NO_QUOTA_S
     log.info(
-        "compute quota %.3g s at %.3g attention FLOP/s, %s",
+        "compute quota %.3g s at %.3g attention FLOP/s (%s)",
         quota_s, estimate.flops_per_s, origin,
     )  # fmt: skip
     return ComputeQuota(attention_geometry(config), estimate, quota_s, align_tokens=block_tokens)

@@ -1,8 +1,8 @@
-"""From vLLM's request to the router's ``Job``: what is refused, and what has to stay together.
+"""Converts vLLM's requests to the router's ``Job`` and refuses unsupported ones.
 
-The first token comes from the prefill engine unless sampling it depends on state that only one
-engine can keep: a grammar, a seeded generator, counts of generated tokens.  Then the decode
-engine samples from the first token on, at the price of computing one prompt token again.
+The prefill engine samples the first token unless sampling depends on state that exists on one
+engine only: a grammar, a seeded generator, counts of generated tokens.  In that case the decode
+engine samples the first token too, at the cost of recomputing one prompt token.
 """
 
 from collections.abc import Sequence
@@ -16,33 +16,33 @@ from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
 from dualpath.core.key_extras import KeyExtras
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.prompt_limits import check_salt
-from dualpath.vllm.prompt_images import SentImage
+from dualpath.vllm.prompt_images import ImageInput
 
-#: Entries of ``extra_args`` that belong to the engines' connectors, never to a client, and those
-#: that are the router's: neither goes on to an engine.
+#: Entries of ``extra_args`` that are not sent to engines: those reserved for the connectors, which
+#: a client must not set, and those for the router.
 TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
-KEPT_ARGUMENTS = TRANSFER_ARGUMENTS | HINT_ARGUMENTS
+ROUTER_ARGUMENTS = TRANSFER_ARGUMENTS | HINT_ARGUMENTS
 
 NO_ADAPTERS = ServedAdapters({})
 
 
 class ClientRequest:
-    """Rides on a ``Job`` as payload: vLLM's request, and its prompt's logprobs if asked for.
+    """The payload of a ``Job``: vLLM's request, and its prompt logprobs if requested.
 
-    ``prompt_logprobs`` are written by the prefill call (again after a retry) and read once, when
-    the first token is handed to the client.
+    ``prompt_logprobs`` are set by the prefill call (again after a retry) and read once, when the
+    first token is sent to the client.
     """
 
     def __init__(
         self,
         request: EngineCoreRequest,
         adapter: Adapter | None = None,
-        images: tuple[SentImage, ...] = (),
+        images: tuple[ImageInput, ...] = (),
     ) -> None:
         self.request = request
         self.adapter = adapter
@@ -57,13 +57,13 @@ class ClientRequest:
         return params
 
     @property
-    def engines_salt(self) -> str | None:
-        """The salt that engines hash: an adapter's digest is in it."""
+    def engine_salt(self) -> str | None:
+        """The salt for the engines' block hashes, which includes an adapter's digest."""
         salt = self.request.cache_salt
         return self.adapter.salt(salt) if self.adapter else salt
 
     def extras(self) -> KeyExtras:
-        """Return what enters the keys of this request beside tokens."""
+        """Return what this request's block keys depend on besides tokens."""
         salt = self.request.cache_salt
         items = tuple(image.item for image in self.images)
         if self.adapter:
@@ -73,17 +73,16 @@ class ClientRequest:
 
 def make_job(
     request: EngineCoreRequest,
-    memory: KeyMemory,
+    memory: KeyCache,
     stateful_sampling: bool,
     adapters: ServedAdapters = NO_ADAPTERS,
-    images: tuple[SentImage, ...] = (),
+    images: tuple[ImageInput, ...] = (),
 ) -> Job:
-    """Return the router's job for ``request``, its keys from ``memory`` as far as it has them.
+    """Return the router's job for ``request``; ``memory`` caches block keys of earlier prompts.
 
-    ``stateful_sampling`` says that the engines run custom logits processors, which may look at
-    generated tokens.  Raises ``BadRequestError`` for what the data path cannot carry, and
-    ``DualPathError`` for an adapter that no engine has registered yet.  ``images`` are the
-    request's ``sent_images``.
+    ``stateful_sampling``: the engines run custom logits processors, which may depend on generated
+    tokens.  ``images`` are the request's ``image_inputs``.  Raises ``BadRequestError`` for
+    unsupported requests, and ``DualPathError`` for an adapter that no engine has registered yet.
     """
     _refuse_unsupported(request)
     params = request.sampling_params
@@ -118,20 +117,20 @@ def make_job(
 
 
 def is_stateless(params: SamplingParams) -> bool:
-    """Whether a token's choice depends on nothing but the tokens before it.
+    """Whether the choice of a token depends only on the tokens before it.
 
-    A minimum of tokens counts as state only for the first token: see ``can_continue``.
+    ``min_tokens`` is state only for the first token: see ``can_continue``.
     """
     return params.min_tokens == 0 and can_continue(params)
 
 
 def can_continue(params: SamplingParams) -> bool:
-    """Whether another engine can go on after generated tokens as if they had been prompt.
+    """Whether another engine can continue after generated tokens as if they were prompt tokens.
 
-    False where sampling keeps state over generated tokens that a prompt does not restore: a
-    grammar's position, a seeded generator, counts.
+    False if sampling has state that generated tokens in a prompt do not restore: the position in a
+    grammar, a seeded generator, counts of tokens.
     """
-    custom_arguments = set(params.extra_args or {}) - KEPT_ARGUMENTS
+    custom_arguments = set(params.extra_args or {}) - ROUTER_ARGUMENTS
     return not (
         params.structured_outputs is not None
         or params.presence_penalty != 0.0
@@ -149,15 +148,15 @@ def can_continue(params: SamplingParams) -> bool:
 def _refuse_unsupported(request: EngineCoreRequest) -> None:
     params = request.sampling_params
     if params is None:
-        raise BadRequestError("pooling requests are not served here; use the engine's own server")
-    asked = {
+        raise BadRequestError("pooling requests are not supported; use an engine's own server")
+    options = {
         "prompt embeddings": request.prompt_embeds is not None,
         "streaming inputs": request.resumable,
         "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
     }
-    refused = [name for name, present in asked.items() if present]
+    refused = [name for name, present in options.items() if present]
     if refused:
         raise BadRequestError(
-            f"{' and '.join(refused)}: not supported over split prefill and decode engines; send "
-            "token or text prompts, without these options"
+            f"{' and '.join(refused)}: not supported with separate prefill and decode engines; "
+            "send token or text prompts without these options"
         )

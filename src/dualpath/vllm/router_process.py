@@ -1,8 +1,9 @@
-"""The router's process: service, calls to engines and HTTP front end, put together and taken apart.
+"""The router's process: starts and stops service, engine client and HTTP front end in order.
 
-The order matters: a wrong setting or a taken address ends the start before anything else exists,
-and at the end requests are failed first, so that nobody waits for engines nobody listens to.  A
-router that stands by (``router.standby``) loads everything, and binds its addresses at its turn.
+The order matters: a wrong setting or an address in use is reported before anything else is started,
+and at shutdown requests are failed first, so that clients do not wait for engines that are no
+longer read.  A standby router (``router.standby``) loads everything and binds its addresses when it
+becomes the leader.
 """
 
 import os
@@ -25,7 +26,7 @@ from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.open_turn import open_turn
 from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
-from dualpath.vllm.app import FrontEndOfClients, add_cluster_calls, make_app, serve_app
+from dualpath.vllm.app import ClientFrontEnd, add_cluster_routes, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
     adapter_paths,
@@ -41,7 +42,7 @@ from dualpath.vllm.generate_client import GenerateClient
 async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> None:
     """Run a router until SIGINT or SIGTERM.
 
-    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started as asked.
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started with these settings.
     """
     args = client_arguments(settings, front_end)
     settings = with_tracing(settings, args)
@@ -49,7 +50,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         turn = open_turn(settings)
         stack.push_async_callback(turn.over)
         if turn.others:
-            _refuse_chance_ports(settings, args)
+            _refuse_ephemeral_ports(settings, args)
         else:
             listener = bind_clients(args, stack)
         config = make_engine_config(args)
@@ -57,10 +58,10 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)
         app = await client_app(config, service, front_end, args, stack)
-        add_cluster_calls(app, service)
+        add_cluster_routes(app, service)
         if turn.others:
-            # vLLM looks through the whole heap as it begins to serve, which takes half a second of
-            # CPU. What was looked through before its turn it then passes over.
+            # vLLM runs a full garbage collection when it begins to serve, which takes half a second
+            # of CPU. Objects frozen before the router becomes the leader are skipped then.
             freeze_gc_heap()
             print(STANDS_BY, flush=True)
             await turn.taken()
@@ -83,9 +84,9 @@ def _front_ends(service: RouterService) -> str:
 
 
 def client_arguments(settings: RouterSettings, front_end: FrontEndSettings) -> Namespace:
-    """Return vLLM's arguments, after this process was made fit to serve clients.
+    """Configure this process to serve clients and return vLLM's arguments.
 
-    Raises ``ConfigError`` for what cannot be.
+    Raises ``ConfigError`` for invalid settings.
     """
     allow_many_streams()
     limit_samples(settings.max_samples)
@@ -93,13 +94,13 @@ def client_arguments(settings: RouterSettings, front_end: FrontEndSettings) -> N
     args = parse_front_end_arguments(front_end)
     configure_logging_from_args(args)
     join_vllm_logging()
-    guard_clients(args, settings)
+    set_api_keys(args, settings)
     warn_if_open(args.host or "", ApiKeys(args.api_key or ()))
     return args
 
 
 def engine_client(config: VllmConfig, stack: AsyncExitStack) -> GenerateClient:
-    """Return what calls engines, which is closed at the end."""
+    """Return the client that calls engines; ``stack`` closes it."""
     calls = GenerateClient(
         config.model_config.max_logprobs,
         engine_headers(),
@@ -111,12 +112,12 @@ def engine_client(config: VllmConfig, stack: AsyncExitStack) -> GenerateClient:
 
 async def client_app(
     config: VllmConfig,
-    service: FrontEndOfClients,
+    service: ClientFrontEnd,
     front_end: FrontEndSettings,
     args: Namespace,
     stack: AsyncExitStack,
 ) -> FastAPI:
-    """Return the OpenAI application over a service; what it needs of vLLM ends with ``stack``."""
+    """Return the OpenAI application for a service; ``stack`` closes vLLM's part of it."""
     llm = _make_llm(config, service, front_end, args)
     stack.push_async_callback(llm.aclose)
     return await make_app(llm, service, args)
@@ -125,7 +126,7 @@ async def client_app(
 def bind_clients(
     args: Namespace, stack: AsyncExitStack, *, share_port: bool = False
 ) -> socket.socket:
-    """Return the bound socket, which is closed at the end."""
+    """Return the socket bound for clients; ``stack`` closes it."""
     listener = bind_listen_socket(args, share_port=share_port)
     stack.callback(listener.close)
     args.port = listener.getsockname()[1]
@@ -136,54 +137,54 @@ async def _bind_again(args: Namespace, stack: AsyncExitStack) -> socket.socket:
     return bind_clients(args, stack)
 
 
-def _refuse_chance_ports(settings: RouterSettings, args: Namespace) -> None:
-    """Raise ``ConfigError`` if clients or engines could not find the next router."""
+def _refuse_ephemeral_ports(settings: RouterSettings, args: Namespace) -> None:
+    """Raise ``ConfigError`` for ports that differ between the leader and its standby routers."""
     if settings.front_ends_port == 0:
         raise ConfigError(
-            "{front_ends_port} is 0; routers that take turns ({standby_lock}, {standby_lease}) "
-            "need the same one, give a number above 0"
+            "{front_ends_port} is 0; a leader and its standby routers ({standby_lock}, "
+            "{standby_lease}) need the same port, give a number above 0"
         )
     if not (args.port and settings.control_port):
         raise ConfigError(
-            f"{{port}} is {args.port} and {{control_port}} {settings.control_port}; routers that "
-            "take turns ({standby_lock}, {standby_lease}) need the same ones, give each a number "
-            "above 0"
+            f"{{port}} is {args.port} and {{control_port}} is {settings.control_port}; a leader "
+            "and its standby routers ({standby_lock}, {standby_lease}) need the same ports, give "
+            "each a number above 0"
         )
 
 
 def with_tracing(settings: RouterSettings, args: Namespace) -> RouterSettings:
-    """Let either side's endpoint count for both: vLLM drops trace headers if it has none."""
+    """Use an OTLP endpoint given to either side for both: without one vLLM drops trace headers."""
     endpoint = settings.otlp_traces_endpoint or args.otlp_traces_endpoint or ""
     args.otlp_traces_endpoint = endpoint or None
     return msgspec.structs.replace(settings, otlp_traces_endpoint=endpoint)
 
 
-def guard_clients(args: Namespace, settings: RouterSettings) -> None:
-    """Let vLLM's middleware ask for the settings' keys; without any its own arguments count."""
+def set_api_keys(args: Namespace, settings: RouterSettings) -> None:
+    """Give vLLM's middleware the API keys of the settings; without any, vLLM's own are used."""
     if settings.api_keys:
         args.api_key = [*settings.api_keys]
 
 
 def limit_samples(most: int) -> None:
-    """Let vLLM refuse a larger ``n``; its own variable wins, if an operator has set it."""
+    """Make vLLM refuse a larger ``n``, unless its own environment variable is set."""
     os.environ.setdefault("VLLM_MAX_N_SEQUENCES", str(most))
 
 
 def refuse_guessable_request_ids() -> None:
-    """Raise ``ConfigError`` if vLLM would take clients' request ids for its own.
+    """Raise ``ConfigError`` if vLLM would use clients' request ids without randomizing them.
 
-    It adds random characters to them, without which one client could name its request like
-    another's, whose messages and blocks would then be taken for its own.
+    Without the random suffix, a client could give its request the id of another client's request
+    and receive that request's messages and blocks.
     """
     if envs.VLLM_DISABLE_REQUEST_ID_RANDOMIZATION:
         raise ConfigError(
-            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set, so that a client could give its request "
-            "the id of another client's; unset it"
+            "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION is set: a client could give its request the id "
+            "of another client's request; unset it"
         )
 
 
 def _make_llm(
-    config: VllmConfig, service: FrontEndOfClients, front_end: FrontEndSettings, args: Namespace
+    config: VllmConfig, service: ClientFrontEnd, front_end: FrontEndSettings, args: Namespace
 ) -> DualPathLLM:
     try:
         return DualPathLLM(

@@ -1,8 +1,7 @@
-"""vLLM's sampling parameters and logprobs as the token API carries them.
+"""Converts vLLM's sampling parameters and logprobs to and from the token API.
 
-What the router's output processor does (detokenising, stop
-strings, special tokens) is taken out of the parameters; everything
-that shapes the tokens themselves goes through unchanged.
+Parameters of the router's output processor (detokenising, stop strings, special tokens) are
+removed; parameters that affect the tokens themselves are passed through unchanged.
 """
 
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from dualpath.router.token_api.wire import (
     PromptLogprob,
     SampledLogprob,
 )
-from dualpath.vllm.request_job import KEPT_ARGUMENTS
+from dualpath.vllm.request_job import ROUTER_ARGUMENTS
 
-#: Fields the router's own output processing has already dealt with, or that are vLLM-internal.
-#: ``stream_interval`` is said to the decode engine apart: the router's own counts as well.
-#: ``watermarking`` was resolved against a configuration without watermarks, so it says nothing.
+#: Fields that the router's own output processing handles, or that are internal to vLLM.
+#: ``stream_interval`` is set separately, combined with the router's.  ``watermarking`` was resolved
+#: against the router's configuration, which has no watermarks.
 ROUTER_SIDE_FIELDS = frozenset(
     {
         "stop",
@@ -56,13 +55,13 @@ def decode_sampling(
 ) -> dict[str, Any]:
     """Return the JSON form of ``params`` for a decode engine.
 
-    ``generated`` tokens are part of its prompt already; ``max_tokens`` ≥ 1 more may follow.  The
-    latter is always sent, since the server fills it in where a client leaves it out.  Prompt
-    logprobs are the prefill engine's business.
+    ``generated`` tokens are already part of its prompt; up to ``max_tokens`` ≥ 1 more may follow.
+    ``max_tokens`` is always sent, even if the client left it out.  Prompt logprobs are left out
+    because the prefill engine computes them.
 
-    ``stream_interval`` is the router's own: where it, or the client's, lets tokens wait for each
-    other at the router, they wait at the engine, and come as one event.  A stop string is then seen
-    up to so many tokens late, by the engine alone.
+    The larger of the client's and the router's ``stream_interval`` is sent, so that tokens that the
+    router would collect anyway arrive as one event.  The engine may then generate up to that many
+    tokens beyond a stop string.
     """
     fields = _fields(params)
     fields.pop("prompt_logprobs", None)
@@ -71,91 +70,94 @@ def decode_sampling(
     fields["min_tokens"] = max(params.min_tokens - generated, 0)
     if (interval := max(params.stream_interval or 1, stream_interval)) > 1:
         fields["stream_interval"] = interval
-    _ask_logprobs(fields, max_logprobs)
+    _request_logprobs(fields, max_logprobs)
     return fields
 
 
 def prefill_sampling(
     params: SamplingParams, *, first_token: bool, max_logprobs: int
 ) -> dict[str, Any]:
-    """Return the JSON form of ``params`` for a prefill engine: one token, kept or thrown away."""
+    """Return the JSON form of ``params`` for a prefill engine, which samples one token.
+
+    Without ``first_token`` that token is discarded.
+    """
     if not first_token:
-        dropped: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
+        discarded: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1, "detokenize": False}
         if params.prompt_logprobs is not None:
-            dropped["prompt_logprobs"] = params.prompt_logprobs
-        return dropped
+            discarded["prompt_logprobs"] = params.prompt_logprobs
+        return discarded
     fields = _fields(params)
     fields["max_tokens"] = 1
     fields["min_tokens"] = 0
-    _ask_logprobs(fields, max_logprobs)
+    _request_logprobs(fields, max_logprobs)
     return fields
 
 
 def _fields(params: SamplingParams) -> dict[str, Any]:
     fields: dict[str, Any] = msgspec.to_builtins(params)
-    kept = {name: value for name, value in fields.items() if name not in ROUTER_SIDE_FIELDS}
-    if structured := kept.get("structured_outputs"):
-        kept["structured_outputs"] = {
+    sent = {name: value for name, value in fields.items() if name not in ROUTER_SIDE_FIELDS}
+    if structured := sent.get("structured_outputs"):
+        sent["structured_outputs"] = {
             name: value for name, value in structured.items() if not name.startswith("_")
         }
     extra = {
         name: value
         for name, value in (params.extra_args or {}).items()
-        if name not in KEPT_ARGUMENTS
+        if name not in ROUTER_ARGUMENTS
     }
-    kept.pop("extra_args", None)
+    sent.pop("extra_args", None)
     if extra:
-        kept["extra_args"] = extra
+        sent["extra_args"] = extra
     for name in ("stop_token_ids", "bad_words"):
-        if not kept.get(name):
-            kept.pop(name, None)
-    kept["detokenize"] = False
-    kept["n"] = 1
-    return kept
+        if not sent.get(name):
+            sent.pop(name, None)
+    sent["detokenize"] = False
+    sent["n"] = 1
+    return sent
 
 
-def _ask_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
-    """Ask for one candidate more than the client did; ``max_logprobs`` -1: no limit.
+def _request_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
+    """Request one candidate more than the client did; ``max_logprobs`` -1 means no limit.
 
-    The wire cuts the list (sampled token first) to the number asked for, so that a sampled token
-    outside the top n would push the n-th candidate out.
+    The engine truncates its list, which begins with the sampled token, to the requested number: a
+    sampled token outside the top n would displace the n-th candidate.
     """
     if fields.get("logprob_token_ids"):
-        _ask_named_logprobs(fields, max_logprobs)
+        _request_named_logprobs(fields, max_logprobs)
         return
-    asked = fields.get("logprobs")
-    if asked is not None and asked > 0 and (asked < max_logprobs or max_logprobs == -1):
-        fields["logprobs"] = asked + 1
+    requested = fields.get("logprobs")
+    if requested is not None and requested > 0 and (requested < max_logprobs or max_logprobs == -1):
+        fields["logprobs"] = requested + 1
 
 
-def _ask_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
-    """Ask for named tokens' logprobs, and for as many candidates, without which none are sent.
+def _request_named_logprobs(fields: dict[str, Any], max_logprobs: int) -> None:
+    """Request the logprobs of named tokens, and as many candidates, without which none are sent.
 
-    The first is named twice, which makes room for the sampled token as above.
+    The first token is named twice to make room for the sampled token, as in ``_request_logprobs``.
     """
     named = fields["logprob_token_ids"]
     if max_logprobs != -1 and len(named) >= max_logprobs:
         raise BadRequestError(
-            f"logprob_token_ids names {len(named)} tokens, at most {max_logprobs - 1} can be "
-            "carried between router and engines; name fewer or raise --max-logprobs at both"
+            f"logprob_token_ids has {len(named)} tokens, but engines return at most "
+            f"{max_logprobs - 1}; send fewer, or raise --max-logprobs at router and engines"
         )
     fields["logprob_token_ids"] = [*named, named[0]]
     fields["logprobs"] = len(named) + 1
 
 
 def sampled_logprobs(wire: ChoiceLogprobs | None, params: SamplingParams) -> LogprobsLists | None:
-    """Return vLLM's arrays for what ``params`` ask per sampled token, None if nothing.
+    """Return vLLM's arrays of the logprobs that ``params`` request, None if they request none.
 
-    That is ``logprobs`` candidates (-1: all), or the tokens that ``logprob_token_ids`` name.
+    These are ``logprobs`` candidates (-1: all), or the tokens of ``logprob_token_ids``.
     """
-    asked = params.num_logprobs
-    if asked is None or wire is None or not wire.content:
+    requested = params.num_logprobs
+    if requested is None or wire is None or not wire.content:
         return None
     if params.logprob_token_ids:
         rows = [_named_row(position, params.logprob_token_ids) for position in wire.content]
     else:
         rows = [
-            _row(position, {other.rank: other for other in position.top_logprobs}, asked)
+            _row(position, {other.rank: other for other in position.top_logprobs}, requested)
             for position in wire.content
         ]
     width = min(len(row) for row in rows)
@@ -167,10 +169,10 @@ def sampled_logprobs(wire: ChoiceLogprobs | None, params: SamplingParams) -> Log
 
 
 def prompt_logprobs(
-    wire: Sequence[dict[str, PromptLogprob] | None] | None, asked: int | None
+    wire: Sequence[dict[str, PromptLogprob] | None] | None, requested: int | None
 ) -> LogprobsTensors | None:
-    """Return vLLM's tensors for all prompt positions but the first, which has none."""
-    if asked is None or wire is None or len(wire) < 2:
+    """Return vLLM's tensors for all prompt positions after the first, which has no logprobs."""
+    if requested is None or wire is None or len(wire) < 2:
         return None
     rows, ranks = [], []
     for position in wire[1:]:
@@ -178,7 +180,7 @@ def prompt_logprobs(
             Logprob(int(token), entry.logprob, entry.rank)
             for token, entry in (position or {}).items()
         ]
-        rows.append(_row(entries[0], {entry.rank: entry for entry in entries}, asked))
+        rows.append(_row(entries[0], {entry.rank: entry for entry in entries}, requested))
         ranks.append(entries[0].rank or 0)
     width = min(len(row) for row in rows)
     return LogprobsTensors(
@@ -190,11 +192,11 @@ def prompt_logprobs(
     )
 
 
-def _row(own: Logprob, by_rank: dict[int | None, Logprob], asked: int) -> list[Logprob]:
-    """Return a row as vLLM's sampler makes it: the token itself, then the candidates by rank."""
+def _row(own: Logprob, by_rank: dict[int | None, Logprob], requested: int) -> list[Logprob]:
+    """Return a row in the order of vLLM's sampler: the token itself, then candidates by rank."""
     by_rank.setdefault(own.rank, own)
     row = [own]
-    limit = len(by_rank) if asked == -1 else asked
+    limit = len(by_rank) if requested == -1 else requested
     for rank in range(1, limit + 1):
         if rank not in by_rank:
             break
@@ -203,7 +205,7 @@ def _row(own: Logprob, by_rank: dict[int | None, Logprob], asked: int) -> list[L
 
 
 def _named_row(own: SampledLogprob, named: Sequence[int]) -> list[Logprob]:
-    """Return a row as vLLM's sampler makes it: the token itself, then the named ones in order."""
+    """Return a row in the order of vLLM's sampler: the token itself, then the named tokens."""
     by_id: dict[int, Logprob] = {own.token_id: own}
     by_id.update((other.token_id, other) for other in own.top_logprobs)
     return [own, *(by_id[token_id] for token_id in named)]

@@ -1,13 +1,14 @@
-"""The connector inside vLLM's scheduler: which tokens come from outside, which blocks go out.
+"""The connector inside vLLM's scheduler: which tokens are loaded and which blocks are persisted.
 
-A PE's request arrives when its hit KV already lies in a DRAM buffer, so the hit is granted
-synchronously and loaded layer by layer within the forward pass.  A DE's request arrives when the
-prompt's KV is complete in this engine's buffer, so it is granted asynchronously: vLLM allocates
-HBM, the worker copies, the request runs.
+A PE's request arrives when its hit KV is already in a DRAM buffer, so its hit tokens are reported
+as a synchronous load, which happens layer by layer within the forward pass.  A DE's request arrives
+when the prompt's KV is complete in this engine's buffer, so its tokens are reported as an
+asynchronous load: vLLM allocates HBM, the worker copies, then the request runs.
 
-vLLM fails no request from here, but fails one whose KV did not arrive.  So a PE's request that has
-no usable transfer is promised a token asynchronously, and the worker says at once that it failed:
-it must not be computed, as the PE's layers share regions and nothing would take their KV away.
+A connector cannot make vLLM's scheduler fail a request, except by a failed load.  So for a PE's
+request without a valid transfer, one token is reported as an asynchronous load, and the worker
+reports at once that the load failed.  Such a request must not be computed: the PE's layers share
+regions, and no transfer would move their KV out.
 """
 
 import logging
@@ -27,7 +28,7 @@ from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
 from dualpath.vllm.cache_layers import CacheGroups
-from dualpath.vllm.late_blocks import LateBlocksMetadata, apply
+from dualpath.vllm.late_blocks import HeldBlocksMetadata, apply
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 
 if TYPE_CHECKING:
@@ -39,26 +40,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: In vLLM's lists, in the place of a block that is behind the window.
+#: vLLM's block id for blocks that have left the sliding window.
 _NULL_BLOCK = 0
 
 
-class _Tracked:
-    """A request with the transfer it carries; None: one that cannot be meant."""
+class _TrackedRequest:
+    """A request with its transfer; ``transfer`` is None if it is invalid."""
 
     def __init__(
         self, request: "Request", transfer: PrefillTransfer | DecodeTransfer | None, tenant: str
     ) -> None:
         self.request = request
         self.transfer = transfer
-        #: Whose its blocks are, also of a refused transfer; adapters change ``cache_salt``.
+        #: Owner of its blocks for quotas, also if the transfer is invalid.  It cannot be derived
+        #: from ``cache_salt``, which adapters change.
         self.tenant = tenant
-        #: vLLM's block ids, by group and in order.
+        #: vLLM's block ids by KV cache group, in order.
         self.blocks: list[list[int]] = []
         self.persisted_blocks = 0
-        #: Of the prompt, whose KV vLLM has found in a DE's HBM, in blocks that others may share.
+        #: Prompt tokens that vLLM's prefix cache found in a DE's HBM, in blocks that may be shared.
         self.found_tokens = 0
-        #: Whether vLLM waits for a DE's copy of the rest.
+        #: Whether vLLM waits for the copy of the other tokens to a DE's HBM.
         self.waits = False
         self.transferred = False
 
@@ -71,66 +73,67 @@ class SchedulerSide:
         settings: EngineSettings,
         geometry: BlockGeometry,
         groups: CacheGroups,
-        most_prompt_tokens: int | None = None,
+        max_drafted_prompt_tokens: int | None = None,
     ) -> None:
         self._settings = settings
-        #: Of a prefill engine, see ``draft_context``.
-        self._most_prompt_tokens = most_prompt_tokens
+        #: Limit at a prefill engine with drafts, see ``draft_context``.
+        self._max_drafted_prompt_tokens = max_drafted_prompt_tokens
         self._groups = groups
         self._role = settings.role
         self._checks = TransferChecks(settings, geometry)
         self._block_tokens = geometry.block_tokens
-        self._tracked: dict[str, _Tracked] = {}
+        self._tracked: dict[str, _TrackedRequest] = {}
         self._rejected: dict[str, str] = {}
         self._new_decode_transfers: list[str] = []
         self._refused: list[str] = []
         self._ended: list[str] = []
         self._pool: BlockPool | None = None
-        #: As the worker last heard it.
-        self._told_free_blocks = 0
-        #: Of transfers that may come late, as often as they are held.
+        #: The number that was last sent to the worker.
+        self._reported_free_blocks = 0
+        #: References held on blocks that a transfer may still write.
         self._held_blocks = 0
 
-    def learn_geometry(self, geometry: BlockGeometry) -> None:
-        """Hear of the worker what blocks are, before the first request."""
+    def set_geometry(self, geometry: BlockGeometry) -> None:
+        """Set the block geometry that the worker reported; called before the first request."""
         self._checks = TransferChecks(self._settings, geometry)
 
     def bind_block_pool(self, pool: "BlockPool") -> None:
-        """Learn where free HBM is counted; the worker knows that all of it is free at start."""
+        """Set vLLM's block pool; the worker assumes that all blocks are free at start."""
         self._pool = pool
-        self._told_free_blocks = pool.get_num_free_blocks()
+        self._reported_free_blocks = pool.get_num_free_blocks()
 
-    def note_late_blocks(self, late: LateBlocksMetadata) -> None:
-        """Keep HBM blocks from reuse, or let them go; called before the next step is scheduled."""
+    def update_held_blocks(self, changes: HeldBlocksMetadata) -> None:
+        """Hold or release HBM blocks; called before the next step is scheduled."""
         assert self._pool is not None, "vLLM binds its block pool at start"
-        apply(late, self._pool)
-        self._held_blocks += len(late.held) - len(late.let_go)
+        apply(changes, self._pool)
+        self._held_blocks += len(changes.held) - len(changes.released)
 
     @property
-    def needs_a_step(self) -> bool:
-        """Whether the worker has to hear or to say something of HBM, with or without requests.
+    def needs_step(self) -> bool:
+        """Whether a step is needed to exchange HBM updates with the worker, even without requests.
 
         vLLM frees the HBM of a request that was aborted during its copy with the output of a step,
-        which may be the last one.  The router would then take it for used until the next request,
-        and might not send one for that very reason.  It is the same with what a late transfer may
-        write to: the worker says with a step that it may go.
+        which may be the last one.  Without another step the router would count that HBM as used
+        until the next request, and might not send one for that reason.  Likewise the worker
+        releases held blocks only with a step.
         """
         if self._pool is None:
             return False
-        return self._held_blocks > 0 or self._told_free_blocks != self._pool.get_num_free_blocks()
+        free_blocks = self._pool.get_num_free_blocks()
+        return self._held_blocks > 0 or self._reported_free_blocks != free_blocks
 
     def matched_tokens(self, request: "Request", computed_tokens: int) -> tuple[int, bool]:
-        """Return (tokens that come from outside beyond ``computed_tokens``, asynchronously?)."""
+        """Return (tokens to load after ``computed_tokens``, whether asynchronously)."""
         tracked = self._track(request)
         transfer = tracked.transfer if tracked is not None else None
         if isinstance(transfer, PrefillTransfer):
             hit_tokens = transfer.hit_blocks * self._block_tokens
             return max(hit_tokens - computed_tokens, 0), False
         if self._role is Role.PREFILL:
-            # Prompt logprobs make vLLM ignore what is promised.
+            # With prompt logprobs vLLM would ignore the reported tokens.
             request.skip_reading_prefix_cache = False
             return 1, True
-        # Preempted since its KV was copied: the buffer is gone, it is computed again.
+        # The request was preempted after its KV was copied: the buffer is freed, so recompute.
         if tracked is None or transfer is None or tracked.transferred:
             return 0, False
         tracked.found_tokens = computed_tokens
@@ -138,10 +141,10 @@ class SchedulerSide:
         return waiting_tokens, waiting_tokens > 0
 
     def _tokens_to_fill(self, request: "Request", transfer: DecodeTransfer) -> int:
-        """Return how many of a prompt's tokens get their KV from outside.
+        """Return how many of a prompt's tokens are loaded.
 
-        Of a whole prompt vLLM computes the last token again, but has given up by then what windows
-        look back to from the token after it.
+        If all tokens are loaded, vLLM recomputes the last one, but by then it has freed the blocks
+        outside the windows of the token after it.  So with windows one token fewer is loaded.
         """
         if any(window is not None for window in self._groups.windows):
             return min(transfer.prompt_tokens, request.num_tokens - 1)
@@ -150,7 +153,7 @@ class SchedulerSide:
     def blocks_allocated(
         self, request: "Request", blocks: "KVCacheBlocks", external_tokens: int
     ) -> None:
-        """HBM was allocated for a request."""
+        """Record that vLLM has allocated HBM for a request."""
         tracked = self._tracked.get(request.request_id)
         transfer = tracked.transfer if tracked is not None else None
         if self._role is Role.PREFILL and transfer is None:
@@ -168,11 +171,11 @@ class SchedulerSide:
             self._new_decode_transfers.append(request.request_id)
 
     def build(self, output: "SchedulerOutput") -> StepMetadata:
-        """Describe this step's work to the worker."""
+        """Return this step's work for the worker."""
         step = StepMetadata()
         if self._pool is not None:
-            self._told_free_blocks = self._pool.get_num_free_blocks()
-            step.free_hbm_tokens = self._groups.tokens_in(self._told_free_blocks)
+            self._reported_free_blocks = self._pool.get_num_free_blocks()
+            step.free_hbm_tokens = self._groups.tokens_in(self._reported_free_blocks)
         for request_id, start_tokens, new_blocks in _scheduled(output):
             tracked = self._tracked.get(request_id)
             if tracked is None:
@@ -194,12 +197,12 @@ class SchedulerSide:
         return step
 
     def finished(self, request: "Request") -> None:
-        """A request has finished or was aborted."""
+        """Record that a request has finished or was aborted."""
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None and isinstance(tracked.transfer, DecodeTransfer):
             self._ended.append(tracked.transfer.request_id)
 
-    def _track(self, request: "Request") -> _Tracked | None:
+    def _track(self, request: "Request") -> _TrackedRequest | None:
         if (known := self._tracked.get(request.request_id)) is not None:
             return known
         transfer, tenant = None, ""
@@ -211,24 +214,24 @@ class SchedulerSide:
             self._checks.check(transfer, request.num_tokens)
             self._check_drafts(transfer)
         except DualPathError as error:
-            # A DE computes the prompt itself; a PE's request fails, and the router hears why.
+            # A DE computes the prompt itself; a PE's request fails and the router gets the reason.
             log.error("%s", error)
             if isinstance(transfer, PrefillTransfer):
                 self._rejected[transfer.request_id] = str(error)
             transfer = None
         if isinstance(transfer, PrefillTransfer):
             transfer = with_own_hits(transfer, request.block_hashes)
-        tracked = self._tracked[request.request_id] = _Tracked(request, transfer, tenant)
+        tracked = self._tracked[request.request_id] = _TrackedRequest(request, transfer, tenant)
         return tracked
 
     def _check_drafts(self, transfer: PrefillTransfer | DecodeTransfer) -> None:
-        most = self._most_prompt_tokens
+        most = self._max_drafted_prompt_tokens
         prefills = isinstance(transfer, PrefillTransfer)
         if prefills and most is not None and transfer.prompt_tokens > most:
             raise BadRequestError(
-                f"request {transfer.request_id}: a prompt of {transfer.prompt_tokens} tokens and "
-                f"its drafts do not fit the draft model's context, {most} would; shorten it, or "
-                "leave --speculative-config out at all engines"
+                f"request {transfer.request_id}: the prompt has {transfer.prompt_tokens} tokens, "
+                f"but the draft model's context allows at most {most}; shorten it, or leave "
+                "--speculative-config out at all engines"
             )
 
     def _chunk_blocks(self, start_tokens: int, end_tokens: int) -> BlockRun:
@@ -245,12 +248,12 @@ class SchedulerSide:
         filled_tokens = self._tokens_to_fill(tracked.request, transfer)
         filled = min(holding_blocks(filled_tokens, self._block_tokens), len(transfer.slots))
         shared = min(self._full_blocks(tracked.found_tokens), filled)
-        # Other requests may be reading those now.
+        # Shared blocks are not written, because other requests may be reading them.
         new = (self._hbm_block(tracked, row) for row in range(shared, filled))
         return DecodeWork(request_id, transfer, (*[NO_BLOCK] * shared, *new), tracked.waits)
 
-    def _hbm_block(self, tracked: _Tracked, row: int, computed_tokens: int = 0) -> HbmBlock:
-        """Return the ids of one of a request's blocks, as they are after ``computed_tokens``."""
+    def _hbm_block(self, tracked: _TrackedRequest, row: int, computed_tokens: int = 0) -> HbmBlock:
+        """Return the HBM block ids of a request's block ``row`` after ``computed_tokens``."""
         if len(self._groups.windows) == 1:
             return tracked.blocks[0][row]
         return tuple(
@@ -261,12 +264,12 @@ class SchedulerSide:
         )
 
     def _newly_full(
-        self, tracked: _Tracked, start_tokens: int, end_tokens: int
+        self, tracked: _TrackedRequest, start_tokens: int, end_tokens: int
     ) -> list[GeneratedBlock]:
         """Return the blocks that this step fills.
 
-        With asynchronous scheduling the key of a block can be one step late: it is then picked up
-        in the next one.  A block that has left a window by then is not whole any more.
+        With asynchronous scheduling the key of a block can be one step late: the block is then
+        returned in the next step.  If it has left a window by then, it is incomplete and skipped.
         """
         keys = tracked.request.block_hashes
         known = min(map(len, tracked.blocks), default=0)
@@ -287,7 +290,7 @@ class SchedulerSide:
 def _scheduled(output: "SchedulerOutput") -> list[tuple[str, int, Sequence[Sequence[int]]]]:
     """Return (request, tokens computed before this step, HBM blocks added in it, by group).
 
-    New requests got their blocks through ``blocks_allocated``; resumed ones as well.
+    The blocks of new and resumed requests were set by ``blocks_allocated``.
     """
     rows: list[tuple[str, int, Sequence[Sequence[int]]]] = [
         (new.req_id, new.num_computed_tokens, ()) for new in output.scheduled_new_reqs

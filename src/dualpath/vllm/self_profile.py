@@ -1,8 +1,8 @@
-"""A prefill engine times a few of its own forward passes at start, before it joins (§A.4).
+"""Times a few forward passes of a prefill engine at start, before the engine joins (§A.4).
 
-Each is one request of a scheduler's output made by hand, as in vLLM's own warm-up: tokens to
-compute behind tokens that count as cached, so that KV need not be right to take its time.  The
-connector's hooks stand around the attention of every layer and tell its share.
+Each pass is one request in a handmade ``SchedulerOutput``, as in vLLM's own warm-up: tokens to
+compute after tokens that are marked as cached, whose KV need not be valid for timing.  The
+connector's hooks before and after each layer's attention measure the share of attention.
 """
 
 import contextlib
@@ -21,18 +21,18 @@ from dualpath.vllm.pass_costs import TimedPass
 
 log = logging.getLogger(__name__)
 
-#: Tokens computed in a pass, if that many may be.
+#: Tokens computed in a pass, if the limits allow as many.
 PASS_TOKENS = 512
-#: No further pass is begun after these seconds of measured ones.
+#: Seconds of measured passes after which no other pass is started.
 BUDGET_S = 3.0
 _REPEATS = 2
-#: What the first rank says instead of a number of cached tokens.
+#: Value that the first rank broadcasts in place of a number of cached tokens to end profiling.
 NO_MORE_PASSES = -1
 _REQUEST = "dualpath-profile"
 
 
 class PassRunner(Protocol):
-    """What a vLLM worker does in a step."""
+    """The calls that run one step of a vLLM worker."""
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:  # noqa: ANN401 - vLLM's
         """Run the forward pass."""
@@ -51,12 +51,12 @@ class AttentionStopwatch:
         self.seconds = 0.0
 
     def begin(self) -> None:
-        """A layer's attention comes next."""
+        """Start timing; called before a layer's attention."""
         self.synchronize()
         self._began_s = time.perf_counter()
 
     def end(self) -> None:
-        """A layer's attention has been queued."""
+        """Stop timing; called when a layer's attention has been queued."""
         self.synchronize()
         self.seconds += time.perf_counter() - self._began_s
 
@@ -74,7 +74,7 @@ class PassLimits:
         self._most_cached = (most_tokens - self.bsz) // block_tokens * block_tokens
 
     def cached(self) -> Iterator[int]:
-        """Yield what passes are behind: nothing, then ever twice as much."""
+        """Yield the numbers of cached tokens to time: 0, then doubling up to the limit."""
         if self.bsz < 1 or self._most_cached < self.block_tokens:
             return
         yield 0
@@ -92,12 +92,12 @@ def time_passes(
     limits: PassLimits,
     group: RankGroup = ONE_RANK,
 ) -> list[TimedPass]:
-    """Return passes of one size behind ever more cached tokens, the best of two runs each.
+    """Return passes of one size after increasing numbers of cached tokens, the best of two runs.
 
-    How many there are depends on their time, so the other ranks of the engine are told of each.
+    The number of passes depends on their time, so each is broadcast to the engine's other ranks.
 
-    Fewer than two where no more fit, or none can be computed.  Raises ``ConfigError`` where vLLM
-    cannot go on after that.
+    Returns fewer than two passes if no more fit or none can be computed.  Raises ``ConfigError`` if
+    vLLM cannot continue after a failed pass.
     """
     timed: list[TimedPass] = []
     if not limits.bsz:
@@ -112,31 +112,31 @@ def time_passes(
                 group.broadcast(cached)
                 runs.append(_time(runner, stopwatch, limits, cached))
             timed.append(min(runs, key=lambda run: run.pass_s))
-            # The next one takes up to twice as long, and so does each of its runs.
+            # Each run of the next pass takes up to twice as long.
             next_s = 2 * _REPEATS * timed[-1].pass_s
             if len(timed) > 1 and time.perf_counter() - began_s + next_s > BUDGET_S:
                 break
     except _PassFailedError as error:
-        log.warning("%s; passes are timed no further", error)
+        log.warning("%s; no more passes are timed", error)
     return timed
 
 
 def repeat_passes(runner: PassRunner, limits: PassLimits, group: RankGroup) -> None:
-    """Compute what the first rank times, until it says that there is no more."""
+    """Compute the passes that the first rank times, until it broadcasts the end."""
     stopwatch = AttentionStopwatch(lambda: None)
     while (cached := group.broadcast(NO_MORE_PASSES)) != NO_MORE_PASSES:
-        with contextlib.suppress(_PassFailedError):  # It fails at the first rank as well.
+        with contextlib.suppress(_PassFailedError):  # It also fails at the first rank.
             _time(runner, stopwatch, limits, cached)
 
 
 class _PassFailedError(Exception):
-    """A pass failed and left nothing behind."""
+    """A pass failed, and vLLM has removed its request."""
 
 
 def _time(
     runner: PassRunner, stopwatch: AttentionStopwatch, limits: PassLimits, cached: int
 ) -> TimedPass:
-    """Compute one pass and forget its request."""
+    """Compute one pass, then remove its request from vLLM."""
     step, end = step_of(limits, cached), SchedulerOutput.make_empty()
     end.finished_req_ids = {_REQUEST}
     end.kv_connector_metadata = StepMetadata()
@@ -146,26 +146,27 @@ def _time(
         runner.execute_model(step)
         runner.sample_tokens(None)
     except Exception as error:
-        failure = error  # Some kernels cannot compute behind cached tokens, and say so in any way.
+        failure = error  # Some kernels cannot compute after cached tokens and raise any error.
     pass_s = time.perf_counter() - began_s
     try:
         runner.execute_model(end)
         stopwatch.synchronize()
     except Exception as error:
-        # A worker that has lost its way, or a device, must not serve.
+        # A worker in an unknown state, or without its device, must not serve.
         raise ConfigError(
-            f"vLLM cannot go on after {limits.bsz} tokens behind {cached} were timed "
-            f"({failure or error}); set {{profile}} to off or to a file of `dualpath profile`"
+            f"vLLM cannot continue after a timed pass of {limits.bsz} tokens after {cached} "
+            f"cached ones ({failure or error}); set {{profile}} to off or to a file of "
+            "`dualpath profile`"
         ) from error
     if failure is not None:
         raise _PassFailedError(
-            f"vLLM cannot compute {limits.bsz} tokens behind {cached} ({failure})"
+            f"vLLM cannot compute {limits.bsz} tokens after {cached} cached ones ({failure})"
         ) from failure
     return TimedPass(cached, limits.bsz, pass_s, stopwatch.seconds - before_s)
 
 
 def step_of(limits: PassLimits, cached: int) -> SchedulerOutput:
-    """Return a step of one request: ``limits.bsz`` tokens behind ``cached``."""
+    """Return a step of one request: ``limits.bsz`` tokens after ``cached`` cached tokens."""
     tokens = cached + limits.bsz
     prompt = [1 + token % 97 for token in range(tokens)]
     step = SchedulerOutput.make_empty()

@@ -1,8 +1,8 @@
-"""vLLM's parser of what ``vllm serve`` takes, wherever this version of vLLM has it."""
+"""vLLM's argument parser of ``vllm serve``, whose module depends on vLLM's version."""
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
-except ImportError:  # vLLM 0.33 keeps it beside what all its servers share.
+except ImportError:  # vLLM 0.33
     from vllm.entrypoints.common.cli_args import (
         make_arg_parser,
         validate_parsed_serve_args,

@@ -1,4 +1,4 @@
-"""The place of vLLM's server at a port that others share (``router.http.shared_port``)."""
+"""Connects vLLM's server to a port shared by several processes (``router.http.shared_port``)."""
 
 import asyncio
 import socket
@@ -10,15 +10,17 @@ from dualpath.router.asgi import App, Message, Receive, Send
 from dualpath.router.connections import Connections
 from dualpath.router.http.shared_port import SharedPort
 
-Place = tuple[Sequence[asyncio.Server], Connections, Callable[[socket.socket], Awaitable[object]]]
+ServerParts = tuple[
+    Sequence[asyncio.Server], Connections, Callable[[socket.socket], Awaitable[object]]
+]
 
 
-def place_of(server: uvicorn.Server, connections: Connections) -> Place:
-    """Return what ``SharedPort.taken`` has to know of a server that listens."""
+def server_parts(server: uvicorn.Server, connections: Connections) -> ServerParts:
+    """Return the arguments of ``SharedPort.taken`` for a listening server."""
     config, loop = server.config, asyncio.get_running_loop()
 
-    def made() -> asyncio.Protocol:
-        # As uvicorn's own ``startup`` does for connections that its servers take.
+    def make_protocol() -> asyncio.Protocol:
+        # The same call as in uvicorn's ``startup`` for connections that it accepts itself.
         return config.http_protocol_class(  # type: ignore[call-arg,return-value,unused-ignore]
             config=config,
             server_state=server.server_state,
@@ -27,19 +29,19 @@ def place_of(server: uvicorn.Server, connections: Connections) -> Place:
         )
 
     async def connected(connection: socket.socket) -> object:
-        return await loop.connect_accepted_socket(made, connection, ssl=config.ssl)
+        return await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)
 
     return server.servers, connections, connected
 
 
-class LastAnswers:
-    """ASGI middleware: a server that has left its port lets each client come once more."""
+class ConnectionCloser:
+    """ASGI middleware: once a server has left its port, it closes connections after a response."""
 
     def __init__(self, app: App) -> None:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Pass the call on; the answer says that the connection is closed, if so."""
+        """Forward the call; add ``Connection: close`` if the server has left its port."""
         shared: SharedPort | None = None
         if scope["type"] == "http":
             shared = getattr(scope["app"].state, "dualpath_shared_port", None)

@@ -1,7 +1,7 @@
-"""An engine's ranks as vLLM has them: how they agree, and which slice of KV each holds.
+"""Tensor-parallel ranks of an engine: their communication, and the slice of KV that each holds.
 
-vLLM cuts KV by heads.  With fewer KV heads than ranks it gives one head to several of them, and
-latent KV (MLA) whole to each: these are *replicas* of one slice.
+vLLM splits KV by heads.  With fewer KV heads than ranks several ranks hold the same head, and with
+latent KV (MLA) all ranks hold the whole KV: these ranks are *replicas* of one slice.
 """
 
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,7 +13,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.parts import PartSlice
 from dualpath.core.parts import slices_of as cut_into
 from dualpath.engine.rank import RankPlace, rank_place
-from dualpath.transport.nic_pairing import paired_here
+from dualpath.transport.nic_pairing import local_nic_pairing
 from dualpath.vllm.cache_layers import specs_of
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class VllmRanks:
-    """See ``engine.ranks.RankGroup``; to be called on the thread that computes, as vLLM does."""
+    """See ``engine.ranks.RankGroup``; must be called on the thread that computes, as in vLLM."""
 
     def __init__(self) -> None:
         self._group: Any = get_tp_group()
@@ -32,12 +32,12 @@ class VllmRanks:
         self.size: int = self._group.world_size
 
     def broadcast(self, value: T | None) -> T:
-        """See the contract."""
-        told: T = self._group.broadcast_object(value, src=0)
-        return told
+        """See ``RankGroup``."""
+        received: T = self._group.broadcast_object(value, src=0)
+        return received
 
     def gather(self, value: T) -> list[T]:
-        """See the contract."""
+        """See ``RankGroup``."""
         if self.size == 1:
             return [value]
         found: list[Any] = [None] * self.size
@@ -46,9 +46,9 @@ class VllmRanks:
 
 
 def slices_of(config: "VllmConfig", cache: "KVCacheConfig") -> int:
-    """Return into how many slices the ranks of an engine cut the KV of each layer.
+    """Return into how many slices the ranks of an engine split the KV of each layer.
 
-    Raises ``ConfigError`` for layers that are not all cut alike.
+    Raises ``ConfigError`` if layers are split differently.
     """
     ranks = config.parallel_config.tensor_parallel_size
     if ranks == 1:
@@ -66,17 +66,17 @@ def slices_of(config: "VllmConfig", cache: "KVCacheConfig") -> int:
 
 
 def place_of(config: "VllmConfig", cache: "KVCacheConfig") -> tuple[RankPlace, PartSlice]:
-    """Return this rank's place among those of its engine, and the slice that it holds."""
+    """Return this rank's place among the ranks of its engine, and its slice of the KV."""
     return rank_place(VllmRanks(), slices_of(config, cache))
 
 
 def nearest_nic(device: torch.device, ranks: int) -> str:
-    """Return the RDMA port nearest to a rank's GPU; empty where UCX may choose.
+    """Return the RDMA port nearest to a rank's GPU; empty to let UCX choose.
 
-    It may for engines of one rank, as ever: their ports are for whoever starts them to give.
+    For engines of one rank it is always empty: whoever starts them configures the port for UCX.
     """
     if ranks == 1 or device.type != "cuda":
         return ""
     properties = torch.cuda.get_device_properties(device)
     place = (properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id)
-    return paired_here().get("{:04x}:{:02x}:{:02x}.0".format(*place), "")
+    return local_nic_pairing().get("{:04x}:{:02x}:{:02x}.0".format(*place), "")

@@ -1,9 +1,9 @@
-"""Which weights a model folder holds: the SHA-256 of its files.
+"""Identifies the weights in a model folder by the SHA-256 of its files.
 
-All bytes count.  A merged adapter or a retrained token changes some tensors in the middle of a
-file, keeps its size and may keep its head and tail, so that samples would call it the same.  The
-hub's cache names its files by their SHA-256; others are read once per machine, many at a time, and
-their digests kept in the cache directory by path, size, inode and times.
+All bytes are hashed.  A merged adapter or a retrained token changes some tensors in the middle of a
+file without changing its size, head or tail, so a digest of samples could miss the change.  The
+hub's cache names its files by their SHA-256.  Other files are read once per machine, several in
+parallel, and their digests are cached in the cache directory by path, size, inode and times.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ _READERS = 8
 _SHA256_HEX = 64
 
 
-class _Seen(msgspec.Struct, frozen=True):
-    """A file as it was when its digest was made; all that changes with its bytes."""
+class _FileStamp(msgspec.Struct, frozen=True):
+    """Path, size, inode and times of a file when its digest was computed."""
 
     path: str
     size_bytes: int
@@ -52,15 +52,17 @@ def _file_sha256(file: Path) -> str:
     real = file.resolve()
     if real.parent.name == "blobs" and _is_sha256(real.name):
         return real.name
-    seen = _seen(real)
-    kept = cache_directory() / "weights" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
-    if (known := _read(kept)) is not None and msgspec.structs.replace(known, sha256="") == seen:
+    stamp = _stamp(real)
+    cached = (
+        cache_directory() / "weights" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
+    )
+    if (known := _read(cached)) is not None and msgspec.structs.replace(known, sha256="") == stamp:
         return known.sha256
-    log.info("reading %s (%.1f GB) once, to know its weights again", real, seen.size_bytes / 1e9)
+    log.info("reading %s (%.1f GB) once to identify its weights", real, stamp.size_bytes / 1e9)
     with real.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if _seen(real) == seen:
-        _write(kept, msgspec.structs.replace(seen, sha256=digest))
+    if _stamp(real) == stamp:
+        _write(cached, msgspec.structs.replace(stamp, sha256=digest))
     return digest
 
 
@@ -68,25 +70,29 @@ def _is_sha256(name: str) -> bool:
     return len(name) == _SHA256_HEX and all(digit in "0123456789abcdef" for digit in name)
 
 
-def _seen(file: Path) -> _Seen:
+def _stamp(file: Path) -> _FileStamp:
     status = file.stat()
-    return _Seen(str(file), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns)
+    return _FileStamp(
+        str(file), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    )
 
 
-def _read(kept: Path) -> _Seen | None:
-    """Return what is kept, None for nothing or nothing that can be read."""
+def _read(cached: Path) -> _FileStamp | None:
+    """Return the cached stamp with its digest, None if there is none that can be read."""
     try:
-        return msgspec.json.decode(kept.read_bytes(), type=_Seen)
+        return msgspec.json.decode(cached.read_bytes(), type=_FileStamp)
     except (OSError, ValueError, msgspec.MsgspecError):
         return None
 
 
-def _write(kept: Path, seen: _Seen) -> None:
-    """Keep a digest if the place can be written to; otherwise the next start reads again."""
-    fresh = kept.with_suffix(f".{os.getpid()}")
+def _write(cached: Path, stamp: _FileStamp) -> None:
+    """Write a digest to the cache; if that fails, the next start reads the file again."""
+    temporary = cached.with_suffix(f".{os.getpid()}")
     try:
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        fresh.write_bytes(msgspec.json.encode(seen))
-        fresh.replace(kept)
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(stamp))
+        temporary.replace(cached)
     except OSError as error:
-        log.warning("%s cannot be kept (%s); the next start reads the weights again", kept, error)
+        log.warning(
+            "%s cannot be written (%s); the next start reads the weights again", cached, error
+        )

@@ -1,6 +1,7 @@
-"""The connector inside a vLLM worker: hosts the traffic manager and feeds it layer by layer.
+"""The connector inside a vLLM worker: hosts the traffic manager and drives it layer by layer.
 
-An engine of several ranks has a worker each.  The first leads; the others host a ``Follower``.
+An engine of several ranks has one worker per rank.  The first hosts the traffic manager, the others
+host a ``Follower``.
 """
 
 import functools
@@ -28,20 +29,20 @@ from dualpath.engine.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.vllm.adapter_identity import adapters_of
-from dualpath.vllm.cache_layers import CacheGroups, CacheLayer, begins_unseen
-from dualpath.vllm.cpu_adapters import mend_cpu_adapters
-from dualpath.vllm.cpu_tiles import allow_tiles
+from dualpath.vllm.cache_layers import CacheGroups, CacheLayer, read_before_hook
+from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
+from dualpath.vllm.cpu_tiles import enable_amx_tiles
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.data_parallel import agree_on_group
-from dualpath.vllm.draft_context import most_prompt_tokens
+from dualpath.vllm.draft_context import max_drafted_prompt_tokens
 from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
 from dualpath.vllm.kv_regions import hbm_layout
-from dualpath.vllm.late_blocks import LateBlocks, LateBlocksMetadata
-from dualpath.vllm.load_exchange import exchanging
+from dualpath.vllm.late_blocks import HeldBlocks, HeldBlocksMetadata
+from dualpath.vllm.load_exchange import with_load_exchange
 from dualpath.vllm.metadata import DecodeWork, StepMetadata
 from dualpath.vllm.model_identity import kv_layout, model_fingerprint
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
-from dualpath.vllm.profiling import find_costs, profiles
+from dualpath.vllm.profiling import find_costs, needs_costs
 from dualpath.vllm.self_profile import (
     NO_MORE_PASSES,
     AttentionStopwatch,
@@ -57,12 +58,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-#: Why a PE computes a request not at all.
-NO_TRANSFER = "it came without a transfer that can be meant; send it through the router"
+#: Reason why a PE refuses a request.
+NO_TRANSFER = "it has no valid transfer; send it through the router"
 
 
 class WorkerSide:
-    """State of one engine's worker process; ``register`` brings the data plane up."""
+    """State of one engine's worker process; ``register`` starts the data plane."""
 
     def __init__(
         self,
@@ -81,21 +82,21 @@ class WorkerSide:
         self._slice = kv_slice
         self._cache_layers = layers
         self._groups = groups
-        #: By the names by which vLLM calls.
+        #: Layer numbers by the names with which vLLM calls the connector.
         self._layers = {layer.names[0]: index for index, layer in enumerate(layers)}
-        self._begins_unseen = begins_unseen(config, layers)
+        self._read_before_hook = read_before_hook(config, layers)
         self.geometry = geometry
         self._num_blocks = num_blocks
         self._server = ApiServer()
-        self._drain_asked = False
+        self._drain_requested = False
         self._membership: Membership | None = None
         self._follower: Follower | None = None
-        #: What passes cost here, once it is known.
+        #: Costs of forward passes, None until they are measured.
         self.costs: PassCosts | None = None
         self._stopwatch: AttentionStopwatch | None = None
         self._pass: ForwardPass | FollowedPass | None = None
         self._generated: list[GeneratedBlock] = []
-        self._late = LateBlocks()
+        self._held = HeldBlocks()
         self._copied: queue.SimpleQueue[tuple[str, str | None]] = queue.SimpleQueue()
 
     # ------------------------------------------------------------------ start and stop
@@ -104,20 +105,20 @@ class WorkerSide:
         """Register HBM and buffer once, open storage, join the cluster."""
         layers = [[kv_caches[name] for name in layer.names] for layer in self._cache_layers]
         if self._config.lora_config is not None:
-            mend_cpu_adapters()
+            patch_cpu_lora_kernels()
         hbm = self._in_groups(hbm_layout(layers, self._num_blocks, self.geometry, self._slice))
         hbm = msgspec.structs.replace(hbm, layer_names=tuple(self._layers))
         here = layers[0][0].device
-        allow_tiles(here)
+        enable_amx_tiles(here)
         device = open_device(here, self._settings.device_copies)
         self._synchronize = torch.cuda.synchronize if layers[0][0].is_cuda else _nothing_queued
         if self._settings.share_loads and self._prefills:
-            self._place = exchanging(self._place, get_tp_group(), layers, self._num_blocks)
+            self._place = with_load_exchange(self._place, get_tp_group(), layers, self._num_blocks)
         group = self._place.group
         self._settings = self._settings.of_rank(group.rank, nearest_nic(here, group.size))
         if group.rank:
             self._follower = open_follower(
-                self._settings, self.geometry, hbm, self._late, self._place, device
+                self._settings, self.geometry, hbm, self._held, self._place, device
             )
             self._follower.watch(self._watch_parent)
             return
@@ -126,16 +127,16 @@ class WorkerSide:
             served_model_name=_first(model.served_model_name) or model.model,
             max_model_len=model.max_model_len,
             vocab_size=model.get_vocab_size(),
-            max_prompt_tokens=most_prompt_tokens(self._config) if self._prefills else None,
+            max_prompt_tokens=max_drafted_prompt_tokens(self._config) if self._prefills else None,
             adapters=adapters_of(self._config, self._settings),
         )
         self._membership = Membership(
             *(self._settings, self._namespace(), served, hbm, device),
-            holder=self._late,
+            holder=self._held,
             place=self._place,
         )
-        on_drain_signal(self._ask_to_drain)
-        if profiles(self._settings):
+        on_drain_signal(self._request_drain)
+        if needs_costs(self._settings):
             self._membership.measure_reading()
         dp = agree_on_group(self._settings.engine_id, self._config.parallel_config)
         self._membership.join(self._settings.api_url, self._watch_parent, dp)
@@ -154,11 +155,11 @@ class WorkerSide:
         )
 
     def profile(self, runner: PassRunner) -> None:
-        """Learn what passes cost here, and say it when the engine joins.
+        """Determine the costs of passes and report them when the engine joins.
 
-        Raises ``ConfigError`` for a file that is none of ``dualpath profile``.
+        Raises ``ConfigError`` if the profile file is not one of ``dualpath profile``.
         """
-        if not profiles(self._settings):
+        if not needs_costs(self._settings):
             return
         group = self._place.group
         if group.rank:
@@ -169,7 +170,7 @@ class WorkerSide:
             time_passes, runner, self._stopwatch, self._pass_limits(), group
         )
         if self._config.parallel_config.data_parallel_size > 1:
-            # How many passes there are depends on their time: ranks in lock step would hang.
+            # The number of passes depends on their time, so ranks in lock step would hang.
             time_them = functools.partial(_no_passes, self._settings.engine_id)
         try:
             found = find_costs(
@@ -180,7 +181,7 @@ class WorkerSide:
             group.broadcast(NO_MORE_PASSES)
         if found is not None:
             self.costs = found.costs
-            self._joined().computes(found.rate, found.costs.computed_weight)
+            self._joined().set_compute_rate(found.rate, found.costs.computed_weight)
 
     def _pass_limits(self) -> PassLimits:
         return PassLimits(
@@ -191,7 +192,7 @@ class WorkerSide:
         )
 
     def close(self) -> None:
-        """Leave the cluster and give everything back; idempotent."""
+        """Leave the cluster and release all resources; idempotent."""
         membership, self._membership = self._membership, None
         if membership is not None:
             membership.leave()
@@ -208,18 +209,18 @@ class WorkerSide:
             protection=self._settings.protection,
         )
 
-    def _ask_to_drain(self) -> None:
-        self._drain_asked = True  # A signal handler does no more; the link's thread sees it.
+    def _request_drain(self) -> None:
+        self._drain_requested = True  # Set in a signal handler; the link's thread reads it.
 
     def _drained(self) -> None:
         self._server.interrupt()
 
     def _watch_parent(self) -> None:
-        if self._drain_asked and self._membership is not None:
+        if self._drain_requested and self._membership is not None:
             self._membership.drain("its server got SIGTERM", self._drained)
-        if self._server.is_gone:
-            # The API server died without ending its engine: nobody can send requests any more,
-            # and an engine that keeps reporting would keep getting them assigned.
+        if self._server.has_exited:
+            # The API server died without ending its engine: requests cannot reach the engine any
+            # more, but while it reports to the router it would still be assigned requests.
             log.error("the API server of engine %s is gone", self._settings.engine_id)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -238,7 +239,7 @@ class WorkerSide:
             self._tell_router(step)
         if step.prefills:
             self._pass = self._begin_pass(step.prefills)
-            self._wait_for_unseen(0)
+            self._wait_for_early_read(0)
         for work in step.decodes:
             self._begin_decode(work)
 
@@ -276,19 +277,19 @@ class WorkerSide:
             self._stopwatch.begin()
 
     def computed(self, layer_name: str) -> None:
-        """A layer's new KV is in HBM."""
+        """Record that a layer's new KV is in HBM."""
         if self._stopwatch is not None:
             self._stopwatch.end()
         if self._pass is not None:
             self._pass.computed(self._layers[layer_name])
-            self._wait_for_unseen(self._layers[layer_name] + 1)
+            self._wait_for_early_read(self._layers[layer_name] + 1)
 
-    def _wait_for_unseen(self, layer: int) -> None:
-        """Load a layer before it begins, if vLLM calls only when it has begun to read its KV.
+    def _wait_for_early_read(self, layer: int) -> None:
+        """Load a layer before it begins, if vLLM calls the connector only after its KV is read.
 
-        The load then overlaps with the attention of the layer before, not with its experts.
+        The load then overlaps with the attention of the previous layer, but not with its experts.
         """
-        if self._begins_unseen and self._pass is not None and layer < len(self._layers):
+        if self._read_before_hook and self._pass is not None and layer < len(self._layers):
             self._pass.wait_loaded(layer)
 
     def end_step(self) -> None:
@@ -303,7 +304,7 @@ class WorkerSide:
             self._membership.changed()
 
     def take_copied(self) -> tuple[set[str], set[str]]:
-        """Return (requests whose KV is in HBM or failed, those that failed) since last asked."""
+        """Return the requests whose copies ended since the last call, and those that failed."""
         over: set[str] = set()
         failed: set[str] = set()
         while True:
@@ -313,16 +314,16 @@ class WorkerSide:
                 return over, failed
             over.add(request_id)
             if error is not None:
-                log.error("request %s: no KV for it: %s", request_id, error)
+                log.error("request %s: its KV was not loaded: %s", request_id, error)
                 failed.add(request_id)
 
-    def take_late_blocks(self) -> LateBlocksMetadata | None:
-        """Return which HBM blocks are held, and let go, since last asked; None for no change."""
-        return self._late.take()
+    def take_held_blocks(self) -> HeldBlocksMetadata | None:
+        """Return the HBM blocks held and released since the last call; None without changes."""
+        return self._held.take()
 
 
 def _nothing_queued() -> None:
-    """A CPU has computed what it was given when the call returns."""
+    """Do nothing: a CPU computes synchronously."""
 
 
 def _first(names: str | list[str] | None) -> str | None:
@@ -331,8 +332,8 @@ def _first(names: str | list[str] | None) -> str | None:
 
 def _no_passes(engine_id: str) -> list[TimedPass]:
     log.warning(
-        "engine %s is a rank of a data-parallel group, whose passes are not timed; give it a "
-        "profile file of `dualpath profile`",
+        "engine %s is a rank of a data-parallel group, so its passes are not timed; set profile "
+        "to a file of `dualpath profile`",
         engine_id,
     )
     return []

@@ -1,4 +1,4 @@
-{{/* What router and front ends share: (list $ settings-of-the-part). */}}
+{{/* Arguments of router and front ends: (list $ settings-of-the-part). */}}
 {{- define "dualpath.endpointArguments" -}}
 {{- $root := index . 0 -}}{{- $part := index . 1 -}}
 {{- if $root.Values.config }}
@@ -31,7 +31,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Ready while there is an engine of each role. Alive without: engines may be on their way. */}}
+{{/* Ready while there is an engine of each role; alive also without engines. */}}
 {{- define "dualpath.endpointProbes" -}}
 startupProbe:
   tcpSocket: {port: http}

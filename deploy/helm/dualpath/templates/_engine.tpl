@@ -26,7 +26,7 @@ spec:
         httpGet: {path: /health, port: http}
         periodSeconds: 5
         timeoutSeconds: 5
-      # SIGTERM drains: the router gives it nothing new, and what it has ends.
+      # SIGTERM drains: the router sends no new requests, and running ones end.
       resources: {{ include "dualpath.engineResources" . | nindent 8 }}
       volumeMounts:
         {{- include "dualpath.mounts" $root | nindent 8 }}
@@ -45,7 +45,7 @@ spec:
     {{- end }}
 {{- end }}
 
-{{/* vLLM's plugin adds the arguments that an engine of a cluster needs. */}}
+{{/* vLLM's plugin adds the other arguments that an engine needs. */}}
 {{- define "dualpath.engineArguments" -}}
 {{- $root := index . 0 -}}{{- $role := index . 1 -}}{{- $part := index . 2 -}}
 {{- $extra := dict -}}
@@ -138,7 +138,7 @@ spec:
 {{- end }}
 {{- end }}
 
-{{/* Devices of a pod: those of its one rank, or of all ranks where one pod has the group. */}}
+{{/* Devices of a pod: of its one rank, or of all ranks if the pod has the whole group. */}}
 {{- define "dualpath.engineResources" -}}
 {{- $part := index . 2 -}}
 {{- $ranks := ternary 1 (int $part.dataParallel) (eq $part.workload "LeaderWorkerSet") -}}

@@ -18,7 +18,7 @@ app.kubernetes.io/managed-by: {{ $root.Release.Service }}
 helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
 {{- end }}
 
-{{/* The part that clients are sent to. */}}
+{{/* The component that serves clients. */}}
 {{- define "dualpath.front" -}}
 {{- if gt (int .Values.frontEnds.replicas) 0 }}frontend{{ else }}router{{ end }}
 {{- end }}
@@ -38,12 +38,12 @@ helm.sh/chart: {{ $root.Chart.Name }}-{{ $root.Chart.Version }}
     secretKeyRef: {name: {{ index . 1 }}, key: {{ index . 2 }}}
 {{- end }}
 
-{{/* What all pods have: (list $ settings-of-the-part), and the account of one that calls the API. */}}
+{{/* Common part of all pods: (list $ settings-of-the-part [service-account]). */}}
 {{- define "dualpath.pod" -}}
 {{- $root := index . 0 -}}{{- $part := index . 1 -}}
 {{- $account := "" -}}{{- if gt (len .) 2 }}{{ $account = index . 2 }}{{ end -}}
-# A service named dualpath-router would otherwise put DUALPATH_ROUTER_PORT into the environment,
-# where it is a setting.
+# Otherwise a service named dualpath-router would set the variable DUALPATH_ROUTER_PORT, which is a
+# setting.
 enableServiceLinks: false
 automountServiceAccountToken: {{ ne $account "" }}
 {{- with $account }}
@@ -115,7 +115,7 @@ dualpath/config: {{ sha256sum $root.Values.config | trunc 16 | quote }}
 {{- end }}
 {{- end }}
 
-{{/* Where the model is: a folder of the claim, or a name. */}}
+{{/* The model: a folder of the claim, or a name. */}}
 {{- define "dualpath.model" -}}
 {{- $name := required "model.name is empty; give a folder below /models, a hub name or, for emulated engines, a catalog model" .Values.model.name -}}
 {{- if .Values.model.existingClaim }}/models/{{ trimPrefix "/models/" $name }}{{ else }}{{ $name }}{{ end }}

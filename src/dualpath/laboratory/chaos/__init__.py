@@ -1,1 +1,1 @@
-"""Faults on purpose, and what must hold all the same."""
+"""Fault injection: faults on real and simulated clusters, and checks that KV stays correct."""

@@ -1,4 +1,4 @@
-"""What a campaign comes to: requests by how they ended, faults by cell of the matrix.  Pure."""
+"""Summary of a campaign: requests by outcome, faults by cell of the matrix.  Pure."""
 
 import re
 from collections import Counter
@@ -9,15 +9,15 @@ import msgspec
 from dualpath.laboratory.chaos.ask import Outcome
 from dualpath.laboratory.chaos.load import Turn
 from dualpath.laboratory.chaos.matrix import Component, Fault, Step
-from dualpath.laboratory.chaos.router_back import RouterBack, router_backs
-from dualpath.laboratory.chaos.strike import Made
+from dualpath.laboratory.chaos.router_back import RouterRecovery, router_recoveries
+from dualpath.laboratory.chaos.strike import InjectedFault
 
-#: A fault is felt a little longer than it lasts: an engine is missed only after its time-out.
-_FELT_S = 1.0
-#: Beyond its deadline a request may still be told so; a stopped router tells nobody anything.
+#: A fault has effects for a little longer than it lasts: a silent engine times out later.
+_EFFECT_S = 1.0
+#: The router may report an exceeded deadline this much after it; a stopped router reports later.
 _GRACE_S = 3.0
 BAD = (Outcome.UNCLEAR, Outcome.LATE, Outcome.WRONG)
-#: Of a message: names of requests and epochs, and numbers that stand alone.
+#: In an error message: ids of requests and epochs, and numbers that stand alone.
 _IDS = re.compile(r"\b(cmpl-)?[0-9a-f]{12,}(\.\d+)?\b|:\d{4,5}\b")
 _NUMBERS = re.compile(r"(?<![\w.-])\d+(\.\d+)?(?![\w.])")
 _ENDS = frozenset({Fault.KILL, Fault.TERMINATE})
@@ -32,9 +32,9 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 class CellCount(msgspec.Struct):
-    """What happened around the faults of one cell.
+    """Counts of one cell: its faults, and the outcomes of requests that overlapped them.
 
-    A request counts in every cell whose faults it met.
+    A request counts in every cell of which it overlapped a fault.
     """
 
     made: int = 0
@@ -43,32 +43,35 @@ class CellCount(msgspec.Struct):
     outcomes: dict[Outcome, int] = msgspec.field(default_factory=dict)
 
 
-class Account(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole campaign in numbers.
+class CampaignSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The numbers of a whole campaign.
 
-    ``lost_to_one`` are requests that ended badly though they met one fault alone, which ended or
-    stopped one engine; ``router_backs`` tell how the next router followed one that was killed.
+    ``lost_to_single_fault`` are requests that failed although they overlapped only one fault,
+    which ended or stopped one engine; ``router_recoveries`` are the times after kills of routers.
     """
 
     outcomes: Mapping[Outcome, int]
     cells: Mapping[Cell, CellCount]
-    lost_to_one: tuple[str, ...]
-    router_backs: tuple[RouterBack, ...]
+    lost_to_single_fault: tuple[str, ...]
+    router_recoveries: tuple[RouterRecovery, ...]
     examples: Mapping[str, int]
 
     @property
     def bad_turns(self) -> int:
-        """Requests that were late, wrong, or ended without a clear word."""
+        """Number of requests that were late, wrong, or ended without a clear error."""
         return sum(self.outcomes.get(outcome, 0) for outcome in BAD)
 
 
-def account(
+def summarize(
     turns: Sequence[Turn],
-    made: Sequence[Made],
+    made: Sequence[InjectedFault],
     deadline_s: float,
-    entrance: Component = Component.ROUTER,
-) -> Account:
-    """Return what came of ``turns`` under the faults ``made``; clients ask at ``entrance``."""
+    client_side: Component = Component.ROUTER,
+) -> CampaignSummary:
+    """Summarize the requests ``turns`` under the faults ``made``.
+
+    ``client_side`` is the component to which clients connect.
+    """
     cells: dict[Cell, CellCount] = {}
     for fault in made:
         cell = cells.setdefault(_cell(fault), CellCount())
@@ -80,72 +83,77 @@ def account(
     by_begin = sorted(made, key=lambda fault: fault.begin_s)
     for turn in turns:
         met = _met(turn, by_begin)
-        outcome = _judged(turn, met, deadline_s, entrance)
+        outcome = _final_outcome(turn, met, deadline_s, client_side)
         outcomes[outcome] += 1
-        # Who was cut off met other faults by chance.
-        blamed = [f for f in met if outcome is not Outcome.CUT or _cuts_clients(f, entrance)]
+        # A lost connection has its cause in a fault that closes connections of clients.
+        blamed = [f for f in met if outcome is not Outcome.CUT or _cuts_clients(f, client_side)]
         for name in {_cell(fault) for fault in blamed}:
             counts = cells[name].outcomes
             counts[outcome] = counts.get(outcome, 0) + 1
         if outcome not in (Outcome.WELL, Outcome.LEFT, Outcome.CUT):
-            examples[f"{outcome.value}: {_kind_of(turn.answer.detail)}"] += 1
+            examples[f"{outcome.value}: {_without_ids(turn.answer.detail)}"] += 1
         if (
             len(met) == 1
             and _ends_an_engine(met[0])
             and outcome not in (Outcome.WELL, Outcome.LEFT)
         ):
-            lost.append(f"{named(met[0])}: {outcome.value}: {_kind_of(turn.answer.detail)}")
-    return Account(
+            detail = _without_ids(turn.answer.detail)
+            lost.append(f"{fault_name(met[0])}: {outcome.value}: {detail}")
+    return CampaignSummary(
         outcomes=dict(outcomes),
         cells=cells,
-        lost_to_one=tuple(lost),
-        router_backs=tuple(router_backs(turns, made)),
+        lost_to_single_fault=tuple(lost),
+        router_recoveries=tuple(router_recoveries(turns, made)),
         examples=dict(examples),
     )
 
 
-def _kind_of(detail: str) -> str:
-    """Return an error without what is different every time: ids and numbers."""
+def _without_ids(detail: str) -> str:
+    """Replace ids and numbers in an error message, which differ from case to case."""
     return _NUMBERS.sub("N", _IDS.sub("ID", detail))
 
 
-def _met(turn: Turn, made: Iterable[Made]) -> list[Made]:
-    return [f for f in made if f.begin_s <= turn.end_s and turn.begin_s <= f.end_s + _FELT_S]
+def _met(turn: Turn, made: Iterable[InjectedFault]) -> list[InjectedFault]:
+    return [f for f in made if f.begin_s <= turn.end_s and turn.begin_s <= f.end_s + _EFFECT_S]
 
 
-def _judged(turn: Turn, met: Sequence[Made], deadline_s: float, entrance: Component) -> Outcome:
-    """Return how a turn ended, knowing what was done to it."""
+def _final_outcome(
+    turn: Turn, met: Sequence[InjectedFault], deadline_s: float, client_side: Component
+) -> Outcome:
+    """Return the outcome of a turn, given the faults that it overlapped."""
     answer = turn.answer
     stopped_s = sum(
-        f.strike.lasts_s
+        f.planned.lasts_s
         for f in met
-        if f.strike.component in (Component.ROUTER, entrance) and f.strike.fault is Fault.STOP
+        if f.planned.component in (Component.ROUTER, client_side) and f.planned.fault is Fault.STOP
     )
     if answer.outcome is Outcome.WRONG:
         return Outcome.WRONG
     if turn.end_s - turn.begin_s > deadline_s + _GRACE_S + stopped_s:
         return Outcome.LATE
-    if answer.outcome is Outcome.CUT and not any(_cuts_clients(fault, entrance) for fault in met):
+    if answer.outcome is Outcome.CUT and not any(
+        _cuts_clients(fault, client_side) for fault in met
+    ):
         return Outcome.UNCLEAR
     return answer.outcome
 
 
-def _cuts_clients(fault: Made, entrance: Component) -> bool:
-    strike = fault.strike
-    return strike.fault is Fault.RESET_CLIENTS or (
-        strike.component is entrance and strike.fault in _ENDS
+def _cuts_clients(fault: InjectedFault, client_side: Component) -> bool:
+    planned = fault.planned
+    return planned.fault is Fault.RESET_CLIENTS or (
+        planned.component is client_side and planned.fault in _ENDS
     )
 
 
-def _ends_an_engine(fault: Made) -> bool:
-    return fault.strike.component.is_engine
+def _ends_an_engine(fault: InjectedFault) -> bool:
+    return fault.planned.component.is_engine
 
 
-def _cell(fault: Made) -> Cell:
-    return Cell(fault.strike.component, fault.strike.step, fault.strike.fault)
+def _cell(fault: InjectedFault) -> Cell:
+    return Cell(fault.planned.component, fault.planned.step, fault.planned.fault)
 
 
-def named(fault: Made) -> str:
-    """Return component, step and fault in words."""
-    strike = fault.strike
-    return f"{strike.component.value}, {strike.step.value}, {strike.fault.value}"
+def fault_name(fault: InjectedFault) -> str:
+    """Return component, step and fault as text."""
+    planned = fault.planned
+    return f"{planned.component.value}, {planned.step.value}, {planned.fault.value}"

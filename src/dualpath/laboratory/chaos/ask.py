@@ -1,4 +1,4 @@
-"""One request under faults: what came of it, token by token compared with what must come."""
+"""One request under faults: its outcome, with every token compared with the expected one."""
 
 import enum
 from collections.abc import Callable, Iterator
@@ -10,7 +10,7 @@ from dualpath.laboratory.workload.replay.stream import CompletionBody
 from dualpath.router.token_api.wire import EventLines
 
 _DETAIL_CHARACTERS = 300
-#: Statuses by which a router says that it is not the client's mistake and what to do.
+#: Statuses by which a router reports that the failure is not the client's.
 _CLEAR_STATUSES = frozenset({429, 503, 504})
 
 
@@ -18,25 +18,25 @@ class Outcome(enum.StrEnum):
     """How a request ended."""
 
     WELL = "well"
-    """All tokens, all right."""
+    """All tokens arrived and all are right."""
     CLEAR_ERROR = "clear error"
-    """A status or an event that says what went wrong."""
+    """A status or an event with an error message."""
     CUT = "cut"
-    """The connection broke: all that a client learns from a router that dies."""
+    """The connection was lost: what a client sees of a router that dies."""
     LEFT = "left"
-    """Its client went away."""
+    """Its client disconnected."""
     UNCLEAR = "unclear"
-    """An answer that blames the client, breaks off without a word, or cannot be read."""
+    """An answer that blames the client, ends without an error, or cannot be decoded."""
     LATE = "late"
-    """Not over within its deadline."""
+    """It did not end within its deadline."""
     WRONG = "wrong"
-    """A token that must not come, or an end too early."""
+    """A wrong token, or too few tokens."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What became of a request; ``cached_tokens`` of its prompt came from storage.
+    """The outcome of a request; ``cached_tokens`` of its prompt came from storage.
 
-    ``first_token_s`` is when its first token came, None if none did.
+    ``first_token_s`` is when its first token arrived, None if none did.
     """
 
     outcome: Outcome
@@ -64,13 +64,13 @@ class _Event(msgspec.Struct):
     error: msgspec.Raw = msgspec.Raw()
 
     @property
-    def says_why(self) -> bool:
-        """Whether it tells of an error."""
+    def has_error(self) -> bool:
+        """Whether it contains an error."""
         return bytes(self.error) not in (b"", b"null")
 
 
-class Listener:
-    """Takes the events of one stream; ``expected`` yields the tokens that must come, one by one.
+class AnswerChecker:
+    """Compares the events of one stream with ``expected``, which yields the right tokens.
 
     ``now_s`` is the clock.
     """
@@ -88,14 +88,14 @@ class Listener:
 
     @property
     def ended(self) -> bool:
-        """Whether nothing more will come, or matters."""
+        """Whether the stream is complete or already wrong."""
         return self._lines.ended or bool(self._wrong)
 
     def feed(self, received: bytes) -> None:
-        """Take bytes of the stream; raises ``msgspec.DecodeError`` for what is no event."""
+        """Take bytes of the stream; raises ``msgspec.DecodeError`` for a malformed event."""
         for payload in self._lines.feed(received):
             event = msgspec.json.decode(payload, type=_Event)
-            if event.says_why:
+            if event.has_error:
                 self._error = bytes(event.error).decode(errors="replace")
             if event.usage is not None and event.usage.prompt_tokens_details is not None:
                 self._cached_tokens = event.usage.prompt_tokens_details.cached_tokens or 0
@@ -103,13 +103,13 @@ class Listener:
                 self._compare(choice.token_ids)
 
     def answer(self) -> Answer:
-        """Return what became of the request, its stream being over."""
+        """Return the result of the request after the end of its stream."""
         if self._wrong:
             return self._as(Outcome.WRONG, self._wrong)
         if self._error:
             return self._as(Outcome.CLEAR_ERROR, self._error)
         if not self._lines.ended:
-            return self._as(Outcome.CUT, "the stream ended without its end")
+            return self._as(Outcome.CUT, "the stream ended without [DONE]")
         if len(self.token_ids) < self._tokens:
             return self._as(
                 Outcome.WRONG, f"{len(self.token_ids)} of {self._tokens} tokens, and no error"
@@ -117,7 +117,7 @@ class Listener:
         return self._as(Outcome.WELL, "")
 
     def broken(self, outcome: Outcome, why: str) -> Answer:
-        """Return what became of the request, its connection being gone."""
+        """Return the result of the request after its connection was lost."""
         return self._as(Outcome.WRONG, self._wrong) if self._wrong else self._as(outcome, why)
 
     def _compare(self, token_ids: list[int]) -> None:
@@ -138,39 +138,39 @@ class Listener:
         )
 
 
-async def ask(
+async def send_request(
     http: aiohttp.ClientSession,
     url: str,
     body: CompletionBody,
     expected: Iterator[int],
     now_s: Callable[[], float],
 ) -> Answer:
-    """Send a request and say what became of it; never raises for what a server does.
+    """Send a request and return its result; no response of a server makes it raise.
 
-    Has no deadline of its own.
+    It has no deadline of its own.
     """
-    listener = Listener(body.max_tokens, expected, now_s)
+    checker = AnswerChecker(body.max_tokens, expected, now_s)
     headers = {"Content-Type": "application/json"}
     try:
         async with http.post(url, data=msgspec.json.encode(body), headers=headers) as response:
             if response.status != 200:
                 return _refused(response.status, await response.text())
             async for received in response.content.iter_any():
-                listener.feed(received)
-                if listener.ended:
+                checker.feed(received)
+                if checker.ended:
                     break
-            return listener.answer()
+            return checker.answer()
     except (aiohttp.ClientError, OSError) as error:
-        return listener.broken(Outcome.CUT, f"{type(error).__name__}: {error}")
+        return checker.broken(Outcome.CUT, f"{type(error).__name__}: {error}")
     except msgspec.DecodeError as error:
-        return listener.broken(Outcome.UNCLEAR, f"an event that cannot be read: {error}")
+        return checker.broken(Outcome.UNCLEAR, f"an event that cannot be decoded: {error}")
 
 
 def _refused(status: int, text: str) -> Answer:
     try:
-        says_why = msgspec.json.decode(text, type=_Event).says_why
+        has_error = msgspec.json.decode(text, type=_Event).has_error
     except msgspec.DecodeError:
-        says_why = False
-    clear = says_why and status in _CLEAR_STATUSES
+        has_error = False
+    clear = has_error and status in _CLEAR_STATUSES
     outcome = Outcome.CLEAR_ERROR if clear else Outcome.UNCLEAR
     return Answer(outcome, f"HTTP {status}: {text}"[:_DETAIL_CHARACTERS])

@@ -1,4 +1,4 @@
-"""A campaign: faults on a cluster under load, one after the other or several at once, then calm."""
+"""A campaign: faults on a cluster under load, alternating with checks of the idle cluster."""
 
 import asyncio
 import os
@@ -14,22 +14,22 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
-from dualpath.laboratory.chaos.account import Account, account, named
+from dualpath.laboratory.chaos.account import CampaignSummary, fault_name, summarize
 from dualpath.laboratory.chaos.cluster import ChaosCluster
-from dualpath.laboratory.chaos.kinds import Victims
-from dualpath.laboratory.chaos.leftovers import Leftovers
+from dualpath.laboratory.chaos.kinds import EnginesUnderTest
+from dualpath.laboratory.chaos.leftovers import LeakCheck
 from dualpath.laboratory.chaos.load import Load
-from dualpath.laboratory.chaos.matrix import Component, Fault, Strike, strikes
+from dualpath.laboratory.chaos.matrix import Component, Fault, PlannedFault, planned_faults
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
-from dualpath.laboratory.chaos.strike import Made, Striker
+from dualpath.laboratory.chaos.strike import FaultInjector, InjectedFault
 from dualpath.laboratory.chaos.tally import loaded_blocks
-from dualpath.laboratory.chaos.watch import Watch
+from dualpath.laboratory.chaos.watch import FailpointServer
 
-#: What no log may hold: the verifier's word for wrong KV, and a defect nobody caught.
-_WRONG_KV = "this is a defect of the data path"
+#: Texts that no log may contain: the verifier's message for wrong KV, and uncaught exceptions.
+_WRONG_KV = "this is a bug in the data path"
 _TRACEBACK = "Traceback (most recent call last)"
 _TICK_S = 5.0
-#: The last line of a traceback, behind what vLLM's logging puts in front of every line.
+#: The last line of a traceback, after the prefix that vLLM's logging adds to every line.
 _RAISED = re.compile(r"^(?:\(.*\] )?([A-Za-z_][\w.]*(?:Error|Exit|Exception|Interrupt)\b.*)$", re.M)
 _RAISED_CHARACTERS = 200
 
@@ -37,22 +37,22 @@ Progress = Callable[[str], None]
 
 
 class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a campaign found; ``victims`` says in words which engines they were.
+    """The result of a campaign; ``engines`` describes the engines under test.
 
-    ``missed`` counts faults whose step was not reached in time, by component and step; ``left`` is
-    what was found in a calm cluster; ``troubles`` are processes that did not end or come back as
-    they should; ``wrong_kv`` and ``tracebacks`` count lines of logs; ``load_average`` is the
-    machine's over the last 15 minutes.
+    ``missed`` counts faults whose step was not reached in time, by component and step; ``leaks``
+    are resources still held by the idle cluster; ``problems`` counts processes that did not end or
+    restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs; ``load_average``
+    is the machine's over the last 15 minutes.
     """
 
     settings: ChaosSettings
     load: LoadSettings
-    victims: str
-    account: Account
+    engines: str
+    summary: CampaignSummary
     faults: int
     missed: dict[str, int]
-    left: tuple[str, ...]
-    troubles: dict[str, int]
+    leaks: tuple[str, ...]
+    problems: dict[str, int]
     loaded_blocks: int
     refused_blocks: int
     damaged_blocks: int
@@ -63,81 +63,83 @@ class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was late, wrong, unclear or left."""
-        bad = self.account.bad_turns
-        return not (bad or self.left or self.wrong_kv or self.troubles)
+        """Whether no request was late, wrong or unclear, and nothing leaked."""
+        bad = self.summary.bad_turns
+        return not (bad or self.leaks or self.wrong_kv or self.problems)
 
 
 class Campaign:
-    """Runs one campaign in ``folder``, which gets all logs; ``progress`` hears how far it is."""
+    """Runs one campaign in ``folder``, where all logs go; calls ``progress`` with its progress."""
 
     def __init__(
         self,
         settings: ChaosSettings,
         load: LoadSettings,
-        victims: Victims,
+        engines: EnginesUnderTest,
         folder: Path,
         progress: Progress,
     ) -> None:
-        self._victims = victims
+        self._engines = engines
         self._settings = settings
         self._load_settings = load
         self._folder = folder
         self._progress = progress
-        self._made: list[Made] = []
+        self._made: list[InjectedFault] = []
         self._missed: Counter[str] = Counter()
-        self._ended_alone: Counter[str] = Counter()
-        self._left: list[str] = []
-        self._last_left: list[str] = []
+        self._unexpected_exits: Counter[str] = Counter()
+        self._leaks: list[str] = []
+        self._last_leaks: list[str] = []
 
     async def run(self) -> CampaignResult:
-        """Make all faults and return what came of it.
+        """Inject all faults and return the result.
 
-        Raises ``EngineLostError`` or ``DeadlineError`` if the cluster does not come up.
+        Raises ``EngineLostError`` or ``DeadlineError`` if the cluster does not start.
         """
         settings = self._settings
         self._begin_s = time.monotonic()
         async with AsyncExitStack() as stack:
-            # A socket's path may not be long.
+            # The length of a Unix socket's path is limited.
             short = stack.enter_context(tempfile.TemporaryDirectory(prefix="dualpath-chaos-"))
             gates = Path(short) / "gates"
-            watch = await stack.enter_async_context(Watch(gates))
+            watch = await stack.enter_async_context(FailpointServer(gates))
             self._cluster = await stack.enter_async_context(
-                ChaosCluster(settings, self._load_settings, self._victims, self._folder, gates)
+                ChaosCluster(settings, self._load_settings, self._engines, self._folder, gates)
             )
             status = await self._cluster.status()
             if status is None:
                 raise EngineLostError(f"the router does not answer; see {self._folder}")
-            self._leftovers = Leftovers(self._cluster, status)
+            self._leak_check = LeakCheck(self._cluster, status)
             self._load = await stack.enter_async_context(
-                Load(self._cluster.url, self._load_settings, self._victims, settings.seed)
+                Load(self._cluster.url, self._load_settings, self._engines, settings.seed)
             )
-            self._striker = Striker(self._cluster, watch, self._load, self._victims.block_tokens)
-            await self._strike_all()
+            self._injector = FaultInjector(
+                self._cluster, watch, self._load, self._engines.block_tokens
+            )
+            await self._inject_all()
         return self._result(time.monotonic() - self._begin_s)
 
     # ------------------------------------------------------------------ faults
 
-    async def _strike_all(self) -> None:
-        """Make faults until there are enough and enough blocks were loaded."""
-        drawn = strikes(
+    async def _inject_all(self) -> None:
+        """Inject faults until there are enough and enough blocks were loaded."""
+        drawn = planned_faults(
             self._settings.seed,
-            self._cluster.cast,
+            self._cluster.process_names,
             self._settings.components,
-            {*self._settings.without, *self._victims.impossible, *self._too_few()},
+            {*self._settings.without, *self._engines.impossible, *self._impossible_here()},
         )
         while (left := self._settings.faults - len(self._made)) > 0 and not self._over:
-            await self._strike_some(drawn, min(self._settings.calm_every, left))
+            await self._inject_some(drawn, min(self._settings.calm_every, left))
             if left > self._settings.calm_every:
-                await self._calm()
+                await self._check_idle()
         while self._loaded < self._settings.blocks and not self._over:
             await asyncio.sleep(_TICK_S)
             self._load.check()
-            self._say()
-        await self._calm()
+            self._report_progress()
+        await self._check_idle()
 
-    def _too_few(self) -> set[Fault]:
-        """Return what cannot be done to so few engines: the last of a role keeps it."""
+    def _impossible_here(self) -> set[Fault]:
+        """Return faults that this size excludes: the last engine of a role must keep its role."""
         fewest = min(self._settings.groups(role) for role in Role)
         return {Fault.OTHER_ROLE} if fewest < 2 else set()
 
@@ -149,75 +151,75 @@ class Campaign:
     def _loaded(self) -> int:
         return loaded_blocks(self._cluster.tallies)[0]
 
-    async def _strike_some(self, drawn: Iterator[Strike], count: int) -> None:
-        """Make ``count`` faults, at most one of a component at a time."""
+    async def _inject_some(self, drawn: Iterator[PlannedFault], count: int) -> None:
+        """Inject ``count`` faults, at most one per component at a time."""
         wanted = len(self._made) + count
         busy: set[Component] = set()
         running: set[asyncio.Task[None]] = set()
-        put_back: list[Strike] = []
+        postponed: list[PlannedFault] = []
         while len(self._made) < wanted and not self._over:
             while len(running) < min(self._settings.at_once, wanted - len(self._made)):
-                strike = self._next(drawn, put_back, busy)
-                busy.add(strike.component.whole)
-                running.add(asyncio.create_task(self._one(strike, busy)))
+                planned = self._next(drawn, postponed, busy)
+                busy.add(planned.component.failure_domain)
+                running.add(asyncio.create_task(self._one(planned, busy)))
             over, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for task in over:
                 task.result()
             self._load.check()
-            self._revive(busy)
+            self._restart_exited(busy)
         for task in running:
             await task
 
-    def _revive(self, busy: set[Component]) -> None:
-        """Start what has ended though nothing was done to it, and say so."""
-        for name, code in self._cluster.ended_alone(busy):
-            self._ended_alone[f"{name} ended on its own with exit code {code}"] += 1
+    def _restart_exited(self, busy: set[Component]) -> None:
+        """Restart processes that ended although no fault was injected into them, and record it."""
+        for name, code in self._cluster.unexpected_exits(busy):
+            self._unexpected_exits[f"{name} ended on its own with exit code {code}"] += 1
             self._progress(f"{name} ended on its own with exit code {code}; see its log")
             self._cluster.start(name)
 
     def _next(
-        self, drawn: Iterator[Strike], put_back: list[Strike], busy: set[Component]
-    ) -> Strike:
-        for strike in put_back:
-            if strike.component.whole not in busy:
-                put_back.remove(strike)
-                return strike
-        while (strike := next(drawn)).component.whole in busy:
-            put_back.append(strike)
-        return strike
+        self, drawn: Iterator[PlannedFault], postponed: list[PlannedFault], busy: set[Component]
+    ) -> PlannedFault:
+        for planned in postponed:
+            if planned.component.failure_domain not in busy:
+                postponed.remove(planned)
+                return planned
+        while (planned := next(drawn)).component.failure_domain in busy:
+            postponed.append(planned)
+        return planned
 
-    async def _one(self, strike: Strike, busy: set[Component]) -> None:
+    async def _one(self, planned: PlannedFault, busy: set[Component]) -> None:
         try:
-            made = await self._striker.make(strike)
+            made = await self._injector.inject(planned)
         finally:
-            busy.discard(strike.component.whole)
+            busy.discard(planned.component.failure_domain)
         if made is None:
-            self._missed[f"{strike.component.value}, {strike.step.value}"] += 1
+            self._missed[f"{planned.component.value}, {planned.step.value}"] += 1
             return
         self._made.append(made)
         if len(self._made) % 10 == 0:
-            self._say()
+            self._report_progress()
 
-    async def _calm(self) -> None:
-        """Let nobody ask, look for what is left, go on."""
+    async def _check_idle(self) -> None:
+        """Pause the load, check the idle cluster for leaks, and resume."""
         await self._load.pause()
-        left = await self._leftovers.found()
-        for what in left:
-            # What stays is one thing, however often it is found.
-            if what not in self._last_left:
-                self._left.append(f"after {len(self._made)} faults: {what}")
-                self._progress(f"left {self._left[-1]}")
-        self._last_left = left
+        leaks = await self._leak_check.leaks()
+        for leak in leaks:
+            # A leak that persists counts once.
+            if leak not in self._last_leaks:
+                self._leaks.append(f"after {len(self._made)} faults: {leak}")
+                self._progress(f"leak {self._leaks[-1]}")
+        self._last_leaks = leaks
         self._load.resume()
 
-    def _say(self) -> None:
+    def _report_progress(self) -> None:
         good, refused = loaded_blocks(self._cluster.tallies)
         self._progress(
             f"{len(self._made)} faults, {sum(self._missed.values())} not reached, "
             f"{len(self._load.turns)} requests, {good} blocks loaded, {refused} refused"
         )
 
-    # ------------------------------------------------------------------ what it comes to
+    # ------------------------------------------------------------------ result
 
     def _result(self, seconds: float) -> CampaignResult:
         good, refused = loaded_blocks(self._cluster.tallies)
@@ -225,17 +227,17 @@ class Campaign:
         return CampaignResult(
             settings=self._settings,
             load=self._load_settings,
-            victims=self._victims.described,
-            account=account(
+            engines=self._engines.described,
+            summary=summarize(
                 *(self._load.turns, self._made, self._load_settings.request_deadline_s),
                 Component.FRONT_END if self._settings.front_ends else Component.ROUTER,
             ),
             faults=len(self._made),
             missed=dict(self._missed),
-            left=tuple(self._left),
-            troubles=dict(
-                Counter(f"{named(m)}: {m.trouble}" for m in self._made if m.trouble)
-                + self._ended_alone
+            leaks=tuple(self._leaks),
+            problems=dict(
+                Counter(f"{fault_name(m)}: {m.problem}" for m in self._made if m.problem)
+                + self._unexpected_exits
             ),
             loaded_blocks=good,
             refused_blocks=refused,
@@ -248,8 +250,8 @@ class Campaign:
 
 
 def _last_lines(log: Path) -> Iterator[str]:
-    """Yield the last line of each traceback in a log: what was raised."""
+    """Yield the last line of each traceback in a log: the exception."""
     text = log.read_text(errors="replace")
     for trace in text.split(_TRACEBACK)[1:]:
         raised = _RAISED.search(trace)
-        yield raised.group(1)[:_RAISED_CHARACTERS] if raised else "(cut off)"
+        yield raised.group(1)[:_RAISED_CHARACTERS] if raised else "(truncated)"

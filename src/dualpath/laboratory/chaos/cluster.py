@@ -1,7 +1,7 @@
-"""The cluster under test: a router and engines as processes, relays between all of them.
+"""The cluster under test: a router and engines as processes, with TCP relays between them.
 
-Clients reach the router, engines the router's control socket, and the router every engine through a
-relay of its own, so that any of these connections can be reset.  Ports stay the same over restarts.
+Clients connect to the router, engines to its control socket, and the router to every engine through
+a relay for each, so that any of these connections can be reset.  Restarts do not change ports.
 """
 
 import asyncio
@@ -15,38 +15,38 @@ import aiohttp
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import DeadlineError
-from dualpath.laboratory.chaos.cluster_calls import ClusterCalls, Status
-from dualpath.laboratory.chaos.kinds import EngineAt, Victims, limits_of
-from dualpath.laboratory.chaos.matrix import Cast, Component, follower_name
+from dualpath.laboratory.chaos.cluster_calls import ClusterClient, Status
+from dualpath.laboratory.chaos.kinds import EngineLaunch, EnginesUnderTest, router_limits
+from dualpath.laboratory.chaos.matrix import Component, ProcessNames, follower_name
 from dualpath.laboratory.chaos.proxy import Relay
 from dualpath.laboratory.chaos.settings import ChaosSettings, LoadSettings
-from dualpath.laboratory.chaos.victim import VictimSettings
+from dualpath.laboratory.chaos.victim import ProcessSettings
 from dualpath.ops.launch.commands import DpRank, engine_id
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import LocalProcess, Supervisor, all_processes, local
 
 ROUTER = "router"
-#: The address of all front ends.
-_FRONT_DOOR = "front door"
+#: All front ends listen at the same port.
+_FRONT_ENDS = "front ends"
 _POLL_S = 0.02
 _START_S = 300.0
 _ENGINE = {Role.PREFILL: Component.PREFILL, Role.DECODE: Component.DECODE}
 
 
 class ChaosCluster:
-    """Processes and relays within ``async with``; ``folder`` gets logs, tallies and the sockets."""
+    """Processes and relays within ``async with``; ``folder`` gets logs, block counts, sockets."""
 
     def __init__(
         self,
         settings: ChaosSettings,
         load: LoadSettings,
-        victims: Victims,
+        engines: EnginesUnderTest,
         folder: Path,
         gates: Path,
     ) -> None:
-        self._victims = victims
+        self._engines = engines
         self.settings = settings
-        self.cast = Cast(
+        self.process_names = ProcessNames(
             ROUTER,
             tuple(engine_id(Role.PREFILL, i) for i in range(settings.prefill)),
             tuple(engine_id(Role.DECODE, i) for i in range(settings.decode)),
@@ -54,8 +54,8 @@ class ChaosCluster:
             self._ranks(Role.DECODE),
             front_ends=tuple(f"front-end-{i}" for i in range(settings.front_ends)),
         )
-        #: Of engines that have another role at present than that of their name.
-        self.now_roles: dict[str, Role] = {}
+        #: Roles of engines whose current role differs from the one in their name.
+        self.current_roles: dict[str, Role] = {}
         self.storage = Path(settings.storage or folder / "kv").absolute()
         self.tallies = folder / "tallies"
         self._load = load
@@ -64,27 +64,27 @@ class ChaosCluster:
         self._supervisor = Supervisor()
         self._stack = AsyncExitStack()
         self.routers = tuple(f"{ROUTER}-{i}" for i in range(settings.routers))
-        self._ports = {name: claim_port() for name in (ROUTER, _FRONT_DOOR, *self.engines)}
-        self._meeting_ports = {name: claim_port() for name in self.engines}
+        self._ports = {name: claim_port() for name in (ROUTER, _FRONT_ENDS, *self.engines)}
+        self._rendezvous_ports = {name: claim_port() for name in self.engines}
         self._control_port = claim_port()
         self._front_ends_port = claim_port() if settings.front_ends else None
-        self.clients = Relay(self._ports[_FRONT_DOOR if settings.front_ends else ROUTER])
+        self.clients = Relay(self._ports[_FRONT_ENDS if settings.front_ends else ROUTER])
         self.control = {name: Relay(self._control_port) for name in self.engines}
         self.http = {name: Relay(self._ports[name]) for name in self.engines}
 
     @property
     def engines(self) -> tuple[str, ...]:
         """The names of all engines."""
-        return (*self.cast.prefill, *self.cast.decode)
+        return (*self.process_names.prefill, *self.process_names.decode)
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of all processes; those of ``ROUTER`` take turns."""
-        return (*self.routers, *self.cast.front_ends, *self.engines)
+        """The names of all processes; one router leads, the others stand by."""
+        return (*self.routers, *self.process_names.front_ends, *self.engines)
 
     @property
     def url(self) -> str:
-        """Where clients ask."""
+        """The URL for clients."""
         return f"http://{self.clients.address}"
 
     async def __aenter__(self) -> Self:
@@ -93,11 +93,11 @@ class ChaosCluster:
         http = await self._stack.enter_async_context(aiohttp.ClientSession())
         for relay in (self.clients, *self.control.values(), *self.http.values()):
             await self._stack.enter_async_context(relay)
-        self._calls = ClusterCalls(http, f"http://127.0.0.1:{self._ports[ROUTER]}", self.url)
+        self._calls = ClusterClient(http, f"http://127.0.0.1:{self._ports[ROUTER]}", self.url)
         try:
             for name in self.names:
                 self.start(name)
-            await self._up()
+            await self._wait_started()
         except BaseException:
             await self.__aexit__()
             raise
@@ -111,11 +111,11 @@ class ChaosCluster:
 
     def start(self, name: str) -> LocalProcess:
         """Start a process, for the first time or again."""
-        # From this thread: processes die with the thread that started them.
-        return self._supervisor.add(self._started(name))
+        # In this thread: a process is killed when the thread that started it ends.
+        return self._supervisor.add(self._launch(name))
 
     def group(self, name: str) -> tuple[str, ...]:
-        """Return a process and those that end and start with it, by rank."""
+        """Return a process and the processes that end and start with it, by rank."""
         if name not in self.engines:
             return (name,)
         role, names = self._role(name)
@@ -123,23 +123,23 @@ class ChaosCluster:
         first = names.index(name) // size * size
         return names[first : first + size]
 
-    def give_role(self, name: str, role: Role) -> None:
-        """Let an engine and its group have this role when they are started again."""
+    def set_role(self, name: str, role: Role) -> None:
+        """Start an engine and its group in this role from the next start on."""
         for rank in self.group(name):
-            self.now_roles.pop(rank, None)
+            self.current_roles.pop(rank, None)
             if role is not self._role(rank)[0]:
-                self.now_roles[rank] = role
+                self.current_roles[rank] = role
 
     def role(self, name: str) -> Role:
-        """Return the role that an engine has by its name."""
+        """Return the role in an engine's name."""
         return self._role(name)[0]
 
     def process(self, name: str) -> LocalProcess:
         """Return the running process of that name."""
         return local(self._supervisor.process(name))
 
-    def ended_alone(self, busy: Collection[Component]) -> list[tuple[str, int | None]]:
-        """Return what has ended, with exit codes, of components to which nothing is being done."""
+    def unexpected_exits(self, busy: Collection[Component]) -> list[tuple[str, int | None]]:
+        """Return ended processes, with exit codes, of components without a current fault."""
         return [
             (process.name, process.exit_code)
             for process in self._supervisor.processes
@@ -147,12 +147,12 @@ class ChaosCluster:
         ]
 
     def owner_of(self, pid: int) -> LocalProcess:
-        """Return the process that has started ``pid``, or is it."""
+        """Return the process with this ``pid``, or the one that has started it."""
         group = os.getpgid(pid)
         return next(p for p in map(local, self._supervisor.processes) if p.pid == group)
 
-    async def nothing_left_of(self, group: int, timeout_s: float) -> bool:
-        """Wait until no process of an ended one's group is left, such as a rank of an engine."""
+    async def group_ended(self, group: int, timeout_s: float) -> bool:
+        """Wait until all processes of a process group, such as an engine's ranks, have ended."""
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while any(s.group == group and not s.is_zombie for _, s in all_processes()):
             if asyncio.get_running_loop().time() > deadline_s:
@@ -161,10 +161,10 @@ class ChaosCluster:
         return True
 
     def log(self, name: str) -> Path:
-        """Return the log of all lives of a process."""
+        """Return the log of a process over all its restarts."""
         return self._folder / f"{name}.log"
 
-    async def ended(self, name: str, timeout_s: float) -> int | None:
+    async def wait_ended(self, name: str, timeout_s: float) -> int | None:
         """Wait for the end of a process; return its exit code, None after the timeout."""
         process = self.process(name)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
@@ -173,40 +173,42 @@ class ChaosCluster:
         return process.exit_code
 
     def _ranks(self, role: Role) -> tuple[str, ...]:
-        """Return the names of the ranks of a role's engines, but for their first."""
+        """Return the names of the ranks of a role's engines, except for their first."""
         engines = self.settings.prefill if role is Role.PREFILL else self.settings.decode
         return tuple(
             follower_name(engine_id(role, i), rank)
             for i in range(engines)
-            for rank in range(1, self._victims.ranks(role))
+            for rank in range(1, self._engines.ranks(role))
         )
 
-    def _started(self, name: str) -> LocalProcess:
+    def _launch(self, name: str) -> LocalProcess:
         component = self._component(name)
-        if name in self.now_roles:
-            component = _ENGINE[self.now_roles[name]]
-        victim = VictimSettings(
+        if name in self.current_roles:
+            component = _ENGINE[self.current_roles[name]]
+        process = ProcessSettings(
             process=name,
-            # Whoever's turn it is passes the steps of a router.
-            passes_as=ROUTER if component is Component.ROUTER else name,
-            kind=self._victims.kind,
+            # The router that leads is the one that passes the steps of a router.
+            failpoint_name=ROUTER if component is Component.ROUTER else name,
+            kind=self._engines.kind,
             component=component,
             socket=str(self._gates),
             tallies=str(self.tallies.absolute()),
             seed=self.settings.seed,
         )
-        limits = limits_of(
+        limits = router_limits(
             *(self._load.request_deadline_s, self._control_port, self._folder / "router.lock"),
             self._front_ends_port,
         )
         if component is Component.ROUTER:
-            return self._victims.router(victim, self._ports[ROUTER], limits, self.log(name))
+            return self._engines.router(process, self._ports[ROUTER], limits, self.log(name))
         if component is Component.FRONT_END:
-            return self._victims.front_end(victim, self._ports[_FRONT_DOOR], limits, self.log(name))
+            return self._engines.front_end(
+                process, self._ports[_FRONT_ENDS], limits, self.log(name)
+            )
         role, names = self._role(name)
         group = self.group(name)
-        at = EngineAt(
-            role=self.now_roles.get(name, role),
+        launch = EngineLaunch(
+            role=self.current_roles.get(name, role),
             named_as=role,
             index=names.index(name),
             name=name,
@@ -214,80 +216,82 @@ class ChaosCluster:
             api_url=f"http://{self.http[name].address}",
             control_port=int(self.control[name].address.rpartition(":")[2]),
             storage=self.storage,
-            dp=DpRank(group.index(name), len(group), self._meeting_ports[group[0]])
+            dp=DpRank(group.index(name), len(group), self._rendezvous_ports[group[0]])
             if len(group) > 1
             else None,
         )
-        return self._victims.engine(victim, at, self.log(name))
+        return self._engines.engine(process, launch, self.log(name))
 
     def _role(self, name: str) -> tuple[Role, tuple[str, ...]]:
         """Return an engine's role, and all engines of it."""
-        if name in self.cast.prefill:
-            return Role.PREFILL, self.cast.prefill
-        return Role.DECODE, self.cast.decode
+        if name in self.process_names.prefill:
+            return Role.PREFILL, self.process_names.prefill
+        return Role.DECODE, self.process_names.decode
 
     def _component(self, name: str) -> Component:
         if name in self.routers:
             return Component.ROUTER
-        if name in self.cast.front_ends:
+        if name in self.process_names.front_ends:
             return Component.FRONT_END
         return _ENGINE[self._role(name)[0]]
 
-    # ------------------------------------------------------------------ what it says
+    # ------------------------------------------------------------------ its state
 
     async def status(self) -> Status | None:
         """Return the router's status, None if it does not answer."""
         return await self._calls.status()
 
-    async def ask_for_role(self, name: str, role: Role, timeout_s: float) -> bool:
-        """Ask the router for an engine in another role until it agrees."""
-        return await _until(lambda: self._calls.agrees(name, role), timeout_s)
+    async def request_role(self, name: str, role: Role, timeout_s: float) -> bool:
+        """Request another role for an engine until the router accepts."""
+        return await _until(lambda: self._calls.request_role(name, role), timeout_s)
 
     async def serves_clients(self, timeout_s: float) -> bool:
-        """Wait until somebody does."""
+        """Wait until a router or front end serves clients."""
         return await _until(self._calls.serves_clients, timeout_s)
 
     async def epoch(self, name: str) -> str | None:
-        """Return the epoch under which the router knows a live engine."""
+        """Return the epoch with which a live engine is registered."""
         status = await self.status()
         return None if status is None else live_epochs(status).get(name)
 
     async def joined(self, name: str, old_epoch: str | None, timeout_s: float) -> bool:
-        """Wait until an engine is there under another epoch than ``old_epoch``, or has ended."""
+        """Wait until an engine has registered with a new epoch, or has ended."""
         return await self._until(
             lambda live: live.get(name) not in (None, old_epoch) or not self.process(name).alive,
             timeout_s,
         )
 
-    async def answers(self, timeout_s: float) -> bool:
+    async def router_answers(self, timeout_s: float) -> bool:
         """Wait until a router answers."""
         return await self._until(lambda live: True, timeout_s)
 
-    async def all_there(self, timeout_s: float) -> bool:
-        """Wait until the router knows all engines."""
+    async def all_registered(self, timeout_s: float) -> bool:
+        """Wait until all engines have registered."""
         return await self._until(lambda live: live.keys() >= set(self.engines), timeout_s)
 
-    async def _up(self) -> None:
+    async def _wait_started(self) -> None:
         """Wait for the first start; raises ``EngineLostError`` if a process ends instead."""
 
-        def there(live: dict[str, str]) -> bool:
+        def started(live: dict[str, str]) -> bool:
             self._supervisor.check_alive()
             return live.keys() >= set(self.engines)
 
-        if not await self._until(there, _START_S):
-            raise DeadlineError(f"engines are not there after {_START_S:g} s; see {self._folder}")
+        if not await self._until(started, _START_S):
+            raise DeadlineError(
+                f"engines have not registered within {_START_S:g} s; see the logs in {self._folder}"
+            )
 
-    async def _until(self, there: Callable[[dict[str, str]], bool], timeout_s: float) -> bool:
-        async def look() -> bool:
+    async def _until(self, reached: Callable[[dict[str, str]], bool], timeout_s: float) -> bool:
+        async def poll() -> bool:
             status = await self.status()
-            return status is not None and there(live_epochs(status))
+            return status is not None and reached(live_epochs(status))
 
-        return await _until(look, timeout_s)
+        return await _until(poll, timeout_s)
 
 
-async def _until(look: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
+async def _until(poll: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    while not await look():
+    while not await poll():
         if asyncio.get_running_loop().time() > deadline_s:
             return False
         await asyncio.sleep(_POLL_S)
@@ -295,5 +299,5 @@ async def _until(look: Callable[[], Awaitable[bool]], timeout_s: float) -> bool:
 
 
 def live_epochs(status: Status) -> dict[str, str]:
-    """Return the live engines of a status with their epochs."""
+    """Return the epochs of the live engines in a status."""
     return {e["engine_id"]: e["epoch"] for e in status["engines"] if e["alive"]}

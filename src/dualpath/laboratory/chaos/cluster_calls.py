@@ -1,4 +1,4 @@
-"""What a campaign asks of its router and front ends over HTTP; that nobody answers is an answer."""
+"""HTTP requests of a campaign to its router and front ends; a missing answer is no error."""
 
 import asyncio
 from typing import Any
@@ -14,8 +14,8 @@ _ANSWER_S = 2.0
 Status = dict[str, Any]
 
 
-class ClusterCalls:
-    """``router`` and ``clients`` are where the router and clients are served."""
+class ClusterClient:
+    """``router`` is the router's URL, ``clients`` the one that clients use."""
 
     def __init__(self, http: aiohttp.ClientSession, router: str, clients: str) -> None:
         self._http = http
@@ -24,23 +24,23 @@ class ClusterCalls:
 
     async def status(self) -> Status | None:
         """Return the router's status, None if it does not answer."""
-        answer = await self._asked("GET", f"{self._router}/dualpath/v1/status")
+        answer = await self._response("GET", f"{self._router}/dualpath/v1/status")
         try:
             return None if answer is None else msgspec.json.decode(answer, type=Status)
         except msgspec.DecodeError:
             return None
 
-    async def agrees(self, engine_id: str, role: Role) -> bool:
-        """Ask for an engine in another role; True if it shall be."""
-        wish = {"role": role.value, "engine_id": engine_id}
-        return await self._asked("POST", f"{self._router}{ROLES_PATH}", wish) is not None
+    async def request_role(self, engine_id: str, role: Role) -> bool:
+        """Request another role for an engine; return whether the router accepts."""
+        body = {"role": role.value, "engine_id": engine_id}
+        return await self._response("POST", f"{self._router}{ROLES_PATH}", body) is not None
 
     async def serves_clients(self) -> bool:
-        """Whether somebody does."""
-        return await self._asked("GET", f"{self._clients}/health") is not None
+        """Whether a router or front end serves clients."""
+        return await self._response("GET", f"{self._clients}/health") is not None
 
-    async def _asked(self, method: str, url: str, body: object = None) -> bytes | None:
-        """Return a good answer, None for any other and where none comes."""
+    async def _response(self, method: str, url: str, body: object = None) -> bytes | None:
+        """Return the body of a response with status 200, None for any other or no response."""
         try:
             async with (
                 asyncio.timeout(_ANSWER_S),

@@ -1,4 +1,4 @@
-"""Damage to stored blocks as they lie: what bit rot, a torn write or a mix-up would do."""
+"""Damage to stored blocks at rest, as by bit rot, a torn write or swapped files."""
 
 import os
 import random
@@ -13,14 +13,14 @@ _MOST_BITS = 8
 
 
 def block_files(storage: Path, keys: Sequence[BlockKey]) -> list[Path]:
-    """Return the files of those blocks that are stored, in any namespace."""
+    """Return the files of the given blocks that are stored, in any namespace."""
     folders = [path for path in storage.iterdir() if path.is_dir()]
     paths = (storage / object_name(folder.name, key) for key in keys for folder in folders)
     return [path for path in paths if path.is_file()]
 
 
 def corrupt(files: Sequence[Path], fault: Fault, chance: random.Random) -> int:
-    """Damage files as far as nobody is faster; return how many were damaged."""
+    """Damage files unless an engine removes or rewrites them first; return how many."""
     done = 0
     for group in _groups(files, 2 if fault is Fault.SWAPPED else 1):
         try:
@@ -33,7 +33,7 @@ def corrupt(files: Sequence[Path], fault: Fault, chance: random.Random) -> int:
                     _replace(group[0], chance)
                 case _:
                     _swap(*group)
-        except OSError:  # removed meanwhile, or written anew
+        except OSError:  # removed or rewritten meanwhile
             continue
         done += len(group)
     return done
@@ -56,7 +56,7 @@ def _flip_bits(path: Path, chance: random.Random) -> None:
 
 
 def _replace(path: Path, chance: random.Random) -> None:
-    """Put something at a block's name that is no file: a directory, or what blocks who opens it."""
+    """Replace a block's file by a directory, or by a FIFO, which blocks the process opening it."""
     path.unlink()
     chance.choice((os.mkdir, os.mkfifo))(path)
 

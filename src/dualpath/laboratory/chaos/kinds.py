@@ -1,4 +1,4 @@
-"""Kinds of engines under test: how they and their router are started, what they have to answer."""
+"""Kinds of engines under test: how they and their router are started, and their expected tokens."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,8 +12,8 @@ from dualpath.core.settings import arguments
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.matrix import Fault
 from dualpath.laboratory.chaos.points import EngineKind
-from dualpath.laboratory.chaos.settings import EmulatedVictims, VllmVictims
-from dualpath.laboratory.chaos.victim import ENTRY, VictimSettings
+from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings, VllmEnginesSettings
+from dualpath.laboratory.chaos.victim import ENTRY, ProcessSettings
 from dualpath.laboratory.emulated.prefix import TokenChain
 from dualpath.laboratory.emulated.settings import EmulatedOptions, Verify
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, make_tiny_model
@@ -24,10 +24,10 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.settings import RouterSettings
 
-#: Of the catalog; sizes are the campaign's own.
+#: A model of the catalog, of which the campaign's settings replace the sizes.
 _EMULATED_MODEL = "qwen2.5-32b"
 _EMULATED_VOCABULARY = 32000
-#: Not NIXL, which starts a thread.
+#: Modules that the fork server imports; not NIXL, which starts a thread.
 _EMULATED_MODULES = (
     "dualpath.laboratory.chaos.victim",
     "dualpath.laboratory.emulated.process",
@@ -36,10 +36,10 @@ _EMULATED_MODULES = (
 )
 
 
-class EngineAt(msgspec.Struct, frozen=True, kw_only=True):
-    """One engine to be: who it is, where it listens, how it is reached and reaches the router.
+class EngineLaunch(msgspec.Struct, frozen=True, kw_only=True):
+    """Arguments of one engine to start: its name, its ports and URLs, its storage.
 
-    ``named_as`` is the role that it had first.
+    ``named_as`` is the role in its name, the one it had first.
     """
 
     role: Role
@@ -53,12 +53,13 @@ class EngineAt(msgspec.Struct, frozen=True, kw_only=True):
     dp: DpRank | None = None
 
 
-class Victims(Protocol):
+class EnginesUnderTest(Protocol):
     """A kind of engines with a router for them.
 
-    Clients call the model ``model``; its token ids lie between 0 and ``vocab_size``.  Blocks have
-    ``block_tokens``.  Where agents can ask only what was rehearsed, each has ``conversations``,
-    over and over; None: without end.  ``impossible`` faults are not made.
+    Clients call the model ``model``; its token ids are below ``vocab_size``.  Blocks have
+    ``block_tokens``.  If agents can only repeat prompts of which the answers were recorded, each
+    repeats ``conversations`` conversations; None: any prompt.  ``impossible`` faults are not
+    injected.
     """
 
     kind: EngineKind
@@ -70,7 +71,7 @@ class Victims(Protocol):
 
     @property
     def described(self) -> str:
-        """What the engines are, in words."""
+        """Description of the engines for the report."""
         ...
 
     def ranks(self, role: Role) -> int:
@@ -78,32 +79,32 @@ class Victims(Protocol):
         ...
 
     def router(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """Start a router that serves at ``port``; ``limits`` say where its control port is."""
+        """Start a router that serves at ``port``; ``limits`` has its control port."""
         ...
 
     def front_end(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
         """Start a front end of the router with these limits; all of them serve at ``port``."""
         ...
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
+    def engine(self, process: ProcessSettings, at: EngineLaunch, log: Path) -> LocalProcess:
         """Start an engine."""
         ...
 
-    def following(self, prompt: Sequence[int]) -> Iterator[int]:
-        """Yield the tokens that must follow a prompt."""
+    def expected_tokens(self, prompt: Sequence[int]) -> Iterator[int]:
+        """Yield the right tokens after a prompt."""
         ...
 
-    def learn(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Take note of what follows a prompt, as heard when nothing failed."""
+    def record_answer(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+        """Record the answer to a prompt in a run without faults."""
         ...
 
 
 class EmulatedEngines:
-    """Emulated engines: what follows a prompt is a hash of it."""
+    """Emulated engines: the tokens after a prompt are a hash of it."""
 
     kind = EngineKind.EMULATED
     model = "emulated"
@@ -111,45 +112,46 @@ class EmulatedEngines:
     conversations: int | None = None
     impossible: frozenset[Fault] = frozenset()
 
-    def __init__(self, settings: EmulatedVictims) -> None:
+    def __init__(self, settings: EmulatedEnginesSettings) -> None:
         self._settings = settings
         self.block_tokens = settings.block_tokens
 
     @property
     def described(self) -> str:
-        """See ``Victims``."""
+        """See ``EnginesUnderTest``."""
         own = self._settings
         return (
             "engines are emulated: their kernels only take time; processes, router, transfers, "
-            "files and checksums are real, every byte of KV is compared where it arrives; blocks "
-            f"of {own.block_tokens} tokens, {own.layers} layers, {own.kv_bytes_per_token:g} bytes "
-            f"per token; they compute {own.speedup:g} times as fast as the model's; a PE has "
+            "files and checksums are real, and every byte of KV is compared where it arrives; "
+            f"blocks of {own.block_tokens} tokens, {own.layers} layers, "
+            f"{own.kv_bytes_per_token:g} bytes per token; they "
+            f"compute {own.speedup:g} times as fast as the model's; a PE has "
             f"{own.prefill_tp} and a DE {own.decode_tp} ranks; engines share {own.shared_blocks} "
             "blocks of DRAM"
         )
 
     def ranks(self, role: Role) -> int:
-        """See ``Victims``."""
+        """See ``EnginesUnderTest``."""
         return self._settings.ranks(role)
 
     def router(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """See ``Victims``."""
+        """See ``EnginesUnderTest``."""
         command = ["emulate", "router", "--port", str(port), *arguments(limits)]
-        return _forked(victim, command, log, _EMULATED_MODULES)
+        return _forked(process, command, log, _EMULATED_MODULES)
 
     def front_end(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """See ``Victims``."""
-        link = LinkSettings(f"tcp://127.0.0.1:{limits.front_ends_port}", victim.process, True)
+        """See ``EnginesUnderTest``."""
+        link = LinkSettings(f"tcp://127.0.0.1:{limits.front_ends_port}", process.process, True)
         own = msgspec.structs.replace(limits, front_ends_port=None, standby_lock="")
         command = ["emulate", "frontend", "--port", str(port), *arguments(link), *arguments(own)]
-        return _forked(victim, command, log, _EMULATED_MODULES)
+        return _forked(process, command, log, _EMULATED_MODULES)
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
-        """See ``Victims``."""
+    def engine(self, process: ProcessSettings, at: EngineLaunch, log: Path) -> LocalProcess:
+        """See ``EnginesUnderTest``."""
         own = self._settings
         block_bytes = own.block_tokens * own.kv_bytes_per_token
         memory = int(own.buffer_blocks * block_bytes)
@@ -162,7 +164,7 @@ class EmulatedEngines:
             mode=DEFAULT_MODE,
             buffer_bytes=memory,
             dram_bytes=int(own.shared_blocks * block_bytes),
-            # Beside the storage, which is broken in ways that memory is not.
+            # Beside the storage: faults of the disk must not hit memory.
             dram_dir=f"{at.storage}-dram" if own.shared_blocks else "",
             parallel_reads=own.parallel_reads,
         )
@@ -177,40 +179,40 @@ class EmulatedEngines:
             verify=Verify.FULL,
             kv_heads=own.kv_heads,
             tensor_parallel_size=own.ranks(at.role),
-            **_place(at.dp),
+            **_dp_options(at.dp),
         )
         role, *flags = arguments(engine, positional=("role",))
         command = ["emulate", role, *flags, *arguments(emulated)]
-        return _forked(victim, command, log, _EMULATED_MODULES)
+        return _forked(process, command, log, _EMULATED_MODULES)
 
-    def following(self, prompt: Sequence[int]) -> Iterator[int]:
-        """See ``Victims``."""
+    def expected_tokens(self, prompt: Sequence[int]) -> Iterator[int]:
+        """See ``EnginesUnderTest``."""
         chain = TokenChain(prompt, self.vocab_size)
         while True:
             token = chain.next_token
             chain.append(token)
             yield token
 
-    def learn(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
-        """Everything is known."""
+    def record_answer(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+        """See ``EnginesUnderTest``: all answers are computed, none is recorded."""
 
 
 class VllmEngines:
-    """vLLM engines with a tiny random model: what follows a prompt is what a rehearsal heard."""
+    """vLLM engines with a tiny random model, whose right answers are recorded before the faults."""
 
     kind = EngineKind.VLLM
     vocab_size = VOCABULARY_TOKENS
-    #: Such an engine joins once its address answers, and a relay in front of it always does.
+    #: An engine registers once its HTTP address answers; behind a relay it always does.
     impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP})
 
-    def __init__(self, settings: VllmVictims) -> None:
+    def __init__(self, settings: VllmEnginesSettings) -> None:
         self.conversations: int | None = settings.conversations
-        self._heard: dict[tuple[int, ...], list[int]] = {}
+        self._recorded: dict[tuple[int, ...], list[int]] = {}
         self._cluster = LocalClusterSettings(
             model=str(make_tiny_model("qwen2")),
             storage="",
             mode=DEFAULT_MODE,
-            # In bfloat16 the greedy token depends on who shares the batch.
+            # In bfloat16 the greedy token depends on the other requests of the batch.
             dtype="float32",
             max_model_len=settings.max_model_len,
             block_tokens=settings.block_tokens,
@@ -222,69 +224,70 @@ class VllmEngines:
 
     @property
     def described(self) -> str:
-        """See ``Victims``."""
+        """See ``EnginesUnderTest``."""
         return (
-            "engines are vLLM's CPU build with a tiny random model in float32; what must be "
-            f"answered is what a rehearsal without faults was answered; blocks of "
-            f"{self.block_tokens} tokens"
+            "engines are vLLM's CPU build with a tiny random model in float32; expected "
+            f"tokens were recorded in a run without faults; blocks of {self.block_tokens} tokens"
         )
 
     def ranks(self, role: Role) -> int:
-        """See ``Victims``: others have no steps of their own here."""
+        """See ``EnginesUnderTest``: further ranks have no failpoints here."""
         return 1
 
     def router(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """See ``Victims``."""
+        """See ``EnginesUnderTest``."""
         command = router_command(self._cluster, port, limits.control_port)
-        # Before the rest: what follows --vllm-args is vLLM's.
-        return _forked(victim, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
+        # First, since all arguments after --vllm-args are vLLM's.
+        return _forked(process, [*command[:2], *arguments(limits), *command[2:]], log, VLLM_MODULES)
 
     def front_end(
-        self, victim: VictimSettings, port: int, limits: RouterSettings, log: Path
+        self, process: ProcessSettings, port: int, limits: RouterSettings, log: Path
     ) -> LocalProcess:
-        """See ``Victims``; ``ChaosSettings`` refuses them."""
+        """See ``EnginesUnderTest``; ``ChaosSettings`` refuses them."""
         raise NotImplementedError
 
-    def engine(self, victim: VictimSettings, at: EngineAt, log: Path) -> LocalProcess:
-        """See ``Victims``."""
+    def engine(self, process: ProcessSettings, at: EngineLaunch, log: Path) -> LocalProcess:
+        """See ``EnginesUnderTest``."""
         cluster = msgspec.structs.replace(self._cluster, storage=str(at.storage))
         command = engine_command(
             cluster, at.role, at.index, at.port, at.control_port, named_as=at.named_as
         )
-        return _forked(victim, command, log, VLLM_MODULES)
+        return _forked(process, command, log, VLLM_MODULES)
 
-    def following(self, prompt: Sequence[int]) -> Iterator[int]:
-        """See ``Victims``; raises ``KeyError`` for what was not rehearsed."""
-        return iter(self._heard[tuple(prompt)])
+    def expected_tokens(self, prompt: Sequence[int]) -> Iterator[int]:
+        """See ``EnginesUnderTest``; raises ``KeyError`` for a prompt without recorded answer."""
+        return iter(self._recorded[tuple(prompt)])
 
-    def learn(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
-        """See ``Victims``."""
-        self._heard[tuple(prompt)] = list(token_ids)
+    def record_answer(self, prompt: Sequence[int], token_ids: Sequence[int]) -> None:
+        """See ``EnginesUnderTest``."""
+        self._recorded[tuple(prompt)] = list(token_ids)
 
 
 def _forked(
-    victim: VictimSettings, command: list[str], log: Path, preload: Sequence[str]
+    process: ProcessSettings, command: list[str], log: Path, preload: Sequence[str]
 ) -> LocalProcess:
-    """Start it from a server that has imported everything: a restart takes little of a core."""
-    return ForkedProcess(victim.process, ENTRY, [victim.argument(), *command], log, preload=preload)
+    """Fork it from a server that has imported all modules: a restart takes little CPU time."""
+    return ForkedProcess(
+        process.process, ENTRY, [process.argument(), *command], log, preload=preload
+    )
 
 
-def _place(dp: DpRank | None) -> dict[str, Any]:
+def _dp_options(dp: DpRank | None) -> dict[str, Any]:
     if dp is None:
         return {}
     address = f"{dp.address}:{dp.rpc_port}"
     return {"dp_size": dp.size, "dp_rank": dp.rank, "dp_address": address}
 
 
-def limits_of(
+def router_limits(
     request_deadline_s: float,
     control_port: int,
     standby_lock: Path,
     front_ends_port: int | None = None,
 ) -> RouterSettings:
-    """Return the limits of a router under test: all well below the deadline of a request."""
+    """Return the settings of a router under test: time-outs well below the request deadline."""
     return RouterSettings(
         control_port=control_port,
         mode=DEFAULT_MODE,

@@ -1,4 +1,4 @@
-"""What is left in a cluster that nobody asks anything: there must be nothing."""
+"""Leak check: a cluster without requests must hold no requests, slots, tokens or files."""
 
 import asyncio
 import os
@@ -17,30 +17,27 @@ _FEW_DESCRIPTORS = 40
 _FEW_THREADS = 12
 
 
-class Holdings(msgspec.Struct, frozen=True):
-    """What a process holds of its kernel."""
+class ProcessResources(msgspec.Struct, frozen=True):
+    """Kernel resources of a process."""
 
     pid: int
     descriptors: int
     threads: int
 
 
-class Leftovers:
-    """Looks for what is left; knows what an idle cluster looked like.
-
-    ``status`` is that of the cluster before any load.
-    """
+class LeakCheck:
+    """Compares an idle cluster with ``status``, its status before any load."""
 
     def __init__(self, cluster: ChaosCluster, status: Status) -> None:
         self._cluster = cluster
-        self._full = {
+        self._idle = {
             e["engine_id"]: (e["free_buffer_tokens"], e["free_hbm_tokens"])
             for e in status["engines"]
         }
-        self._held: dict[str, Holdings] = {}
+        self._held: dict[str, ProcessResources] = {}
 
-    async def found(self) -> list[str]:
-        """Return what is still left a while after the last request, in words."""
+    async def leaks(self) -> list[str]:
+        """Return descriptions of what is still held a while after the last request."""
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + _CALM_S
         while left := await self._now():
@@ -53,7 +50,7 @@ class Leftovers:
         status = await self._cluster.status()
         if status is None:
             return ["the router does not answer"]
-        return [*in_status(status, self._full), *self._half_written()]
+        return [*held_in_status(status, self._idle), *self._half_written()]
 
     def _half_written(self) -> Iterator[str]:
         pids = {str(self._cluster.process(name).pid) for name in self._cluster.engines}
@@ -62,10 +59,10 @@ class Leftovers:
                 yield f"half-written file {path.name} of a live process"
 
     def _growth(self) -> list[str]:
-        """Compare each process with what it held when it was first seen idle."""
+        """Compare each process with its resources when it was idle for the first time."""
         left = []
         for name in self._cluster.names:
-            now = holdings(self._cluster.process(name).pid)
+            now = process_resources(self._cluster.process(name).pid)
             first = self._held.get(name)
             if first is None or first.pid != now.pid:
                 self._held[name] = now
@@ -80,8 +77,8 @@ class Leftovers:
         return left
 
 
-def in_status(status: Status, full: Mapping[str, tuple[int, int]]) -> Iterator[str]:
-    """Yield what a router's status says is held; ``full`` is (buffer, HBM) of idle engines."""
+def held_in_status(status: Status, idle: Mapping[str, tuple[int, int]]) -> Iterator[str]:
+    """Yield what is held by a router's status; ``idle`` has free (buffer, HBM) of idle engines."""
     for what in ("waiting", "running"):
         if status[what]:
             yield f"router: {status[what]} requests {what}"
@@ -93,16 +90,16 @@ def in_status(status: Status, full: Mapping[str, tuple[int, int]]) -> Iterator[s
         for what in ("seq", "tok", "read_queue_tokens"):
             if engine[what]:
                 yield f"{name}: {what} is {engine[what]}"
-        for what, all_tokens in zip(("buffer", "hbm"), full[name], strict=True):
+        for what, all_tokens in zip(("buffer", "hbm"), idle[name], strict=True):
             if (free := engine[f"free_{what}_tokens"]) < all_tokens:
                 yield f"{name}: {all_tokens - free} of {all_tokens} {what} tokens are not free"
 
 
-def holdings(pid: int) -> Holdings:
-    """Return what a live process holds; nothing if it is gone."""
+def process_resources(pid: int) -> ProcessResources:
+    """Return the resources of a live process; zeros if it has ended."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
         threads = next(int(row.split()[1]) for row in status.splitlines() if row[:8] == "Threads:")
-        return Holdings(pid, len(os.listdir(f"/proc/{pid}/fd")), threads)
+        return ProcessResources(pid, len(os.listdir(f"/proc/{pid}/fd")), threads)
     except (FileNotFoundError, ProcessLookupError):
-        return Holdings(pid, 0, 0)
+        return ProcessResources(pid, 0, 0)

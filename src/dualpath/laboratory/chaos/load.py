@@ -1,4 +1,4 @@
-"""Agents that never stop asking, each in a conversation of which every token is known."""
+"""Agents that send requests without pause, in conversations of which every token is known."""
 
 import asyncio
 import random
@@ -8,21 +8,21 @@ from collections.abc import Sequence
 import aiohttp
 import msgspec
 
-from dualpath.laboratory.chaos.ask import Answer, Outcome, ask
-from dualpath.laboratory.chaos.kinds import Victims
+from dualpath.laboratory.chaos.ask import Answer, Outcome, send_request
+from dualpath.laboratory.chaos.kinds import EnginesUnderTest
 from dualpath.laboratory.chaos.settings import LoadSettings
 from dualpath.laboratory.workload.replay.client import RealClock
 from dualpath.laboratory.workload.replay.stream import CompletionBody, complete, completion_body
 
-#: After an answer that was none.
+#: Pause after a failed request.
 _PAUSE_S = 0.5
-#: Beyond the deadline: until then a router may say that it has passed.
+#: After its deadline: until then a router may report that it has passed.
 _GIVE_UP_S = 20.0
 _MOST_LEAVE_S = 0.6
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """One request and what became of it; times are those of the monotonic clock."""
+    """One request and its result; times are of the monotonic clock."""
 
     agent: int
     begin_s: float
@@ -32,39 +32,41 @@ class Turn(msgspec.Struct, frozen=True):
 
 
 class Agent:
-    """Appends, asks, takes the answer as part of its context, and begins anew where that is long.
+    """Sends turns of a conversation, and starts a new one once the context is long enough.
 
-    What was not answered well it asks again.  ``context`` are its tokens so far, ``salt`` keeps its
-    blocks from other agents' and from those of other conversations.
+    A turn that failed is sent again.  ``context`` are its tokens so far, ``salt`` separates its
+    blocks from those of other agents and other conversations.
     """
 
-    def __init__(self, number: int, settings: LoadSettings, victims: Victims, seed: int) -> None:
+    def __init__(
+        self, number: int, settings: LoadSettings, engines: EnginesUnderTest, seed: int
+    ) -> None:
         self.number = number
         self._settings = settings
-        self._victims = victims
+        self._engines = engines
         self._seed = seed
         self._leaves = random.Random(f"{seed} {number} leaves")
         self._conversation = -1
         self._begin()
 
     async def turn(self, http: aiohttp.ClientSession, url: str) -> Turn:
-        """Ask once."""
+        """Send the next request."""
         leaves_s = None
         if self._leaves.random() < self._settings.leave_share:
             leaves_s = self._leaves.uniform(0, _MOST_LEAVE_S)
         prompt_tokens, begin_s = len(self._prompt), time.monotonic()
         answer = await self._ask(http, url, leaves_s)
         if answer.outcome is Outcome.WELL:
-            self._go_on(answer.token_ids)
+            self._append(answer.token_ids)
         return Turn(self.number, begin_s, time.monotonic(), prompt_tokens, answer)
 
     async def rehearse(self, http: aiohttp.ClientSession, url: str) -> None:
-        """Learn the answers of all conversations, nothing being at fault."""
-        assert self._victims.conversations is not None
-        while self._conversation < self._victims.conversations:
-            heard = await complete(http, url, self._body("rehearsal"), RealClock())
-            self._victims.learn(self._prompt, heard.token_ids)
-            self._go_on(heard.token_ids)
+        """Record the answers of all conversations, while there are no faults."""
+        assert self._engines.conversations is not None
+        while self._conversation < self._engines.conversations:
+            answer = await complete(http, url, self._body("rehearsal"), RealClock())
+            self._engines.record_answer(self._prompt, answer.token_ids)
+            self._append(answer.token_ids)
         self._conversation = -1
         self._begin()
 
@@ -72,11 +74,11 @@ class Agent:
         self._conversation += 1
         self.salt = f"agent-{self.number}-{self._conversation}"
         self.context: list[int] = []
-        which = self._conversation % (self._victims.conversations or self._conversation + 1)
+        which = self._conversation % (self._engines.conversations or self._conversation + 1)
         self._chance = random.Random(f"{self._seed} {self.number} {which}")
         self._draw()
 
-    def _go_on(self, token_ids: Sequence[int]) -> None:
+    def _append(self, token_ids: Sequence[int]) -> None:
         self.context = self._prompt + list(token_ids)
         if len(self.context) > self._settings.context_tokens:
             self._begin()
@@ -86,19 +88,20 @@ class Agent:
     def _draw(self) -> None:
         chance, settings = self._chance, self._settings
         appended = chance.randint(1, settings.append_tokens)
-        vocab_size = self._victims.vocab_size
+        vocab_size = self._engines.vocab_size
         self._prompt = self.context + [chance.randrange(vocab_size) for _ in range(appended)]
         self._tokens = chance.randint(1, settings.generate_tokens)
 
     def _body(self, salt: str) -> CompletionBody:
-        return completion_body(self._victims.model, self._prompt, self._tokens, salt)
+        return completion_body(self._engines.model, self._prompt, self._tokens, salt)
 
     async def _ask(self, http: aiohttp.ClientSession, url: str, leaves_s: float | None) -> Answer:
         patience_s = self._settings.request_deadline_s + _GIVE_UP_S
-        expected = self._victims.following(self._prompt)
+        expected = self._engines.expected_tokens(self._prompt)
         try:
             async with asyncio.timeout(patience_s if leaves_s is None else leaves_s):
-                return await ask(http, url, self._body(self.salt), expected, time.monotonic)
+                body = self._body(self.salt)
+                return await send_request(http, url, body, expected, time.monotonic)
         except TimeoutError:
             if leaves_s is not None:
                 return Answer(Outcome.LEFT)
@@ -106,15 +109,17 @@ class Agent:
 
 
 class Load:
-    """All agents at work within ``async with``; lives in one event loop."""
+    """All agents, running within ``async with``; belongs to one event loop."""
 
-    def __init__(self, url: str, settings: LoadSettings, victims: Victims, seed: int) -> None:
+    def __init__(
+        self, url: str, settings: LoadSettings, engines: EnginesUnderTest, seed: int
+    ) -> None:
         self.turns: list[Turn] = []
-        self.agents = [Agent(number, settings, victims, seed) for number in range(settings.agents)]
+        self.agents = [Agent(number, settings, engines, seed) for number in range(settings.agents)]
         self._url = f"{url}/v1/completions"
-        self._rehearsed = victims.conversations is not None
-        self._asking = 0
-        self._may_ask = asyncio.Event()
+        self._rehearsed = engines.conversations is not None
+        self._in_flight = 0
+        self._running = asyncio.Event()
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> "Load":
@@ -127,8 +132,8 @@ class Load:
             except BaseException:
                 await self._http.close()
                 raise
-        self._may_ask.set()
-        self._tasks = [asyncio.create_task(self._live(agent)) for agent in self.agents]
+        self._running.set()
+        self._tasks = [asyncio.create_task(self._run(agent)) for agent in self.agents]
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -138,30 +143,30 @@ class Load:
         await self._http.close()
 
     async def pause(self) -> None:
-        """Let nobody ask any more; return when every request has ended, as each one does."""
-        self._may_ask.clear()
-        while self._asking:
+        """Send no new requests; return once every request has ended."""
+        self._running.clear()
+        while self._in_flight:
             self._changed.clear()
             await self._changed.wait()
 
     def resume(self) -> None:
-        """Let all ask again."""
-        self._may_ask.set()
+        """Let all agents send requests again."""
+        self._running.set()
 
     def check(self) -> None:
-        """Raise what has ended an agent, which nothing should."""
+        """Raise the exception of an agent that has failed, if one has."""
         for task in self._tasks:
             if task.done():
                 task.result()
 
-    async def _live(self, agent: Agent) -> None:
+    async def _run(self, agent: Agent) -> None:
         while True:
-            await self._may_ask.wait()
-            self._asking += 1
+            await self._running.wait()
+            self._in_flight += 1
             try:
                 turn = await agent.turn(self._http, self._url)
             finally:
-                self._asking -= 1
+                self._in_flight -= 1
                 self._changed.set()
             self.turns.append(turn)
             if turn.answer.outcome not in (Outcome.WELL, Outcome.LEFT):

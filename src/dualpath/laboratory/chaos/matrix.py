@@ -1,4 +1,4 @@
-"""What is done to a cluster: component x step of a request x fault, drawn from a seed.  Pure."""
+"""The matrix of faults: component x step of a request x fault, drawn from a seed.  Pure."""
 
 import enum
 import random
@@ -8,7 +8,7 @@ import msgspec
 
 
 class Component(enum.StrEnum):
-    """What a fault hits."""
+    """The component that a fault hits."""
 
     ROUTER = "router"
     PREFILL = "PE"
@@ -20,14 +20,14 @@ class Component(enum.StrEnum):
     FRONT_END = "front end"
 
     @property
-    def whole(self) -> "Component":
-        """What ends with it: a rank's engine, itself otherwise."""
+    def failure_domain(self) -> "Component":
+        """The component that ends with it: a rank's engine, itself otherwise."""
         return _ENGINE_OF.get(self, self)
 
     @property
     def is_engine(self) -> bool:
         """Whether an engine ends with it."""
-        return self.whole in _ENGINE_OF.values()
+        return self.failure_domain in _ENGINE_OF.values()
 
 
 _ENGINE_OF = {
@@ -37,7 +37,7 @@ _ENGINE_OF = {
 
 
 class Step(enum.StrEnum):
-    """Where a request is when the fault comes; the order of its life."""
+    """The step of a request at which a fault is injected, in order."""
 
     LOOKING_UP = "looking up"
     WAITING = "waiting"
@@ -52,7 +52,7 @@ class Step(enum.StrEnum):
 
 
 class Fault(enum.StrEnum):
-    """What happens."""
+    """The fault that is injected."""
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
@@ -75,7 +75,7 @@ class Fault(enum.StrEnum):
 _SIGNALS = (Fault.KILL, Fault.STOP, Fault.TERMINATE)
 FAULTS_OF = {
     Component.ROUTER: _SIGNALS,
-    # To the other role and back again.
+    # OTHER_ROLE: to the other role and back again.
     Component.PREFILL: (*_SIGNALS, Fault.OTHER_ROLE),
     Component.DECODE: (*_SIGNALS, Fault.OTHER_ROLE),
     Component.STORAGE: (
@@ -83,15 +83,15 @@ FAULTS_OF = {
         *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
     ),
     Component.CONNECTION: (Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
-    # SIGTERM is for an engine's first rank, which lets the others end.
+    # SIGTERM goes to an engine's first rank, which ends the others.
     Component.PREFILL_RANK: (Fault.KILL, Fault.STOP),
     Component.DECODE_RANK: (Fault.KILL, Fault.STOP),
     Component.FRONT_END: _SIGNALS,
 }
-#: Faults of a stored block as it lies there.
+#: Faults of stored blocks at rest.
 CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
 
-#: The steps that a process of each component passes; a request's look-up is answered by a DE.
+#: The steps that a process of each component passes; a DE answers a request's look-up.
 _PASSED = {
     Component.ROUTER: tuple(Step),
     Component.PREFILL: (
@@ -104,24 +104,24 @@ _PASSED = {
     ),
     Component.PREFILL_RANK: (Step.PREFILLING, Step.HANDING_OVER),
     Component.DECODE_RANK: (Step.H2D, Step.PERSISTING),
-    # Where there are some, the router passes all others.
+    # In clusters with front ends the router passes the other steps.
     Component.FRONT_END: (Step.PREFILLING, Step.HANDING_OVER, Step.DECODING, Step.RELEASING),
 }
-#: A step is passed often: a fault comes at one of the first so many passes, say at some layer.
+#: A step is passed often: a fault is injected at one of this many passes, e.g. at some layer.
 _MOST_PASSES = {Step.READING: 20, Step.PREFILLING: 12, Step.DECODING: 20, Step.PERSISTING: 6}
 _FEW_PASSES = 3
-#: Between the name of an engine and the number of its rank.
+#: Separates the name of an engine from the number of its rank.
 RANK_MARK = "/"
-#: A resumed process has missed heartbeats for less or for more than an engine's time-out.
+#: Shorter and longer than an engine's time-out.
 _STOP_S = (0.3, 1.5, 6.0)
 _STORAGE_S = (0.3, 1.0, 2.0)
 
 
-class Strike(msgspec.Struct, frozen=True, kw_only=True):
-    """One fault to be made: when ``process`` passes ``step`` for the ``passes``-th time from now.
+class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
+    """One fault to inject when ``process`` passes ``step`` for the ``passes``-th time from now.
 
-    ``lasts_s`` is how long a process stands still or the storage misbehaves.  Where the component
-    is no process, the step is reached in one of its users.
+    ``lasts_s`` is how long a process is stopped or the storage is faulty.  For a component that is
+    not a process, ``process`` is one that uses it.
     """
 
     number: int
@@ -134,14 +134,14 @@ class Strike(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def engine(self) -> str:
-        """The engine of its process, where that is a rank of one."""
+        """The engine to which its process belongs."""
         return self.process.partition(RANK_MARK)[0]
 
 
-class Cast(msgspec.Struct, frozen=True):
-    """The processes of a cluster by component; ranks are those of engines but for the first.
+class ProcessNames(msgspec.Struct, frozen=True):
+    """Names of a cluster's processes by component; ranks exclude the first of each engine.
 
-    ``front_ends`` are those that are no part of the router, which then serves no clients.
+    ``front_ends`` are separate processes; if there are any, the router serves no clients.
     """
 
     router: str
@@ -152,7 +152,7 @@ class Cast(msgspec.Struct, frozen=True):
     front_ends: tuple[str, ...] = ()
 
     def passing(self, component: Component, step: Step) -> tuple[str, ...]:
-        """Return the processes in which a fault of that component can come at that step."""
+        """Return the processes in which a fault of the component can be injected at the step."""
         by_component = {
             Component.ROUTER: (self.router,) if self._in_router(step) else (),
             Component.PREFILL: self.prefill,
@@ -170,37 +170,37 @@ class Cast(msgspec.Struct, frozen=True):
 
 
 def follower_name(engine: str, rank: int) -> str:
-    """Return what the process of a rank is called that computes for an engine of several devices.
+    """Return the process name of a tensor-parallel rank of an engine.
 
-    The first one is the engine's.  Ranks of data-parallel groups are engines (``core.cluster``).
+    Rank 0 has the engine's name.  Ranks of data-parallel groups are engines (``core.cluster``).
     """
     return f"{engine}{RANK_MARK}{rank}" if rank else engine
 
 
-def strikes(
+def planned_faults(
     seed: int,
-    cast: Cast,
+    process_names: ProcessNames,
     components: Collection[Component] = tuple(Component),
     without: Collection[Fault] = (),
-) -> Iterator[Strike]:
-    """Yield faults without end: every cell of the matrix once, in random order, then again."""
+) -> Iterator[PlannedFault]:
+    """Yield an endless sequence of faults: all cells of the matrix in random order, repeatedly."""
     chance = random.Random(seed)
     cells = [
         (component, step, fault)
         for component in Component
         if component in components
         for step in Step
-        if cast.passing(component, step)
+        if process_names.passing(component, step)
         for fault in FAULTS_OF[component]
         if fault not in without
     ]
     number = 0
     while cells:
         for component, step, fault in chance.sample(cells, len(cells)):
-            yield Strike(
+            yield PlannedFault(
                 number=number,
                 component=component,
-                process=chance.choice(cast.passing(component, step)),
+                process=chance.choice(process_names.passing(component, step)),
                 step=step,
                 fault=fault,
                 passes=chance.randint(1, _MOST_PASSES.get(step, _FEW_PASSES)),
@@ -216,6 +216,8 @@ def _duration_s(fault: Fault, chance: random.Random) -> float:
 
 
 def cells_of(components: Sequence[Component]) -> int:
-    """Return how many cells the matrix of these components has, for engines of one rank each."""
-    cast = Cast("router", ("pe",), ("de",))
-    return sum(len(FAULTS_OF[c]) for c in components for step in Step if cast.passing(c, step))
+    """Return the number of cells of the matrix of these components, for engines of one rank."""
+    process_names = ProcessNames("router", ("pe",), ("de",))
+    return sum(
+        len(FAULTS_OF[c]) for c in components for step in Step if process_names.passing(c, step)
+    )

@@ -1,7 +1,7 @@
-"""Where the steps of a request are in the code: functions of the system, which knows nothing of it.
+"""Failpoints: the functions of the system at which the steps of a request are reached.
 
-Wrapped in the processes of a campaign only.  A function that is gone is an error at once, so that
-no step silently stops being tested.
+They are wrapped only in the processes of a campaign; the system's code does not refer to them.  A
+function that no longer exists is an error at once, so that no step silently stops being tested.
 """
 
 import enum
@@ -28,10 +28,10 @@ class EngineKind(enum.StrEnum):
     VLLM = "vllm"
 
 
-class Point(msgspec.Struct, frozen=True):
+class Failpoint(msgspec.Struct, frozen=True):
     """A step is reached when ``function`` ("module:Class.method") is called.
 
-    With ``message`` only if it is called with one of that type.
+    If ``message`` is given, only calls whose first argument has that type count.
     """
 
     step: Step
@@ -40,51 +40,51 @@ class Point(msgspec.Struct, frozen=True):
 
 
 _ROUTER_POINTS = (
-    Point(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
-    Point(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
-    Point(Step.RESERVING, f"{_LOADING}._reserve"),
-    Point(Step.READING, f"{_LOADING}._read"),
-    Point(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
-    Point(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
-    Point(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
-    Point(Step.DECODING, f"{_ATTEMPT}._decode"),
-    Point(Step.H2D, f"{_AT_ENGINES}._kv_in_hbm"),
-    Point(Step.RELEASING, f"{_ATTEMPT}._give_back"),
+    Failpoint(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
+    Failpoint(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
+    Failpoint(Step.RESERVING, f"{_LOADING}._reserve"),
+    Failpoint(Step.READING, f"{_LOADING}._read"),
+    Failpoint(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
+    Failpoint(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
+    Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
+    Failpoint(Step.DECODING, f"{_ATTEMPT}._decode"),
+    Failpoint(Step.H2D, f"{_AT_ENGINES}._kv_in_hbm"),
+    Failpoint(Step.RELEASING, f"{_ATTEMPT}._give_back"),
 )
 _FRONT_END_POINTS = tuple(p for p in _ROUTER_POINTS if p.function.startswith(f"{_ATTEMPT}."))
-#: PERSISTING of engines is in the middle of a file: ``bad_disk``.
+#: PERSISTING of engines is in the middle of writing a file: see ``bad_disk``.
 _ENGINE_POINTS = (
-    Point(Step.LOOKING_UP, _HANDLE, "Lookup"),
-    Point(Step.RESERVING, _HANDLE, "Assign"),
-    Point(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
-    Point(Step.RELEASING, _HANDLE, "Release"),
+    Failpoint(Step.LOOKING_UP, _HANDLE, "Lookup"),
+    Failpoint(Step.RESERVING, _HANDLE, "Assign"),
+    Failpoint(Step.READING, "dualpath.storage.posix:PosixStorage.read"),
+    Failpoint(Step.RELEASING, _HANDLE, "Release"),
 )
 _PREFILL_POINTS = (
-    Point(Step.PREFILLING, "dualpath.engine.forward_pass:ForwardPass.computed"),
-    Point(Step.HANDING_OVER, "dualpath.engine.traffic_manager:TrafficManager.sent"),
+    Failpoint(Step.PREFILLING, "dualpath.engine.forward_pass:ForwardPass.computed"),
+    Failpoint(Step.HANDING_OVER, "dualpath.engine.traffic_manager:TrafficManager.sent"),
 )
 _DECODE_POINTS = (
-    Point(Step.HANDING_OVER, "dualpath.engine.transfer_checks:TransferChecks.check"),
-    Point(Step.H2D, "dualpath.engine.traffic_manager:TrafficManager.fill_hbm"),
+    Failpoint(Step.HANDING_OVER, "dualpath.engine.transfer_checks:TransferChecks.check"),
+    Failpoint(Step.H2D, "dualpath.engine.traffic_manager:TrafficManager.fill_hbm"),
 )
 _PREFILL_RANK = (
-    Point(Step.PREFILLING, "dualpath.engine.follower:FollowedPass.computed"),
-    Point(Step.HANDING_OVER, "dualpath.engine.follower:Follower.end_pass"),
+    Failpoint(Step.PREFILLING, "dualpath.engine.follower:FollowedPass.computed"),
+    Failpoint(Step.HANDING_OVER, "dualpath.engine.follower:Follower.end_pass"),
 )
 _DECODE_RANK = (
-    Point(Step.H2D, "dualpath.engine.follower:Follower.fill_hbm"),
-    Point(Step.PERSISTING, "dualpath.engine.follower:Follower.persist_generated"),
+    Failpoint(Step.H2D, "dualpath.engine.follower:Follower.fill_hbm"),
+    Failpoint(Step.PERSISTING, "dualpath.engine.follower:Follower.persist_generated"),
 )
 _EMULATED_PREFILL = (
-    Point(Step.WAITING, "dualpath.laboratory.emulated.prefill:PrefillEngine.submit"),
+    Failpoint(Step.WAITING, "dualpath.laboratory.emulated.prefill:PrefillEngine.submit"),
 )
 _EMULATED_DECODE = (
-    Point(Step.WAITING, "dualpath.laboratory.emulated.decode:DecodeEngine.submit"),
-    Point(Step.DECODING, "dualpath.laboratory.emulated.decode:DecodeEngine._step"),
+    Failpoint(Step.WAITING, "dualpath.laboratory.emulated.decode:DecodeEngine.submit"),
+    Failpoint(Step.DECODING, "dualpath.laboratory.emulated.decode:DecodeEngine._step"),
 )
-_VLLM_WAITING = Point(Step.WAITING, "dualpath.vllm.scheduler_side:SchedulerSide.matched_tokens")
-_VLLM_DECODING = Point(Step.DECODING, "dualpath.vllm.scheduler_side:SchedulerSide.build")
-POINTS: Mapping[EngineKind, Mapping[Component, tuple[Point, ...]]] = {
+_VLLM_WAITING = Failpoint(Step.WAITING, "dualpath.vllm.scheduler_side:SchedulerSide.matched_tokens")
+_VLLM_DECODING = Failpoint(Step.DECODING, "dualpath.vllm.scheduler_side:SchedulerSide.build")
+FAILPOINTS: Mapping[EngineKind, Mapping[Component, tuple[Failpoint, ...]]] = {
     EngineKind.EMULATED: {
         Component.ROUTER: _ROUTER_POINTS,
         Component.PREFILL: (*_ENGINE_POINTS, *_PREFILL_POINTS, *_EMULATED_PREFILL),
@@ -101,8 +101,8 @@ POINTS: Mapping[EngineKind, Mapping[Component, tuple[Point, ...]]] = {
 }
 
 
-def watch_points(points: tuple[Point, ...], reached: Callable[[Step], None]) -> None:
-    """Call ``reached`` whenever a step is, just before its function runs.
+def install_failpoints(points: tuple[Failpoint, ...], reached: Callable[[Step], None]) -> None:
+    """Call ``reached`` with a step just before its function runs.
 
     Raises ``ConfigError`` for a function that does not exist.
     """
@@ -111,20 +111,20 @@ def watch_points(points: tuple[Point, ...], reached: Callable[[Step], None]) -> 
         setattr(owner, name, _watched(getattr(owner, name), point, reached))
 
 
-def _owner(point: Point) -> tuple[Any, str]:
+def _owner(point: Failpoint) -> tuple[Any, str]:
     module, _, path = point.function.partition(":")
     class_name, _, name = path.partition(".")
     owner = getattr(importlib.import_module(module), class_name, None)
     if not hasattr(owner, name):
         raise ConfigError(
-            f"step {point.step.value!r} is where {point.function} is called, which does not exist; "
-            "correct laboratory/chaos/points.py"
+            f"the failpoint of step {point.step.value!r} is {point.function}, which does not "
+            "exist; correct laboratory/chaos/points.py"
         )
     return owner, name
 
 
 def _watched(
-    function: Callable[..., Any], point: Point, reached: Callable[[Step], None]
+    function: Callable[..., Any], point: Failpoint, reached: Callable[[Step], None]
 ) -> Callable[..., Any]:
     step, message = point.step, point.message
 

@@ -1,4 +1,4 @@
-"""A TCP relay between two processes of a cluster, whose connections can be reset."""
+"""A TCP relay between two processes of a cluster that can reset its connections."""
 
 import asyncio
 import contextlib
@@ -7,12 +7,12 @@ import struct
 from typing import Self
 
 _CHUNK_BYTES = 1 << 16
-#: Closing with this set sends RST and drops what is unsent: what a failing network does.
+#: Closing with this linger option sends RST and drops unsent bytes, as a failing network does.
 _RESET = struct.pack("ii", 1, 0)
 
 
 class Relay:
-    """Listens on a free port of the loopback and connects on to ``port``, which may come and go."""
+    """Listens on a free loopback port and forwards to ``port``, whose server may be down."""
 
     def __init__(self, port: int = 0) -> None:
         self.port = port
@@ -28,29 +28,29 @@ class Relay:
         self.reset()
 
     def reset(self) -> int:
-        """Reset every connection at both ends; return how many there were."""
+        """Reset every connection at both ends; return the number of connections."""
         writers = list(self._open)
         for writer in writers:
             _reset(writer)
         return len(writers) // 2
 
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # Cancelled only as the event loop ends, which has nobody to tell.
+        # Cancelled only when the event loop ends.
         with contextlib.suppress(asyncio.CancelledError):
-            await self._relayed(reader, writer)
+            await self._forward(reader, writer)
 
-    async def _relayed(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             onward_reader, onward = await asyncio.open_connection("127.0.0.1", self.port)
         except OSError:
-            _reset(writer)  # as if the process had been asked itself
+            _reset(writer)  # as a refused connection to the process itself
             return
         ends = (writer, onward)
         self._open.update(ends)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pass_on(reader, onward))
-                both.create_task(_pass_on(onward_reader, writer))
+                both.create_task(_copy(reader, onward))
+                both.create_task(_copy(onward_reader, writer))
         except* OSError:
             pass
         finally:
@@ -59,7 +59,7 @@ class Relay:
                 end.close()
 
 
-async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     while received := await reader.read(_CHUNK_BYTES):
         writer.write(received)
         await writer.drain()

@@ -1,4 +1,4 @@
-"""What a campaign found, as a report: targets, requests, the matrix, what was seen."""
+"""The report of a campaign: targets, requests, the matrix of faults, errors found."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,74 +41,73 @@ def _settings(result: CampaignResult) -> tuple[str, ...]:
     return (
         f"{settings.prefill} prefill and {settings.decode} decode engines, in data-parallel groups "
         f"of {settings.prefill_dp} and {settings.decode_dp}; "
-        f"{settings.front_ends or 'no'} front ends before the router; every token is compared "
-        "where it is answered",
-        result.victims,
-        f"{load.agents} agents that ask without a pause, contexts up to "
-        f"{load.context_tokens + load.append_tokens} tokens; {load.leave_share:.0%} of requests "
-        f"lose their client; deadline {load.request_deadline_s:g} s",
-        f"seed {settings.seed}; at most {settings.at_once} faults at once; "
+        f"{settings.front_ends or 'no'} separate front ends; clients compare every token",
+        result.engines,
+        f"{load.agents} agents that send requests without pause, contexts up to "
+        f"{load.context_tokens + load.append_tokens} tokens; clients disconnect in "
+        f"{load.leave_share:.0%} of requests; deadline {load.request_deadline_s:g} s",
+        f"seed {settings.seed}; at most {settings.at_once} concurrent faults; "
         f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores, "
-        f"whose load average was {result.load_average:.0f}, this campaign and all else",
+        f"whose load average was {result.load_average:.0f}, including this campaign",
     )
 
 
 def _targets(result: CampaignResult) -> tuple[Target, ...]:
-    outcomes = result.account.outcomes
-    back_s = [back.token_s for back in result.account.router_backs]
+    outcomes = result.summary.outcomes
+    token_s = [back.token_s for back in result.summary.router_recoveries]
     zeros = {
         "requests late": outcomes.get(Outcome.LATE, 0),
         "requests with wrong tokens": outcomes.get(Outcome.WRONG, 0),
-        "requests that ended without a clear word": outcomes.get(Outcome.UNCLEAR, 0),
-        "requests lost to one fault of one engine": len(result.account.lost_to_one),
-        "KV found wrong where it arrived": result.wrong_kv,
-        "things left in a calm cluster": len(result.left),
-        "processes that did not end or come back": sum(result.troubles.values()),
+        "requests that ended without a clear error": outcomes.get(Outcome.UNCLEAR, 0),
+        "requests lost to one fault of one engine": len(result.summary.lost_to_single_fault),
+        "wrong KV on arrival": result.wrong_kv,
+        "leaks in the idle cluster": len(result.leaks),
+        "processes that did not end or restart": sum(result.problems.values()),
     }
     targets = [Target(what, found, 0, at_least=False) for what, found in zeros.items()]
-    if back_s:
+    if token_s:
         targets.append(
             Target(
                 "longest time from a kill of the router to the next new token, s",
-                max(back_s),
+                max(token_s),
                 _ROUTER_BACK_S,
                 at_least=False,
-                note=f"{len(back_s)} of {_router_kills(result)} kills, the others were followed by "
-                f"another fault first; median {median(back_s):.2f} s",
+                note=f"{len(token_s)} of {_router_kills(result)} kills; another fault hit the "
+                f"router too early after the others; median {median(token_s):.2f} s",
             )
         )
     return tuple(targets)
 
 
 def _requests(result: CampaignResult) -> Table:
-    outcomes = result.account.outcomes
+    outcomes = result.summary.outcomes
     rows = [(outcome.value, f"{outcomes.get(outcome, 0):,}") for outcome in Outcome]
     rows += [
-        ("blocks loaded and right", f"{result.loaded_blocks:,}"),
+        ("blocks loaded and verified", f"{result.loaded_blocks:,}"),
         ("blocks damaged on disk", f"{result.damaged_blocks:,}"),
         ("blocks refused when read", f"{result.refused_blocks:,}"),
     ]
-    return Table("Requests and blocks", ("ended", "number"), tuple(rows))
+    return Table("Requests and blocks", ("outcome", "number"), tuple(rows))
 
 
 def _router_kills(result: CampaignResult) -> int:
     return sum(
         count.made
-        for cell, count in result.account.cells.items()
+        for cell, count in result.summary.cells.items()
         if cell.component is Component.ROUTER and cell.fault is Fault.KILL
     )
 
 
 def _router_back(result: CampaignResult) -> tuple[Table, ...]:
-    """What the time from a kill of the router to a token is made of."""
-    backs = result.account.router_backs
+    """The steps from a kill of the router to the next token."""
+    backs = result.summary.router_recoveries
     if not backs:
         return ()
     steps = (
         ("the next router answers", [back.answers_s for back in backs]),
-        ("it knows all engines", [back.engines_s for back in backs]),
-        ("a client asks again", [back.asked_s for back in backs]),
-        ("that client gets a token", [back.token_s for back in backs]),
+        ("all engines have registered", [back.engines_s for back in backs]),
+        ("a client sends a request", [back.asked_s for back in backs]),
+        ("that request has a token", [back.token_s for back in backs]),
     )
     rows = [(what, f"{median(times):.2f}", f"{max(times):.2f}") for what, times in steps]
     return (Table("From a kill of the router, s", ("until", "median", "longest"), tuple(rows)),)
@@ -122,14 +121,17 @@ def _by_fault(result: CampaignResult) -> Table:
         for fault in FAULTS_OF[component]:
             counts = [
                 count
-                for cell, count in result.account.cells.items()
+                for cell, count in result.summary.cells.items()
                 if cell.component is component and cell.fault is fault
             ]
             if counts:
                 rows.append((f"{component.value}, {fault.value}", *_cells(counts)))
-    columns = ("component, fault", "made", "requests met", "well", "clear error", "cut", "left")
+    columns = ("component, fault", "injected", "requests", "well", "clear error", "cut", "left")
     return Table(
-        "Requests that met a fault, by fault", (*columns, "bad"), tuple(rows), rules=tuple(rules)
+        "Requests that overlapped a fault, by fault",
+        (*columns, "bad"),
+        tuple(rows),
+        rules=tuple(rules),
     )
 
 
@@ -147,14 +149,14 @@ def _cells(counts: Sequence[CellCount]) -> tuple[str, ...]:
 
 
 def _by_step(result: CampaignResult) -> Table:
-    """Faults made of each component at each step, and how many requests that met them went bad."""
+    """Number of faults per component and step, and of overlapping requests that failed."""
     rows = []
     for step in Step:
         row = [step.value]
         for component in Component:
             counts = [
                 count
-                for cell, count in result.account.cells.items()
+                for cell, count in result.summary.cells.items()
                 if cell.component is component and cell.step is step
             ]
             made = sum(count.made for count in counts)
@@ -162,7 +164,7 @@ def _by_step(result: CampaignResult) -> Table:
             row.append(f"{made} / {bad}" if made else NOTHING)
         rows.append(tuple(row))
     return Table(
-        "Faults made at each step / requests that went bad",
+        "Faults injected at each step / requests that failed",
         ("step", *(component.value for component in Component)),
         tuple(rows),
         align="l" + "r" * len(Component),
@@ -170,12 +172,12 @@ def _by_step(result: CampaignResult) -> Table:
 
 
 def _seen(result: CampaignResult) -> tuple[Table, ...]:
-    left, lost = Counter(result.left), Counter(result.account.lost_to_one)
+    leaks, lost = Counter(result.leaks), Counter(result.summary.lost_to_single_fault)
     tables = (
-        _counted("Errors that clients got", result.account.examples),
+        _counted("Errors that clients got", result.summary.examples),
         _counted("Lost to one fault of one engine", lost),
-        _counted("Left in a calm cluster", left),
-        _counted("Processes that did not end or come back", result.troubles),
+        _counted("Leaks in the idle cluster", leaks),
+        _counted("Processes that did not end or restart", result.problems),
         _counted("Steps that were not reached in time", result.missed),
         _counted("Tracebacks in logs", result.tracebacks),
     )
@@ -189,18 +191,18 @@ def _counted(title: str, counts: Mapping[str, int]) -> Table:
 
 
 def _data(result: CampaignResult) -> dict[str, Any]:
-    """Return every number behind the tables: also the whole matrix, cell by cell."""
+    """Return all numbers behind the tables, and the whole matrix cell by cell."""
     cells = [
         {**msgspec.to_builtins(cell), **msgspec.to_builtins(count)}
-        for cell, count in result.account.cells.items()
+        for cell, count in result.summary.cells.items()
     ]
     return {
         "settings": msgspec.to_builtins(result.settings),
         "load": msgspec.to_builtins(result.load),
         "faults": result.faults,
-        "outcomes": msgspec.to_builtins(result.account.outcomes),
+        "outcomes": msgspec.to_builtins(result.summary.outcomes),
         "matrix": cells,
-        "router_back": msgspec.to_builtins(result.account.router_backs),
+        "router_back": msgspec.to_builtins(result.summary.router_recoveries),
         "loaded_blocks": result.loaded_blocks,
         "refused_blocks": result.refused_blocks,
         "damaged_blocks": result.damaged_blocks,

@@ -1,4 +1,4 @@
-"""How long a cluster is without a router after a kill, and what that time is made of.  Pure."""
+"""How long a cluster is without a router after a kill, step by step.  Pure."""
 
 from collections.abc import Iterator, Sequence
 
@@ -6,14 +6,14 @@ import msgspec
 
 from dualpath.laboratory.chaos.load import Turn
 from dualpath.laboratory.chaos.matrix import Component, Fault
-from dualpath.laboratory.chaos.strike import Made
+from dualpath.laboratory.chaos.strike import InjectedFault
 
 
-class RouterBack(msgspec.Struct, frozen=True, kw_only=True):
-    """One kill of a router, and the seconds from it until each thing was so.
+class RouterRecovery(msgspec.Struct, frozen=True, kw_only=True):
+    """Seconds from a kill of the router until each step of its recovery.
 
-    The next router answers; all engines are known to it; the first of its clients that gets a token
-    asks; that token comes.
+    Until the next router answers; until all engines have registered; until the request whose first
+    token is the earliest was sent; until that token arrived.
     """
 
     answers_s: float
@@ -22,22 +22,24 @@ class RouterBack(msgspec.Struct, frozen=True, kw_only=True):
     token_s: float
 
 
-def router_backs(turns: Sequence[Turn], made: Sequence[Made]) -> Iterator[RouterBack]:
-    """Yield what followed each kill of a router.
+def router_recoveries(
+    turns: Sequence[Turn], made: Sequence[InjectedFault]
+) -> Iterator[RouterRecovery]:
+    """Yield the recovery after each kill of a router.
 
-    Where another fault met the next router before a token came, the time is that fault's.
+    A kill is left out if another fault hit the next router before a token arrived.
     """
-    struck = [fault for fault in made if fault.strike.component is Component.ROUTER]
-    for fault in struck:
-        if fault.strike.fault is not Fault.KILL:
+    hit = [fault for fault in made if fault.planned.component is Component.ROUTER]
+    for fault in hit:
+        if fault.planned.fault is not Fault.KILL:
             continue
-        first = first_after(turns, fault.begin_s)
+        first = first_token_after(turns, fault.begin_s)
         if first is None:
             continue
         begin_s, token_s = first
-        if any(fault.begin_s < other.begin_s < token_s for other in struck):
+        if any(fault.begin_s < other.begin_s < token_s for other in hit):
             continue
-        yield RouterBack(
+        yield RouterRecovery(
             answers_s=(fault.answered_s or fault.end_s) - fault.begin_s,
             engines_s=fault.end_s - fault.begin_s,
             asked_s=begin_s - fault.begin_s,
@@ -45,8 +47,8 @@ def router_backs(turns: Sequence[Turn], made: Sequence[Made]) -> Iterator[Router
         )
 
 
-def first_after(turns: Sequence[Turn], since_s: float) -> tuple[float, float] | None:
-    """Return begin and first token of the turn, sent since then, whose token came first."""
+def first_token_after(turns: Sequence[Turn], since_s: float) -> tuple[float, float] | None:
+    """Return (sent, first token) of the turn, among those sent after ``since_s``, that is first."""
     found = [
         (turn.answer.first_token_s, turn.begin_s)
         for turn in turns

@@ -1,4 +1,4 @@
-"""Faults as they are made: signals, connections cut, a disk that fails, blocks that rot."""
+"""Fault injection: signals, connection resets, a failing disk, corrupted blocks."""
 
 import asyncio
 import contextlib
@@ -14,179 +14,183 @@ from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.laboratory.chaos.cluster import ChaosCluster
 from dualpath.laboratory.chaos.corruption import block_files, corrupt
-from dualpath.laboratory.chaos.gate import Disk
+from dualpath.laboratory.chaos.gate import DiskFault
 from dualpath.laboratory.chaos.load import Load
-from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, Strike
-from dualpath.laboratory.chaos.watch import Standing, Watch
+from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, PlannedFault
+from dualpath.laboratory.chaos.watch import FailpointServer, PausedProcess
 
 _REACH_S = 6.0
 _END_S = 45.0
 _BACK_S = 60.0
 _SLOW_CALL_S = 0.05
 _IO_ERROR_SHARE = 0.5
-#: Of the stored blocks of some agents: at least so many, or that share.
+#: Corrupted of the stored blocks of some agents: at least this many, or this share.
 _BLOCKS_HIT = 12
 _BLOCKS_SHARE = 0.02
 _CONTEXTS_HIT = 4
 
 
-class Made(msgspec.Struct, frozen=True):
-    """A fault that was made and is over: from its begin until all was back as it should be.
+class InjectedFault(msgspec.Struct, frozen=True):
+    """A fault that was injected and is over: from its beginning until the cluster had recovered.
 
-    ``trouble`` says what was not as it should be; times are those of the monotonic clock, of a kill
-    its own.  ``answered_s`` is when a router answered again after one had ended.
+    ``problem`` describes a recovery that failed; times are of the monotonic clock, and a kill
+    begins with the signal.  ``answered_s`` is when a router answered again after one had ended.
     """
 
-    strike: Strike
+    planned: PlannedFault
     begin_s: float
     end_s: float
-    trouble: str = ""
+    problem: str = ""
     damaged_blocks: int = 0
     answered_s: float | None = None
 
 
-class Striker:
-    """Makes faults on a cluster under load."""
+class FaultInjector:
+    """Injects faults into a cluster under load."""
 
-    def __init__(self, cluster: ChaosCluster, watch: Watch, load: Load, block_tokens: int) -> None:
+    def __init__(
+        self, cluster: ChaosCluster, failpoints: FailpointServer, load: Load, block_tokens: int
+    ) -> None:
         self._block_tokens = block_tokens
         self._cluster = cluster
-        self._watch = watch
+        self._failpoints = failpoints
         self._load = load
 
-    async def make(self, strike: Strike) -> Made | None:
-        """Make a fault and mend it; None if its step was not reached in time."""
-        standing = await self._watch.reach(strike.process, strike.step, strike.passes, _REACH_S)
-        if standing is None:
+    async def inject(self, planned: PlannedFault) -> InjectedFault | None:
+        """Inject a fault and restore the cluster; None if its step was not reached in time."""
+        paused = await self._failpoints.pause_at(
+            planned.process, planned.step, planned.passes, _REACH_S
+        )
+        if paused is None:
             return None
         begin_s = time.monotonic()
-        trouble, damaged = "", 0
-        match strike.fault:
+        problem, damaged = "", 0
+        match planned.fault:
             case Fault.KILL | Fault.TERMINATE:
-                return await self._end_and_restart(strike, standing)
+                return await self._end_and_restart(planned, paused)
             case Fault.OTHER_ROLE:
-                trouble = await self._change_roles(strike, standing)
+                problem = await self._change_roles(planned, paused)
             case Fault.STOP:
-                trouble = await self._stop(strike, standing)
+                problem = await self._stop(planned, paused)
             case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
-                trouble = await self._reset(strike, standing)
+                problem = await self._reset(planned, paused)
             case fault if fault in CORRUPTIONS or fault is Fault.REMOVED:
-                damaged = await self._damage(strike)
-                standing.go_on()
+                damaged = await self._damage(planned)
+                paused.resume()
             case _:
-                await self._bad_disk(strike, standing)
-        return Made(strike, begin_s, time.monotonic(), trouble, damaged)
+                await self._disk_fault(planned, paused)
+        return InjectedFault(planned, begin_s, time.monotonic(), problem, damaged)
 
-    async def _end_and_restart(self, strike: Strike, standing: Standing) -> Made:
-        cluster, process = self._cluster, self._cluster.owner_of(standing.pid)
-        name, ends_router = process.name, strike.component is Component.ROUTER
-        # A router has no epoch, and one that stands still answers nothing.
-        old_epoch = await cluster.epoch(name) if strike.component.is_engine else None
+    async def _end_and_restart(self, planned: PlannedFault, paused: PausedProcess) -> InjectedFault:
+        cluster, process = self._cluster, self._cluster.owner_of(paused.pid)
+        name, ends_router = process.name, planned.component is Component.ROUTER
+        # A router has no epoch, and a paused one does not answer.
+        old_epoch = await cluster.epoch(name) if planned.component.is_engine else None
         begin_s = time.monotonic()
-        if strike.fault is Fault.KILL:
-            os.kill(standing.pid, signal.SIGKILL)
+        if planned.fault is Fault.KILL:
+            os.kill(paused.pid, signal.SIGKILL)
         else:
             process.terminate()
-        standing.go_on()
-        code = await cluster.ended(name, _END_S)
-        trouble = ""
+        paused.resume()
+        code = await cluster.wait_ended(name, _END_S)
+        problem = ""
         if code is None:
-            trouble = f"runs on {_END_S:g} s after {strike.fault.value}"
+            problem = f"still runs {_END_S:g} s after {planned.fault.value}"
             process.kill()
-            await cluster.ended(name, _END_S)
-        elif strike.fault is Fault.TERMINATE and code != 0:
-            trouble = f"exit code {code} after SIGTERM"
-        if not await cluster.nothing_left_of(process.pid, _END_S):
-            trouble = trouble or f"processes of {name} outlive it"
-        trouble = await self._end_siblings(name) or trouble
+            await cluster.wait_ended(name, _END_S)
+        elif planned.fault is Fault.TERMINATE and code != 0:
+            problem = f"exit code {code} after SIGTERM"
+        if not await cluster.group_ended(process.pid, _END_S):
+            problem = problem or f"child processes of {name} outlive it"
+        problem = await self._end_siblings(name) or problem
         for rank in cluster.group(name):
             cluster.start(rank)
         answered_s = None
-        if ends_router and await cluster.answers(_BACK_S):
+        if ends_router and await cluster.router_answers(_BACK_S):
             answered_s = time.monotonic()
-        if not await self._there(strike, old_epoch):
-            trouble = trouble or f"not back {_BACK_S:g} s after its restart"
-        # What has ended meanwhile the campaign starts again, and says so.
-        return Made(strike, begin_s, time.monotonic(), trouble, answered_s=answered_s)
+        if not await self._recovered(planned, old_epoch):
+            problem = problem or f"not back {_BACK_S:g} s after its restart"
+        # The campaign restarts, and reports, other processes that have ended meanwhile.
+        return InjectedFault(planned, begin_s, time.monotonic(), problem, answered_s=answered_s)
 
-    async def _change_roles(self, strike: Strike, standing: Standing) -> str:
-        """Let an engine's group change to the other role and back; return what went wrong."""
-        standing.go_on()
-        own = self._cluster.role(strike.engine)
+    async def _change_roles(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Change an engine's group to the other role and back; return what failed."""
+        paused.resume()
+        own = self._cluster.role(planned.engine)
         other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
-        return await self._to_role(strike, other) or await self._to_role(strike, own)
+        return await self._to_role(planned, other) or await self._to_role(planned, own)
 
-    async def _to_role(self, strike: Strike, role: Role) -> str:
-        """Do what who supervises engines does when the router wishes for another role."""
-        cluster, name = self._cluster, strike.engine
+    async def _to_role(self, planned: PlannedFault, role: Role) -> str:
+        """Do what the supervisor of engines does when the router requests another role."""
+        cluster, name = self._cluster, planned.engine
         old_epoch = await cluster.epoch(name)
-        if not await cluster.ask_for_role(name, role, _BACK_S):
-            return f"may not become {role.value} for {_BACK_S:g} s"
+        if not await cluster.request_role(name, role, _BACK_S):
+            return f"the router refuses role {role.value} for {_BACK_S:g} s"
         group = cluster.group(name)
         for rank in group:
             cluster.process(rank).terminate()
-        ended = [await cluster.ended(rank, _END_S) for rank in group]
-        trouble = "" if set(ended) == {0} else f"exit codes {ended} after SIGTERM for another role"
+        ended = [await cluster.wait_ended(rank, _END_S) for rank in group]
+        problem = "" if set(ended) == {0} else f"exit codes {ended} after SIGTERM for another role"
         for rank in group:
             if cluster.process(rank).alive:
                 cluster.process(rank).kill()
-                await cluster.ended(rank, _END_S)
-        cluster.give_role(name, role)
+                await cluster.wait_ended(rank, _END_S)
+        cluster.set_role(name, role)
         for rank in group:
             cluster.start(rank)
         if not await cluster.joined(name, old_epoch, _BACK_S):
-            trouble = trouble or f"not {role.value} {_BACK_S:g} s after its restart"
-        return trouble
+            problem = problem or f"not {role.value} {_BACK_S:g} s after its restart"
+        return problem
 
     async def _end_siblings(self, name: str) -> str:
-        """Wait for the end of the other ranks of its group; say which did not end by itself."""
-        trouble = ""
+        """Wait for the end of the other ranks of its group; return which did not end by itself."""
+        problem = ""
         for rank in self._cluster.group(name):
-            if rank != name and await self._cluster.ended(rank, _END_S) is None:
-                trouble = f"{rank} runs on {_END_S:g} s after the end of {name}"
+            if rank != name and await self._cluster.wait_ended(rank, _END_S) is None:
+                problem = f"{rank} still runs {_END_S:g} s after the end of {name}"
                 self._cluster.process(rank).kill()
-                await self._cluster.ended(rank, _END_S)
-        return trouble
+                await self._cluster.wait_ended(rank, _END_S)
+        return problem
 
-    async def _stop(self, strike: Strike, standing: Standing) -> str:
-        # All of the process: what it has started itself, too; of an engine's ranks one alone.
-        group = self._cluster.owner_of(standing.pid).pid
-        one_rank = strike.component.whole is not strike.component
+    async def _stop(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        # The process with its children; of an engine's ranks only one.
+        group = self._cluster.owner_of(paused.pid).pid
+        one_rank = planned.component.failure_domain is not planned.component
         with contextlib.suppress(ProcessLookupError):
-            for number, wait_s in ((signal.SIGSTOP, strike.lasts_s), (signal.SIGCONT, 0.0)):
+            for number, wait_s in ((signal.SIGSTOP, planned.lasts_s), (signal.SIGCONT, 0.0)):
                 if one_rank:
-                    os.kill(standing.pid, number)
+                    os.kill(paused.pid, number)
                 else:
                     os.killpg(group, number)
                 await asyncio.sleep(wait_s)
-        standing.go_on()
-        return "" if await self._there(strike) else f"not back {_BACK_S:g} s after SIGCONT"
+        paused.resume()
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
 
-    async def _reset(self, strike: Strike, standing: Standing) -> str:
-        name, cluster = strike.process, self._cluster
+    async def _reset(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        name, cluster = planned.process, self._cluster
         relay = {
             Fault.RESET_CONTROL: cluster.control[name],
             Fault.RESET_HTTP: cluster.http[name],
             Fault.RESET_CLIENTS: cluster.clients,
-        }[strike.fault]
+        }[planned.fault]
         relay.reset()
-        standing.go_on()
-        return "" if await self._there(strike) else f"not back {_BACK_S:g} s after the reset"
+        paused.resume()
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after the reset"
 
-    async def _bad_disk(self, strike: Strike, standing: Standing) -> None:
-        share = _IO_ERROR_SHARE if strike.fault is Fault.IO_ERROR else 1.0
-        self._watch.trouble(Disk(strike.fault, share, _SLOW_CALL_S))
-        standing.go_on()
-        await asyncio.sleep(strike.lasts_s)
-        self._watch.trouble(Disk())
+    async def _disk_fault(self, planned: PlannedFault, paused: PausedProcess) -> None:
+        share = _IO_ERROR_SHARE if planned.fault is Fault.IO_ERROR else 1.0
+        self._failpoints.set_disk_fault(DiskFault(planned.fault, share, _SLOW_CALL_S))
+        paused.resume()
+        await asyncio.sleep(planned.lasts_s)
+        self._failpoints.set_disk_fault(DiskFault())
 
-    async def _damage(self, strike: Strike) -> int:
+    async def _damage(self, planned: PlannedFault) -> int:
         storage = self._cluster.storage
-        if strike.fault is Fault.REMOVED:
+        if planned.fault is Fault.REMOVED:
             for folder in storage.iterdir():
                 await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
             return 0
-        chance = random.Random(strike.number)
+        chance = random.Random(planned.number)
         agents = [agent for agent in self._load.agents if agent.context]
         keys = [
             key
@@ -196,12 +200,12 @@ class Striker:
         files = await asyncio.to_thread(block_files, storage, keys)
         wanted = max(_BLOCKS_HIT, int(len(files) * _BLOCKS_SHARE))
         hit = chance.sample(files, min(wanted, len(files)))
-        return await asyncio.to_thread(corrupt, hit, strike.fault, chance)
+        return await asyncio.to_thread(corrupt, hit, planned.fault, chance)
 
-    async def _there(self, strike: Strike, old_epoch: str | None = None) -> bool:
-        """Wait until an engine is known again, under another epoch than that; all, to a router."""
-        if strike.component is Component.ROUTER:
-            return await self._cluster.all_there(_BACK_S)
-        if strike.component is Component.FRONT_END:
+    async def _recovered(self, planned: PlannedFault, old_epoch: str | None = None) -> bool:
+        """Wait until an engine has re-registered; after a fault of the router, until all have."""
+        if planned.component is Component.ROUTER:
+            return await self._cluster.all_registered(_BACK_S)
+        if planned.component is Component.FRONT_END:
             return await self._cluster.serves_clients(_BACK_S)
-        return await self._cluster.joined(strike.engine, old_epoch, _BACK_S)
+        return await self._cluster.joined(planned.engine, old_epoch, _BACK_S)

@@ -1,4 +1,4 @@
-"""How many stored blocks a process has loaded, in a file that survives its death."""
+"""Count of the stored blocks that a process has loaded, in a file that survives a SIGKILL."""
 
 import mmap
 import struct
@@ -8,10 +8,10 @@ from pathlib import Path
 _COUNTS = struct.Struct("<QQ")
 
 
-class Tally:
-    """Counts of one process life: blocks that arrived whole and verified, blocks refused.
+class BlockCounter:
+    """Counts of one run of a process: blocks loaded and verified, and blocks refused.
 
-    Kept in shared memory of a file, so that the last count before a SIGKILL is there.
+    They are in a memory-mapped file, so that the last count before a SIGKILL is preserved.
     """
 
     def __init__(self, path: Path) -> None:
@@ -22,7 +22,7 @@ class Tally:
         self._good = self._bad = 0
 
     def add(self, *, good: bool) -> None:
-        """Count a block; from any thread."""
+        """Count a block; may be called from any thread."""
         with self._lock:
             self._good += good
             self._bad += not good
@@ -30,6 +30,6 @@ class Tally:
 
 
 def loaded_blocks(folder: Path) -> tuple[int, int]:
-    """Return (good, refused) blocks over all tallies in a folder."""
+    """Return the sum of (good, refused) blocks over all counters in a folder."""
     counts = [_COUNTS.unpack(path.read_bytes()) for path in folder.iterdir()]
     return sum(good for good, _ in counts), sum(bad for _, bad in counts)

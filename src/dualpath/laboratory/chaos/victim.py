@@ -1,4 +1,4 @@
-"""A process of a campaign: `dualpath emulate`, whose steps are watched and whose disk may be bad.
+"""A process under test: `dualpath emulate` with failpoints, and with a disk that may be faulty.
 
 python -m dualpath.laboratory.chaos.victim '{"socket": ...}' prefill --model ...
 """
@@ -11,30 +11,30 @@ from typing import NoReturn
 
 import msgspec
 
-from dualpath.laboratory.chaos.bad_disk import BadDisk
-from dualpath.laboratory.chaos.gate import Gate
+from dualpath.laboratory.chaos.bad_disk import FaultyDisk
+from dualpath.laboratory.chaos.gate import FailpointClient
 from dualpath.laboratory.chaos.matrix import Component, follower_name
-from dualpath.laboratory.chaos.points import POINTS, EngineKind, watch_points
-from dualpath.laboratory.chaos.tally import Tally
+from dualpath.laboratory.chaos.points import FAILPOINTS, EngineKind, install_failpoints
+from dualpath.laboratory.chaos.tally import BlockCounter
 from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Connection
 from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.ops.launch.forked_engine import prepare_engine, run_entry
 from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.remembering import RememberingStorage
+from dualpath.storage.remembering import LookupCachingStorage
 
-#: As a process is told what to run.
+#: The entry point of a process under test.
 ENTRY = "dualpath.laboratory.chaos.victim:main"
 
 
-class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a process of a campaign is told: who it is, where the campaign listens, where it counts.
+class ProcessSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of a process under test: its name, the campaign's socket, where it counts blocks.
 
-    ``passes_as`` is the name under which the campaign arms its steps.  ``tallies`` is a folder;
-    paths are absolute.
+    The campaign arms its failpoints under ``failpoint_name``.  ``tallies`` is the folder of block
+    counts; paths are absolute.
     """
 
     process: str
-    passes_as: str
+    failpoint_name: str
     kind: EngineKind
     component: Component
     socket: str
@@ -42,52 +42,54 @@ class VictimSettings(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
 
     def argument(self) -> str:
-        """Return it as the first argument of the process."""
+        """Encode it as the first argument of the process."""
         return msgspec.json.encode(self).decode()
 
 
-def prepare(settings: VictimSettings) -> None:
-    """Connect to the campaign and let the code of this process be watched."""
-    gate = Gate(Path(settings.socket), settings.passes_as)
-    points = POINTS[settings.kind]
-    parts = [component for component in points if component.whole is settings.component]
+def prepare(settings: ProcessSettings) -> None:
+    """Connect to the campaign and install the failpoints of this process."""
+    failpoints = FailpointClient(Path(settings.socket), settings.failpoint_name)
+    points = FAILPOINTS[settings.kind]
+    parts = [component for component in points if component.failure_domain is settings.component]
     for component in parts:
-        watch_points(points[component], gate.reached)
+        install_failpoints(points[component], failpoints.reached)
     if settings.kind is EngineKind.EMULATED and settings.component.is_engine:
-        _name_ranks(gate, settings.passes_as)
+        _rename_ranks(failpoints, settings.failpoint_name)
     if settings.component.is_engine:
-        _count_loads(Tally(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
+        _count_loads(BlockCounter(Path(settings.tallies) / f"{settings.process}-{os.getpid()}"))
         chance = random.Random(f"{settings.seed} {settings.process}")
-        BadDisk(lambda: gate.disk, gate.reached, gate.expects, chance).install()
+        FaultyDisk(
+            lambda: failpoints.disk, failpoints.reached, failpoints.expects, chance
+        ).install()
 
 
-def _name_ranks(gate: Gate, engine: str) -> None:
+def _rename_ranks(failpoints: FailpointClient, engine: str) -> None:
     begin = ConnectedFollower.__init__
 
     def named(self: ConnectedFollower, rank: int, size: int, connection: Connection) -> None:
         begin(self, rank, size, connection)
-        gate.rename(follower_name(engine, rank))
+        failpoints.rename(follower_name(engine, rank))
 
     ConnectedFollower.__init__ = named  # type: ignore[assignment, method-assign]
 
 
-def _count_loads(tally: Tally) -> None:
-    # What an engine is given: where it was looked for before, and not found, does not count.
-    read = RememberingStorage.read
+def _count_loads(tally: BlockCounter) -> None:
+    # Counts blocks that an engine gets; look-ups that find nothing are not counted.
+    read = LookupCachingStorage.read
 
     def counted(
-        self: RememberingStorage, key: bytes, destination: memoryview, *, whole: bool = True
+        self: LookupCachingStorage, key: bytes, destination: memoryview, *, whole: bool = True
     ) -> ReadOutcome:
         outcome = read(self, key, destination, whole=whole)
         tally.add(good=outcome.is_good)
         return outcome
 
-    RememberingStorage.read = counted  # type: ignore[method-assign]
+    LookupCachingStorage.read = counted  # type: ignore[method-assign]
 
 
 def main() -> NoReturn:
-    """Run the command behind the first argument in a process that is prepared."""
-    settings = msgspec.json.decode(sys.argv.pop(1), type=VictimSettings)
+    """Run the command after the first argument, with the failpoints installed."""
+    settings = msgspec.json.decode(sys.argv.pop(1), type=ProcessSettings)
     is_vllm_engine = settings.kind is EngineKind.VLLM and settings.component.is_engine
     if is_vllm_engine:
         prepare_engine()

@@ -1,12 +1,12 @@
-"""An event loop whose clock jumps: limits of seconds pass in no time, and always in the same order.
+"""An event loop on virtual time: time-outs pass at once, and always in the same order.
 
-Time stands still while anything can run.  When all tasks wait, it jumps to the earliest time any
-of them waits for.  So a test waits as long as the live system would, with the live system's
-limits, its result does not depend on the machine, and what would wait for ever fails at once.
+The clock stands still while any task can run.  When all tasks wait, it jumps to the earliest time
+for which one of them waits.  So tests use the time-outs of the live system, their results do not
+depend on the machine, and a test that would wait for ever fails at once.
 
-Threads (``asyncio.to_thread``) are waited for while time stands still.  Sockets cannot be: whether
-bytes are under way is not for the loop to know.  Tests with ``pytest.mark.virtual_time`` run on
-this loop, their control connections are those of ``tests.control_network``.
+The clock stands still while threads (``asyncio.to_thread``) run.  Sockets are not supported: the
+loop cannot know whether bytes are in flight.  Tests with ``pytest.mark.virtual_time`` run on this
+loop; their control connections are those of ``tests.control_network``.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-#: Nobody waits for a day: something only ticks on and on.
+#: No test waits for a day: after this time only periodic timers are running.
 _LONGEST_S = 86_400.0
 
 
@@ -31,20 +31,20 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
 
     def time(self) -> float:
-        """Seconds since the loop was made."""
+        """Seconds since the loop was created."""
         return self._now_s
 
     def run_in_executor(
         self, executor: Executor | None, func: Callable[..., T], *args: object
     ) -> "asyncio.Future[T]":
-        """Time stands still until the thread is done."""
+        """Run in a thread; the clock stands still until it is done."""
         future = super().run_in_executor(executor, func, *args)
         self._in_threads += 1
         future.add_done_callback(self._thread_done)
         return future
 
     async def shutdown_default_executor(self, *limit: float | None) -> None:
-        """Wait for the threads, which no test needs any more; Python 3.12 hands over a limit."""
+        """Wait for the threads to end; Python 3.12 passes a time limit."""
         self._in_threads += 1
         try:
             await super().shutdown_default_executor(*limit)
@@ -55,14 +55,14 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
         self._in_threads -= 1
 
     def _jump(self, seconds: float | None) -> bool:
-        """Let time pass; False if threads have to be waited for first."""
+        """Advance the clock; False if a thread is running."""
         if self._in_threads:
             return False
         if len(self._jumping.get_map()) > 1:  # one is the loop's own, by which threads wake it
-            raise RuntimeError("what runs in virtual time waits for a socket; use one in memory")
+            raise RuntimeError("a task in virtual time waits for a socket; use one in memory")
         if seconds is None or self._now_s > _LONGEST_S:
             raise RuntimeError(
-                f"after {self._now_s:g} s of virtual time every task waits for what never comes: "
+                f"after {self._now_s:g} s of virtual time every task waits for ever: "
                 f"{[task.get_name() for task in asyncio.all_tasks(self)]}"
             )
         self._now_s += seconds

@@ -1,4 +1,4 @@
-"""The campaign's end of all gates: arms steps in processes, hears that they are reached."""
+"""The campaign's end of all failpoints: arms steps in processes and waits until one is reached."""
 
 import asyncio
 import contextlib
@@ -10,10 +10,10 @@ import msgspec
 
 from dualpath.laboratory.chaos.gate import (
     Arm,
-    Disk,
-    Go,
-    Here,
+    DiskFault,
+    Identify,
     Reached,
+    Resume,
     ToCampaign,
     ToProcess,
     line,
@@ -21,46 +21,46 @@ from dualpath.laboratory.chaos.gate import (
 from dualpath.laboratory.chaos.matrix import Step
 
 
-class _Visitor:
-    """One connected process life."""
+class _Connection:
+    """The connection of one process."""
 
-    def __init__(self, here: Here, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, here: Identify, writer: asyncio.StreamWriter) -> None:
         self.process = here.process
         self.pid = here.pid
         self._writer = writer
 
     def close(self) -> None:
-        """Let the process go on its own."""
+        """Close the connection, which lets the process continue."""
         self._writer.close()
 
-    def tell(self, message: ToProcess) -> None:
-        """Send something; nothing if the process has ended."""
+    def send(self, message: ToProcess) -> None:
+        """Send a message; nothing if the process has ended."""
         if not self._writer.is_closing():
             self._writer.write(line(message))
 
 
-class Standing:
-    """A process that stands at the step asked for; ``go_on`` lets it go on if it can."""
+class PausedProcess:
+    """A process that has paused at the armed step, until ``resume``."""
 
-    def __init__(self, pid: int, visitor: _Visitor, ticket: int) -> None:
+    def __init__(self, pid: int, connection: _Connection, ticket: int) -> None:
         self.pid = pid
-        self._visitor = visitor
+        self._connection = connection
         self._ticket = ticket
 
-    def go_on(self) -> None:
-        """Let it go on."""
-        self._visitor.tell(Go(self._ticket))
+    def resume(self) -> None:
+        """Let it continue; nothing if it has ended."""
+        self._connection.send(Resume(self._ticket))
 
 
-class Watch:
+class FailpointServer:
     """Listens at ``socket_path`` within ``async with``; lives in one event loop."""
 
     def __init__(self, socket_path: Path) -> None:
         self._path = socket_path
-        self._visitors: dict[int, _Visitor] = {}
+        self._connections: dict[int, _Connection] = {}
         self._tickets = itertools.count()
-        self._awaited: dict[int, asyncio.Future[Standing]] = {}
-        self._disk = Disk()
+        self._awaited: dict[int, asyncio.Future[PausedProcess]] = {}
+        self._disk = DiskFault()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_unix_server(self._serve, str(self._path))
@@ -68,60 +68,60 @@ class Watch:
 
     async def __aexit__(self, *error: object) -> None:
         self._server.close()
-        for visitor in self._visitors.values():
-            visitor.close()
+        for connection in self._connections.values():
+            connection.close()
 
-    async def reach(
+    async def pause_at(
         self, process: str, step: Step, passes: int, timeout_s: float
-    ) -> Standing | None:
-        """Wait until a process stands at a step; None if it does not get there in time."""
+    ) -> PausedProcess | None:
+        """Wait until a process has paused at a step; None if it is not reached in time."""
         ticket = next(self._tickets)
-        visitors = [v for v in self._visitors.values() if v.process == process]
-        standing: asyncio.Future[Standing] = asyncio.get_running_loop().create_future()
-        self._awaited[ticket] = standing
-        for visitor in visitors:
-            visitor.tell(Arm(ticket, step, passes))
-        reached: Standing | None = None
+        connections = [v for v in self._connections.values() if v.process == process]
+        paused: asyncio.Future[PausedProcess] = asyncio.get_running_loop().create_future()
+        self._awaited[ticket] = paused
+        for connection in connections:
+            connection.send(Arm(ticket, step, passes))
+        reached: PausedProcess | None = None
         try:
             async with asyncio.timeout(timeout_s):
-                reached = await standing
+                reached = await paused
         except TimeoutError:
             pass
         finally:
             del self._awaited[ticket]
-            for visitor in visitors:
-                if reached is None or visitor.pid != reached.pid:
-                    visitor.tell(Go(ticket))
+            for connection in connections:
+                if reached is None or connection.pid != reached.pid:
+                    connection.send(Resume(ticket))
         return reached
 
-    def trouble(self, disk: Disk) -> None:
-        """Let the storage of all processes behave like this, also of those to come."""
+    def set_disk_fault(self, disk: DiskFault) -> None:
+        """Give the storage of all processes, future ones included, this fault."""
         self._disk = disk
-        for visitor in self._visitors.values():
-            visitor.tell(disk)
+        for connection in self._connections.values():
+            connection.send(disk)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        visitor: _Visitor | None = None
+        connection: _Connection | None = None
         try:
             async for received in reader:
                 message = msgspec.json.decode(received, type=ToCampaign)
-                if isinstance(message, Here):
-                    visitor = self._visitors[message.pid] = _Visitor(message, writer)
-                    visitor.tell(self._disk)
-                elif visitor is not None:
-                    self._note(visitor, message)
+                if isinstance(message, Identify):
+                    connection = self._connections[message.pid] = _Connection(message, writer)
+                    connection.send(self._disk)
+                elif connection is not None:
+                    self._on_reached(connection, message)
         except (ConnectionError, asyncio.CancelledError):
-            pass  # killed, or the event loop ends
+            pass  # the process was killed, or the event loop ends
         finally:
-            if visitor is not None and self._visitors.get(visitor.pid) is visitor:
-                del self._visitors[visitor.pid]
+            if connection is not None and self._connections.get(connection.pid) is connection:
+                del self._connections[connection.pid]
             writer.close()
             with contextlib.suppress(ConnectionError):
                 await writer.wait_closed()
 
-    def _note(self, visitor: _Visitor, reached: Reached) -> None:
-        standing = self._awaited.get(reached.ticket)
-        if standing is None or standing.done():
-            visitor.tell(Go(reached.ticket))  # too late: nobody waits for it any more
+    def _on_reached(self, connection: _Connection, reached: Reached) -> None:
+        paused = self._awaited.get(reached.ticket)
+        if paused is None or paused.done():
+            connection.send(Resume(reached.ticket))  # the wait for it has timed out
         else:
-            standing.set_result(Standing(visitor.pid, visitor, reached.ticket))
+            paused.set_result(PausedProcess(connection.pid, connection, reached.ticket))

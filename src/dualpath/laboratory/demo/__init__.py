@@ -1,1 +1,1 @@
-"""The demo: real agent sessions on a small real model, the modes of §7 on one machine."""
+"""The demo: compares the modes of §7 on one machine, with a small model and real agent sessions."""

@@ -1,8 +1,9 @@
-"""One run of the demo: histories are computed once, every mode starts from the same storage.
+"""One run of the demo: histories are computed once, and every mode starts with the same storage.
 
-Clusters are started in pairs, while nothing is measured: the one that stores histories with
-Oracle's, then those of the modes that read, as soon as Oracle's run has given their storage rate.
-One that has been measured ends beside the start of others, and in any case before the next is.
+Clusters are started in pairs, while no other is being measured: first the one that stores histories
+together with Oracle's, then those of the modes that read, as soon as Oracle's run has determined
+the storage rate.  A measured cluster is stopped while others start, and always before the next
+measurement.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from dualpath.engine.read_speed import PROBE_MODEL
 from dualpath.laboratory.demo.rate import LOAD_SHARE, ChosenRate, choose_rate
 from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
 from dualpath.laboratory.demo.time_left import TimeLeft
-from dualpath.laboratory.workload.conversation.midway import Midway
+from dualpath.laboratory.workload.conversation.midway import MidSessionAgent
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.progress import ConsoleProgress, ProgressState
@@ -34,13 +35,13 @@ from dualpath.storage.lengths import copy_lengths
 
 HISTORIES = "histories"
 _ENGINES = "engines"
-#: Salts of the agents, the same in all modes: what was stored for them is theirs.
+#: Run id for the agents' cache salts, the same in all modes so that all hit the histories.
 _RUN_ID = "demo"
 _STORED_TIMEOUT_S = 60.0
 _POLL_S = 0.1
-#: Seconds on two quick cores; `TimeLeft` learns this machine's pace.
+#: Seconds on two fast cores; `TimeLeft` scales them to this machine.
 _START_S, _HISTORIES_S, _ORACLE_S = 15.0, 13.0, 10.0
-#: Rough times of the modes, in times of Oracle's; the other is of modes with two paths.
+#: Approximate times of modes as multiples of Oracle's; modes not listed use two paths.
 _TIMES_ORACLE = {
     Mode.ORACLE: 1.0,
     Mode.BASIC: 1.15 * LOAD_SHARE,
@@ -50,37 +51,37 @@ _TIMES_ORACLE_DUAL = 0.68 * LOAD_SHARE
 
 
 class Cluster(Protocol):
-    """What a run needs of ``LocalCluster``."""
+    """The methods of ``LocalCluster`` that a run uses."""
 
     @property
     def endpoint(self) -> str:
-        """Where it serves."""
+        """The URL of the router."""
 
     def launch(self) -> None:
-        """Start everything and do not wait for it."""
+        """Start all processes without waiting for them."""
 
     def wait_ready(self) -> None:
-        """Return when it serves."""
+        """Wait until the cluster serves requests."""
 
     def stop(self) -> None:
-        """End everything."""
+        """End all processes."""
 
 
 class DemoRun:
-    """A run; a context manager, which leaves no process and no stored block behind.
+    """A run; as a context manager it ends all processes and removes all stored blocks at exit.
 
-    ``encode`` is the tokenizer of ``model``.  ``say`` is called with what happens, in words.
+    ``encode`` is the tokenizer of ``model``.  ``show`` is called with lines for the user.
     """
 
     def __init__(
         self,
         demo: DemoSettings,
         model: Path,
-        agents: Sequence[Midway],
+        agents: Sequence[MidSessionAgent],
         trace: str,
         out: Path,
         encode: Callable[[str], Sequence[int]],
-        say: Callable[[str], None],
+        show: Callable[[str], None],
         make_cluster: Callable[[LocalClusterSettings], Cluster] = LocalCluster,
     ) -> None:
         self._demo = demo
@@ -88,13 +89,13 @@ class DemoRun:
         self._agents = agents
         self._trace = trace
         self._out = out
-        self._say = say
+        self._show = show
         self._encode = encode
         self._make_cluster = make_cluster
         self._clusters: dict[str, Cluster] = {}
         self._played: list[str] = []
         self._time = TimeLeft(_expected_s(demo.in_order), time.monotonic)
-        #: None where the storage rate was given, or Oracle has not run yet.
+        #: None if the storage rate was given, or before Oracle's run.
         self.chosen: ChosenRate | None = None
 
     def __enter__(self) -> "DemoRun":
@@ -134,7 +135,7 @@ class DemoRun:
     def _start(self, names: Sequence[str]) -> None:
         stage = _stage_of(names)
         self._time.begin(stage)
-        self._say(f"{stage} start; about {self._time.left_s():.0f} s left in all")
+        self._show(f"starting {stage}; about {self._time.left_s():.0f} s left in total")
         for name in names:
             self._clusters[name] = self._make_cluster(self._settings(name))
             self._clusters[name].launch()
@@ -155,7 +156,7 @@ class DemoRun:
         if stored.failed:
             errors = [turn.error for turn in stored.turns if turn.error]
             raise EngineLostError(
-                f"{len(errors)} histories were not stored, the first with: {errors[:1]}; see the "
+                f"{len(errors)} histories were not stored, the first error: {errors[:1]}; see the "
                 f"logs in {self._out / 'logs' / HISTORIES}"
             )
         block_tokens = stored.setting.block_tokens
@@ -163,7 +164,7 @@ class DemoRun:
         self._played.append(HISTORIES)
 
     def _await_blocks(self, blocks: int) -> None:
-        """Wait until all are stored: engines write after they have answered."""
+        """Wait until all blocks are stored, because engines write them after their answers."""
         deadline_s = time.monotonic() + _STORED_TIMEOUT_S
         while (found := _blocks_in(self._storage(HISTORIES))) < blocks:
             if time.monotonic() > deadline_s:
@@ -185,7 +186,7 @@ class DemoRun:
     def _choose(self, oracle: ReplayResult) -> None:
         ((_, namespace),) = _namespaces(self._storage(HISTORIES))
         self.chosen = choose_rate(oracle, namespace, self._demo.prefill)
-        self._say(self.chosen.line())
+        self._show(self.chosen.line())
         for mode in self._demo.in_order[1:]:
             self._time.expect(mode.value, _times_oracle(mode) * oracle.summary.jct_s)
 
@@ -200,7 +201,7 @@ class DemoRun:
             run_id=_RUN_ID,
             label=name,
             trace=self._trace,
-            trace_format="sessions met in the middle",
+            trace_format="sessions started in the middle",
         )
 
         def left_s(state: ProgressState) -> float:
@@ -236,7 +237,7 @@ class DemoRun:
 
 
 def _starts(modes: Sequence[Mode]) -> list[list[str]]:
-    """Return which clusters start together: that of the histories first, with Oracle's if any."""
+    """Return which clusters start together: first the histories' cluster with Oracle's, if any."""
     ahead = [mode.value for mode in modes if mode is Mode.ORACLE]
     reading = [mode.value for mode in modes if mode is not Mode.ORACLE]
     pairs = [reading[first : first + 2] for first in range(0, len(reading), 2)]
@@ -248,7 +249,7 @@ def _stage_of(names: Sequence[str]) -> str:
 
 
 def _expected_s(modes: Sequence[Mode]) -> dict[str, float]:
-    """Return the seconds of each stage."""
+    """Return the expected seconds of each stage."""
     stages = {_stage_of(names): _START_S for names in _starts(modes)}
     stages |= {mode.value: _times_oracle(mode) * _ORACLE_S for mode in modes}
     return stages | {HISTORIES: _HISTORIES_S}
@@ -259,9 +260,9 @@ def _times_oracle(mode: Mode) -> float:
 
 
 def _namespaces(storage: Path) -> list[tuple[Path, StoreNamespace]]:
-    """Return the namespaces that agents' blocks lie in, with their folders: one, when there is any.
+    """Return the folders and namespaces with the agents' blocks: one, as soon as there is any.
 
-    Engines that are given no rate measure it in a namespace of its own.
+    The namespace in which engines without a given rate measure it is not included.
     """
     found = namespaces_in(storage)
     return [(folder, namespace) for folder, namespace in found if namespace.model != PROBE_MODEL]
@@ -273,5 +274,5 @@ def _blocks_in(storage: Path) -> int:
 
 
 def _link_tree(source: Path, target: Path) -> None:
-    """Link every block: a stored one never changes."""
+    """Copy the tree with hard links to all blocks, because stored blocks never change."""
     shutil.copytree(source, target, copy_function=lambda a, b: Path(b).hardlink_to(a))

@@ -1,4 +1,4 @@
-"""Which agents the demo has."""
+"""The agents of the demo."""
 
 import importlib.util
 from collections.abc import Callable, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.demo.settings import DemoSettings
-from dualpath.laboratory.workload.conversation.midway import Midway, met_midway
+from dualpath.laboratory.workload.conversation.midway import MidSessionAgent, mid_session_agents
 from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.formats import read_trace
 
@@ -14,14 +14,14 @@ SESSIONS_PACKAGE = "agentperf_local"
 
 
 def sessions_of(trace: str) -> tuple[list[Session], str]:
-    """Return the sessions to replay and where they come from: the package's, or a named trace's."""
+    """Return the sessions to replay, of the trace or else of the package, and their source."""
     if trace:
         return read_trace(trace), trace
     spec = importlib.util.find_spec(SESSIONS_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
             "the sessions of the package agentperf-local are not installed; run `make install` or "
-            "name other sessions with --trace"
+            "give other sessions with --trace"
         )
     folder = Path(spec.submodule_search_locations[0]) / "data" / "replays"
     return read_trace(folder), SESSIONS_PACKAGE
@@ -29,7 +29,9 @@ def sessions_of(trace: str) -> tuple[list[Session], str]:
 
 def demo_agents(
     demo: DemoSettings, encode: Callable[[str], Sequence[int]]
-) -> tuple[list[Midway], str]:
-    """Return the agents of the demo, and where their sessions come from."""
+) -> tuple[list[MidSessionAgent], str]:
+    """Return the agents of the demo, and the source of their sessions."""
     sessions, name = sessions_of(demo.trace)
-    return met_midway(sessions, demo.agents, demo.max_turns, demo.history_tokens, encode), name
+    return mid_session_agents(
+        sessions, demo.agents, demo.max_turns, demo.history_tokens, encode
+    ), name

@@ -1,12 +1,12 @@
-"""How long a run of several stages will still take, judged by how long they have taken so far."""
+"""Estimates the remaining time of a run of several stages from the stages that have ended."""
 
 from collections.abc import Callable, Mapping
 
 
 class TimeLeft:
-    """``expected_s`` per stage on some machine; this one's pace follows from stages that are over.
+    """``expected_s`` are times of stages on some machine, scaled by the times of stages that ended.
 
-    Stages begin in their order.  ``now_s`` is a clock.
+    Stages must begin in order.  ``now_s`` is a clock.
     """
 
     def __init__(self, expected_s: Mapping[str, float], now_s: Callable[[], float]) -> None:
@@ -18,7 +18,7 @@ class TimeLeft:
         self._since_s = now_s()
 
     def begin(self, stage: str) -> None:
-        """The stage before is over and this one begins."""
+        """End the current stage and begin ``stage``."""
         now_s = self._now_s()
         if self._current:
             self._over_s += now_s - self._since_s
@@ -26,11 +26,11 @@ class TimeLeft:
         self._current, self._since_s = stage, now_s
 
     def expect(self, stage: str, seconds: float) -> None:
-        """This stage will take so long here, whatever was expected elsewhere."""
+        """Set the expected time of a stage on this machine."""
         self._expected_s[stage] = seconds / self._pace
 
     def left_s(self, done: float = 0.0) -> float:
-        """Return the seconds left with a share ``done`` of the current stage over, 0 to 1."""
+        """Return the remaining seconds; ``done`` (0 to 1) is the share of the current stage."""
         current_s = self._expected_s.get(self._current, 0.0)
         return (sum(self._expected_s.values()) - done * current_s) * self._pace
 

@@ -1,1 +1,1 @@
-"""An engine whose kernels are a cost model; router, data path, files and bytes are real."""
+"""Emulated engines: a cost model replaces the kernels; router, data path and KV bytes are real."""

@@ -1,4 +1,4 @@
-"""Requests at the door of an emulated engine: what they carry is checked, then they enter it."""
+"""Validates requests to an emulated engine and submits them to it."""
 
 import functools
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from dualpath.router.token_api.wire import GenerateRequest
 
 
 class Admission:
-    """Requests of one engine; methods may be called from any thread."""
+    """Validates and submits requests of one engine; methods may be called from any thread."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
         self._plane = plane
@@ -29,72 +29,77 @@ class Admission:
         self._settings = plane.settings
         self._checks = TransferChecks(plane.settings.engine, plane.geometry)
 
-    def transfer(self, asked: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
-        """Return what the request carries; raises ``BadRequestError`` for what cannot be served."""
-        transfer = self._checks.carried(asked.kv_transfer_params)
+    def transfer(self, request: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
+        """Return the request's transfer; raises ``BadRequestError`` for invalid requests."""
+        transfer = self._checks.carried(request.kv_transfer_params)
         if transfer is None:
             raise BadRequestError(
-                f"request {asked.request_id} carries no kv_transfer_params; send it through the "
+                f"request {request.request_id} has no kv_transfer_params; send it through the "
                 "router"
             )
         vocab_size = self._settings.vocab_size
-        if asked.token_ids and not 0 <= min(asked.token_ids) <= max(asked.token_ids) < vocab_size:
+        if (
+            request.token_ids
+            and not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size
+        ):
             raise BadRequestError(
-                f"request {asked.request_id} has token ids from {min(asked.token_ids)} to "
-                f"{max(asked.token_ids)}, the vocabulary 0 to {vocab_size - 1}; correct them"
+                f"request {request.request_id} has token ids from {min(request.token_ids)} to "
+                f"{max(request.token_ids)}, but the vocabulary has 0 to {vocab_size - 1}; correct "
+                "them"
             )
-        tokens, most = self._tokens(asked), self._settings.max_model_len
-        if max_tokens(asked) < 1:
+        tokens, most = self._tokens(request), self._settings.max_model_len
+        if max_tokens(request) < 1:
             raise BadRequestError(
-                f"request {asked.request_id}: max_tokens is {max_tokens(asked)}; it must be at "
+                f"request {request.request_id}: max_tokens is {max_tokens(request)}; it must be at "
                 "least 1"
             )
         if tokens > min(most, self._plane.manager.hbm_tokens):
             raise BadRequestError(
-                f"request {asked.request_id} needs {tokens} tokens, the context holds {most} and "
-                f"the HBM {self._plane.manager.hbm_tokens}; shorten it or raise the engine's HBM"
+                f"request {request.request_id} needs {tokens} tokens, but the longest context is "
+                f"{most} and the HBM holds {self._plane.manager.hbm_tokens}; shorten it or raise "
+                "the engine's HBM"
             )
-        self._checks.check(transfer, len(asked.token_ids))
+        self._checks.check(transfer, len(request.token_ids))
         return transfer
 
-    def _tokens(self, asked: GenerateRequest[Sampling]) -> int:
-        """Tokens that need HBM here."""
+    def _tokens(self, request: GenerateRequest[Sampling]) -> int:
+        """Return the number of tokens that need HBM at this engine."""
         if self._settings.engine.role is Role.PREFILL:
-            return len(asked.token_ids)
-        return len(asked.token_ids) + max_tokens(asked)
+            return len(request.token_ids)
+        return len(request.token_ids) + max_tokens(request)
 
     def prefix(
-        self, asked: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
+        self, request: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
     ) -> TokenPrefix:
-        """Return the prompt's keys and seeds, which takes a while for a long one."""
+        """Return the prompt's keys and seeds, which takes long for a long prompt."""
         return TokenPrefix(
-            asked.token_ids[: transfer.prompt_tokens],
+            request.token_ids[: transfer.prompt_tokens],
             self._settings.geometry.block_tokens,
-            cache_salt=asked.cache_salt,
+            cache_salt=request.cache_salt,
             vocab_size=self._settings.vocab_size,
-            room_tokens=self._tokens(asked),
+            capacity_tokens=self._tokens(request),
         )
 
     def submit(
         self,
-        asked: GenerateRequest[Sampling],
+        request: GenerateRequest[Sampling],
         transfer: PrefillTransfer | DecodeTransfer,
         prefix: TokenPrefix,
         deliver: Deliver,
     ) -> Callable[[], None]:
-        """Hand the request to the engine; return what aborts it, which may come too late."""
+        """Submit the request to the engine; return a function that aborts it, even if it ended."""
         if isinstance(transfer, PrefillTransfer):
             assert isinstance(self._engine, PrefillEngine)
             prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)
             self._engine.submit(prompt)
             return functools.partial(self._engine.abort, prompt)
         assert isinstance(self._engine, DecodeEngine)
-        prior = tuple(asked.token_ids[transfer.prompt_tokens :])
-        decode = DecodeRequest(prefix, transfer, prior, max_tokens(asked), deliver)
+        prior = tuple(request.token_ids[transfer.prompt_tokens :])
+        decode = DecodeRequest(prefix, transfer, prior, max_tokens(request), deliver)
         self._engine.submit(decode)
         return functools.partial(self._engine.abort, decode)
 
 
-def max_tokens(asked: GenerateRequest[Sampling]) -> int:
+def max_tokens(request: GenerateRequest[Sampling]) -> int:
     """Return how many tokens the request may generate."""
-    return asked.sampling_params.max_tokens
+    return request.sampling_params.max_tokens

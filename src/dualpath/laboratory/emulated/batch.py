@@ -1,4 +1,4 @@
-"""One forward pass: which chunks it takes (§6.2) and how long it computes, as in the simulator."""
+"""Selects the chunks of a forward pass (§6.2) and its compute time, as in the simulator."""
 
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeE
 
 
 class Chunk(NamedTuple):
-    """Tokens of a request in one pass: ``bsz`` behind ``cached``."""
+    """Tokens of a request in one pass: ``bsz`` tokens after ``cached`` cached ones."""
 
     request: PrefillRequest
     cached: int
@@ -21,14 +21,14 @@ class Chunk(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """A forward pass; ``compute_s`` without the wait for KV."""
+    """A forward pass; ``compute_s`` excludes waiting for KV."""
 
     chunks: list[Chunk]
     compute_s: float
 
 
 class BatchFormer:
-    """Packs waiting requests first come, first served; one engine, no lock-step with others."""
+    """Batches waiting requests of one engine in FIFO order, without lock step with other ranks."""
 
     def __init__(self, settings: EmulatedSettings, hbm: EmulatedHbm) -> None:
         engine = settings.engine
@@ -47,7 +47,7 @@ class BatchFormer:
     def form(self, waiting: Iterable[PrefillRequest]) -> Batch | None:
         """Return the next pass, None if nothing can be computed now.
 
-        A request gets HBM for its whole prompt when it first enters a pass.
+        HBM for the whole prompt is allocated when a request first enters a pass.
         """
         self._quota.reset()
         chunks: list[Chunk] = []
@@ -67,7 +67,7 @@ class BatchFormer:
 
     def _place(self, request: PrefillRequest) -> bool:
         if not request.hbm_blocks:
-            blocks = self._hbm.take(self._geometry.blocks_for(request.prefix.tokens))
+            blocks = self._hbm.allocate(self._geometry.blocks_for(request.prefix.tokens))
             if blocks is None:
                 return False
             request.hbm_blocks = blocks
@@ -86,7 +86,7 @@ class BatchFormer:
 
 
 def attention_seconds(costs: PrefillCosts) -> AttentionGeometry:
-    """Return attention costed in seconds, so that one FLOP of the policy is one second here."""
+    """Return the attention geometry in seconds: one FLOP of the policy stands for one second."""
     return AttentionGeometry(
         pair_flops=costs.pair_s,
         token_flops=costs.attention_token_s,

@@ -1,18 +1,18 @@
-"""Emulated computation: it occupies the engine for a time and no core."""
+"""Emulated computation: the engine's thread sleeps for the computation's time."""
 
 import time
 from collections.abc import Callable
 
-#: A wait shorter than this found what it waited for already there.
+#: A wait shorter than this did not block.
 _NO_WAIT_S = 0.0002
 
 
 class ComputeClock:
-    """Runs work of known length back to back on one emulated GPU; seconds of real time.
+    """Runs work of known duration back to back on one emulated GPU, in real time.
 
-    The GPU is free at ``_free_s``.  A late wake-up does not lengthen the computation: the next
-    work ends when it would have ended, unless the GPU really had to wait for something.  ``now``
-    is monotonic; ``sleep`` may return late.
+    The GPU is busy until ``_free_s``.  A late wake-up does not delay the next work, which ends when
+    it would have ended, unless the GPU had to wait for an input.  ``now`` is a monotonic clock in
+    seconds; ``sleep`` may return late.
     """
 
     def __init__(
@@ -25,17 +25,17 @@ class ComputeClock:
         self._free_s = 0.0
 
     def begin(self) -> None:
-        """The GPU was idle until now."""
+        """Record that the GPU was idle until now."""
         self._free_s = self.now()
 
     def waited(self, since_s: float) -> None:
-        """The GPU could not go on before now if the wait that began at ``since_s`` was one."""
+        """Record that the GPU waited from ``since_s`` until now, if that wait blocked."""
         now_s = self.now()
         if now_s - since_s > _NO_WAIT_S:
             self._free_s = max(self._free_s, now_s)
 
     def work(self, seconds: float) -> None:
-        """Compute for ``seconds``: returns when that is over."""
+        """Compute for ``seconds``; returns when the work ends."""
         self._free_s += seconds
         left_s = self._free_s - self.now()
         if left_s > 0:

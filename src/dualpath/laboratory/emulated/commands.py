@@ -1,4 +1,4 @@
-"""Commands of emulated engines and their router, for clusters that are launched as vLLM's are."""
+"""Commands that start emulated engines and their router, for the same launcher as vLLM clusters."""
 
 import msgspec
 
@@ -14,18 +14,18 @@ from dualpath.router.settings import RouterSettings
 def emulated_commands(
     options: EmulatedOptions, router: RouterSettings | None = None, *, touch_memory: bool = False
 ) -> Commands:
-    """Return how engines with these options start, and a router with these settings.
+    """Return the commands that start engines with these options and a router with these settings.
 
-    Addresses, mode and what is said of storage and buffers are those of the cluster, and so is the
-    model where options name none.
+    Addresses, mode, storage and buffers are those of the cluster, and so is the model if the
+    options name none.
     """
-    asked = router or RouterSettings()
+    router_settings = router or RouterSettings()
 
     def router_command(
         settings: LocalClusterSettings, port: int, control_port: int, *more: object
     ) -> list[str]:
         own = msgspec.structs.replace(
-            asked,
+            router_settings,
             control_host=settings.control_host,
             control_port=control_port,
             mode=settings.mode,

@@ -1,4 +1,4 @@
-"""The real half of an emulated engine's first rank: a member of the cluster."""
+"""The data plane of an emulated engine's first rank, which is a member of the cluster."""
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
@@ -10,8 +10,13 @@ from dualpath.engine.forward_pass import ForwardPass, PromptPart
 from dualpath.engine.membership import Membership, ServedModel
 from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.prefix import Seeds
-from dualpath.laboratory.emulated.rank_plane import Held, LetGo, RankPlane, wrong_kv
-from dualpath.laboratory.emulated.ranks import LeadingEnd, NoFollowers
+from dualpath.laboratory.emulated.rank_plane import (
+    BlocksHeld,
+    BlocksReleased,
+    RankPlane,
+    wrong_kv_message,
+)
+from dualpath.laboratory.emulated.ranks import LeaderRank, OnlyRank
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.laboratory.emulated.verification import CheckedAt
 
@@ -21,20 +26,20 @@ log = logging.getLogger(__name__)
 class DataPlane(RankPlane):
     """HBM, membership and verifier of one engine; methods may be called from any thread.
 
-    ``ranks`` leads to the engine's other ranks.  ``heard`` gets what ranks tell, this one included,
-    except what is about HBM.  Raises ``ConfigError`` for a storage, buffer or transport that cannot
-    be had, ``EngineLostError`` for a rank that did not come up.
+    ``ranks`` connects to the engine's other ranks.  ``on_rank_event`` is called with the events of
+    all ranks, this one included, except those about HBM.  Raises ``ConfigError`` for storage,
+    buffer or transport that cannot be opened, ``EngineLostError`` for a rank that did not start.
     """
 
     def __init__(
         self,
         settings: EmulatedSettings,
         surroundings: Surroundings = LIVE,
-        ranks: LeadingEnd | None = None,
+        ranks: LeaderRank | None = None,
     ) -> None:
-        self._ranks = ranks or NoFollowers()
+        self._ranks = ranks or OnlyRank()
         super().__init__(settings, self._ranks, surroundings)
-        self.heard: Callable[[int, object], None] = lambda rank, news: None
+        self.on_rank_event: Callable[[int, object], None] = lambda rank, event: None
         served = ServedModel(
             served_model_name=settings.namespace.model,
             max_model_len=settings.max_model_len,
@@ -52,14 +57,14 @@ class DataPlane(RankPlane):
         if settings.engine.role is Role.PREFILL:
             costs = settings.costs
             rate = Rate(costs.prefill_tokens_per_s * settings.speedup, RateOrigin.COSTS)
-            self.membership.computes(rate, costs.computed_weight)
+            self.membership.set_compute_rate(rate, costs.computed_weight)
         self.manager = self.mover = self.membership.manager
         self.group = self.manager.ranks
         self.verifier = self.open_verifier(self.manager.counters)
-        self._ranks.listen(self._hear, self.manager.fail)
+        self._ranks.listen(self._on_event, self.manager.fail)
 
     def close(self) -> None:
-        """Let the other ranks end, and leave the cluster; idempotent."""
+        """End the other ranks and leave the cluster; idempotent."""
         self._ranks.end()
         self.membership.leave()
 
@@ -70,55 +75,55 @@ class DataPlane(RankPlane):
         assert before is None or isinstance(before, ForwardPass)
         return ForwardPass(self.manager, self.membership.send, parts, before)
 
-    def tell(self, news: object) -> None:
+    def notify(self, event: object) -> None:
         """See ``RankPlane``."""
-        self._hear(0, news)
+        self._on_event(0, event)
 
-    def _hear(self, rank: int, news: object) -> None:
-        match news:
-            case Held():
-                self.hbm.hold(news.hbm_blocks)
-            case LetGo():
-                self.hbm.let_go(news.hbm_blocks)
+    def _on_event(self, rank: int, event: object) -> None:
+        match event:
+            case BlocksHeld():
+                self.hbm.hold(event.hbm_blocks)
+            case BlocksReleased():
+                self.hbm.unhold(event.hbm_blocks)
             case _:
-                self.heard(rank, news)
+                self.on_rank_event(rank, event)
 
     def hbm_changed(self) -> None:
-        """The free HBM changed: report it soon."""
+        """Report the changed free HBM with the next message to the router."""
         self.manager.set_free_hbm_tokens(self.hbm.free_tokens)
         self.membership.changed()
 
-    def wrong_in_buffer(
+    def verify_buffer(
         self,
         place: CheckedAt,
         request_id: str,
         slots: Sequence[int],
         seeds: Seeds,
-        there_from: Sequence[int],
+        first_loaded: Sequence[int],
     ) -> str | None:
-        """Compare the request's ``slots`` of the DRAM buffer with ``seeds``; say what is wrong.
+        """Compare the request's ``slots`` of the DRAM buffer with ``seeds``.
 
-        ``there_from``: for each layer the first of the slots that holds its KV.  Slots that the
-        request does not hold (any more) say nothing and are not compared.
+        ``first_loaded``: for each layer the index of the first slot that holds its KV.  Slots that
+        the request does not own (any more) are not compared.  Return a message if KV is wrong.
         """
         buffer = self.manager.buffer
         held = buffer.slots_of(request_id)
-        # One step: slots that were released meanwhile are another's, or free, which pins are not.
+        # Checks and pins atomically: released slots may be free or belong to another request.
         if not self.verifier.compares or not buffer.pin_some(request_id, slots):
             return None
         try:
             views = [buffer.view(slot) for slot in slots]
-            wrong = self.verifier.full_blocks(place, views, seeds, there_from)
-            # Released while it was compared: what was found may be another request's.
+            wrong = self.verifier.full_blocks(place, views, seeds, first_loaded)
+            # If slots were released during the comparison, another request may have written them.
             if held != buffer.slots_of(request_id):
                 return None
         finally:
             buffer.unpin(slots)
-        found = wrong_kv(place.value, request_id, wrong)
+        found = wrong_kv_message(place.value, request_id, wrong)
         self.report_wrong([found] if found else [])
         return found
 
     def report_wrong(self, found: Iterable[str]) -> None:
-        """Say loudly that KV was wrong."""
+        """Log messages about wrong KV as errors."""
         for message in found:
             log.error("%s", message)

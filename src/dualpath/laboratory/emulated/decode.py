@@ -1,8 +1,8 @@
-"""A decode engine without a model: H2D of prompts, then steps that yield a token per request.
+"""A decode engine without a model: H2D copies of prompts, then steps that yield tokens.
 
-One thread is the GPU of the engine's first rank: it gives steps to all ranks, itself included
-(``decode_steps``).  Another compares the DE buffer before a prompt is copied to HBM, and what was
-copied; a request joins the next step when all ranks have its KV.
+One thread emulates the GPU of the engine's first rank: it broadcasts steps to all ranks, itself
+included (``decode_steps``).  Another thread verifies the DE buffer before a prompt is copied to
+HBM, and HBM after the copy.  A request joins the next step when all ranks have its KV.
 """
 
 import functools
@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class DecodeEngine:
-    """Streams tokens after prompts; ``submit`` and ``abort`` from any thread."""
+    """Generates tokens after prompts; ``submit`` and ``abort`` may be called from any thread."""
 
     def __init__(self, plane: DataPlane) -> None:
         self._plane = plane
@@ -42,21 +42,21 @@ class DecodeEngine:
         self._wake = self._threads.condition()
         self._waiting: deque[DecodeRequest] = deque()
         self._filling: deque[DecodeRequest] = deque()
-        self._fills: dict[int, _FillUnderWay] = {}
+        self._fills: dict[int, _RunningFill] = {}
         self._numbers = itertools.count()
         self._joining: deque[DecodeRequest] = deque()
         self._running: list[DecodeRequest] = []
         self._closing = False
         self._steps = RankSteps(plane)
         self._thread: Thread | None = None
-        plane.heard = self._heard
+        plane.on_rank_event = self._on_filled
 
     def start(self) -> None:
         """Begin to serve."""
         self._thread = self._threads.start("decode", self._run)
 
     def close(self) -> None:
-        """Stop after the step under way; requests that are not done get no end."""
+        """Stop after the current step; unfinished requests get no final answer."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -65,13 +65,13 @@ class DecodeEngine:
         self._steps.close()
 
     def submit(self, request: DecodeRequest) -> None:
-        """Queue a prompt for HBM, first come, first served."""
+        """Queue a prompt; HBM is allocated in FIFO order."""
         with self._wake:
             self._waiting.append(request)
         self._place_waiting()
 
     def abort(self, request: DecodeRequest) -> None:
-        """The client left: drop the request as soon as nothing moves into its HBM."""
+        """Abort a request; its HBM is freed as soon as no transfer writes to it."""
         with self._wake:
             request.aborted = True
             if request in self._waiting:
@@ -80,12 +80,12 @@ class DecodeEngine:
         self._place_waiting()
 
     def _place_waiting(self) -> None:
-        """Give HBM to waiting requests and start their H2D."""
+        """Allocate HBM for waiting requests and start their H2D copies."""
         with self._wake:
             while self._waiting and not self._closing:
                 request = self._waiting[0]
-                room = self._plane.geometry.blocks_for(request.room_tokens)
-                blocks = self._plane.hbm.take(room)
+                needed = self._plane.geometry.blocks_for(request.capacity_tokens)
+                blocks = self._plane.hbm.allocate(needed)
                 if blocks is None:
                     break
                 request.hbm_blocks = blocks
@@ -101,7 +101,7 @@ class DecodeEngine:
             return
         transfer = request.decode_transfer
         geometry, last_token = self._plane.geometry, transfer.prompt_tokens - 1
-        wrong = self._plane.wrong_in_buffer(
+        wrong = self._plane.verify_buffer(
             CheckedAt.DE_BUFFER,
             transfer.request_id,
             transfer.slots,
@@ -115,28 +115,29 @@ class DecodeEngine:
             self._filling.append(request)
             self._wake.notify()
 
-    def _heard(self, rank: int, news: object) -> None:
-        """A rank has ended its share of a fill: when all have, the request may decode."""
-        assert isinstance(news, Filled)
+    def _on_filled(self, rank: int, event: object) -> None:
+        """Record that a rank has ended its share of a fill; after all ranks, start decoding."""
+        assert isinstance(event, Filled)
         with self._wake:
-            fill = self._fills[news.number]
-            fill.said[rank] = news
-            if len(fill.said) < self._plane.place.group.size:
+            fill = self._fills[event.number]
+            fill.results[rank] = event
+            if len(fill.results) < self._plane.place.group.size:
                 return
-            del self._fills[news.number]
-        self._filled(fill.request, fill.said)
+            del self._fills[event.number]
+        self._filled(fill.request, fill.results)
 
-    def _filled(self, request: DecodeRequest, said: dict[int, Filled]) -> None:
-        errors = [f"rank {rank}: {said[rank].error}" for rank in sorted(said) if said[rank].error]
+    def _filled(self, request: DecodeRequest, results: dict[int, Filled]) -> None:
+        in_order = [(rank, results[rank]) for rank in sorted(results)]
+        errors = [f"rank {rank}: {result.error}" for rank, result in in_order if result.error]
         if errors:
-            # What others found may be another's: the first rank alone knows whose slots they are.
+            # Wrong KV is not reported, because other ranks may have read reused slots.
             log.warning("request %s: %s", request.decode_transfer.request_id, "; ".join(errors))
             self._end(request, Answer(finish_reason="error"))
             return
-        for rank, filled in said.items():
+        for rank, filled in results.items():
             if rank:
                 self._plane.verifier.add(filled.counts)
-        if found := [said[rank].wrong or "" for rank in sorted(said) if said[rank].wrong]:
+        if found := [result.wrong for _, result in in_order if result.wrong]:
             self._plane.report_wrong(found)
             self._end(request, Answer(finish_reason="error", error=found[0]))
             return
@@ -155,20 +156,20 @@ class DecodeEngine:
                     self._clock.work(self._step_s() / self._plane.settings.speedup)
                 self._step()
         except EngineLostError as error:
-            log.error("no more steps: %s", error)  # and the traffic manager is broken
+            log.error("no more steps: %s", error)  # The traffic manager has failed, too.
 
     def _gather(self) -> bool:
-        """Wait until there is something to do; False when the engine closes."""
+        """Wait until there is work; return False when the engine closes."""
         if not self._running:
             self._await_work()
             self._clock.begin()
         with self._wake:
             self._running += self._joining
             self._joining.clear()
-            gone = [request for request in self._running if request.aborted]
+            aborted = [request for request in self._running if request.aborted]
             self._running = [request for request in self._running if not request.aborted]
             closing = self._closing
-        for request in gone:
+        for request in aborted:
             self._end(request, Answer(finish_reason="abort"))
         return not closing
 
@@ -180,10 +181,10 @@ class DecodeEngine:
         costs = self._costs
         contexts = [request.computed_tokens + 1 for request in self._running]
         window = costs.window_tokens
-        seen = sum(min(c, window) for c in contexts) if window else sum(contexts)
+        attended = sum(min(c, window) for c in contexts) if window else sum(contexts)
         return decode_step_s(
             len(contexts),
-            seen,
+            attended,
             sum(contexts),
             1,
             costs.step_s,
@@ -193,36 +194,36 @@ class DecodeEngine:
         )
 
     def _step(self) -> None:
-        """Compute one token of every request; full blocks leave for storage before answers go."""
+        """Compute one token of every request; full blocks are persisted before answers are sent."""
         tokens = tuple(map(self._token, self._running))
         full = tuple(block for r in self._running if (block := self._computed(r)) is not None)
         step = DecodeStep(tokens, full, tuple(self._begin_fills()))
         self._plane.group.broadcast(step)
         self._steps.run(step)
-        going_on = []
+        unfinished = []
         for request in self._running:
             token = request.prefix.next_token
-            request.left_tokens -= 1
-            if request.left_tokens == 0:
+            request.remaining_tokens -= 1
+            if request.remaining_tokens == 0:
                 self._end(request, Answer((token,), "length"))
                 continue
             request.prefix.append(token)
             request.deliver(Answer((token,)))
-            going_on.append(request)
+            unfinished.append(request)
         with self._wake:
-            self._running = going_on
+            self._running = unfinished
 
     def _token(self, request: DecodeRequest) -> NewToken:
-        """Return where the KV of a request's next token goes."""
+        """Return where the KV of a request's next token is written."""
         block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
         return NewToken(request.hbm_blocks[block], place, request.prefix.seeds[block, place])
 
     def _computed(self, request: DecodeRequest) -> GeneratedBlock | None:
-        """Count a request's next token; return its block if it is full."""
+        """Count a request's next token as computed; return its block if it is now full."""
         block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
-        known = request.computed_tokens < request.decode_transfer.prompt_tokens
+        in_prompt = request.computed_tokens < request.decode_transfer.prompt_tokens
         request.computed_tokens += 1
-        if known or place + 1 < self._plane.geometry.block_tokens:
+        if in_prompt or place + 1 < self._plane.geometry.block_tokens:
             return None
         keys = request.prefix.keys
         parent = keys[block - 1] if block else chain_root()
@@ -230,12 +231,12 @@ class DecodeEngine:
         return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
 
     def _begin_fills(self) -> Iterable[Fill]:
-        """Yield the prompts whose copies begin with this step."""
+        """Yield the prompts whose copies start with this step."""
         with self._wake:
             requests = list(self._filling)
             self._filling.clear()
             numbered = [(next(self._numbers), request) for request in requests]
-            self._fills.update((n, _FillUnderWay(request)) for n, request in numbered)
+            self._fills.update((n, _RunningFill(request)) for n, request in numbered)
         for number, request in numbered:
             transfer = request.decode_transfer
             seeds = request.prefix.seeds[: len(transfer.slots)]
@@ -243,15 +244,15 @@ class DecodeEngine:
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
         self._plane.manager.decode_ended(request.decode_transfer.request_id)
-        self._plane.hbm.give_back(request.hbm_blocks)
+        self._plane.hbm.free(request.hbm_blocks)
         request.hbm_blocks = ()
         self._place_waiting()
         request.deliver(answer)
 
 
-class _FillUnderWay:
-    """A request whose prompt is being copied, and what ranks have said of it."""
+class _RunningFill:
+    """A request whose prompt is being copied, and the results of ranks that have finished."""
 
     def __init__(self, request: DecodeRequest) -> None:
         self.request = request
-        self.said: dict[int, Filled] = {}
+        self.results: dict[int, Filled] = {}

@@ -1,4 +1,4 @@
-"""A step as every rank of an emulated decode engine computes it."""
+"""A decode step on each rank of an emulated engine."""
 
 import functools
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from dualpath.laboratory.emulated.verification import CheckedAt, Counts
 
 
 class Fill(NamedTuple):
-    """A prompt to be copied into HBM; ``number`` is the fill's own, ``seeds`` are its blocks'."""
+    """A prompt to copy into HBM; ``number`` identifies the fill, ``seeds`` are of its blocks."""
 
     number: int
     decode_transfer: DecodeTransfer
@@ -24,7 +24,7 @@ class Fill(NamedTuple):
 
 
 class NewToken(NamedTuple):
-    """A token whose KV is computed: block and place of it, and its seed."""
+    """A token to compute: its HBM block, its position in the block, and its seed."""
 
     hbm_block: int
     place: int
@@ -32,7 +32,7 @@ class NewToken(NamedTuple):
 
 
 class DecodeStep(NamedTuple):
-    """What the ranks do in a step, in this order."""
+    """The work of a step in order: tokens to compute, blocks to persist, fills to start."""
 
     tokens: tuple[NewToken, ...]
     full: tuple[GeneratedBlock, ...]
@@ -40,7 +40,10 @@ class DecodeStep(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """A rank tells: a fill is over there; what failed, what is wrong, what it has compared."""
+    """Event of a rank: it has ended its share of a fill.
+
+    ``error``: why the copy failed; ``wrong``: message about wrong KV; ``counts``: comparisons.
+    """
 
     number: int
     error: str | None
@@ -49,9 +52,9 @@ class Filled(NamedTuple):
 
 
 class RankSteps:
-    """Computes a rank's slice of each token, and has prompts and full blocks copied.
+    """Computes a rank's slice of each token, starts fills and persists full blocks.
 
-    A fill goes on beside later steps; ``RankPlane.tell`` gets a ``Filled`` when it is over.
+    A fill may take several steps; ``RankPlane.notify`` is called with ``Filled`` when it has ended.
     """
 
     def __init__(self, plane: RankPlane) -> None:
@@ -59,7 +62,7 @@ class RankSteps:
         self._checks = Workers(plane.threads, "decode-transfer", 1)
 
     def run(self, step: DecodeStep) -> None:
-        """Run this rank's share; return when all ranks have."""
+        """Run this rank's share of a step; return when all ranks have finished theirs."""
         plane = self._plane
         if plane.moves_bytes:
             for token in step.tokens:
@@ -74,11 +77,11 @@ class RankSteps:
         plane.group.gather(None)
 
     def soon(self, work: Callable[[], None]) -> None:
-        """Do something in turn with the comparison of what was copied."""
+        """Run ``work`` on the thread that verifies copies."""
         self._checks.submit(work)
 
     def close(self) -> None:
-        """Finish the comparison under way."""
+        """Wait for the current comparison."""
         self._checks.close()
 
     def _copied(self, fill: Fill, error: str | None) -> None:
@@ -87,7 +90,7 @@ class RankSteps:
     def _check(self, fill: Fill, error: str | None) -> None:
         transfer, wrong = fill.decode_transfer, None
         if error is None:
-            wrong = self._plane.wrong_in_hbm(
+            wrong = self._plane.verify_hbm(
                 CheckedAt.DE_HBM,
                 transfer.request_id,
                 fill.hbm_blocks[: len(transfer.slots)],
@@ -95,4 +98,4 @@ class RankSteps:
                 range(self._plane.geometry.layers),
                 transfer.prompt_tokens - 1,
             )
-        self._plane.tell(Filled(fill.number, error, wrong, self._plane.verifier.news()))
+        self._plane.notify(Filled(fill.number, error, wrong, self._plane.verifier.new_counts()))

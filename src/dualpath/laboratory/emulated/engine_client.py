@@ -1,4 +1,4 @@
-"""The light front door's calls to engines: jobs of token ids, with no sampling to speak of."""
+"""The emulated router's calls to engines, for jobs of token ids without sampling parameters."""
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
@@ -12,9 +12,9 @@ from dualpath.router.token_api.wire import GenerateRequest
 
 
 class EngineClient:
-    """``router.control.engine_calls.EngineCalls``; ``aclose`` at the end.
+    """See ``router.engine_calls.EngineCalls``; call ``aclose`` at the end.
 
-    A job's payload is its cache salt.  Raises as ``TokenApiClient`` does.
+    A job's payload is its cache salt.  Raises what ``TokenApiClient`` raises.
     """
 
     def __init__(self, api: TokenApi) -> None:
@@ -23,7 +23,7 @@ class EngineClient:
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
     ) -> TokenEvent:
-        """Run the prompt on a PE; return its token."""
+        """Run the prompt on a PE; return the first token."""
         request = _request(job, prefill_transfer, job.prompt_token_ids, 1)
         answer = await self._api.generate(engine, job, request)
         if not job.first_token_from_pe:
@@ -37,7 +37,7 @@ class EngineClient:
         decode_transfer: DecodeTransfer,
         prior_tokens: Sequence[int],
     ) -> AsyncIterator[TokenEvent]:
-        """Go on after ``prior_tokens`` on a DE."""
+        """Continue after ``prior_tokens`` on a DE."""
         tokens = (*job.prompt_token_ids, *prior_tokens)
         request = _request(job, decode_transfer, tokens, job.max_new_tokens - len(prior_tokens))
         async with aclosing(self._api.stream(engine, job, request)) as choices:
@@ -45,11 +45,11 @@ class EngineClient:
                 yield token_event(choice)
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server says that it is well."""
+        """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
 
     async def aclose(self) -> None:
-        """Close all connections; engines abort what is still running on them."""
+        """Close all connections; engines abort the requests that still run on them."""
         await self._api.aclose()
 
 

@@ -1,4 +1,4 @@
-"""A rank of an emulated engine that follows: it does its share of the work that the first gives."""
+"""A follower rank of an emulated engine, which does its share of the work that rank 0 sends."""
 
 import logging
 
@@ -8,25 +8,25 @@ from dualpath.engine.surroundings import LIVE, Surroundings
 from dualpath.laboratory.emulated.decode_steps import RankSteps
 from dualpath.laboratory.emulated.passes import RankPasses
 from dualpath.laboratory.emulated.rank_plane import FollowerPlane
-from dualpath.laboratory.emulated.ranks import FollowingEnd, LeadingEnd, NoFollowers, ThreadRanks
+from dualpath.laboratory.emulated.ranks import FollowerRank, LeaderRank, OnlyRank, ThreadRanks
 from dualpath.laboratory.emulated.settings import EmulatedSettings
 
 log = logging.getLogger(__name__)
 
 
 def follow(
-    settings: EmulatedSettings, end: FollowingEnd, surroundings: Surroundings = LIVE
+    settings: EmulatedSettings, end: FollowerRank, surroundings: Surroundings = LIVE
 ) -> None:
-    """Follow until there is no more work.
+    """Run a follower rank until rank 0 ends the engine.
 
-    Raises ``ConfigError`` for what this rank cannot have, ``EngineLostError`` if another rank is
-    gone.
+    Raises ``ConfigError`` for HBM that cannot be allocated, ``EngineLostError`` if another rank has
+    ended.
     """
-    follow_with(FollowerPlane(settings, end, surroundings), end)
+    run_follower(FollowerPlane(settings, end, surroundings), end)
 
 
-def follow_with(plane: FollowerPlane, end: FollowingEnd) -> None:
-    """Follow with what a rank has; see ``follow``."""
+def run_follower(plane: FollowerPlane, end: FollowerRank) -> None:
+    """Run a follower rank with an existing plane; see ``follow``."""
     prefills = plane.settings.engine.role is Role.PREFILL
     share: RankPasses | RankSteps = RankPasses(plane) if prefills else RankSteps(plane)
     plane.follower.watch()
@@ -38,14 +38,14 @@ def follow_with(plane: FollowerPlane, end: FollowingEnd) -> None:
         plane.follower.close()
 
 
-def ranks_as_threads(settings: EmulatedSettings, surroundings: Surroundings = LIVE) -> LeadingEnd:
-    """Start the other ranks of an engine on threads of this process; return the first one's end."""
+def start_thread_ranks(settings: EmulatedSettings, surroundings: Surroundings = LIVE) -> LeaderRank:
+    """Start the other ranks of an engine as threads of this process; return rank 0's interface."""
     size = settings.tensor_parallel_size
     if size == 1:
-        return NoFollowers()
+        return OnlyRank()
     ranks = ThreadRanks(size, surroundings.threads)
 
-    def run(end: FollowingEnd) -> None:
+    def run(end: FollowerRank) -> None:
         reason = f"rank {end.rank} has ended"
         try:
             follow(settings, end, surroundings)
@@ -53,7 +53,7 @@ def ranks_as_threads(settings: EmulatedSettings, surroundings: Surroundings = LI
             reason = f"rank {end.rank} has ended: {error}"
             log.critical("%s", reason)
         finally:
-            ranks.ended(reason)
+            ranks.rank_ended(reason)
 
     for end in ranks.followers:
         surroundings.threads.start(f"{settings.engine.engine_id}-follows", lambda end=end: run(end))  # type: ignore[misc]

@@ -1,15 +1,15 @@
-"""A light front door: the router's service behind an endpoint for prompts of token ids.
+"""A light router: the router's service with an HTTP server for prompts of token ids.
 
-`dualpath router` serves emulated engines as well; it brings vLLM's whole front end, for text.  This
-one needs neither vLLM nor a model:
+`dualpath router` serves emulated engines as well, but it includes vLLM's whole front end, for text.
+This server needs neither vLLM nor a model:
 
     POST /v1/completions        token ids in, token ids out
-    GET  /v1/models             the one model, as the first engine names it
-    GET  /dualpath/v1/status    as `dualpath router`
-    POST, DELETE /dualpath/v1/sessions/SESSION   as `dualpath router`
-    GET, POST /dualpath/v1/roles   as `dualpath router`
-    GET  /dashboard             as `dualpath router`
-    GET  /health, /metrics      as `dualpath router`, without vLLM's own metrics
+    GET  /v1/models             the one model, by the name that the first engine registered
+    GET  /dualpath/v1/status    as in `dualpath router`
+    POST, DELETE /dualpath/v1/sessions/SESSION   as in `dualpath router`
+    GET, POST /dualpath/v1/roles   as in `dualpath router`
+    GET  /dashboard             as in `dualpath router`
+    GET  /health, /metrics      as in `dualpath router`, without vLLM's own metrics
 """
 
 import uuid
@@ -27,7 +27,7 @@ from dualpath.core.errors import (
     DualPathError,
 )
 from dualpath.core.key_extras import KeyExtras
-from dualpath.core.key_memory import KeyMemory
+from dualpath.core.key_memory import KeyCache
 from dualpath.core.session_hints import session_hints
 from dualpath.laboratory.emulated.engine_client import EngineClient
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
@@ -59,17 +59,17 @@ from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
 from dualpath.router.token_api.wire import STREAM_END, decode_body, server_event
 
-#: W3C trace context, handed on to engines.
+#: Headers of the W3C trace context, which are forwarded to engines.
 TRACE_HEADERS = ("traceparent", "tracestate")
 #: vLLM's header for the name of a session.
 SESSION_HEADER = "X-Session-ID"
 
 
 class CompletionRequest(msgspec.Struct):
-    """A completion of token ids; other fields are ignored, exactly ``max_tokens`` come.
+    """A completion request with token ids; exactly ``max_tokens`` tokens are generated.
 
-    ``n`` is known in order to refuse what would not be done, ``session_id`` and ``vllm_xargs`` for
-    the hints of ``core.session_hints``.
+    Other fields are ignored.  ``n`` is decoded only to refuse values other than 1, ``session_id``
+    and ``vllm_xargs`` are decoded for the hints of ``core.session_hints``.
     """
 
     prompt: list[int]
@@ -81,16 +81,16 @@ class CompletionRequest(msgspec.Struct):
     vllm_xargs: dict[str, Any] = {}
 
 
-class FrontDoor:
-    """HTTP application over a service; both live in one event loop.
+class RouterServer:
+    """HTTP application for a service; both belong to the same event loop.
 
-    One over a ``RouterService`` answers what is asked of the cluster as well.
+    With a ``RouterService`` it also serves the routes about the cluster.
     """
 
     def __init__(self, service: RouterService | LinkedFrontEnd) -> None:
         self._service = service
         self._bodies = ArrivingBodies(service.settings)
-        self._memory: KeyMemory | None = None
+        self._memory: KeyCache | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -115,34 +115,34 @@ class FrontDoor:
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
         try:
-            # Before the body is read: a full router has no room for it either.
+            # Checked before the body is read, because a full router must not buffer bodies.
             if (refusal := self._service.turned_away()) is not None:
                 raise refusal
             body = await read_body(request, self._bodies)
-            asked = decode_body(body, CompletionRequest)
-            job = await self._job(asked, request.headers)
+            completion = decode_body(body, CompletionRequest)
+            job = await self._job(completion, request.headers)
         except BodyRefusedError as error:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
         events = self._service.submit(job)
         try:
-            # What is wrong from the beginning shall be a status, not an event of a stream.
+            # An error before the first token becomes an HTTP status, not an event of a stream.
             first = await anext(events)
-            if asked.stream:
-                return await self._stream(request, asked, first, events)
-            return json_answer(_whole(asked, [first, *[event async for event in events]]))
+            if completion.stream:
+                return await self._stream(request, completion, first, events)
+            return json_answer(_whole(completion, [first, *[event async for event in events]]))
         except DualPathError as error:
             return error_answer(error)
         finally:
-            # Aborts the request if its client has left.
+            # Aborts the request if its client has disconnected.
             if (close := getattr(events, "aclose", None)) is not None:
                 await close()
 
     async def _stream(
         self,
         request: web.Request,
-        asked: CompletionRequest,
+        completion: CompletionRequest,
         first: TokenEvent,
         rest: AsyncIterator[TokenEvent],
     ) -> web.StreamResponse:
@@ -157,46 +157,50 @@ class FrontDoor:
         except DualPathError as error:
             await response.write(server_event({"error": api_error(error)}))
         else:
-            usage = _usage(asked, generated, first.cached_tokens)
+            usage = _usage(completion, generated, first.cached_tokens)
             await response.write(server_event({"choices": [], "usage": usage}))
         await response.write(STREAM_END)
         return response
 
-    async def _job(self, asked: CompletionRequest, headers: Mapping[str, str]) -> Job:
+    async def _job(self, completion: CompletionRequest, headers: Mapping[str, str]) -> Job:
         """Return the router's job.
 
-        Raises ``BadRequestError`` for what cannot be served, ``DeadlineError`` if no engine
-        reports the block size.
+        Raises ``BadRequestError`` for invalid requests, ``DeadlineError`` if no engine has
+        registered, so that the block size is unknown.
         """
         registry = self._service.registry
         if registry.namespace is None:
             await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
         assert registry.namespace is not None
         if self._memory is None:
-            self._memory = KeyMemory(registry.namespace.geometry.block_tokens)
+            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
         memory = self._memory
-        if asked.n != 1:
-            raise BadRequestError(f"n is {asked.n}; this endpoint makes 1 answer per request")
-        check_prompt(len(asked.prompt), self._service.settings, registry)
-        check_token_ids(asked.prompt, registry)
-        check_salt(asked.cache_salt)
+        if completion.n != 1:
+            raise BadRequestError(
+                f"n is {completion.n}, but this endpoint supports only 1; set n to 1"
+            )
+        check_prompt(len(completion.prompt), self._service.settings, registry)
+        check_token_ids(completion.prompt, registry)
+        check_salt(completion.cache_salt)
 
-        extras = KeyExtras(cache_salt=asked.cache_salt)
-        keys = tuple(memory.keys(asked.prompt, extras))
+        extras = KeyExtras(cache_salt=completion.cache_salt)
+        keys = tuple(memory.keys(completion.prompt, extras))
 
         def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
             return memory.continued(keys, token_ids, extras)
 
         return Job(
             request_id=f"cmpl-{uuid.uuid4().hex}",
-            prompt_token_ids=tuple(asked.prompt),
-            max_new_tokens=asked.max_tokens,
+            prompt_token_ids=tuple(completion.prompt),
+            max_new_tokens=completion.max_tokens,
             keys=keys,
             keys_for=keys_for,
-            payload=asked.cache_salt,
+            payload=completion.cache_salt,
             trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
-            tenant=tenant_tag(asked.cache_salt),
-            hints=session_hints(asked.vllm_xargs, asked.session_id or headers.get(SESSION_HEADER)),
+            tenant=tenant_tag(completion.cache_salt),
+            hints=session_hints(
+                completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
+            ),
         )
 
     async def _models(self, request: web.Request) -> web.Response:
@@ -230,12 +234,12 @@ class FrontDoor:
 
 
 @asynccontextmanager
-async def front_door(
+async def emulated_router(
     settings: RouterSettings, host: str, port: int
 ) -> AsyncIterator[tuple[str, RouterService]]:
-    """Serve in the block, when it is this router's turn; yields the endpoint and the service.
+    """Serve in the block, as soon as this router is the leader; yields endpoint and service.
 
-    Raises ``ConfigError`` for an address that is taken.
+    Raises ``ConfigError`` for an address in use.
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
@@ -265,9 +269,9 @@ async def served(
     stack: AsyncExitStack,
     shared: SharedPort | None = None,
 ) -> str:
-    """Serve clients until the stack's end; return the endpoint."""
+    """Serve clients until the stack is closed; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
-    app = FrontDoor(service).app()
+    app = RouterServer(service).app()
     server = serving_app(app, host, port, connections, shared)
     at = await stack.enter_async_context(server)
     return f"http://{host}:{at}"
@@ -283,15 +287,15 @@ def _chunk(event: TokenEvent) -> dict[str, Any]:
     return {"object": "text_completion", "choices": [choice]}
 
 
-def _whole(asked: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
+def _whole(completion: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
     token_ids = [token for event in events for token in event.token_ids]
     body = _chunk(TokenEvent(tuple(token_ids), events[-1].finish_reason))
-    body["usage"] = _usage(asked, len(token_ids), events[0].cached_tokens)
+    body["usage"] = _usage(completion, len(token_ids), events[0].cached_tokens)
     return body
 
 
-def _usage(asked: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
-    prompt = len(asked.prompt)
+def _usage(completion: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
+    prompt = len(completion.prompt)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": generated,

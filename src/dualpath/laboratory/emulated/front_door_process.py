@@ -1,10 +1,10 @@
-"""The processes of light front doors: one with its router, one with its scheduler behind a link."""
+"""Runs the light router as a process, or a light front end linked to a remote scheduler."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 from dualpath.laboratory.emulated.engine_client import EngineClient
-from dualpath.laboratory.emulated.front_door import front_door, served
+from dualpath.laboratory.emulated.front_door import emulated_router, served
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.collector import collect_seldom
 from dualpath.router.http.server import until_signal
@@ -18,16 +18,16 @@ from dualpath.router.token_api.client import TokenApiClient
 
 
 @asynccontextmanager
-async def linked_front_door(
+async def emulated_front_end(
     settings: RouterSettings,
     link: LinkSettings,
     host: str,
     port: int,
     shared: SharedPort | None = None,
 ) -> AsyncIterator[tuple[str, LinkedFrontEnd]]:
-    """Serve in the block with the scheduler behind a link; yields the endpoint and the service.
+    """Serve in the block, linked to a remote scheduler; yields the endpoint and the service.
 
-    Raises ``ConfigError`` for an address that is taken or cannot be.
+    Raises ``ConfigError`` for an address that is in use or invalid.
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
@@ -40,32 +40,32 @@ async def linked_front_door(
         yield endpoint, service
 
 
-async def run_front_door(settings: RouterSettings, host: str, port: int) -> None:
-    """Run a front door until SIGINT, or until it has drained after SIGTERM.
+async def run_emulated_router(settings: RouterSettings, host: str, port: int) -> None:
+    """Run a light router until SIGINT, or until it has drained after SIGTERM.
 
-    Raises ``ConfigError`` as ``front_door``.
+    Raises ``ConfigError`` for an address in use.
     """
     allow_many_streams()
-    async with front_door(settings, host, port) as (endpoint, service):
+    async with emulated_router(settings, host, port) as (endpoint, service):
         collect_seldom()
         print(
-            f"dualpath front door: token ids at {endpoint}/v1, engines register at "
+            f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
             f"{service.control_address}{_front_ends(service)}",
             flush=True,
         )
         await until_signal(service.drain)
 
 
-async def run_linked_front_door(
+async def run_emulated_front_end(
     settings: RouterSettings, link: LinkSettings, host: str, port: int
 ) -> None:
-    """As ``run_front_door``, with the scheduler behind a link."""
+    """Run a light front end, linked to a remote scheduler, until SIGINT or until drained."""
     allow_many_streams()
     shared = SharedPort() if link.share_port else None
-    async with linked_front_door(settings, link, host, port, shared) as (endpoint, service):
+    async with emulated_front_end(settings, link, host, port, shared) as (endpoint, service):
         collect_seldom()
         print(
-            f"dualpath front door: token ids at {endpoint}/v1, the scheduler is looked for at "
+            f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "
             f"{service.scheduler_address}",
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""The emulated engine's HBM: registered DRAM, divided as an engine divides its KV memory."""
+"""HBM of an emulated engine: registered DRAM with the layout of an engine's KV memory."""
 
 import itertools
 from collections import Counter, deque
@@ -20,12 +20,12 @@ from dualpath.transport.contract import RegionInfo
 
 
 class EmulatedHbm:
-    """``regions`` layers of KV for ``hbm_bytes`` of memory; layer l lives in region l mod regions.
+    """Memory of ``hbm_bytes`` for ``regions`` layers of KV; layer l is in region l mod regions.
 
-    A region has room for the largest of its layers: block b of each layer lies within the same
-    bytes, its parts one behind the other.  Of each the memory has what the function is of: a whole
-    block, or the slice ``held``.  Blocks are handed out to whole requests; ``take`` and
-    ``give_back`` may be called from any thread.  Raises ``ConfigError`` if not even one block fits.
+    A region is sized for the largest of its layers: block b of each of them begins at the same
+    address, with its parts one after the other.  The memory holds whole blocks or the slice
+    ``held`` of them, like ``function``.  Blocks are allocated for whole requests; ``allocate`` and
+    ``free`` may be called from any thread.  Raises ``ConfigError`` if not even one block fits.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EmulatedHbm:
         self.blocks = hbm_bytes // sum(sizes)
         if self.blocks < 1:
             raise ConfigError(
-                f"HBM of {hbm_bytes} bytes holds no block of {regions} layers of "
+                f"HBM of {hbm_bytes} bytes is too small for one block of {regions} layers of "
                 f"{max(sizes)} bytes; raise the HBM"
             )
         self._geometry = geometry
@@ -60,9 +60,10 @@ class EmulatedHbm:
         self._parts = [self._layer(layer) for layer in layers]
         self._free = deque(range(self.blocks))
         self._held: Counter[int] = Counter()
-        self._returned: set[int] = set()
-        #: Called when blocks become free that were held.
-        self.freed: Callable[[], None] = lambda: None
+        #: Blocks that were freed while held.
+        self._freed_while_held: set[int] = set()
+        #: Called when released blocks become free.
+        self.on_freed: Callable[[], None] = lambda: None
         self._lock = threads.lock()
 
     def layout(self) -> HbmLayout:
@@ -89,44 +90,45 @@ class EmulatedHbm:
 
     @property
     def free_tokens(self) -> int:
-        """Tokens for which there is room now."""
+        """The number of tokens that fit into the free blocks."""
         with self._lock:
             return len(self._free) * self._geometry.block_tokens
 
-    def take(self, blocks: int) -> tuple[int, ...] | None:
-        """Return that many free blocks, None if there are not enough."""
+    def allocate(self, blocks: int) -> tuple[int, ...] | None:
+        """Allocate that many blocks; return their ids, None if not enough are free."""
         with self._lock:
             if blocks > len(self._free):
                 return None
             return tuple(self._free.popleft() for _ in range(blocks))
 
-    def give_back(self, block_ids: Sequence[int]) -> None:
-        """Return blocks nobody reads or writes any more."""
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Free blocks; held ones become free when they are released."""
         with self._lock:
             self._free.extend(block for block in block_ids if block not in self._held)
-            self._returned |= self._held.keys() & set(block_ids)
+            self._freed_while_held |= self._held.keys() & set(block_ids)
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Give these to nobody before ``let_go``; see ``engine.chunk_transfers.BlockHolder``."""
+        """Do not reuse these blocks before ``unhold``; see ``BlockHolder``."""
         with self._lock:
             self._held.update(hbm_blocks)
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
-        """Nothing writes to these any more: those given back meanwhile are free."""
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """Release held blocks; those freed meanwhile can be allocated again."""
         with self._lock:
             self._held -= Counter(hbm_blocks)
-            freed = {block for block in hbm_blocks if block not in self._held} & self._returned
-            self._returned -= freed
+            released = {block for block in hbm_blocks if block not in self._held}
+            freed = released & self._freed_while_held
+            self._freed_while_held -= freed
             self._free.extend(sorted(freed))
         if freed:
-            self.freed()
+            self.on_freed()
 
     def layer(self, layer: int) -> tuple[Words, ...]:
-        """Return the memory [block, head, token, word] in which each part of a layer's KV lies."""
+        """Return the memory [block, head, token, word] of each part of a layer."""
         return self._parts[layer]
 
     def write_blocks(self, layer: int, block_ids: Sequence[int], seeds: Seeds) -> None:
-        """Compute KV: fill blocks with the content of ``seeds`` [block, token]."""
+        """Write the KV of ``seeds`` [block, token] to blocks of a layer."""
         ids, step = np.asarray(block_ids, dtype=np.int64), self._function.portion_blocks
         for part, region in enumerate(self.layer(layer)):
             for start in range(0, len(ids), step):
@@ -134,13 +136,13 @@ class EmulatedHbm:
                 region[ids[some]] = self._function.part_blocks(seeds[some], layer, part)
 
     def write_token(self, block_id: int, place: int, seed: np.uint64) -> None:
-        """Compute one token's KV in all layers; every layer needs a region of its own."""
+        """Write one token's KV in all layers; every layer needs a region of its own."""
         for words, constants in self._stacks:
             words[:, block_id, :, place] = seed ^ constants
 
     @cached_property
     def _stacks(self) -> list[tuple[Words, Words]]:
-        """The memory [layer, block, head, token, word] of parts alike, with their constants."""
+        """The memory [layer, block, head, token, word] of equal parts, with their constants."""
         found = []
         for stack in self._function.stacks:
             (first, *_) = parts = [self._parts[layer][stack.part] for layer in stack.layers]
@@ -152,5 +154,5 @@ class EmulatedHbm:
 
 
 def _addresses(first: int, blocks: int, sizes: Sequence[int]) -> list[int]:
-    """Return where regions of blocks of these sizes begin, one behind the other."""
+    """Return the start addresses of consecutive regions with blocks of these sizes."""
     return [first + blocks * before for before in itertools.accumulate(sizes[:-1], initial=0)]

@@ -1,9 +1,9 @@
-"""KV whose every byte can be checked: a function of (token prefix, layer, part).
+"""KV in which every byte can be verified: a function of token prefix, layer and part.
 
-The KV of a token in a head of a part of a layer is some 64-bit words; word ``w`` is the token's
-seed (a hash of the whole prefix) XOR a constant of (layer, part, head, ``w``).  Every single word
-thus identifies prefix, layer, part and head, at the cost of one pass over the memory.  Parts are
-head-major, as those of engines are, so that a rank's heads are one slice of each.
+The KV of a token in one head, part and layer is a number of 64-bit words.  Word ``w`` is the
+token's seed (a hash of the whole prefix) XOR a constant of (layer, part, head, ``w``).  So every
+word identifies prefix, layer, part and head, at the cost of one pass over the memory.  Parts are
+head-major, as in real engines, so that a rank's heads are one slice of each part.
 """
 
 import itertools
@@ -21,18 +21,18 @@ from dualpath.core.parts import WHOLE, PartSlice
 from dualpath.laboratory.emulated.prefix import Seeds, mixed
 from dualpath.laboratory.emulated.settings import WORD_BYTES
 
-#: Bytes worked on at once: large enough for numpy, small enough for a core's cache and for an
-#: allocator that asks the kernel for anything larger.
+#: Bytes processed at a time: large enough for numpy to be efficient, small enough for a core's
+#: cache and for the allocator to reuse memory instead of mapping new pages.
 PORTION_BYTES = 1 << 16
 
 Words = NDArray[np.uint64]
 
 
 class PartStack(NamedTuple):
-    """Part ``part`` of ``layers``, which follow each other and are alike: worked on at once.
+    """Part ``part`` of consecutive ``layers`` with equal parts, processed together.
 
-    ``constants`` [layer, head, word].  The first of them begins at ``first_word`` of a Full Block,
-    each other ``layer_words`` behind the one before.
+    ``constants`` [layer, head, word].  In a Full Block the part of the first layer begins at word
+    ``first_word``, and each following one ``layer_words`` later.
     """
 
     layers: range
@@ -43,17 +43,17 @@ class PartStack(NamedTuple):
 
 
 class KvFunction:
-    """The one right content of Layer Blocks and Full Blocks of a geometry with so many KV heads.
+    """The expected content of Layer Blocks and Full Blocks of a geometry with ``heads`` KV heads.
 
-    Where only a slice is ``held``, it is that of a rank's part of them: ``geometry`` is the
-    slice's.  ``layer_words`` are those of a token in a head.  Raises ``ConfigError`` for KV of a
-    token in a head that is no whole number of words, and for heads that cannot be cut so.
+    With a slice ``held``, it is the content of a rank's slice, and ``geometry`` is the slice's.
+    ``layer_words`` are the words of a token in one head, by layer and part.  Raises ``ConfigError``
+    if these are not whole numbers, or if the heads cannot be split into the slices.
     """
 
     def __init__(self, geometry: BlockGeometry, heads: int = 1, held: PartSlice = WHOLE) -> None:
         self.geometry = cut(geometry, held)
         if heads % held.count:
-            raise ConfigError(f"{heads} KV heads cannot be cut into {held.count} slices")
+            raise ConfigError(f"{heads} KV heads cannot be split into {held.count} equal slices")
         self.heads = heads // held.count
         self.layer_words = [
             tuple(_token_words(geometry, heads, size) for size in sizes)
@@ -78,7 +78,7 @@ class KvFunction:
         self.stacks = tuple(self._stacks())
 
     def part_blocks(self, seeds: Seeds, layer: int, part: int) -> Words:
-        """Return the content [block, head, token, word] of blocks of these seeds [block, token]."""
+        """Return the content [block, head, token, word] of blocks with ``seeds`` [block, token]."""
         content: Words = seeds[:, None, :, None] ^ self.constants[layer][part][:, None]
         return content
 
@@ -97,7 +97,7 @@ class KvFunction:
         return as_strided(memory, shape, [s * WORD_BYTES for s in strides], writeable=False)
 
     def _stacks(self) -> Iterator[PartStack]:
-        """Group layers with equal parts that follow each other."""
+        """Group consecutive layers with equal parts."""
         tokens, first, first_word = self.geometry.block_tokens, 0, 0
         for words, alike in itertools.groupby(self.layer_words):
             layers = range(first, first + len(list(alike)))
@@ -110,7 +110,7 @@ class KvFunction:
 
 
 def cut(geometry: BlockGeometry, held: PartSlice) -> BlockGeometry:
-    """Return the geometry of a slice of blocks; raises ``ConfigError`` if they have no such."""
+    """Return the geometry of a slice of blocks; raises ``ConfigError`` if it does not exist."""
     layers: list[tuple[int, ...]] = [() for _ in range(geometry.layers)]
     for part in geometry.parts:
         layers[part.layer] += (held.of(part).size_bytes,)

@@ -1,6 +1,6 @@
-"""What an emulated engine says of itself at ``/metrics``, and how a client of a run reads it.
+"""The metrics of an emulated engine at ``/metrics``, and their parser for clients of a run.
 
-The totals that the engine reports to its router stand there too, so that a run needs no router.
+They include the totals that the engine reports to its router, so that a run needs no router.
 """
 
 import re
@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
-if TYPE_CHECKING:  # a client of a run reads metrics without an engine's libraries
+if TYPE_CHECKING:  # Clients of a run parse metrics without the libraries of an engine.
     from dualpath.laboratory.emulated.data_plane import DataPlane
 
 _PREFIX = "dualpath_emulated:"
@@ -22,12 +22,12 @@ _VERIFIED = f"{_PREFIX}verified_layer_blocks"
 _WRONG = f"{_PREFIX}wrong_layer_blocks"
 _THREADS = f"{_PREFIX}thread_cpu_seconds"
 _NS_PER_S = 1_000_000_000
-#: Threads that are not Python's: those of NIXL and UCX, and of numpy where it has some.
+#: Name for threads not started by Python: those of NIXL, UCX and numpy.
 NATIVE = "native"
 
 
 class EngineMetrics(Collector):
-    """Reads one engine's counts at every scrape; nothing is kept here."""
+    """Reads one engine's counts at every scrape; it has no state of its own."""
 
     def __init__(self, plane: "DataPlane") -> None:
         self._plane = plane
@@ -41,18 +41,20 @@ class EngineMetrics(Collector):
     def collect(self) -> Iterator[Metric]:
         """Yield all families."""
         counts = self._plane.verifier.counts()
-        verified = {place.value: seen for place, (seen, _) in counts.items()}
+        verified = {place.value: compared for place, (compared, _) in counts.items()}
         wrong = {place.value: bad for place, (_, bad) in counts.items()}
         totals = self._plane.manager.counters.snapshot()
-        help_text = "Layer Blocks compared with what they have to be."
+        help_text = "Layer Blocks compared with their expected content."
         yield _family(_VERIFIED, help_text, "place", verified)
-        yield _family(_WRONG, "Of these, wrong ones.", "place", wrong)
-        yield _family(f"{_PREFIX}counter", "Totals the engine reports.", "name", totals)
+        yield _family(_WRONG, "Compared Layer Blocks that were wrong.", "place", wrong)
+        yield _family(
+            f"{_PREFIX}counter", "Totals that the engine reports to its router.", "name", totals
+        )
         yield _family(_THREADS, "CPU time of the engine's threads.", "thread", thread_cpu_s())
 
 
 class EngineCounts(NamedTuple):
-    """Layer Blocks verified and found wrong, by place, and CPU seconds by thread."""
+    """Layer Blocks verified and found wrong, by place, and CPU seconds, by thread."""
 
     verified: dict[str, int]
     wrong: dict[str, int]
@@ -60,7 +62,7 @@ class EngineCounts(NamedTuple):
 
 
 def engine_counts(exposition: str) -> EngineCounts:
-    """Return what an engine's metrics say of it."""
+    """Return the counts in an engine's metrics."""
     families = {family.name: family for family in text_string_to_metric_families(exposition)}
 
     def counts(name: str, label: str) -> dict[str, float]:
@@ -75,9 +77,9 @@ def engine_counts(exposition: str) -> EngineCounts:
 
 
 def thread_cpu_s() -> dict[str, float]:
-    """Return CPU seconds of every living thread by name (Linux); threads of one pool are one.
+    """Return CPU seconds of the running threads by name (Linux); threads of a pool are summed.
 
-    A thread that has ended takes its time with it.
+    The time of threads that have ended is not included.
     """
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: dict[str, float] = {}
@@ -85,7 +87,7 @@ def thread_cpu_s() -> dict[str, float]:
         name = re.sub(r"[_-]\d+$", "", names.get(int(task.name), NATIVE))
         try:
             on_cpu_ns = int((task / "schedstat").read_text(encoding="ascii").split()[0])
-        except (FileNotFoundError, ProcessLookupError):  # it has just ended
+        except (FileNotFoundError, ProcessLookupError):  # The thread has just ended.
             continue
         found[name] = found.get(name, 0.0) + on_cpu_ns / _NS_PER_S
     return found

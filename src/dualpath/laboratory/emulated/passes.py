@@ -1,4 +1,4 @@
-"""A forward pass as every rank of an emulated prefill engine computes it."""
+"""A forward pass on each rank of an emulated prefill engine."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,14 +12,14 @@ from dualpath.laboratory.emulated.verification import CheckedAt, Counts
 
 
 class PassPart(NamedTuple):
-    """What is computed of a request; ``seeds`` of its prompt's blocks, up to the chunk's end."""
+    """A request's chunk in a pass; ``seeds`` of its prompt's blocks, up to the end of the chunk."""
 
     part: PromptPart
     seeds: Seeds
 
 
 class PassWork(NamedTuple):
-    """A pass that computes for ``compute_s``; ``wrong`` are requests known to have wrong KV."""
+    """A pass to compute in ``compute_s``; ``wrong``: requests known to have wrong KV, and why."""
 
     parts: tuple[PassPart, ...]
     compute_s: float
@@ -27,26 +27,26 @@ class PassWork(NamedTuple):
 
 
 class PassFindings(NamedTuple):
-    """What a rank says after a pass: requests whose KV it has found wrong, and what it compared."""
+    """A rank's report after a pass: requests whose KV it found wrong, and its comparisons."""
 
     wrong: dict[str, str]
     counts: Counts
 
 
 class PassResult(NamedTuple):
-    """What came of a pass at all ranks: failed requests with reasons, and those with wrong KV."""
+    """The result of a pass on all ranks: failed requests and requests with wrong KV, and why."""
 
     failures: dict[str, str]
     wrong: dict[str, str]
 
 
-#: In so many last layers of a pass the next one may begin: its first layers are loaded when the
-#: last ones leave their regions, and what comes later is part of it, too.
+#: The next pass may start within this number of last layers of a pass: its first layers are loaded
+#: as soon as regions become free, and requests that arrive until then can be part of it.
 LAYERS_AHEAD = 2
 
 
 class RunningPass:
-    """A pass that has begun at this rank; ``before`` may not be over, or None."""
+    """A pass that has started on this rank; ``before``, if any, may still be running."""
 
     def __init__(
         self,
@@ -59,13 +59,13 @@ class RunningPass:
         self.wrong = dict(work.wrong)
         self._before = before
 
-    def is_known_bad(self, request_id: str) -> bool:
-        """Whether nothing of a request is to be compared any more."""
+    def is_failed_or_wrong(self, request_id: str) -> bool:
+        """Whether a request has failed or has wrong KV, so that it is no longer verified."""
         before = self._before
         return (
             request_id in self.wrong
             or self.forward.failed(request_id)
-            or (before is not None and before.is_known_bad(request_id))
+            or (before is not None and before.is_failed_or_wrong(request_id))
         )
 
     def finish(self) -> dict[str, str]:
@@ -75,20 +75,20 @@ class RunningPass:
 
 
 class RankPasses:
-    """Per layer a rank waits for stored KV, compares it, computes, writes its slice of new KV."""
+    """Runs passes: for each layer waits for loads, verifies, computes, and writes new KV."""
 
     def __init__(self, plane: RankPlane) -> None:
         self._plane = plane
         self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
 
     def run(self, work: PassWork) -> None:
-        """Run this rank's share in a pass, for a rank that follows."""
+        """Run this rank's share of a pass, on a follower rank."""
         running = self.begin(work)
         self.compute(running)
         self.end(running)
 
     def begin(self, work: PassWork, before: RunningPass | None = None) -> RunningPass:
-        """Start this rank's transfers of a pass, be the one ``before`` it over or not."""
+        """Start this rank's transfers of a pass; the pass ``before`` it may still be running."""
         parts = [part.part for part in work.parts]
         forward = self._plane.begin_pass(parts, None if before is None else before.forward)
         return RunningPass(work, forward, before)
@@ -96,13 +96,13 @@ class RankPasses:
     def compute(
         self,
         running: RunningPass,
-        late: Callable[[], None] = lambda: None,
+        start_next: Callable[[], None] = lambda: None,
         *,
         was_idle: bool = True,
     ) -> None:
-        """Compute a pass; ``late`` is called as each of the last layers begins.
+        """Compute a pass; ``start_next`` is called at the start of each of the last layers.
 
-        ``was_idle``: nothing was computed when it began, so that the GPU has waited for that.
+        ``was_idle``: the GPU was idle before this pass.
         """
         if was_idle:
             self._clock.begin()
@@ -113,25 +113,25 @@ class RankPasses:
         layer_s = running.work.compute_s / layers
         for layer in range(layers):
             if layer >= layers - LAYERS_AHEAD:
-                late()
+                start_next()
             if self._plane.moves_bytes:
                 self._one_layer(running, layer, layer_s)
             else:
                 self._clock.work(layer_s)
 
     def end(self, running: RunningPass) -> tuple[PassResult, list[PassFindings]]:
-        """Wait for the last transfers; return what came of it here, and what each rank has found.
+        """Wait for the last transfers; return this rank's result and the findings of each rank.
 
-        Passes end in the order in which they began.
+        Passes end in the order in which they started.
         """
         failures = running.finish()
         known = running.work.wrong
         new = {name: found for name, found in running.wrong.items() if name not in known}
-        findings = self._plane.group.gather(PassFindings(new, self._plane.verifier.news()))
+        findings = self._plane.group.gather(PassFindings(new, self._plane.verifier.new_counts()))
         return PassResult(failures, running.wrong), findings
 
     def close(self) -> None:
-        """Nothing is under way between passes."""
+        """Do nothing: no work runs between passes."""
 
     def _one_layer(self, running: RunningPass, layer: int, layer_s: float) -> None:
         forward, parts = running.forward, running.work.parts
@@ -139,7 +139,7 @@ class RankPasses:
         forward.wait_loaded(layer)
         self._clock.waited(since_s)
         for part in parts:
-            if not running.is_known_bad(part.part.transfer.request_id):
+            if not running.is_failed_or_wrong(part.part.transfer.request_id):
                 self._check_loaded(part, layer, running.wrong)
         self._clock.work(layer_s)
         for part in parts:
@@ -150,7 +150,7 @@ class RankPasses:
 
     def _check_loaded(self, part: PassPart, layer: int, wrong: dict[str, str]) -> None:
         computed, request_id = part.part, part.part.transfer.request_id
-        found = self._plane.wrong_in_hbm(
+        found = self._plane.verify_hbm(
             CheckedAt.PE_HBM,
             request_id,
             computed.hbm_blocks[: computed.chunk.first],

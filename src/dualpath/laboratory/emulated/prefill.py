@@ -1,7 +1,7 @@
-"""A prefill engine without a model: forward passes that wait, compute for a time, write and send.
+"""A prefill engine without a model: its passes load KV, compute for a time, write KV and send it.
 
-One thread is the GPU of the engine's first rank.  It decides what is computed and gives it to all
-ranks, itself included (``passes``); the transfers are those of a vLLM engine
+One thread emulates the GPU of the engine's first rank.  It schedules passes and broadcasts them to
+all ranks, itself included (``passes``).  The transfers are the same as in a vLLM engine
 (``engine.forward_pass``).
 """
 
@@ -32,23 +32,23 @@ from dualpath.plan.steps import chunk_of
 
 log = logging.getLogger(__name__)
 
-#: Where a trace shows what the thread that is the GPU does for passes.
+#: Track of the GPU's thread in traces.
 ENGINE_TRACK = "engine"
 
 
-class GivenPass(NamedTuple):
-    """A pass that has begun: what was packed into it, and its transfers."""
+class StartedPass(NamedTuple):
+    """A pass that has started: its batch and its transfers."""
 
     batch: Batch
     running: RunningPass
 
 
 class PrefillEngine:
-    """Takes prompts and answers with one token each; ``submit`` and ``abort`` from any thread.
+    """Prefills prompts and samples one token each; ``submit`` and ``abort`` from any thread.
 
-    Where KV moves layer by layer the next pass begins in the last layers of the one before, if
-    requests wait by then, and a second thread ends passes, in their order: the GPU waits for
-    neither.  An engine of several ranks ends each pass before the next, as its ranks agree on that.
+    If KV moves layer by layer, the next pass starts during the last layers of a pass if requests
+    are waiting, and a second thread ends passes in order, so that the GPU does not wait for
+    either.  An engine of several ranks ends each pass before it starts the next.
     """
 
     def __init__(self, plane: DataPlane) -> None:
@@ -59,16 +59,16 @@ class PrefillEngine:
         self._passes = RankPasses(plane)
         mode = plane.settings.engine.mode
         streams = mode.layerwise or not mode.moves_bytes
-        self._begins_ahead = streams and plane.settings.tensor_parallel_size == 1
+        self._overlaps = streams and plane.settings.tensor_parallel_size == 1
         self._wake = self._threads.condition()
         self._waiting: deque[PrefillRequest] = deque()
-        self._computed: deque[GivenPass] = deque()
+        self._computed: deque[StartedPass] = deque()
         self._ending = 0
         self._closing = False
         self._gpu_ended = False
         self._thread: Thread | None = None
         self._ender: Thread | None = None
-        plane.hbm.freed = self._hbm_freed
+        plane.hbm.on_freed = self._hbm_freed
 
     def start(self) -> None:
         """Begin to serve."""
@@ -76,7 +76,7 @@ class PrefillEngine:
         self._ender = self._threads.start("prefill-ends", self._end_passes)
 
     def close(self) -> None:
-        """Stop after the passes under way; requests that wait are not answered."""
+        """Stop after the running passes; waiting requests are not answered."""
         with self._wake:
             self._closing = True
             self._wake.notify_all()
@@ -85,7 +85,7 @@ class PrefillEngine:
                 thread.join()
 
     def submit(self, request: PrefillRequest) -> None:
-        """Queue a prompt, whose hits are known to be its own."""
+        """Queue a prompt; its hits were checked to match its keys."""
         hit_blocks = request.prefill_transfer.hit_blocks
         request.done_tokens = hit_blocks * self._plane.geometry.block_tokens
         with self._wake:
@@ -93,7 +93,7 @@ class PrefillEngine:
             self._wake.notify_all()
 
     def abort(self, request: PrefillRequest) -> None:
-        """The client left: drop the request, after the passes it is in."""
+        """Abort a request; it ends after its running passes."""
         with self._wake:
             request.aborted = True
             if request in self._waiting:
@@ -112,28 +112,28 @@ class PrefillEngine:
         try:
             self._compute_passes()
         except EngineLostError as error:
-            log.error("no more passes: %s", error)  # and the traffic manager is broken
-        except Exception as error:  # a defect: an engine that only looks alive would hold everybody
+            log.error("no more passes: %s", error)  # The traffic manager has failed, too.
+        except Exception as error:  # A bug: without failing the engine, requests would hang.
             self._defect(error)
         with self._wake:
             self._gpu_ended = True
             self._wake.notify_all()
 
     def _compute_passes(self) -> None:
-        before: GivenPass | None = None
-        given: GivenPass | None = None
+        before: StartedPass | None = None
+        given: StartedPass | None = None
         while True:
             if was_idle := given is None:
                 if (batch := self._next_batch()) is None:
                     return
                 given = self._begin(batch, before)
             assert given is not None
-            following: list[GivenPass] = []
+            following: list[StartedPass] = []
             with self._timed("pass", compute_s=given.running.work.compute_s, was_idle=was_idle):
-                late = functools.partial(self._begin_ahead, given, following)
-                self._passes.compute(given.running, late, was_idle=was_idle)
+                start_next = functools.partial(self._begin_next, given, following)
+                self._passes.compute(given.running, start_next, was_idle=was_idle)
             self._hand_over(given)
-            before = given if self._begins_ahead else None
+            before = given if self._overlaps else None
             given = following[0] if following else None
 
     def _next_batch(self) -> Batch | None:
@@ -155,45 +155,48 @@ class PrefillEngine:
                 self._waiting.remove(request)
         return batch
 
-    def _begin_ahead(self, before: GivenPass, following: list[GivenPass]) -> None:
-        """Begin the pass that follows while this one is computed, if there is work for it."""
-        if not self._begins_ahead or following:
+    def _begin_next(self, before: StartedPass, following: list[StartedPass]) -> None:
+        """Start the next pass while ``before`` is computed, if requests are waiting."""
+        if not self._overlaps or following:
             return
         with self._wake:
             batch = None if self._closing else self._form()
         if batch is not None:
             following.append(self._begin(batch, before))
 
-    def _begin(self, batch: Batch, before: GivenPass | None) -> GivenPass:
-        """Have all ranks begin a pass, behind the one ``before`` if that may not be over."""
+    def _begin(self, batch: Batch, before: StartedPass | None) -> StartedPass:
+        """Start a pass on all ranks; the pass ``before``, if given, may still be running."""
         self._plane.hbm_changed()
         with self._timed("compare"):
-            wrong = self._wrong_in_buffer(batch)
+            wrong = self._verify_buffer(batch)
         parts = tuple(self._part(chunk) for chunk in batch.chunks)
         work = PassWork(parts, batch.compute_s / self._settings.speedup, wrong)
         self._plane.group.broadcast(work)
         running = self._passes.begin(work, None if before is None else before.running)
-        return GivenPass(batch, running)
+        return StartedPass(batch, running)
 
-    def _hand_over(self, given: GivenPass) -> None:
-        """Let the other thread end a pass; wait for it if no other may begin before."""
+    def _hand_over(self, given: StartedPass) -> None:
+        """Let the second thread end a pass; wait for its end if passes must not overlap."""
         with self._wake:
             self._computed.append(given)
             self._ending += 1
             self._wake.notify_all()
-            if not self._begins_ahead:
+            if not self._overlaps:
                 self._wake.wait_for(lambda: not self._ending or self._closing)
 
     @contextlib.contextmanager
     def _timed(self, what: str, **args: object) -> Iterator[None]:
-        """Show in the trace what this thread does, be it beside the computation or not."""
+        """Record a span of this thread in the trace."""
         trace = self._plane.manager.trace
         start_ns = trace.now_ns()
         yield
         trace.record(what, ENGINE_TRACK, start_ns, trace.now_ns(), **args)
 
-    def _wrong_in_buffer(self, batch: Batch) -> dict[str, str]:
-        """Compare what the PE has read from storage, once per request; return what is wrong."""
+    def _verify_buffer(self, batch: Batch) -> dict[str, str]:
+        """Verify the blocks that the PE has read from storage, once per request.
+
+        Return messages by request id for wrong ones.
+        """
         wrong: dict[str, str] = {}
         for request, cached, _ in batch.chunks:
             transfer = request.prefill_transfer
@@ -202,7 +205,7 @@ class PrefillEngine:
             for run in transfer.hits:
                 if run.side is Role.PREFILL:
                     seeds = request.prefix.seeds[run.blocks.first :]
-                    found = self._plane.wrong_in_buffer(
+                    found = self._plane.verify_buffer(
                         CheckedAt.PE_BUFFER, transfer.request_id, run.slots, seeds, self._read(run)
                     )
                     if found is not None:
@@ -210,7 +213,7 @@ class PrefillEngine:
         return wrong
 
     def _read(self, run: HitRun) -> list[int]:
-        """Return for each layer the first block of a run that was read in it."""
+        """Return for each layer the first block of a run that was read for it."""
         geometry = self._plane.geometry
         layers = range(geometry.layers)
         return [run.windowless if geometry.is_window_layer(n) else 0 for n in layers]
@@ -232,8 +235,8 @@ class PrefillEngine:
                     self._wake.notify_all()
             return
         except EngineLostError as error:
-            log.error("no more passes: %s", error)  # and the traffic manager is broken
-        except Exception as error:  # as above
+            log.error("no more passes: %s", error)  # The traffic manager has failed, too.
+        except Exception as error:  # A bug, as in ``_run``.
             self._defect(error)
         with self._wake:
             self._closing = True
@@ -243,13 +246,13 @@ class PrefillEngine:
         log.exception("no more passes")
         self._plane.manager.fail(f"forward passes have ended: {error}")
 
-    def _next_computed(self) -> GivenPass | None:
+    def _next_computed(self) -> StartedPass | None:
         with self._wake:
             self._wake.wait_for(lambda: bool(self._computed) or self._gpu_ended)
             return self._computed.popleft() if self._computed else None
 
     def _end(self, running: RunningPass) -> PassResult:
-        """Return what came of a pass at all ranks, with what they have found."""
+        """Return the result of a pass on all ranks, including their findings."""
         result, findings = self._passes.end(running)
         for rank, (found, counts) in enumerate(findings):
             self._plane.report_wrong(found.values())
@@ -275,9 +278,9 @@ class PrefillEngine:
 
     def _leave(self, request: PrefillRequest) -> None:
         if request.hbm_blocks:
-            self._plane.hbm.give_back(request.hbm_blocks)
+            self._plane.hbm.free(request.hbm_blocks)
             request.hbm_blocks = ()
-            self._wake.notify_all()  # one that waits for HBM may have it
+            self._wake.notify_all()  # Requests may be waiting for HBM.
         self._plane.hbm_changed()
 
 

@@ -1,8 +1,9 @@
-"""What follows from a token prefix: its block keys, the seeds of its KV, and the next token.
+"""Functions of a token prefix: its block keys, the seeds of its KV, and the next token.
 
-Every token of a prompt gets a 64-bit *seed*, a hash of all tokens up to it: the key of the block
-before and the tokens of its own block.  ``kv_bytes`` makes KV of it.  The next token is a hash of
-the tokens alone, so that answers can be compared between runs with different cache salts.
+Every token of a prompt has a 64-bit *seed*, a hash of all tokens up to it, computed from the key of
+the previous block and the tokens of its own block.  ``kv_bytes`` derives KV from the seeds.  The
+next token is a hash of the tokens alone, so that answers can be compared between runs with
+different cache salts.
 """
 
 import hashlib
@@ -32,7 +33,7 @@ def mixed(values: Seeds) -> Seeds:
 
 
 def _mixed_one(value: int) -> int:
-    """As ``mixed``; arrays of one number are slow."""
+    """Return the hash of one value; numpy is slow for single numbers."""
     state = (value + _GOLDEN) & _MASK
     state = ((state ^ (state >> 30)) * _FIRST) & _MASK
     state = ((state ^ (state >> 27)) * _SECOND) & _MASK
@@ -40,9 +41,9 @@ def _mixed_one(value: int) -> int:
 
 
 class TokenChain:
-    """What follows a sequence of tokens, whoever asks: the next token is a hash of all before it.
+    """Generates tokens deterministically: the next token is a hash of all tokens before it.
 
-    Tokens lie between 0 and ``vocab_size``, which is at most 2**32.
+    Tokens are from 0 to ``vocab_size`` - 1; ``vocab_size`` is at most 2**32.
     """
 
     def __init__(self, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -52,19 +53,19 @@ class TokenChain:
 
     @property
     def next_token(self) -> int:
-        """The token that follows."""
+        """The next token."""
         return int.from_bytes(self._hash.copy().digest(), "little") % self._vocab_size
 
     def append(self, token: int) -> None:
-        """Let the sequence grow by a token."""
+        """Append a token to the sequence."""
         self._hash.update(token.to_bytes(4, "little"))
 
 
 class TokenPrefix:
-    """The tokens of one request; grows token by token.
+    """The tokens of one request; tokens can be appended.
 
-    ``keys`` name the full blocks.  ``seeds`` has a row per block and a column per token; tokens
-    that do not exist yet have seed 0.  ``room_tokens`` is the most it may grow to.
+    ``keys`` are the keys of the full blocks.  ``seeds`` has a row per block and a column per token;
+    tokens that do not exist yet have seed 0.  ``capacity_tokens`` is the largest number of tokens.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class TokenPrefix:
         *,
         cache_salt: str | None,
         vocab_size: int,
-        room_tokens: int,
+        capacity_tokens: int,
     ) -> None:
         self.keys: list[BlockKey] = block_keys(token_ids, block_tokens, cache_salt=cache_salt)
         self.tokens = len(token_ids)
@@ -86,7 +87,7 @@ class TokenPrefix:
         self._open: list[int] = []
         self._sum = 0
         self.seeds: Seeds = np.zeros(
-            (-(-max(room_tokens, self.tokens) // block_tokens), block_tokens), np.uint64
+            (-(-max(capacity_tokens, self.tokens) // block_tokens), block_tokens), np.uint64
         )
         self._seed_whole_blocks(ids[:whole].reshape(-1, block_tokens))
         for token in ids[whole:].tolist():
@@ -94,11 +95,11 @@ class TokenPrefix:
 
     @property
     def next_token(self) -> int:
-        """The token that follows, between 0 and the size of the vocabulary."""
+        """The next token, below the size of the vocabulary."""
         return self._chain.next_token
 
     def append(self, token: int) -> None:
-        """Let the prefix grow by a token; raises ``IndexError`` beyond its room."""
+        """Append a token; raises ``IndexError`` beyond ``capacity_tokens``."""
         self._chain.append(token)
         self._seed(token)
         self.tokens += 1
@@ -126,6 +127,6 @@ class TokenPrefix:
     def _key_of(self, tokens: list[int]) -> BlockKey:
         if not self.keys:
             return block_keys(tokens, self._block_tokens, cache_salt=self._cache_salt)[0]
-        # One link of the chain of ``core.blocks``, which always starts at the first block.
+        # One link of the hash chain, because ``core.blocks`` always starts at the first block.
         link = (self.keys[-1], tuple(tokens), None)
         return hashlib.sha256(cbor2.dumps(link, canonical=True)).digest()

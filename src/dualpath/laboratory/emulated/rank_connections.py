@@ -1,39 +1,40 @@
-"""Ranks of an emulated engine as processes: what the first and another say through a connection.
+"""Messages between the first rank of an emulated engine and the others in separate processes.
 
-What a connection is, and how its processes are started and end, others say (``rank_processes``, and
-a simulation).  Its end is the end of the process at the other side, however that came.
+``rank_processes`` and the fault simulation provide the connections and processes.  When a process
+ends, for whatever reason, its connection ends.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 from dualpath.core.errors import EngineLostError
 from dualpath.engine.threads import OS_THREADS, Threads
-from dualpath.laboratory.emulated.ranks import Hear
+from dualpath.laboratory.emulated.ranks import OnEvent
 
 T = TypeVar("T")
-_TOLD, _GIVEN = "told", "given"
+_EVENT, _GATHERED = "event", "gathered"
 
 
 class Connection(Protocol):
-    """One end, as ``multiprocessing.connection.Connection``; what is sent arrives as a copy."""
+    """One end, like ``multiprocessing.connection.Connection``; messages are copied."""
 
-    def send(self, value: Any, /) -> None:  # noqa: ANN401 - whatever ranks say
-        """Send; raises ``OSError`` once the other end is known to be gone."""
+    def send(self, value: Any, /) -> None:  # noqa: ANN401 - any message
+        """Send a message; raises ``OSError`` once the other end is known to be closed."""
         ...
 
-    def recv(self) -> Any:  # noqa: ANN401 - whatever ranks say
-        """Wait for the next, as long as it takes.
+    def recv(self) -> Any:  # noqa: ANN401 - any message
+        """Wait without limit for the next message.
 
-        Raises ``EOFError`` or ``OSError`` when all has come and the other end is gone.
+        Raises ``EOFError`` or ``OSError`` after the last message if the other end is closed.
         """
         ...
 
 
-class Tie:
-    """The first rank's connection to another; ``ended`` says how that one's process has ended."""
+class FollowerConnection:
+    """The first rank's connection to another; ``ended`` returns how that rank's process ended."""
 
     def __init__(
         self,
@@ -45,44 +46,47 @@ class Tie:
         self.rank = rank
         self.connection = connection
         self.ended = ended
-        self._given: deque[Any] = deque()
-        self._over = False
+        self._values: deque[Any] = deque()
+        self._closed = False
         self._changed = threads.condition()
 
-    def give(self, value: object) -> None:
-        """The rank has given something."""
+    def put(self, value: object) -> None:
+        """Queue a value that the rank sent for a gather."""
         with self._changed:
-            self._given.append(value)
+            self._values.append(value)
             self._changed.notify()
 
-    def end(self) -> None:
-        """The rank gives nothing any more."""
+    def close(self) -> None:
+        """Record that the rank has ended and sends no more values."""
         with self._changed:
-            self._over = True
+            self._closed = True
             self._changed.notify()
 
-    def take(self) -> Any:  # noqa: ANN401 - what was given
-        """Wait for what the rank gives next; raises ``EngineLostError`` when it has ended."""
+    def get(self) -> Any:  # noqa: ANN401 - any value
+        """Wait for the rank's next value; raises ``EngineLostError`` if it has ended."""
         with self._changed:
-            self._changed.wait_for(lambda: bool(self._given) or self._over)
-            if not self._given:
+            self._changed.wait_for(lambda: bool(self._values) or self._closed)
+            if not self._values:
                 raise EngineLostError(f"rank {self.rank} has ended")
-            return self._given.popleft()
+            return self._values.popleft()
 
 
 class ConnectedLeader:
-    """See ``ranks.LeadingEnd``."""
+    """See ``ranks.LeaderRank``."""
 
-    def __init__(self, ties: Sequence[Tie], threads: Threads = OS_THREADS) -> None:
-        self.rank, self.size = 0, len(ties) + 1
-        self._ties = ties
+    def __init__(
+        self, followers: Sequence[FollowerConnection], threads: Threads = OS_THREADS
+    ) -> None:
+        self.rank, self.size = 0, len(followers) + 1
+        self._followers = followers
         self._ending = False
-        self._hear: Hear = lambda rank, news: None
+        self._on_event: OnEvent = lambda rank, event: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._reason: str | None = None
         self._lock = threads.lock()
-        for tie in ties:
-            threads.start(f"rank-{tie.rank}", lambda tie=tie: self._receive(tie))  # type: ignore[misc]
+        for follower in followers:
+            receive = functools.partial(self._receive, follower)
+            threads.start(f"rank-{follower.rank}", receive)
 
     def broadcast(self, value: T | None) -> T:
         """See ``RankGroup``."""
@@ -93,55 +97,55 @@ class ConnectedLeader:
     def gather(self, value: T) -> list[T]:
         """See ``RankGroup``."""
         everything = [value]
-        for tie in self._ties:
+        for follower in self._followers:
             try:
-                everything.append(tie.take())
+                everything.append(follower.get())
             except EngineLostError as error:
                 raise EngineLostError(self._reason or str(error)) from error
         self._send(everything)
         return everything
 
-    def listen(self, hear: Hear, lost: Callable[[str], None]) -> None:
-        """See ``LeadingEnd``."""
+    def listen(self, on_event: OnEvent, lost: Callable[[str], None]) -> None:
+        """See ``LeaderRank``."""
         with self._lock:
-            self._hear, self._lost, reason = hear, lost, self._reason
+            self._on_event, self._lost, reason = on_event, lost, self._reason
         if reason is not None:
             lost(reason)
 
     def end(self) -> None:
-        """See ``LeadingEnd``."""
+        """See ``LeaderRank``."""
         self._ending = True
         with contextlib.suppress(EngineLostError):
             self._send(None)
 
     def _send(self, value: object) -> None:
         try:
-            for tie in self._ties:
-                tie.connection.send(value)
+            for follower in self._followers:
+                follower.connection.send(value)
         except OSError as error:
             raise EngineLostError(self._reason or f"a rank has ended ({error})") from error
 
-    def _receive(self, tie: Tie) -> None:
+    def _receive(self, follower: FollowerConnection) -> None:
         try:
             while True:
-                kind, value = tie.connection.recv()
-                if kind == _TOLD:
-                    self._hear(tie.rank, value)
+                kind, value = follower.connection.recv()
+                if kind == _EVENT:
+                    self._on_event(follower.rank, value)
                 else:
-                    tie.give(value)
+                    follower.put(value)
         except (EOFError, OSError):
             pass
         if not self._ending:
-            reason = tie.ended()
+            reason = follower.ended()
             with self._lock:
                 self._reason = self._reason or reason
                 lost = self._lost
             lost(reason)
-        tie.end()
+        follower.close()
 
 
 class ConnectedFollower:
-    """See ``ranks.FollowingEnd``."""
+    """See ``ranks.FollowerRank``."""
 
     def __init__(
         self, rank: int, size: int, connection: Connection, threads: Threads = OS_THREADS
@@ -151,7 +155,7 @@ class ConnectedFollower:
         self._lock = threads.lock()
 
     def work(self) -> Any:  # noqa: ANN401 - as in the contract
-        """See ``FollowingEnd``."""
+        """See ``FollowerRank``."""
         try:
             return self._connection.recv()
         except (EOFError, OSError) as error:
@@ -159,19 +163,19 @@ class ConnectedFollower:
 
     def broadcast(self, value: T | None) -> T:
         """See ``RankGroup``."""
-        told: T = self.work()
-        return told
+        received: T = self.work()
+        return received
 
     def gather(self, value: T) -> list[T]:
         """See ``RankGroup``."""
-        self._send(_GIVEN, value)
+        self._send(_GATHERED, value)
         everything: list[T] = self.work()
         return everything
 
-    def tell(self, news: object) -> None:
-        """See ``FollowingEnd``."""
+    def notify(self, event: object) -> None:
+        """See ``FollowerRank``."""
         with contextlib.suppress(EngineLostError):
-            self._send(_TOLD, news)
+            self._send(_EVENT, event)
 
     def _send(self, kind: str, value: object) -> None:
         try:

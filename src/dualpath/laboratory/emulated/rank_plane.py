@@ -1,4 +1,4 @@
-"""One rank of an emulated engine: its HBM, whose bytes are checked, and what moves them."""
+"""The data plane of one rank of an emulated engine: its HBM, transfers and verification."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -15,28 +15,28 @@ from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.laboratory.emulated.hbm import EmulatedHbm
 from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import Seeds
-from dualpath.laboratory.emulated.ranks import FollowingEnd
+from dualpath.laboratory.emulated.ranks import FollowerRank
 from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify
 from dualpath.laboratory.emulated.verification import CheckedAt, Verifier
 
 
-class Held(NamedTuple):
-    """A rank tells: a transfer may still write to these HBM blocks; nobody else may have them."""
+class BlocksHeld(NamedTuple):
+    """Event of a rank: a transfer may still write to these HBM blocks, so do not reuse them."""
 
     hbm_blocks: tuple[int, ...]
 
 
-class LetGo(NamedTuple):
-    """A rank tells: nothing writes to these any more."""
+class BlocksReleased(NamedTuple):
+    """Event of a rank: no transfer writes to these HBM blocks any more."""
 
     hbm_blocks: tuple[int, ...]
 
 
 class RankPlane:
-    """What ranks have, whether they lead or not; methods may be called from any thread.
+    """The common part of all ranks; methods may be called from any thread.
 
-    ``group`` is for what goes with the engine's work, with a limit for every wait, ``mover`` has
-    the transfers.  Raises ``ConfigError`` for HBM that cannot be had.
+    ``group`` synchronises ranks during the engine's work, with a timeout for every wait.  ``mover``
+    runs the transfers.  Raises ``ConfigError`` for HBM that cannot be allocated.
     """
 
     group: RankGroup
@@ -67,23 +67,23 @@ class RankPlane:
     def begin_pass(
         self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
     ) -> ForwardPass | FollowedPass:
-        """Start this rank's transfers of a forward pass; ``before`` may not be over."""
+        """Start this rank's transfers of a forward pass; ``before`` may still be running."""
         raise NotImplementedError
 
-    def tell(self, news: object) -> None:
-        """Let the engine's first rank know."""
+    def notify(self, event: object) -> None:
+        """Send an event to the engine's first rank."""
         raise NotImplementedError
 
     def now_s(self) -> float:
-        """Return the time of the engine's clock."""
+        """Return the time of the engine's clock in seconds."""
         return self.threads.now_ns() / 1e9
 
     def open_verifier(self, counters: Counters) -> Verifier:
-        """Return what compares this rank's bytes, and counts them in ``counters``."""
+        """Return a verifier of this rank's KV, which adds to ``counters``."""
         verify = self.settings.verify or Verify.fitting(self.settings.geometry)
         return Verifier(self.function, verify, counters, self.threads, self._held_function)
 
-    def wrong_in_hbm(
+    def verify_hbm(
         self,
         place: CheckedAt,
         request_id: str,
@@ -92,27 +92,27 @@ class RankPlane:
         layers: Iterable[int],
         next_token: int,
     ) -> str | None:
-        """Compare what the token ``next_token`` sees of this rank's HBM ``blocks`` in these layers.
+        """Verify this rank's HBM ``blocks`` in ``layers`` with ``seeds``.
 
-        ``seeds`` are those of the blocks.  Say what is wrong.
+        In layers with a window only the blocks to which token ``next_token`` attends are verified.
+        Return a message if KV is wrong.
         """
         wrong: set[int] = set()
         for layer in layers:
             first, parts = self.geometry.seen_from(layer, next_token), self.hbm.layer(layer)
-            seen, right = blocks[first:], seeds[first:]
-            found = self.verifier.layer_blocks(place, parts, seen, right, layer)
+            found = self.verifier.layer_blocks(place, parts, blocks[first:], seeds[first:], layer)
             wrong.update(first + block for block in found)
         where = place.value
         if self.place.group.size > 1:
             where = f"{where} of rank {self.place.group.rank}"
-        return wrong_kv(where, request_id, sorted(wrong))
+        return wrong_kv_message(where, request_id, sorted(wrong))
 
 
 class FollowerPlane(RankPlane):
-    """A rank that follows: the first one gives out its HBM."""
+    """The data plane of a follower rank; the first rank allocates its HBM."""
 
     def __init__(
-        self, settings: EmulatedSettings, end: FollowingEnd, surroundings: Surroundings = LIVE
+        self, settings: EmulatedSettings, end: FollowerRank, surroundings: Surroundings = LIVE
     ) -> None:
         super().__init__(settings, end, surroundings)
         self._end = end
@@ -131,29 +131,29 @@ class FollowerPlane(RankPlane):
     def begin_pass(
         self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
     ) -> FollowedPass:
-        """See ``RankPlane``; a rank that follows ends one pass before it begins another."""
+        """See ``RankPlane``; a follower rank ends each pass before it starts the next."""
         assert before is None
         return self.follower.begin_pass(parts)
 
-    def tell(self, news: object) -> None:
+    def notify(self, event: object) -> None:
         """See ``RankPlane``."""
-        self._end.tell(news)
+        self._end.notify(event)
 
     def hold(self, hbm_blocks: tuple[int, ...]) -> None:
-        """See ``engine.chunk_transfers.BlockHolder``."""
-        self._end.tell(Held(hbm_blocks))
+        """See ``BlockHolder``."""
+        self._end.notify(BlocksHeld(hbm_blocks))
 
-    def let_go(self, hbm_blocks: tuple[int, ...]) -> None:
-        """See ``engine.chunk_transfers.BlockHolder``."""
-        self._end.tell(LetGo(hbm_blocks))
+    def unhold(self, hbm_blocks: tuple[int, ...]) -> None:
+        """See ``BlockHolder``."""
+        self._end.notify(BlocksReleased(hbm_blocks))
 
 
-def wrong_kv(where: str, request_id: str, wrong: Sequence[int]) -> str | None:
-    """Return how a request is told of wrong blocks of its prompt; None if there are none."""
+def wrong_kv_message(where: str, request_id: str, wrong: Sequence[int]) -> str | None:
+    """Return the error message for wrong blocks of a prompt; None if there are none."""
     if not wrong:
         return None
     some = ", ".join(map(str, wrong[:8]))
     return (
         f"request {request_id}: KV of {len(wrong)} prompt blocks ({some}) is wrong in "
-        f"{where}; this is a defect of the data path, keep the engines' logs"
+        f"{where}; this is a bug in the data path, save the engines' logs"
     )

@@ -1,7 +1,7 @@
-"""The other ranks of an emulated engine as processes, forked from the first.
+"""Runs the other ranks of an emulated engine as processes, forked from the first.
 
-A connection leads from the first rank to each (``rank_connections``).  Its end is the end of that
-process: the kernel closes what a process held.  Others end with the first as well.
+The first rank has a connection to each of them (``rank_connections``), which the kernel closes when
+the process ends.  The other ranks end when the first one ends.
 """
 
 import contextlib
@@ -15,24 +15,28 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 
 from dualpath.core.errors import DualPathError
-from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, ConnectedLeader, Tie
-from dualpath.laboratory.emulated.ranks import FollowingEnd, LeadingEnd, NoFollowers
+from dualpath.laboratory.emulated.rank_connections import (
+    ConnectedFollower,
+    ConnectedLeader,
+    FollowerConnection,
+)
+from dualpath.laboratory.emulated.ranks import FollowerRank, LeaderRank, OnlyRank
 from dualpath.ops.launch.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
-#: Within it a rank has ended that has no more work.
+#: Seconds within which a rank must end after it has received the end of work.
 _END_S = 10.0
 
 
 @contextlib.contextmanager
-def rank_processes(size: int, follow: Callable[[FollowingEnd], None]) -> Iterator[LeadingEnd]:
-    """Start the other ranks of an engine of ``size`` for the block, and end them with it.
+def rank_processes(size: int, follow: Callable[[FollowerRank], None]) -> Iterator[LeaderRank]:
+    """Start the other ranks of an engine of ``size`` ranks for the block, and end them with it.
 
-    Each runs ``follow``.  To be called before this process has threads of its own.
+    Each runs ``follow``.  Must be called before this process has other threads.
     """
     if size == 1:
-        yield NoFollowers()
+        yield OnlyRank()
         return
     context = multiprocessing.get_context("fork")
     connections: list[Connection] = []
@@ -49,7 +53,7 @@ def rank_processes(size: int, follow: Callable[[FollowingEnd], None]) -> Iterato
         processes.append(process)
     leader = ConnectedLeader(
         [
-            Tie(rank, connection, functools.partial(_how_it_ended, rank, process))
+            FollowerConnection(rank, connection, functools.partial(_how_it_ended, rank, process))
             for rank, (connection, process) in enumerate(
                 zip(connections, processes, strict=True), start=1
             )
@@ -62,7 +66,7 @@ def rank_processes(size: int, follow: Callable[[FollowingEnd], None]) -> Iterato
         for rank, other in enumerate(processes, start=1):
             other.join(_END_S)
             if other.exitcode is None:
-                log.error("rank %d does not end; it is killed", rank)
+                log.error("rank %d does not end; killing it", rank)
                 other.kill()
                 other.join()
 
@@ -70,7 +74,7 @@ def rank_processes(size: int, follow: Callable[[FollowingEnd], None]) -> Iterato
 def _how_it_ended(rank: int, process: BaseProcess) -> str:
     process.join(_END_S)
     code = process.exitcode
-    how = "its connection was cut" if code is None else f"with exit code {code}"
+    how = "its connection was closed" if code is None else f"with exit code {code}"
     if code is not None and code < 0:
         how = f"by {signal.Signals(-code).name}"
     return f"rank {rank} (process {process.pid}) has ended, {how}"
@@ -81,12 +85,12 @@ def _follow(
     size: int,
     connection: Connection,
     leaders: Sequence[Connection],
-    follow: Callable[[FollowingEnd], None],
+    follow: Callable[[FollowerRank], None],
     leader: int,
 ) -> None:
-    """Run a rank in the process that was forked for it."""
+    """Run a rank in its forked process."""
     die_with_parent(signal.SIGKILL, leader)
-    # A terminal's Ctrl-C reaches all ranks; the first decides what comes of it.
+    # A terminal's Ctrl-C reaches all ranks; the first rank handles it.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     for other in leaders:

@@ -1,9 +1,9 @@
-"""How the ranks of an emulated engine hear of each other: vLLM's executor and its groups, in small.
+"""Communication between the ranks of an emulated engine, like vLLM's executor and rank groups.
 
-The first rank leads: it takes requests, decides what is computed, and gives that to all ranks as
-*work*.  Each does its share of it, in the same order, and is in step with the others by the end of
-each piece of work, as by the all-reduces of real ranks.  What a rank finds out between two pieces,
-it *tells* the leader, who hears it before anything that this rank gives later.
+The first rank is the leader: it accepts requests, schedules, and broadcasts *work* to all ranks.
+Each rank does its share of the work in the same order, and ranks synchronise at the end of each
+piece of work, like the all-reduces of real ranks.  Between two pieces of work a rank can send
+*events* to the leader, which are delivered before anything that this rank sends later.
 """
 
 from collections import deque
@@ -15,71 +15,71 @@ from dualpath.engine.ranks import RankGroup
 from dualpath.engine.threads import OS_THREADS, Threads
 
 T = TypeVar("T")
-#: What a rank tells: called with the rank and what it has to say, on whatever thread brings it.
-Hear = Callable[[int, Any], None]
+#: Called with the rank and the event, on the thread that receives it.
+OnEvent = Callable[[int, Any], None]
 
 
-class LeadingEnd(RankGroup, Protocol):
-    """The first rank's end."""
+class LeaderRank(RankGroup, Protocol):
+    """The leader's interface to the other ranks."""
 
-    def listen(self, hear: Hear, lost: Callable[[str], None]) -> None:
-        """Begin to hear what others tell; ``lost`` gets the reason when one of them has ended."""
+    def listen(self, on_event: OnEvent, lost: Callable[[str], None]) -> None:
+        """Set the callbacks for events and for the loss of a rank, called with the reason."""
         ...
 
     def end(self) -> None:
-        """There is no more work: other ranks end, and that is no loss."""
+        """End the work: the other ranks end, which does not count as a loss."""
         ...
 
 
-class FollowingEnd(RankGroup, Protocol):
-    """Another rank's end."""
+class FollowerRank(RankGroup, Protocol):
+    """A follower's interface to the leader."""
 
-    def work(self) -> Any:  # noqa: ANN401 - whatever the leader gives
-        """Wait for the next work, as long as it takes; None when there is no more.
+    def work(self) -> Any:  # noqa: ANN401 - any work
+        """Wait without limit for the next work; None at the end of work.
 
-        Raises ``EngineLostError`` if the leader is gone.
+        Raises ``EngineLostError`` if the leader has ended.
         """
         ...
 
-    def tell(self, news: object) -> None:
-        """Let the leader know; may be called from any thread."""
+    def notify(self, event: object) -> None:
+        """Send an event to the leader; may be called from any thread."""
         ...
 
 
-class NoFollowers:
-    """The end of an engine's only rank."""
+class OnlyRank:
+    """The leader's interface in an engine of one rank."""
 
     rank, size = 0, 1
 
     def broadcast(self, value: T | None) -> T:
-        """Return it."""
+        """Return the value."""
         assert value is not None
         return value
 
     def gather(self, value: T) -> list[T]:
-        """Return it."""
+        """Return a list of the value."""
         return [value]
 
-    def listen(self, hear: Hear, lost: Callable[[str], None]) -> None:
-        """Nobody tells anything."""
+    def listen(self, on_event: OnEvent, lost: Callable[[str], None]) -> None:
+        """Do nothing: there are no other ranks."""
 
     def end(self) -> None:
-        """Nobody waits for work."""
+        """Do nothing: there are no other ranks."""
 
 
 class ThreadRanks:
-    """Ranks that are threads of one process; ``ends[r]`` is rank ``r``'s.
+    """Ranks as threads of one process; ``ends[r]`` is the interface of rank ``r``.
 
-    ``threads`` are those of the engine, so that a simulation may bring its own.  ``lose`` ends the
-    group, as the death of one rank's process does.
+    ``threads`` are the engine's, so that a simulation can replace them.  ``fail`` ends the group,
+    like the end of one rank's process.
     """
 
     def __init__(self, size: int, threads: Threads = OS_THREADS) -> None:
         self.size = size
         self._changed = threads.condition()
-        self._given: list[deque[Any]] = [deque() for _ in range(size)]
-        self._received: list[deque[Any]] = [deque() for _ in range(size)]
-        self._hear: Hear = lambda rank, news: None
+        self._to_leader: list[deque[Any]] = [deque() for _ in range(size)]
+        self._to_rank: list[deque[Any]] = [deque() for _ in range(size)]
+        self._on_event: OnEvent = lambda rank, event: None
         self._lost: Callable[[str], None] = lambda reason: None
         self._reason: str | None = None
         self._ending = False
@@ -88,35 +88,35 @@ class ThreadRanks:
 
     @property
     def ends(self) -> "Sequence[_ThreadLeader | _ThreadFollower]":
-        """The ends of all ranks, in their order."""
+        """The interfaces of all ranks, in order."""
         return (self.leader, *self.followers)
 
-    def lose(self, reason: str = "a rank is gone") -> None:
-        """Let every wait fail from now on, and tell the leader."""
+    def fail(self, reason: str = "a rank is gone") -> None:
+        """Make all waits fail from now on, and report the loss to the leader."""
         with self._changed:
             self._reason = self._reason or reason
             self._changed.notify_all()
         self._lost(reason)
 
-    def ended(self, reason: str) -> None:
-        """A rank is no more: a loss, unless there is no more work."""
+    def rank_ended(self, reason: str) -> None:
+        """Record that a rank has ended, which fails the group unless work has ended."""
         if not self._ending:
-            self.lose(reason)
+            self.fail(reason)
 
     def end(self) -> None:
-        """See ``LeadingEnd``."""
+        """See ``LeaderRank``."""
         self._ending = True
-        self.give(self._received[1:], None)
+        self.put(self._to_rank[1:], None)
 
-    def give(self, queues: Sequence[deque[Any]], value: object) -> None:
+    def put(self, queues: Sequence[deque[Any]], value: object) -> None:
         """Put a value into queues."""
         with self._changed:
             for queue in queues:
                 queue.append(value)
             self._changed.notify_all()
 
-    def take(self, queue: deque[Any]) -> Any:  # noqa: ANN401 - what was given
-        """Wait for the next of a queue; raises ``EngineLostError`` if a rank is gone."""
+    def get(self, queue: deque[Any]) -> Any:  # noqa: ANN401 - any value
+        """Wait for the next value of a queue; raises ``EngineLostError`` if a rank has ended."""
         with self._changed:
             self._changed.wait_for(lambda: bool(queue) or self._reason is not None)
             if self._reason is not None:
@@ -125,7 +125,7 @@ class ThreadRanks:
 
 
 class _ThreadLeader:
-    """See ``LeadingEnd``."""
+    """See ``LeaderRank``."""
 
     def __init__(self, shared: ThreadRanks) -> None:
         self._shared = shared
@@ -133,40 +133,40 @@ class _ThreadLeader:
 
     def broadcast(self, value: T | None) -> T:
         assert value is not None
-        self._shared.give(self._shared._received[1:], value)
+        self._shared.put(self._shared._to_rank[1:], value)
         return value
 
     def gather(self, value: T) -> list[T]:
         shared = self._shared
-        everything = [value, *(shared.take(given) for given in shared._given[1:])]
-        shared.give(shared._received[1:], everything)
+        everything = [value, *(shared.get(queue) for queue in shared._to_leader[1:])]
+        shared.put(shared._to_rank[1:], everything)
         return everything
 
-    def listen(self, hear: Hear, lost: Callable[[str], None]) -> None:
-        self._shared._hear, self._shared._lost = hear, lost
+    def listen(self, on_event: OnEvent, lost: Callable[[str], None]) -> None:
+        self._shared._on_event, self._shared._lost = on_event, lost
 
     def end(self) -> None:
         self._shared.end()
 
 
 class _ThreadFollower:
-    """See ``FollowingEnd``."""
+    """See ``FollowerRank``."""
 
     def __init__(self, shared: ThreadRanks, rank: int) -> None:
         self._shared = shared
         self.rank, self.size = rank, shared.size
 
     def work(self) -> Any:  # noqa: ANN401 - as in the contract
-        return self._shared.take(self._shared._received[self.rank])
+        return self._shared.get(self._shared._to_rank[self.rank])
 
     def broadcast(self, value: T | None) -> T:
-        told: T = self.work()
-        return told
+        received: T = self.work()
+        return received
 
     def gather(self, value: T) -> list[T]:
-        self._shared.give([self._shared._given[self.rank]], value)
+        self._shared.put([self._shared._to_leader[self.rank]], value)
         everything: list[T] = self.work()
         return everything
 
-    def tell(self, news: object) -> None:
-        self._shared._hear(self.rank, news)
+    def notify(self, event: object) -> None:
+        self._shared._on_event(self.rank, event)

@@ -1,4 +1,4 @@
-"""A request at an emulated engine: what was asked, what is owed, how it answers."""
+"""Requests at an emulated engine: their parameters, state and answers."""
 
 from collections.abc import Callable
 
@@ -9,9 +9,10 @@ from dualpath.laboratory.emulated.prefix import TokenPrefix
 
 
 class Sampling(msgspec.Struct):
-    """Sampling parameters of the token API; an emulated token depends on the prefix alone.
+    """Sampling parameters of the token API; an emulated token depends only on the prefix.
 
-    A stream's first token comes at once, the others ``stream_interval`` ≥ 1 at a time, as vLLM's.
+    In a stream the first token is sent at once, the others ``stream_interval`` ≥ 1 at a time, as in
+    vLLM.
     """
 
     max_tokens: int = 16
@@ -19,10 +20,10 @@ class Sampling(msgspec.Struct):
 
 
 class Answer:
-    """Tokens or the end of a request, on their way to its HTTP handler.
+    """Tokens or the end of a request, for its HTTP handler.
 
-    ``error`` says that the request failed for good; ``finish_reason`` "error" without it says that
-    another engine may try.
+    With ``error`` the request has failed permanently; with ``finish_reason`` "error" and no
+    ``error`` another engine may retry it.
     """
 
     __slots__ = ("error", "finish_reason", "token_ids")
@@ -42,7 +43,7 @@ Deliver = Callable[[Answer], None]
 
 
 class PrefillRequest:
-    """A prompt at a PE; the engine's thread owns it once it was submitted."""
+    """A prompt at a PE; the engine's threads own it after it was submitted."""
 
     def __init__(
         self, prefix: TokenPrefix, prefill_transfer: PrefillTransfer, deliver: Deliver
@@ -50,9 +51,9 @@ class PrefillRequest:
         self.prefix = prefix
         self.prefill_transfer = prefill_transfer
         self.deliver = deliver
-        #: Of its prompt, those that are stored or have been given to a pass.
+        #: Prompt tokens that are hits or were scheduled in a pass.
         self.done_tokens = 0
-        #: Passes under way that compute a part of it.
+        #: Running passes that compute a chunk of it.
         self.passes = 0
         self.failure: str | None = None
         self.wrong: str | None = None
@@ -61,10 +62,10 @@ class PrefillRequest:
 
 
 class DecodeRequest:
-    """A prompt at a DE whose KV waits in its buffer.
+    """A prompt at a DE with its KV in the DE's buffer.
 
-    ``prior_tokens`` follow the prompt already; ``max_tokens`` more are to be generated.  All
-    tokens before ``computed_tokens`` have KV.
+    ``prior_tokens`` were generated after the prompt by another engine; up to ``max_tokens`` more
+    are generated here.  The first ``computed_tokens`` tokens have KV.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class DecodeRequest:
         self.prefix = prefix
         self.decode_transfer = decode_transfer
         self.prior_tokens = prior_tokens
-        self.left_tokens = max_tokens
+        self.remaining_tokens = max_tokens
         self.deliver = deliver
-        # A prompt without a following token computes its last one again to get it.
+        # Without a prior token the last prompt token is recomputed to sample the first one.
         self.computed_tokens = decode_transfer.prompt_tokens - (0 if prior_tokens else 1)
-        self.room_tokens = decode_transfer.prompt_tokens + len(prior_tokens) + max_tokens
+        self.capacity_tokens = decode_transfer.prompt_tokens + len(prior_tokens) + max_tokens
         self.hbm_blocks: tuple[int, ...] = ()
         self.aborted = False

@@ -1,8 +1,8 @@
-"""The HTTP server of an emulated engine, answering as a vLLM engine does.
+"""The HTTP server of an emulated engine, with the token API of a vLLM engine.
 
 POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
 GET  /health                  200
-GET  /metrics                 what was verified, where; bytes moved; CPU time by thread
+GET  /metrics                 verified Layer Blocks by place, bytes moved, CPU time by thread
 """
 
 import asyncio
@@ -46,7 +46,7 @@ from dualpath.router.token_api.wire import (
 
 
 class EngineBodies(msgspec.Struct, frozen=True):
-    """``BodyLimits`` of an engine: a prompt of some million tokens as JSON."""
+    """``BodyLimits`` of an engine, for prompts of a few million tokens as JSON."""
 
     max_body_bytes: int = 1 << 28
     max_arriving_bytes: int = 1 << 30
@@ -54,7 +54,7 @@ class EngineBodies(msgspec.Struct, frozen=True):
 
 
 class LoopBridge:
-    """Carries answers from the engine's threads to the event loop, many per wake-up."""
+    """Passes answers from the engine's threads to the event loop, batched per wake-up."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -66,7 +66,7 @@ class LoopBridge:
 
         def deliver(answer: Answer) -> None:
             self._pending.append((answers, answer))
-            # Called too often does no harm; never too rarely: ``_drain`` first resets the flag.
+            # A race only causes an extra call: ``_drain`` resets the flag before it reads.
             if not self._called and not self._loop.is_closed():
                 self._called = True
                 self._loop.call_soon_threadsafe(self._drain)
@@ -81,7 +81,7 @@ class LoopBridge:
 
 
 class EngineServer:
-    """Requests of one engine; lives in one event loop."""
+    """The HTTP handlers of one engine; belongs to one event loop."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
         self._admission = Admission(plane, engine)
@@ -107,19 +107,21 @@ class EngineServer:
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         try:
-            asked = decode_body(await read_body(request, self._bodies), GenerateRequest[Sampling])
-            transfer = self._admission.transfer(asked)
-            prefix = await asyncio.to_thread(self._admission.prefix, asked, transfer)
+            generate = decode_body(
+                await read_body(request, self._bodies), GenerateRequest[Sampling]
+            )
+            transfer = self._admission.transfer(generate)
+            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         except BodyRefusedError as error:
             return body_refused(error)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        abort = self._admission.submit(asked, transfer, prefix, self._bridge.into(answers))
+        abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
         try:
-            if asked.stream:
-                return await self._stream(request, asked, answers)
-            return await self._whole(asked.request_id, answers)
+            if generate.stream:
+                return await self._stream(request, generate, answers)
+            return await self._whole(generate.request_id, answers)
         finally:
             abort()
 
@@ -137,13 +139,13 @@ class EngineServer:
     async def _stream(
         self,
         request: web.Request,
-        asked: GenerateRequest[Sampling],
+        generate: GenerateRequest[Sampling],
         answers: "asyncio.Queue[Answer]",
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
         held: tuple[int, ...] = ()
-        least_tokens = 1  # Of the first event; nobody waits for company there.
+        least_tokens = 1  # The first token is sent at once.
         while True:
             answer = await answers.get()
             held += answer.token_ids
@@ -151,11 +153,11 @@ class EngineServer:
             if not ended and len(held) < least_tokens:
                 continue
             ready = Answer(held, answer.finish_reason, answer.error)
-            await response.write(server_event(_event(asked.request_id, ready)))
+            await response.write(server_event(_event(generate.request_id, ready)))
             if ended:
                 await response.write(STREAM_END)
                 return response
-            held, least_tokens = (), asked.sampling_params.stream_interval
+            held, least_tokens = (), generate.sampling_params.stream_interval
 
 
 def _event(request_id: str, answer: Answer) -> GenerateAnswer:

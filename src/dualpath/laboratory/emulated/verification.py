@@ -1,4 +1,4 @@
-"""Compares KV where it arrived with what it has to be, and keeps count."""
+"""Compares received KV with its expected content and counts the comparisons."""
 
 import enum
 from collections.abc import Sequence
@@ -13,28 +13,28 @@ from dualpath.laboratory.emulated.prefix import Seeds
 from dualpath.laboratory.emulated.settings import Verify
 
 Flags = NDArray[np.bool_]
-#: By place: Layer Blocks compared, of which wrong.
+#: Layer Blocks compared, and those found wrong, by place.
 Counts = dict["CheckedAt", tuple[int, int]]
 
 
 class CheckedAt(enum.StrEnum):
-    """Where KV is compared."""
+    """The place at which KV is compared."""
 
     PE_BUFFER = "pe_buffer"
-    """Read from storage by the PE."""
+    """In the PE's buffer, after it was read from storage."""
     PE_HBM = "pe_hbm"
-    """Loaded for a layer, just before it is computed."""
+    """In the PE's HBM, after a layer was loaded and before it is computed."""
     DE_BUFFER = "de_buffer"
-    """The whole prompt: read from storage by the DE, or sent by the PE."""
+    """In the DE's buffer: the whole prompt, read from storage or sent by the PE."""
     DE_HBM = "de_hbm"
-    """The whole prompt, before the first decode step."""
+    """In the DE's HBM: the whole prompt, before the first decode step."""
 
 
 class Verifier:
-    """Checks and counts: by place here, in sum in ``counters``; may be called from any thread.
+    """Compares KV and counts: by place here, in total in ``counters``; thread-safe.
 
-    Buffers have whole blocks, which are ``function``'s; HBM has those of ``held``, a slice of them
-    at a rank, which counts as a Layer Block as well.
+    Buffers hold whole blocks with the content of ``function``; HBM holds the content of ``held``, a
+    rank's slice of them, which is counted as a Layer Block as well.
     """
 
     def __init__(
@@ -50,30 +50,30 @@ class Verifier:
         self._verify = verify
         self._lock = threads.lock()
         self._counts = {place: [0, 0] for place in CheckedAt}
-        self._told: Counts = dict.fromkeys(CheckedAt, (0, 0))
+        self._reported: Counts = dict.fromkeys(CheckedAt, (0, 0))
         self._totals = counters
         self._count(CheckedAt.PE_BUFFER, 0, 0)
 
     @property
     def compares(self) -> bool:
-        """Whether KV is compared at all."""
+        """Whether KV is compared."""
         return self._verify is not Verify.CHECKSUM
 
     def counts(self) -> Counts:
-        """Return per place (Layer Blocks compared, of which wrong)."""
+        """Return by place (Layer Blocks compared, of which wrong)."""
         with self._lock:
-            return {place: (seen, wrong) for place, (seen, wrong) in self._counts.items()}
+            return {place: (total, wrong) for place, (total, wrong) in self._counts.items()}
 
-    def news(self) -> Counts:
-        """Return what was counted since this was last asked."""
-        now, before = self.counts(), self._told
-        self._told = now
+    def new_counts(self) -> Counts:
+        """Return the counts since the last call."""
+        now, before = self.counts(), self._reported
+        self._reported = now
         return {p: (now[p][0] - before[p][0], now[p][1] - before[p][1]) for p in CheckedAt}
 
     def add(self, counts: Counts) -> None:
-        """Count what another rank has compared."""
-        for place, (seen, wrong) in counts.items():
-            self._count(place, seen, wrong)
+        """Add the counts of another rank."""
+        for place, (total, wrong) in counts.items():
+            self._count(place, total, wrong)
 
     def layer_blocks(
         self,
@@ -83,7 +83,7 @@ class Verifier:
         seeds: Seeds,
         layer: int,
     ) -> list[int]:
-        """Compare ``parts[p][block_ids[i]]`` with ``seeds[i]``; return the i that are wrong."""
+        """Compare blocks ``parts[p][block_ids[i]]`` with ``seeds[i]``; return each wrong i."""
         if not self.compares:
             return []
         ids = np.asarray(block_ids, dtype=np.int64)
@@ -103,15 +103,15 @@ class Verifier:
         place: CheckedAt,
         views: Sequence[memoryview],
         seeds: Seeds,
-        there_from: Sequence[int] = (),
+        first_loaded: Sequence[int] = (),
     ) -> list[int]:
-        """Compare Full Blocks in DRAM with ``seeds[i]``; return the i that are wrong.
+        """Compare Full Blocks ``views[i]`` in DRAM with ``seeds[i]``; return each wrong i.
 
-        ``there_from``: for each layer the first i that is there in it; none: all of them.
+        ``first_loaded``: for each layer the first i that has its KV; empty: all blocks have it.
         """
         if not self.compares:
             return []
-        first = there_from or [0] * self._function.geometry.layers
+        first = first_loaded or [0] * self._function.geometry.layers
         wrong: list[int] = []
         wrong_layers = 0
         for index, view in enumerate(views):
@@ -147,9 +147,9 @@ class Verifier:
         same: Flags = equal.reshape(len(ids), -1).all(axis=1)
         return same
 
-    def _count(self, place: CheckedAt, seen: int, wrong: int) -> None:
+    def _count(self, place: CheckedAt, total: int, wrong: int) -> None:
         with self._lock:
-            self._counts[place][0] += seen
+            self._counts[place][0] += total
             self._counts[place][1] += wrong
-        self._totals.add(Counter.VERIFIED_LAYER_BLOCKS, seen)
+        self._totals.add(Counter.VERIFIED_LAYER_BLOCKS, total)
         self._totals.add(Counter.WRONG_LAYER_BLOCKS, wrong)

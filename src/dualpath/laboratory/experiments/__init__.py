@@ -1,1 +1,1 @@
-"""Measurements on a lab: real bytes over shaped links, as commands (`dualpath lab run|bench`)."""
+"""Experiments on a lab: real bytes over shaped links (commands `dualpath lab run|bench`)."""

@@ -1,4 +1,4 @@
-"""The same cluster and agents in the simulator and in the lab: predicted and measured times."""
+"""The simulator compared with the lab: predicted and measured JCT of the same agents."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -24,9 +24,10 @@ from dualpath.model.sim.run import simulate
 from dualpath.report.model import Panel, Series, Table
 
 _DISCUSSION = """\
-Nothing was fitted. The simulator is given the rates of the links, the emulated engines' times,
-block sizes and buffers, and the very same trajectories; not what the lab adds: HTTP, the router's
-and the engines' own time, the pause of the transfer thread, late wake-ups on a shared machine."""
+No parameter was fitted. The inputs of the simulator are the rates of the links, the emulated
+engines' times, block sizes and buffers, and the same trajectories. It does not include HTTP, the
+CPU time of router and engines, the poll interval of the transfer thread, and late wake-ups on a
+shared machine."""
 
 
 def predicted_jct_s(
@@ -39,7 +40,7 @@ def predicted_jct_s(
 
 
 def agent_table(agents: Sequence[Window], block_tokens: int) -> AgentTable:
-    """Return the agents of a lab for the simulator, their histories stored."""
+    """Return the agents of a lab for the simulator, with stored histories."""
     sessions = [TokenSession(window.trajectory) for window in agents]
     table = agents_from_sessions(sessions, WorkloadSettings(block_tokens=block_tokens))
     hits = table.hit_tokens.copy()
@@ -51,7 +52,7 @@ def agent_table(agents: Sequence[Window], block_tokens: int) -> AgentTable:
 def compare_with_simulator(
     settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Measure every mode on every shape and simulate the same; raises as ``measure_jct``."""
+    """Measure every mode on every cluster and simulate the same; raises as ``measure_jct``."""
     jobs = jobs_of(settings, progress)
     rows, errors, panels = [], [], []
     for job in jobs:

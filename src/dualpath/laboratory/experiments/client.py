@@ -1,8 +1,8 @@
-"""The client of a run, a process on the lab's head node: waits, replays, asks what was verified.
+"""The client of a run, a process on the lab's head node: waits for engines and replays agents.
 
-It answers in a ``Dialogue``: ``READY`` when the engines are up, and have been asked for what is to
-lie in their DRAM; it is then sent a line to begin, and answers ``DONE`` when the last agent has its
-answer, and ``ClientResult``.
+Over its ``NodeChannel`` it sends ``READY`` when the engines are up and the warm-up replay is done;
+it then receives a line to begin, sends ``DONE`` when the last agent has its answer, and then
+``ClientResult``.
 """
 
 import asyncio
@@ -15,11 +15,11 @@ import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.laboratory.emulated.metrics import EngineCounts, engine_counts
-from dualpath.laboratory.experiments.dialogue import begin, reply
+from dualpath.laboratory.experiments.dialogue import read_arguments, send_line
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.client import replay
 from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import HintsGiven, ReplayResult, ToolDelays
+from dualpath.laboratory.workload.replay.result import ReplayResult, SentHints, ToolDelays
 from dualpath.laboratory.workload.replay.server import status
 from dualpath.router.api_keys import client_headers
 
@@ -30,11 +30,11 @@ READY, DONE = "ready", "done"
 
 
 class ClientTask(msgspec.Struct, frozen=True, kw_only=True):
-    """What to do: wait for ``engines`` engines, replay ``before`` unless empty, then ``trace``.
+    """A task: wait for ``engines`` engines, replay ``before`` unless empty, then ``trace``.
 
-    The first replay takes ``before_timeout_s`` at most and is not measured.  Each of
-    ``ready_urls`` has to answer 200 before, too.  ``engine_metrics``: whether engines report at
-    /metrics what they verified.
+    The replay of ``before`` takes at most ``before_timeout_s`` and is not measured.  Each of
+    ``ready_urls`` must answer 200 first.  ``engine_metrics``: whether engines report at /metrics
+    what they have verified.
     """
 
     endpoint: str
@@ -49,15 +49,15 @@ class ClientTask(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ready_within_s(self) -> float:
-        """How long it may take until a run can be measured."""
+        """Time-out until the measured replay can begin."""
         return self.start_timeout_s + (self.before_timeout_s if self.before else 0.0)
 
 
 class ClientResult(msgspec.Struct, frozen=True, kw_only=True):
-    """The replay, and of all engines together what they say of themselves.
+    """The replay, and sums over the metrics of all engines.
 
-    Layer Blocks verified and found wrong, by place, since they were started; CPU seconds that their
-    threads took during the replay, by name.
+    ``verified`` and ``wrong`` count Layer Blocks by place since the engines started;
+    ``thread_cpu_s`` has the CPU seconds of their threads during the replay, by name.
     """
 
     replay: ReplayResult
@@ -67,9 +67,9 @@ class ClientResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def run_client(task: ClientTask) -> ClientResult:
-    """Carry out a task.
+    """Execute a task.
 
-    Raises ``EngineLostError`` if the engines do not come up in time, or fail before the run.
+    Raises ``EngineLostError`` if the engines do not start in time, or fail in the warm-up.
     """
     sessions = read_trace(task.trace)
     timeout = aiohttp.ClientTimeout(total=_METRIC_TIMEOUT_S)
@@ -78,10 +78,10 @@ async def run_client(task: ClientTask) -> ClientResult:
         if task.before:
             await _replay_before(task)
         before = await _counts(http, task)
-        reply(READY)
+        send_line(READY)
         sys.stdin.readline()
         found = await replay(sessions, task.endpoint, task.options)
-        reply(DONE)
+        send_line(DONE)
         after = await _counts(http, task)
     took_s = {
         name: s - before.thread_cpu_s.get(name, 0.0) for name, s in after.thread_cpu_s.items()
@@ -92,7 +92,7 @@ async def run_client(task: ClientTask) -> ClientResult:
 
 
 async def _counts(http: aiohttp.ClientSession, task: ClientTask) -> EngineCounts:
-    """Return the sums over all engines; nothing where they report nothing."""
+    """Return the sums over all engines; empty if they report none."""
     verified, wrong = Counter[str](), Counter[str]()
     thread_cpu_s: dict[str, float] = defaultdict(float)
     for url in await _engine_urls(http, task.endpoint) if task.engine_metrics else ():
@@ -107,19 +107,19 @@ async def _counts(http: aiohttp.ClientSession, task: ClientTask) -> EngineCounts
 
 async def _replay_before(task: ClientTask) -> None:
     options = msgspec.structs.replace(
-        task.options, agents_per_s=None, session_hints=HintsGiven.NONE, tool_delays=ToolDelays.NONE
+        task.options, agents_per_s=None, session_hints=SentHints.NONE, tool_delays=ToolDelays.NONE
     )
     try:
         async with asyncio.timeout(task.before_timeout_s):
             found = await replay(read_trace(task.before), task.endpoint, options)
     except TimeoutError as error:
         raise EngineLostError(
-            f"the turns before the run took longer than {task.before_timeout_s:g} s; replay "
-            "shorter histories ({scale})"
+            f"the warm-up turns took longer than {task.before_timeout_s:g} s; replay shorter "
+            "histories ({scale})"
         ) from error
     if found.failed:
         errors = [turn.error for turn in found.turns if turn.error]
-        raise EngineLostError(f"{len(errors)} turns before the run failed: {errors[:1]}")
+        raise EngineLostError(f"{len(errors)} warm-up turns failed: {errors[:1]}")
 
 
 async def _ready(http: aiohttp.ClientSession, task: ClientTask) -> None:
@@ -133,7 +133,7 @@ async def _ready(http: aiohttp.ClientSession, task: ClientTask) -> None:
     except TimeoutError as error:
         servers = [f"{task.engines} engines at {task.endpoint}", *task.ready_urls]
         raise EngineLostError(
-            f"not all were up within {task.start_timeout_s:g} s: {', '.join(servers)}"
+            f"not all servers answered within {task.start_timeout_s:g} s: {', '.join(servers)}"
         ) from error
 
 
@@ -159,9 +159,9 @@ async def _engine_urls(http: aiohttp.ClientSession, endpoint: str) -> list[str]:
 
 
 def main() -> None:
-    """Carry out the task that is the first argument."""
+    """Execute the task in the first argument."""
     try:
-        reply(asyncio.run(run_client(begin(ClientTask))))
+        send_line(asyncio.run(run_client(read_arguments(ClientTask))))
     except DualPathError as error:
         sys.exit(f"dualpath: {error}")
 

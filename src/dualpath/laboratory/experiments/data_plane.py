@@ -1,6 +1,6 @@
-"""The data plane alone: storage to DRAM, Layer Blocks between engines, and what each costs.
+"""The data plane alone: storage to DRAM, Layer Blocks between engines, with rates and CPU time.
 
-No scheduler, no computation: a yardstick and dualpath's own code move the same bytes in turns.
+No scheduler, no computation: baselines and dualpath's code transfer the same bytes, interleaved.
 """
 
 import multiprocessing
@@ -38,7 +38,7 @@ _T = TypeVar("_T")
 def measure_data_plane(
     settings: DataPlaneSettings, command: str = "dualpath lab bench data-plane"
 ) -> ExperimentReport:
-    """Measure everything and return the report; takes a minute or two.
+    """Run all measurements and return the report; takes a minute or two.
 
     Raises ``ConfigError`` for a storage without direct I/O, ``StorageError`` for a block that is
     read wrong, ``TransportError`` or ``EngineLostError`` if a transfer fails.
@@ -51,7 +51,7 @@ def measure_data_plane(
 
 
 def _in_child(measure: Callable[[DataPlaneSettings], _T], settings: DataPlaneSettings) -> _T:
-    """Run in a process of its own, so that UCX sees ``settings.tls`` and no earlier agent."""
+    """Run in a new process, in which UCX reads ``settings.tls`` and there is no other agent."""
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=spawn) as child:
         return child.submit(measure, settings).result()
@@ -65,7 +65,7 @@ def data_plane_report(
     posts: Sequence[PostCost],
     busy: float,
 ) -> ExperimentReport:
-    """Return the report of what was measured; ``busy`` is the machine's busy share, 0 to 1."""
+    """Return the report of the measurements; ``busy`` is the machine's busy share, 0 to 1."""
     legs = {leg: {m.value: moves[leg, m] for m in Mover} for leg in Leg}
     readers = {reader.value: found for reader, found in reads.items()}
     tables = (
@@ -87,7 +87,7 @@ def data_plane_report(
         targets=_targets(settings, readers, legs, posts),
         discussion=_DISCUSSION,
         data={
-            # Where on this machine the storage lay says nothing to anybody else.
+            # The path of the storage on this machine is left out.
             "settings": msgspec.to_builtins(settings) | {"storage": Path(settings.storage).name},
             "reads": msgspec.to_builtins(readers),
             "moves": {leg.value: msgspec.to_builtins(found) for leg, found in legs.items()},
@@ -98,10 +98,10 @@ def data_plane_report(
 
 
 _DISCUSSION = """
-CPU seconds are those of all processes that take part, kernel included. Reads of dualpath verify
-every block (XXH3-128); fio and raw NIXL verify nothing. Over TCP the kernel copies every byte at
-both ends, and posting a transfer sends its bytes: the cost of a descriptor is that of the checks
-and of the handle, and posting is bandwidth.
+CPU seconds are those of all participating processes, including kernel time. Reads of dualpath
+verify every block (XXH3-128); fio and raw NIXL verify nothing. Over TCP the kernel copies every
+byte at both ends, and posting a transfer sends its bytes: therefore the cost of a descriptor is
+that of checks and handle, without posting.
 """
 
 
@@ -110,9 +110,10 @@ def _setting_lines(settings: DataPlaneSettings, busy: float, fio: bool) -> tuple
         f"Full Blocks of {settings.layers} Layer Blocks of {settings.layer_block_bytes:,} bytes",
         f"storage: {settings.stored_blocks} cold blocks, {settings.read_batch_blocks} at a time, "
         f"by dualpath {settings.parallel_reads}"
-        + ("" if fio else "; fio is not installed and left out"),
-        f"moves: prompts of {settings.blocks} blocks, two layers under way, UCX_TLS={settings.tls}",
-        f"medians of {settings.repeat} rounds in turns, ratios within a round",
+        + ("" if fio else "; without fio, which is not installed"),
+        f"transfers: prompts of {settings.blocks} blocks, two layers in flight, "
+        f"UCX_TLS={settings.tls}",
+        f"medians of {settings.repeat} interleaved rounds, ratios within a round",
         f"{os.cpu_count()} cores, {busy:.0%} busy",
     )
 
@@ -131,7 +132,7 @@ def _rate_table(title: str, found: Rates, ours: str) -> Table:
                 f"{_ratio(found[ours], rates):.2f}",
             )
         )
-    columns = ("who", "MB/s", "range", "CPU s/GB", "dualpath relative to it")
+    columns = ("method", "MB/s", "range", "CPU s/GB", "dualpath / this")
     return Table(title, columns, tuple(rows))
 
 

@@ -1,7 +1,7 @@
 """Layer Blocks between two processes: raw NIXL and forward passes of the traffic manager.
 
-Both make the same transfers in the same order: per layer one of all hit blocks and one of all
-computed ones, two layers under way.
+Both post the same transfers in the same order: per layer one of all hit blocks and one of all
+computed blocks, with two layers in flight.
 """
 
 import multiprocessing
@@ -36,8 +36,8 @@ from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import allocate_registered
 from dualpath.transport.nixl import NixlTransport
 
-#: Layers under way at a time, as with the default ``layer_buffers``.
-LAYERS_UNDER_WAY = 2
+#: Layers in flight, as with the default ``layer_buffers``.
+LAYERS_IN_FLIGHT = 2
 _DEADLINE_S = 60.0
 _EPOCH = "one"
 _REQUEST = "moved"
@@ -47,15 +47,15 @@ class _Initiator(Protocol):
     """The PE's side."""
 
     def connect(self, peer: Any) -> None:  # noqa: ANN401 - each mover has its own kind of peer
-        """Make the DE reachable, given what its side has sent."""
+        """Connect to the DE."""
         ...
 
     def one_pass(self, leg: Leg) -> int:
-        """Move all layers once; return the bytes."""
+        """Transfer all layers once; return the bytes."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         ...
 
 
@@ -70,13 +70,13 @@ class _RawInitiator:
         self._agent.connect(peer)
 
     def one_pass(self, leg: Leg) -> int:
-        """Do what a forward pass does: a region is loaded when what was in it has been sent."""
+        """Post the transfers of a forward pass: a region is loaded once its last layer was sent."""
         hits, layers = _hits(self._settings, leg), self._settings.layers
         sends: list[Any] = []
         load = self._load(0, hits)
         for layer in range(layers):
             if layer + 1 < layers:
-                if len(sends) == LAYERS_UNDER_WAY - 1:
+                if len(sends) == LAYERS_IN_FLIGHT - 1:
                     self._agent.finish(sends.pop(0))
                 following = self._load(layer + 1, hits)
             if load is not None:
@@ -93,7 +93,7 @@ class _RawInitiator:
     def _post(self, direction: str, layer: int, first: int, end: int) -> Any:  # noqa: ANN401 - as above
         settings = self._settings
         blocks = np.arange(first, end, dtype=np.int32)
-        here = layer % LAYERS_UNDER_WAY * settings.blocks + blocks
+        here = layer % LAYERS_IN_FLIGHT * settings.blocks + blocks
         handle = self._agent.make(direction, here, blocks * settings.layers + layer)
         self._agent.post(handle)
         return handle
@@ -103,19 +103,19 @@ class _RawInitiator:
 
 
 class _Engine:
-    """A traffic manager without a router; ``heard`` is what it reports."""
+    """A traffic manager without a router; ``reported`` are the messages that it sends."""
 
     def __init__(self, settings: DataPlaneSettings, role: Role) -> None:
         geometry = settings.geometry
         size = settings.layer_block_bytes
-        self._memory = allocate_registered(LAYERS_UNDER_WAY * settings.blocks * size)
+        self._memory = allocate_registered(LAYERS_IN_FLIGHT * settings.blocks * size)
         self._memory.array[:] = 1
         regions = tuple(
             RegionInfo(
                 f"hbm.{i}", self._memory.address + i * settings.blocks * size, *(size, size),
                 pieces=settings.blocks,
             )
-            for i in range(LAYERS_UNDER_WAY)
+            for i in range(LAYERS_IN_FLIGHT)
         )  # fmt: skip
         engine = EngineSettings(
             role=role,
@@ -128,14 +128,14 @@ class _Engine:
             ucx_tls=settings.tls,
         )
         storage = MemoryStorage(StoreNamespace("data-plane", "bytes", "none", geometry))
-        self.heard: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self.reported: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self.manager = TrafficManager(
             engine,
             geometry,
             storage,
             NixlTransport(f"{role.value}-{os.getpid()}", tls=settings.tls),
             shared_layers(regions, geometry, settings.blocks * geometry.block_tokens),
-            self.heard.put,
+            self.reported.put,
         )
 
     def close(self) -> None:
@@ -146,12 +146,12 @@ class _DecodeEngine(_Engine):
     def __init__(self, settings: DataPlaneSettings) -> None:
         super().__init__(settings, Role.DECODE)
         self.manager.handle(Assign(1, _REQUEST, 1, settings.blocks))
-        reserved = self.heard.get(timeout=_DEADLINE_S)
+        reserved = self.reported.get(timeout=_DEADLINE_S)
         assert isinstance(reserved, Reserved)
         self._slots = reserved.slots
 
     def peer(self) -> tuple[EngineAddress, tuple[int, ...]]:
-        """Return what the PE has to know: address and slots."""
+        """Return address and slots for the PE."""
         return self.manager.address(_EPOCH), self._slots
 
 
@@ -169,7 +169,7 @@ class _PrefillEngine(_Engine):
         self._agents = tuple(agent.agent for agent in address.agents)
 
     def one_pass(self, leg: Leg) -> int:
-        """Run a forward pass that computes nothing; its chunk is one block, or the whole prompt."""
+        """Run a forward pass without computation; its chunk is one block, or the whole prompt."""
         geometry, blocks = self._settings.geometry, self._settings.blocks
         hits = _hits(self._settings, leg)
         run = HitRun(Role.DECODE, BlockRun(0, hits), self._slots[:hits])
@@ -185,7 +185,7 @@ class _PrefillEngine(_Engine):
         )
         chunk = BlockRun(hits, blocks - hits)
         work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agents)
-        stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_UNDER_WAY, overlap=True))
+        stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_IN_FLIGHT, overlap=True))
         for layer in range(geometry.layers):
             stream.wait_loaded(layer)
             stream.computed(layer)
@@ -195,7 +195,7 @@ class _PrefillEngine(_Engine):
 
 
 def _hits(settings: DataPlaneSettings, leg: Leg) -> int:
-    """Blocks that are read from the DE; at least one is computed and sent."""
+    """Return the number of blocks read from the DE; at least one block is computed and sent."""
     return settings.blocks - 1 if leg is Leg.DE_TO_PE else 0
 
 
@@ -212,7 +212,7 @@ def measure_moves(settings: DataPlaneSettings) -> dict[tuple[Leg, Mover], list[R
 
 @contextmanager
 def _pair(settings: DataPlaneSettings, mover: Mover) -> Iterator[Callable[[Leg], Rate]]:
-    """Run a PE and a DE process in the block; yields how to measure a leg."""
+    """Run a PE and a DE process during the ``with`` block; yields a function to measure a leg."""
     spawn = multiprocessing.get_context("spawn")
     here, there = spawn.Pipe()
     prefill_end, decode_end = spawn.Pipe()
@@ -233,7 +233,7 @@ def _pair(settings: DataPlaneSettings, mover: Mover) -> Iterator[Callable[[Leg],
             return rate
         except (EOFError, BrokenPipeError) as error:
             raise EngineLostError(
-                f"a process of {mover.value!r} has ended; its error is above"
+                f"a process of {mover.value!r} has ended; its error was printed before"
             ) from error
 
     try:
@@ -245,7 +245,7 @@ def _pair(settings: DataPlaneSettings, mover: Mover) -> Iterator[Callable[[Leg],
 
 
 def _decode_process(settings: DataPlaneSettings, mover: Mover, control: Connection) -> None:
-    """Be the passive side: send where it is, then only what CPU time it took."""
+    """Run the passive side: send its address, then its CPU time on request."""
     os.environ["UCX_TLS"] = settings.tls
     side: _DecodeEngine | RawAgent
     if mover is Mover.TRAFFIC_MANAGER:
@@ -266,7 +266,7 @@ def _decode_process(settings: DataPlaneSettings, mover: Mover, control: Connecti
 def _prefill_process(
     settings: DataPlaneSettings, mover: Mover, control: Connection, decode: Connection
 ) -> None:
-    """Be the side that starts all transfers, one measurement per question."""
+    """Run the side that posts all transfers, one measurement per received leg."""
     os.environ["UCX_TLS"] = settings.tls
     side: _Initiator = (
         _PrefillEngine(settings)
@@ -280,7 +280,7 @@ def _prefill_process(
     decode.send(None)
 
 
-def _received(control: Connection) -> Any:  # noqa: ANN401 - whatever is asked
+def _received(control: Connection) -> Any:  # noqa: ANN401 - any message
     try:
         return control.recv()
     except EOFError:
@@ -288,7 +288,7 @@ def _received(control: Connection) -> Any:  # noqa: ANN401 - whatever is asked
 
 
 def _rate(settings: DataPlaneSettings, side: _Initiator, leg: Leg, decode: Connection) -> Rate:
-    side.one_pass(leg)  # connections are made, pages touched
+    side.one_pass(leg)  # warm-up: connects, touches all pages
     before_s, start_s = _both_cpu_s(decode), time.perf_counter()
     moved_bytes = 0
     while (wall_s := time.perf_counter() - start_s) < settings.move_s:

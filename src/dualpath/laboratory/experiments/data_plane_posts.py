@@ -1,4 +1,4 @@
-"""What a posted transfer costs by its number of pieces (the doorbell batching of §5.2)."""
+"""Cost of posting a transfer by its number of pieces (the doorbell batching of §5.2)."""
 
 import os
 import time
@@ -11,16 +11,16 @@ from dualpath.laboratory.experiments.data_plane_settings import DataPlaneSetting
 from dualpath.laboratory.experiments.raw_nixl import RawAgent
 from dualpath.transport.regions import check_pair
 
-#: Pieces of a region; transfers of more use some of them again.
+#: Pieces of a region; larger transfers use some of them repeatedly.
 _POOL_PIECES = 1000
-#: A size is posted so often that about so many pieces are, within these limits.
+#: Number of posts per size: about this many pieces in total, within these limits.
 _PIECES_IN_ALL, _LEAST_POSTS, _MOST_POSTS = 5000, 5, 100
 
 
 def measure_posts(settings: DataPlaneSettings) -> list[PostCost]:
     """Return the costs of WRITEs between two agents of this process, medians.
 
-    Pieces are scattered at both ends, so that NIXL can merge none.
+    Pieces are scattered at both ends, so that NIXL cannot merge any.
     """
     os.environ["UCX_TLS"] = settings.tls
     here, there = (
@@ -38,7 +38,7 @@ def measure_posts(settings: DataPlaneSettings) -> list[PostCost]:
 
 
 def _cost(here: RawAgent, there: RawAgent, indices: NDArray[np.int64]) -> PostCost:
-    """Do what ``NixlTransport.post`` does, step by step."""
+    """Time the steps of ``NixlTransport.post``."""
     own, others = here.peer().region, there.peer().region
     taken = []
     posts = min(_MOST_POSTS, max(_LEAST_POSTS, _PIECES_IN_ALL // len(indices)))
@@ -53,4 +53,6 @@ def _cost(here: RawAgent, there: RawAgent, indices: NDArray[np.int64]) -> PostCo
         here.finish(handle)
         taken.append((checked_s - start_s, made_s - checked_s, posted_s - made_s))
     check_s, make_s, post_s = (median(column) for column in zip(*taken[1:], strict=True))
-    return PostCost(len(indices), check_s, make_s, post_s)  # without the first, which connects
+    return PostCost(
+        len(indices), check_s, make_s, post_s
+    )  # the first post, which connects, is left out

@@ -1,4 +1,4 @@
-"""What the data-plane experiment is asked to do, and what its parts return."""
+"""Settings of the data-plane experiment, and the results of its parts."""
 
 import enum
 from typing import Annotated
@@ -13,10 +13,10 @@ from dualpath.laboratory.experiments.settings import Repeat
 
 
 class Reader(enum.StrEnum):
-    """Who reads stored Full Blocks."""
+    """The compared ways to read stored Full Blocks."""
 
     FIO = "fio, libaio"
-    """Reads and forgets; verifies nothing."""
+    """Discards the data; verifies nothing."""
     NIXL = "raw NIXL POSIX, libaio"
     """Into registered memory; verifies nothing."""
     READ_QUEUE = "dualpath read queue"
@@ -24,17 +24,17 @@ class Reader(enum.StrEnum):
 
 
 class Mover(enum.StrEnum):
-    """Who moves Layer Blocks."""
+    """The compared ways to transfer Layer Blocks."""
 
     NIXL_AS_IT_COMES = "raw NIXL, as it comes"
-    """Its progress thread never sleeps, UCX's own defaults."""
+    """With UCX's defaults; its progress thread never sleeps."""
     NIXL = "raw NIXL, our UCX settings"
     TRAFFIC_MANAGER = "dualpath traffic manager"
-    """Forward passes that compute nothing: plan, pump, counters and all."""
+    """Forward passes without computation: plan, pump and counters included."""
 
 
 class Leg(enum.StrEnum):
-    """Which way; the PE starts both."""
+    """The direction; the PE starts both."""
 
     DE_TO_PE = "DE buffer to PE HBM (READ)"
     """Hit blocks that the DE has read."""
@@ -46,26 +46,27 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     """One data-plane experiment.
 
     Full Blocks of ``layers`` Layer Blocks of ``layer_block_bytes``; 42 KiB are DeepSeek's 64 tokens
-    of 672 bytes.  ``storage`` is a directory on the disk to measure: ``stored_blocks`` are written
-    there, read cold, and removed: by the yardsticks ``read_batch_blocks`` at a time, by dualpath
+    of 672 bytes.  ``storage`` is a directory on the disk to measure:  ``stored_blocks`` are written
+    there, read cold, and removed: by the baselines ``read_batch_blocks`` at a time, by dualpath
     ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks, whose Layer Blocks are
-    moved over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces of
-    single transfers.  Readers and movers take turns ``repeat`` times; reported are medians.
+    transferred over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces
+    of single transfers.  Readers and movers run ``repeat`` times, interleaved; reported are
+    medians.
 
-    In a shell on a node of a lab (``dualpath lab run``) the same reads pass its throttle.
+    In a shell on a node of a lab (``dualpath lab run``) the reads are throttled by the lab.
     """
 
     storage: Annotated[str, Setting("directory on the disk to measure", metavar="DIR")]
     layers: Annotated[int, Setting("Layer Blocks of a Full Block", ge=2)] = 61
-    layer_block_bytes: Annotated[int, Setting("of a Layer Block", ge=1)] = 43008
-    stored_blocks: Annotated[int, Setting("written, read cold, removed", ge=1)] = 200
-    read_batch_blocks: Annotated[int, Setting("read at a time by the yardsticks", ge=1)] = 16
-    parallel_reads: Annotated[int, Setting("read at a time by dualpath", ge=1)] = (
+    layer_block_bytes: Annotated[int, Setting("bytes of a Layer Block", ge=1)] = 43008
+    stored_blocks: Annotated[int, Setting("blocks to write, read cold and remove", ge=1)] = 200
+    read_batch_blocks: Annotated[int, Setting("blocks read at a time by the baselines", ge=1)] = 16
+    parallel_reads: Annotated[int, Setting("blocks read at a time by dualpath", ge=1)] = (
         DEFAULT_PARALLEL_READS
     )
-    blocks: Annotated[int, Setting("Full Blocks of the prompt that is moved", ge=2)] = 100
+    blocks: Annotated[int, Setting("Full Blocks of the transferred prompt", ge=2)] = 100
     tls: Annotated[str, Setting("UCX transports")] = "tcp"
-    move_s: Annotated[float, Setting("moves last at least so long", gt=0)] = 1.5
+    move_s: Annotated[float, Setting("minimum duration of transfers", gt=0)] = 1.5
     descriptor_counts: Annotated[tuple[int, ...], Setting("pieces of single transfers", ge=1)] = (
         1,
         10,
@@ -76,7 +77,7 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     repeat: Repeat = 3
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for sizes nothing can be measured with."""
+        """Raise ``ConfigError`` for a missing directory or missing sizes."""
         super().check()
         if not self.storage:
             raise ConfigError("{storage} is missing; give a directory on the disk to measure")
@@ -85,23 +86,23 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
 
     @property
     def geometry(self) -> BlockGeometry:
-        """The blocks; how many tokens one holds does not matter here."""
+        """The geometry of the blocks; their number of tokens is arbitrary."""
         return BlockGeometry.uniform(
             layers=self.layers, block_tokens=64, layer_block_bytes=self.layer_block_bytes
         )
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """What one run moved: its rate, and the CPU time of all processes that took part."""
+    """The rate of one run, and the CPU time of all its processes."""
 
     bytes_per_s: float
     cpu_s_per_gb: float
 
 
 class PostCost(msgspec.Struct, frozen=True):
-    """What one posted transfer of ``pieces`` pieces costs the thread that posts it, in seconds.
+    """Time of the posting thread for one transfer of ``pieces`` pieces, in seconds.
 
-    The steps of ``Transport.post``: our checks of both lists of pieces, making NIXL's handle from
+    The steps of ``Transport.post``: checking both lists of pieces, making NIXL's handle from
     prepared descriptors, posting it.  Over TCP posting includes sending the bytes.
     """
 

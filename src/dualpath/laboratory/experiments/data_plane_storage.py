@@ -34,8 +34,8 @@ from dualpath.transport.nixl import NixlTransport
 
 _CLOSE_S = 10.0
 _DEADLINE_S = 600.0
-#: Read in turns, each into slots of its own: a block of one may still be written and verified when
-#: the first of the next arrive.
+#: Two requests read alternately, each into its own slots: blocks of one may still be verified when
+#: the first blocks of the next arrive.
 _REQUESTS = ("even", "odd")
 
 ReadAll = Callable[[], None]
@@ -63,16 +63,16 @@ class StoredBlocks:
 
     @property
     def payload_bytes(self) -> int:
-        """Payload of all blocks."""
+        """Bytes of the payload of all blocks."""
         return len(self.keys) * self.settings.geometry.full_block_bytes
 
     @property
     def request_blocks(self) -> int:
-        """Blocks that a reader has memory for: several batches, as a buffer has."""
+        """Blocks of a reader's memory: several batches, like a buffer."""
         return min(4 * self.settings.read_batch_blocks, len(self.keys))
 
     def flat_folder(self) -> Path:
-        """Return a folder with links to all blocks, as fio does not descend."""
+        """Return a folder with links to all blocks, as fio does not read subfolders."""
         folder = self.root / "flat"
         if not folder.exists():
             folder.mkdir()
@@ -89,7 +89,7 @@ class StoredBlocks:
 
 
 def measure_reads(settings: DataPlaneSettings) -> dict[Reader, list[Rate]]:
-    """Return the rates of every reader, one per round; without fio its list is missing.
+    """Return the rates of every reader, one per round; fio is missing if it is not installed.
 
     Raises ``ConfigError`` for a directory without direct I/O, ``StorageError`` for a bad block.
     """
@@ -99,7 +99,7 @@ def measure_reads(settings: DataPlaneSettings) -> dict[Reader, list[Rate]]:
         stored = StoredBlocks(Path(root), settings)
         with _read_queue(stored) as through_queue, _raw_nixl(stored) as through_nixl:
             readers = {Reader.NIXL: through_nixl, Reader.READ_QUEUE: through_queue}
-            for read_all in readers.values():  # touches all memory
+            for read_all in readers.values():  # warm-up, touches all memory
                 read_all()
             for _ in range(settings.repeat):
                 if shutil.which("fio"):
@@ -142,7 +142,7 @@ class _FioOutput(msgspec.Struct):
 
 
 def _fio(stored: StoredBlocks) -> Rate:
-    """Let fio read the same files, each with one request, ``read_batch_blocks`` at a time."""
+    """Read the same files with fio, one request per file, ``read_batch_blocks`` at a time."""
     stored.drop_cache()
     done = subprocess.run(
         (
@@ -155,8 +155,8 @@ def _fio(stored: StoredBlocks) -> Rate:
         check=False,
     )
     if done.returncode:
-        raise ConfigError(f"fio failed ({done.stderr.strip()[:200]}); remove it or mend it")
-    output = done.stdout[done.stdout.index("{") :]  # it may begin with notes
+        raise ConfigError(f"fio failed ({done.stderr.strip()[:200]}); repair or uninstall it")
+    output = done.stdout[done.stdout.index("{") :]  # messages may precede it
     job = msgspec.json.decode(output, type=_FioOutput).jobs[0]
     payload_share = stored.payload_bytes / (len(stored.paths) * stored.file_bytes)
     payload_bytes = job.read.io_bytes * payload_share
@@ -166,7 +166,7 @@ def _fio(stored: StoredBlocks) -> Rate:
 
 @contextmanager
 def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
-    """Yield reads of ``read_batch_blocks`` at a time into as much memory as the read queue's."""
+    """Yield reads of ``read_batch_blocks`` at a time, with as much memory as the read queue."""
     batch, slots = stored.settings.read_batch_blocks, stored.request_blocks
     slot_bytes = -(-stored.file_bytes // PAGE_BYTES) * PAGE_BYTES
     memory = allocate_registered(slots * slot_bytes)
@@ -188,7 +188,7 @@ def _raw_nixl(stored: StoredBlocks) -> Iterator[ReadAll]:
 
 @contextmanager
 def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
-    """Yield reads as the traffic manager does them, of one request after the other."""
+    """Yield reads like those of the traffic manager, one request after the other."""
     settings = stored.settings
     answers = [queue.SimpleQueue[ReadDone]() for _ in _REQUESTS]
     request_blocks = stored.request_blocks

@@ -1,7 +1,7 @@
-"""A conversation with a process on a node: it is asked and answers, a JSON document per line.
+"""A channel to a process on a node: one JSON document per line over its standard streams.
 
-``Dialogue`` is the end that asks; ``begin`` and ``reply`` are for the module that answers, which
-ends when its input does.
+``NodeChannel`` is the controlling end; ``read_arguments`` and ``send_line`` are for the module on
+the node, which ends at the end of its input.
 """
 
 import select
@@ -19,10 +19,10 @@ _END_S = 10.0
 _Message = TypeVar("_Message")
 
 
-class Dialogue:
-    """A module of this package that runs on a node with ``arguments``, a struct.
+class NodeChannel:
+    """A module of this package, run on a node with the struct ``arguments``.
 
-    Its process is called ``name``, must stay until it is ended, and is one of ``processes``.
+    Its process ``name`` is one of ``processes`` and must run until it is ended.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Dialogue:
         self.process = processes.start(module_command(name, node, path, words), pipes=True)
 
     def send(self, line: object) -> None:
-        """Send a word, or a document; raises ``EngineLostError`` if the process has ended."""
+        """Send a word or a JSON document; raises ``EngineLostError`` if the process has ended."""
         assert self.process.stdin is not None
         text = line.encode() if isinstance(line, str) else msgspec.json.encode(line)
         try:
@@ -45,7 +45,7 @@ class Dialogue:
             raise self._lost() from error
 
     def receive(self, kind: type[_Message], within_s: float = ANSWER_DEADLINE_S) -> _Message:
-        """Return the next answer.
+        """Return the next line.
 
         Raises ``EngineLostError`` if any of the processes has ended, ``DeadlineError`` after
         ``within_s``.
@@ -54,8 +54,8 @@ class Dialogue:
         assert stdout is not None
 
         def missing() -> str:
-            answered, _, _ = select.select([stdout], [], [], 0)
-            return "" if answered else f"{self.process.name} has not answered"
+            readable, _, _ = select.select([stdout], [], [], 0)
+            return "" if readable else f"{self.process.name} has not answered"
 
         self._processes.wait_until_ready(missing, within_s, awaited=self.process)
         line = stdout.readline()
@@ -64,22 +64,22 @@ class Dialogue:
         return msgspec.json.decode(line, type=kind)
 
     def close(self) -> None:
-        """Let the process end, as its work is done."""
+        """End the process."""
         self.process.terminate()
         self.process.end()
         self._processes.release(self.process)
 
     def _lost(self) -> EngineLostError:
         self.process.wait(_END_S)
-        return EngineLostError(self.process.ending())
+        return EngineLostError(self.process.exit_report())
 
 
-def begin(arguments: type[_Message]) -> _Message:
+def read_arguments(arguments: type[_Message]) -> _Message:
     """Return the arguments of this process."""
     return msgspec.json.decode(sys.argv[1], type=arguments)
 
 
-def reply(message: object) -> None:
-    """Send one line to who asked."""
+def send_line(message: object) -> None:
+    """Send one line to the controlling process."""
     sys.stdout.buffer.write(msgspec.json.encode(message) + b"\n")
     sys.stdout.buffer.flush()

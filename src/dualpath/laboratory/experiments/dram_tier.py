@@ -1,4 +1,4 @@
-"""KV that stays in DRAM, on shaped links: with and without a tier, by how much of it fits."""
+"""KV cached in DRAM on shaped links: with and without a DRAM tier, by the share that fits."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import msgspec
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.dram_tier_report import ORACLE, Share, TierJob, tier_report
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
-from dualpath.laboratory.experiments.in_turns import Variant, run_in_turns
+from dualpath.laboratory.experiments.in_turns import Variant, run_interleaved
 from dualpath.laboratory.experiments.jct import agents_of, lab_run_of
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.settings import EmulatedNodes
@@ -19,7 +19,7 @@ from dualpath.laboratory.workload.replay.options import ReplayOptions
 def measure_dram_tier(
     settings: TierSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Run every share of the working set without a tier and with one, and Oracle.
+    """Run every share of the working set without and with a DRAM tier, and Oracle.
 
     Raises as ``measure_jct``.
     """
@@ -40,7 +40,7 @@ def measure_dram_tier(
         seed=jct.seed, tool_delays=settings.tool_delays, session_hints=settings.session_hints
     )
     with lab_run_of(jct, lab, agents, progress) as lab_run:
-        runs = run_in_turns(lab_run, variants, jct.repeat, options, progress)
+        runs = run_interleaved(lab_run, variants, jct.repeat, options, progress)
         job = TierJob(
             settings=settings,
             lab=lab_run.state.settings,

@@ -1,4 +1,4 @@
-"""The report on a DRAM tier: what it saves and where it stands to Oracle, by how much fits."""
+"""The report on a DRAM tier: speed-up and ratio to Oracle, by the share that fits."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -25,14 +25,15 @@ from dualpath.laboratory.workload.replay.result import ToolDelays, TurnRecord
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
 ORACLE = Mode.ORACLE.value
-#: Where all fits, to Oracle; where a part does, to the run without a tier; where nothing does, too.
+#: Limits: JCT / Oracle's if all fits; speed-up by the tier if a part fits; JCT with / without the
+#: tier if nothing fits; TTFT / Oracle's after pauses.
 FITS_RATIO, PART_GAIN, NOTHING_RATIO, PAUSE_RATIO = 1.05, 1.3, 1.02, 1.1
-#: Of the router's counters, in bytes by engine.
+#: Name of the router's counter, in bytes by engine.
 _DRAM_HITS = "dram_hit_bytes"
 
 
 class Share(NamedTuple):
-    """So much of the working set fits into ``dram_bytes`` of each node beyond its buffer."""
+    """A share of the working set; each node has ``dram_bytes`` for it in addition to its buffer."""
 
     share: float
     dram_bytes: int
@@ -43,7 +44,7 @@ class Share(NamedTuple):
 
 
 class TierJob(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs; every share has two, without and with a tier, and there is Oracle."""
+    """All runs: for every share without and with a tier, and Oracle."""
 
     settings: TierSettings
     lab: LabSettings
@@ -60,14 +61,14 @@ class TierJob(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV of a token."""
+        """Bytes of KV of a token."""
         return self.settings.jct.emulated.kv_bytes_per_token
 
     def judged(self, run: Measured) -> list[TurnRecord]:
-        """Return a run's turns whose latency is judged.
+        """Return the turns of a run whose latency counts for the target.
 
-        Where agents wait for tools: those that came after a pause longer than one storage NIC needs
-        for their hits; all of them else.
+        If agents wait for tools: turns after a pause longer than one storage NIC needs for their
+        hits; otherwise all turns.
         """
         per_s = self.lab.snic_bytes_per_s / self.kv_bytes_per_token
         turns = [turn for turn in run.client.replay.turns if turn.ttft_s is not None]
@@ -76,7 +77,7 @@ class TierJob(msgspec.Struct, frozen=True, kw_only=True):
         return [turn for turn in turns if turn.delay_s > turn.ideal_hit_tokens / per_s]
 
     def ttft_p50_s(self, run: Measured) -> float:
-        """Return the median TTFT of the turns that are judged, 0 without any."""
+        """Return the median TTFT of these turns, 0 without any."""
         found = [turn.ttft_s for turn in self.judged(run) if turn.ttft_s is not None]
         return statistics.median(found) if found else 0.0
 
@@ -104,8 +105,8 @@ def _setting_lines(job: TierJob) -> list[str]:
         *setting_lines(settings.jct),
         f"Mode {settings.jct.mode[0]}, without and with a tier.",
         f"Working set: {job.working_set_bytes / 1e6:.0f} MB, the KV of {job.agents} agents after "
-        f"their last turn. Buffers {nodes.buffer_bytes / 1e6:.0f} MB per node and beyond them, "
-        f"with and without a tier, {given}.",
+        f"their last turn. Each node has a buffer of {nodes.buffer_bytes / 1e6:.0f} MB and "
+        f"additional DRAM, with and without a tier: {given}.",
         "Ratios are of runs of one round, which follow each other; medians over rounds.",
     ]
     if job.waits:
@@ -120,7 +121,7 @@ def _setting_lines(job: TierJob) -> list[str]:
 
 
 def _bases(job: TierJob) -> dict[str, str]:
-    """Return the runs with a tier, each with those beside it without."""
+    """Return the name of each variant with a tier with that of its variant without."""
     return {share.name(tier=True): share.name(tier=False) for share in job.shares}
 
 
@@ -142,7 +143,7 @@ def _times(job: TierJob) -> Table:
             )
         )
     columns = (
-        *("fits", "JCT s", "range s", "speed-up by the tier", "x oracle", "TTFT p50 s"),
+        *("share that fits", "JCT s", "range s", "speed-up by the tier", "x oracle", "TTFT p50 s"),
         *("x oracle's", "machine busy"),
     )
     return Table(f"{job.lab.nodes}: {job.agents} agents", columns, tuple(rows))
@@ -167,10 +168,10 @@ def _bytes(job: TierJob) -> Table:
             )
         )
     columns = (
-        *("fits", "hits from DRAM", "read GB", "CNIC out, busiest", "CNIC in, busiest"),
+        *("share that fits", "hits from DRAM", "read GB", "CNIC out, busiest", "CNIC in, busiest"),
         "engines, CPU-s",
     )
-    return Table("Where hits came from, use of links over the whole run", columns, tuple(rows))
+    return Table("Sources of hits, and use of links over the whole run", columns, tuple(rows))
 
 
 def _use(moved_bytes: Sequence[int], time_s: Sequence[float], job: TierJob) -> float:
@@ -181,12 +182,12 @@ def _use(moved_bytes: Sequence[int], time_s: Sequence[float], job: TierJob) -> f
 
 
 def dram_share(run: Measured) -> float:
-    """Return the part of the bytes of a run's hits that engines had in DRAM, 0 without hits."""
+    """Return the share of the bytes of a run's hits that came from DRAM, 0 without hits."""
     server = run.client.replay.server
     found = {} if server is None else server.other.get(_DRAM_HITS, {})
-    kept = sum(found.values())
+    cached = sum(found.values())
     read = run.storage_bytes
-    return kept / (kept + read) if kept + read else 0.0
+    return cached / (cached + read) if cached + read else 0.0
 
 
 def _targets(job: TierJob) -> list[Target]:
@@ -221,7 +222,11 @@ def _panel(job: TierJob) -> Panel:
     oracle_s = statistics.median(run.jct_s for run in job.runs[ORACLE])
     series.append(Series(ORACLE, shares, (oracle_s,) * len(shares)))
     return Panel(
-        "Job completion time", "grouped", "of the working set fits", "JCT (s)", tuple(series)
+        "Job completion time",
+        "grouped",
+        "share of the working set that fits",
+        "JCT (s)",
+        tuple(series),
     )
 
 

@@ -1,4 +1,4 @@
-"""Emulated engines on the nodes of a lab, one or a group per node, and their router on the head."""
+"""Emulated engines on the nodes of a lab, one or a group per node, and the router on the head."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -36,7 +36,7 @@ from dualpath.storage.protection import STORAGE_KEY_VARIABLE
 
 CLI_MODULE = "dualpath.cli.main"
 ROUTER_PORT, CONTROL_PORT, GROUP_PORT = 8000, 5700, 5702
-#: The same in all runs of a lab, so that histories are stored once.  It protects nothing.
+#: The same in all runs of a lab, so that histories are stored once; not secret.
 _STORAGE_KEY = bytes(range(32)).hex()
 _Costs = TypeVar("_Costs", PrefillCosts, DecodeCosts)
 
@@ -44,9 +44,9 @@ _Costs = TypeVar("_Costs", PrefillCosts, DecodeCosts)
 def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup:
     """Return the same cluster for the simulator: links of the lab, times of the emulated engines.
 
-    Deviation: the simulator has no loopback leg; H2D and D2H load its CNIC as in §5.2, which in the
-    lab have a link of their own.  A group's engines share their node's CNIC in the lab, here
-    each has one.
+    Deviations: the simulator has no loopback link; H2D and D2H use its CNIC as in §5.2, but a
+    separate link in the lab.  A group's engines share their node's CNIC in the lab; here each has
+    its own.
     """
     cluster = ClusterSettings(
         prefill_nodes=lab.prefill,
@@ -77,7 +77,7 @@ def simulated_setup(nodes: EmulatedNodes, lab: LabSettings, mode: Mode) -> Setup
 
 
 def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
-    """Return the costs of the emulated engines: the model's, ``speedup`` times as fast."""
+    """Return the costs of the emulated engines: the model's, divided by ``speedup``."""
     costs = single_engine_costs(nodes.model, nodes.gpu, nodes.prefill_tp)
     return msgspec.structs.replace(
         costs,
@@ -93,7 +93,7 @@ def scaled_costs(nodes: EmulatedNodes) -> ModelCosts:
 
 
 class EmulatedEngines:
-    """Emulated engines as a kind of engines for ``LabRun``."""
+    """Emulated engines for ``LabRun``."""
 
     verifies = True
 
@@ -101,7 +101,7 @@ class EmulatedEngines:
         self._nodes = nodes
 
     def stored_kind(self, mode: Mode) -> str:
-        """Return a name of the blocks they store."""
+        """See ``Engines``."""
         if not mode.moves_bytes:
             return "lengths"
         return "kv" if not self._nodes.seals_blocks else f"kv-{self._nodes.storage_protection}"
@@ -158,12 +158,12 @@ def _engine_arguments(
         buffer_bytes=nodes.buffer_bytes,
         dram_bytes=nodes.dram_bytes,
         storage_protection=nodes.storage_protection,
-        # As RDMA has it registered: without, a send waits until the kernel has cleared its pages.
+        # Like memory registered for RDMA: otherwise a send waits while the kernel clears its pages.
         touch_memory=True,
         layer_buffers=nodes.layer_buffers,
         compute_quota_s=nodes.compute_quota_s,
         snic_bytes_per_s=0.0 if throttled else state.settings.snic_bytes_per_s / nodes.dp,
-        # Shared memory would go past the links of the lab.
+        # Shared memory would bypass the links of the lab.
         ucx_tls="tcp",
         nixl_engine_config={"TCP_PORT_RANGE": state.settings.kv_ports},
         net_devices=node_cnics(state),
@@ -192,7 +192,7 @@ def _engine_arguments(
 
 
 def node_role(node: Node) -> Role:
-    """Return what a node is for, by its name."""
+    """Return the role of a node, from its name."""
     return Role.PREFILL if node.name.startswith("pe") else Role.DECODE
 
 

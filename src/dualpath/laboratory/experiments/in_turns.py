@@ -1,7 +1,7 @@
-"""Kinds of runs that are compared: each in turn with the others, so that an hour spoils all alike.
+"""Compared variants of a run, interleaved, so that changes of the machine affect all of them.
 
-What is compared is the ratio of two runs of one round, which stand side by side; of several rounds
-the median.
+Compared are the two runs of one round, which follow each other; reported is the median ratio over
+the rounds.
 """
 
 import statistics
@@ -15,7 +15,7 @@ from dualpath.laboratory.workload.replay.options import ReplayOptions
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """A kind of run: its name, the mode, the engines."""
+    """One variant: its name, the mode, the engines."""
 
     name: str
     mode: Mode
@@ -25,14 +25,14 @@ class Variant(msgspec.Struct, frozen=True):
 Runs = Mapping[str, Sequence[Measured]]
 
 
-def run_in_turns(
+def run_interleaved(
     lab_run: LabRun,
     variants: Sequence[Variant],
     repeat: int,
     options: ReplayOptions,
     progress: Callable[[str], None],
 ) -> dict[str, list[Measured]]:
-    """Run every variant once, ``repeat`` times over; return the runs by the variant's name.
+    """Run all variants in each of ``repeat`` rounds; return the runs by the variant's name.
 
     Raises as ``LabRun.run``.
     """
@@ -51,6 +51,6 @@ def run_in_turns(
 def paired_ratio(
     runs: Runs, name: str, base: str, of: Callable[[Measured], float] = lambda run: run.jct_s
 ) -> float:
-    """Return the median, over rounds, of what a variant's run has in proportion to another's."""
+    """Return the median, over rounds, of the ratio of one variant's run to another's."""
     pairs = zip(runs[name], runs[base], strict=True)
     return statistics.median(of(run) / of(other) for run, other in pairs)

@@ -1,7 +1,7 @@
-"""One node's part in the KV bulk: Layer Blocks through NIXL, as fast as its links let them.
+"""One node's process of the KV bulk: Layer Blocks over NIXL at the full rate of its links.
 
-A target has one region of HBM per source.  A source writes its own region, whose every byte is
-known, over and over, a (request, layer) per posted transfer.
+A target has one region of HBM per source.  A source writes a known content repeatedly, one
+(request, layer) per posted transfer.
 """
 
 import select
@@ -13,19 +13,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dualpath.core.errors import TransportError
-from dualpath.laboratory.experiments.dialogue import begin, reply
+from dualpath.laboratory.experiments.dialogue import read_arguments, send_line
 from dualpath.transport.contract import AgentInfo, Direction, RegionInfo, Transfer, TransferState
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 
-#: How often posted transfers are looked at; two in flight cover it at every rate of a lab.
-_LOOK_S = 0.002
+#: Poll interval of posted transfers; two in flight saturate every link of a lab with it.
+_POLL_S = 0.002
 _DRAIN_DEADLINE_S = 30.0
 _BUFFER = "buffer"
 
 
 class BulkArguments(msgspec.Struct, frozen=True):
-    """A bulk process: its agent, the ports of its lane, its blocks, which agents write to it."""
+    """Arguments: the agent, the ports of its lane, its blocks, the agents that write to it."""
 
     agent: str
     ports: str
@@ -36,38 +36,38 @@ class BulkArguments(msgspec.Struct, frozen=True):
 
 
 class BulkTargets(msgspec.Struct, frozen=True):
-    """Agents to write to from now on, until "stop"."""
+    """Agents to write to until "stop"."""
 
     agents: tuple[AgentInfo, ...]
 
 
 class BulkCount(msgspec.Struct, frozen=True):
-    """Bytes that have arrived at their targets so far, and when that was, monotonic clock."""
+    """Bytes that have arrived at their targets by ``at_s`` of the monotonic clock."""
 
     bytes: int
     at_s: float
 
 
 class BulkChecked(msgspec.Struct, frozen=True):
-    """Blocks that others have written to this process, and how many of them are wrong."""
+    """Number of blocks written to this process, and of wrong ones among them."""
 
     blocks: int
     wrong: int
 
 
 def contents(agent: str, arguments: BulkArguments) -> NDArray[np.uint8]:
-    """Return what an agent's buffer holds, one row per block."""
+    """Return the content of an agent's buffer, one row per block."""
     seed = list(agent.encode())
     shape = (arguments.blocks * arguments.in_flight, arguments.block_bytes)
     return np.random.default_rng(seed).integers(0, 256, shape, dtype=np.uint8)
 
 
 class Bulk:
-    """A node's agent with its buffer, the HBM that others write, and what it has posted."""
+    """A node's agent with its buffer, the HBM that others write to, and its posted transfers."""
 
     def __init__(self, arguments: BulkArguments) -> None:
         self._arguments = arguments
-        # Shared memory would pass by the links: TCP alone.
+        # TCP only: shared memory would bypass the links.
         self.transport = NixlTransport(
             arguments.agent, tls="tcp", engine_config={"TCP_PORT_RANGE": arguments.ports}
         )
@@ -90,8 +90,8 @@ class Bulk:
         """Whether transfers are posted."""
         return bool(self._posted)
 
-    def look(self, *, again: bool) -> None:
-        """Count the transfers that are done, and ``again`` post each.
+    def poll(self, *, repost: bool) -> None:
+        """Count the transfers that are done, and post each again if ``repost``.
 
         Raises ``TransportError`` if one has failed.
         """
@@ -104,11 +104,11 @@ class Bulk:
             transfer.release()
             del self._posted[target, part]
             self._done_bytes += transfer.bytes
-            if again:
+            if repost:
                 self._post(target, part)
 
     def count(self) -> BulkCount:
-        """Return what has arrived so far."""
+        """Return the bytes that have arrived so far."""
         return BulkCount(self._done_bytes, time.monotonic())
 
     def stop(self) -> None:
@@ -118,13 +118,13 @@ class Bulk:
         """
         deadline_s = time.monotonic() + _DRAIN_DEADLINE_S
         while self._posted:
-            self.look(again=False)
+            self.poll(repost=False)
             if time.monotonic() > deadline_s:
                 raise TransportError(f"KV bulk still moves after {_DRAIN_DEADLINE_S:g} s")
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
 
     def check(self) -> BulkChecked:
-        """Compare what sources have written with what they hold."""
+        """Compare the received blocks with the content of their sources."""
         wrong = 0
         for source, memory in self._hbm.items():
             expected = contents(source, self._arguments)
@@ -146,8 +146,8 @@ class Bulk:
 
     def _post(self, target: str, part: int) -> None:
         first = part * self._arguments.blocks
-        # Every other block, then those between: neighbours in memory are no neighbours in a
-        # request, and NIXL would join them.
+        # Even blocks first, then odd ones: NIXL would merge neighbours, and blocks of a request are
+        # not neighbours in memory.
         pieces = [
             *range(first, first + self._arguments.blocks, 2),
             *range(first + 1, first + self._arguments.blocks, 2),
@@ -158,35 +158,35 @@ class Bulk:
 
 
 def main() -> None:
-    """Serve as the bulk of one node; argument: ``BulkArguments`` as JSON."""
-    bulk = Bulk(begin(BulkArguments))
-    reply(bulk.transport.info())
+    """Run the bulk of one node; argument: ``BulkArguments`` as JSON."""
+    bulk = Bulk(read_arguments(BulkArguments))
+    send_line(bulk.transport.info())
     try:
         while True:
-            timeout_s = _LOOK_S if bulk.is_writing else None
+            timeout_s = _POLL_S if bulk.is_writing else None
             ready, _, _ = select.select([sys.stdin], [], [], timeout_s)
-            if ready and not _obey(bulk, sys.stdin.readline().strip()):
+            if ready and not _execute(bulk, sys.stdin.readline().strip()):
                 return
-            bulk.look(again=True)
+            bulk.poll(repost=True)
     finally:
         bulk.transport.close()
 
 
-def _obey(bulk: Bulk, line: str) -> bool:
-    """Carry out one command; False at the end of the input."""
+def _execute(bulk: Bulk, line: str) -> bool:
+    """Execute one command; False at the end of the input."""
     match line:
         case "":
             return False
         case "count":
-            reply(bulk.count())
+            send_line(bulk.count())
         case "stop":
             bulk.stop()
-            reply(bulk.count())
+            send_line(bulk.count())
         case "check":
-            reply(bulk.check())
+            send_line(bulk.check())
         case targets:
             bulk.write_to(msgspec.json.decode(targets, type=BulkTargets))
-            reply("writing")
+            send_line("writing")
     return True
 
 

@@ -1,8 +1,8 @@
-"""One node's part in an all-to-all: messages to every peer, at a fixed period, and back.
+"""One node's process of an all-to-all: periodic messages to every peer and back.
 
-The ping-pong stands for dispatch and combine of expert parallelism.  A round begins at its time or
-when the one before is over, whichever is later, as a layer cannot begin before the one before it.
-One thread serves everything; it sleeps whenever no socket is ready.
+The ping-pong stands for dispatch and combine of expert parallelism.  A round begins at its
+scheduled time or at the end of the previous one, whichever is later, as layers follow each other.
+One thread serves all sockets and sleeps while none is ready.
 """
 
 import gc
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.laboratory.experiments.dialogue import begin, reply
+from dualpath.laboratory.experiments.dialogue import read_arguments, send_line
 
-#: Bytes of the whole message, number of the round; the latter ends a message, too.
+#: Bytes of the whole message, number of the round; the number is also the message's trailer.
 _HEADER = struct.Struct("<II")
 _TRAILER = struct.Struct("<I")
 _CONNECT_DEADLINE_S = 10.0
@@ -26,20 +26,20 @@ _STDIN = 0
 
 
 class ExchangeArguments(msgspec.Struct, frozen=True):
-    """An exchange process: where it listens, with whom it exchanges, by which TCP."""
+    """Arguments: listening address and port, peers, TCP congestion control."""
 
     address: str
     port: int
     peers: tuple[str, ...]
-    most_bytes: int
+    max_bytes: int
     congestion_control: str
 
 
 class ExchangeOrder(msgspec.Struct, frozen=True):
-    """Rounds to do: ``warm_up``, which are not reported, then ``rounds``.
+    """Rounds to run: ``warm_up``, which are not reported, then ``rounds``.
 
-    The first begins at ``start_s`` of the monotonic clock.  They end with the last, or when all
-    would be over had none begun late; one at least is reported.
+    The first begins at ``start_s`` of the monotonic clock.  They end after the last round, or at
+    the time when it would have ended without late rounds; at least one is reported.
     """
 
     message_bytes: int
@@ -50,9 +50,9 @@ class ExchangeOrder(msgspec.Struct, frozen=True):
 
 
 class ExchangeResult(msgspec.Struct, frozen=True):
-    """Duration of each round, and how many ended when the next was due already.
+    """Duration of each round; ``late`` rounds ended after the next was due.
 
-    ``wrong`` messages came back other than they were sent.
+    ``wrong`` counts messages that came back different.
     """
 
     round_s: tuple[float, ...]
@@ -61,23 +61,23 @@ class ExchangeResult(msgspec.Struct, frozen=True):
 
 
 class Channel:
-    """One connection: whole messages in, whole messages out, one of each at a time."""
+    """One connection, which sends and receives complete messages, one at a time."""
 
-    def __init__(self, connection: socket.socket, most_bytes: int) -> None:
+    def __init__(self, connection: socket.socket, max_bytes: int) -> None:
         connection.setblocking(False)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.socket = connection
-        self._buffer = memoryview(bytearray(most_bytes))
+        self._buffer = memoryview(bytearray(max_bytes))
         self._received = 0
         self._pending = memoryview(b"")
 
     @property
     def is_sending(self) -> bool:
-        """Whether part of a message waits for room in the socket."""
+        """Whether a part of a message waits for room in the socket."""
         return bool(self._pending)
 
     def send(self, message: memoryview) -> None:
-        """Send a message; what the socket does not take at once is left to ``flush``."""
+        """Send a message; ``flush`` sends the part that the socket does not accept at once."""
         self._pending = message
         self.flush()
 
@@ -93,7 +93,7 @@ class Channel:
     def receive(self) -> memoryview | None:
         """Return the message if it is complete; it is valid until the next call.
 
-        Raises ``ConnectionError`` if the peer has gone.
+        Raises ``ConnectionError`` if the peer has closed the connection.
         """
         while True:
             end = _HEADER.size
@@ -112,7 +112,7 @@ class Channel:
 
 
 class Rounds:
-    """The rounds of one order: when they begin, what they took."""
+    """The rounds of one order, with their beginnings and durations."""
 
     def __init__(self, order: ExchangeOrder) -> None:
         self.number = 0
@@ -125,7 +125,7 @@ class Rounds:
         self._wrong = 0
 
     def seconds_left(self, now_s: float) -> float | None:
-        """Return how long until the next round begins, None while one is under way."""
+        """Return the time until the next round begins, None during a round."""
         if self._awaited:
             return None
         return max(0.0, self._due_s - now_s)
@@ -141,7 +141,7 @@ class Rounds:
             channel.send(memoryview(self._message))
 
     def take(self, answer: memoryview, now_s: float) -> None:
-        """Take a peer's answer; the last one ends the round."""
+        """Process a peer's answer; the last one ends the round."""
         header, trailer = answer[: _HEADER.size], answer[-_TRAILER.size :]
         whole = self._message.startswith(header) and self._message.endswith(trailer)
         self._wrong += not whole
@@ -155,7 +155,7 @@ class Rounds:
             self._late += now_s > self._due_s
 
     def result(self, now_s: float) -> ExchangeResult | None:
-        """Return what was measured, when all rounds or their time are over."""
+        """Return the result after the last round or its time-out, else None."""
         rounds = self._order.warm_up + self._order.rounds
         end_s = self._order.start_s + rounds * self._order.period_s
         if self._awaited or not self._round_s or (self.number < rounds and now_s < end_s):
@@ -168,7 +168,7 @@ class Rounds:
 
 
 class Exchange:
-    """A node: answers every peer at any time, and does the rounds it is ordered to."""
+    """A node: answers every peer at any time, and runs the rounds of its orders."""
 
     def __init__(self, arguments: ExchangeArguments) -> None:
         self._arguments = arguments
@@ -181,7 +181,7 @@ class Exchange:
         self._rounds: Rounds | None = None
 
     def connect(self) -> None:
-        """Connect to every peer; all of them must listen already."""
+        """Connect to every peer; all of them must be listening."""
         for peer in self._arguments.peers:
             connection = socket.socket()
             connection.setsockopt(
@@ -191,12 +191,12 @@ class Exchange:
             )
             connection.settimeout(_CONNECT_DEADLINE_S)
             connection.connect((peer, self._arguments.port))
-            self._own.append(Channel(connection, self._arguments.most_bytes))
+            self._own.append(Channel(connection, self._arguments.max_bytes))
 
     def serve(self) -> None:
-        """Carry out orders from standard input until it ends.
+        """Execute orders from standard input until its end.
 
-        Raises ``ConnectionError`` if a peer goes during a round.
+        Raises ``ConnectionError`` if a peer closes its connection during a round.
         """
         while True:
             ready, writable, _ = select.select(*self._interest(), [], self._timeout_s())
@@ -204,7 +204,7 @@ class Exchange:
                 return
             if self._listener in ready:
                 connection, _ = self._listener.accept()
-                self._served.append(Channel(connection, self._arguments.most_bytes))
+                self._served.append(Channel(connection, self._arguments.max_bytes))
             for channel in (*self._own, *self._served):
                 if channel.socket in writable:
                     channel.flush()
@@ -213,7 +213,7 @@ class Exchange:
             self._advance([channel for channel in self._own if channel.socket in ready])
 
     def _interest(self) -> tuple[list[socket.socket | int], list[socket.socket]]:
-        # Between orders nothing is awaited of a peer but its end.
+        # Between orders peers send nothing.
         awaiting = self._own if self._rounds is not None else []
         readable = [channel.socket for channel in (*awaiting, *self._served)]
         writable = [c.socket for c in (*self._own, *self._served) if c.is_sending]
@@ -229,7 +229,7 @@ class Exchange:
         return bool(line)
 
     def _answer(self, channel: Channel) -> None:
-        """Send a message back; a peer that has gone needs no answer."""
+        """Send a message back, unless the peer has closed the connection."""
         try:
             message = channel.receive()
         except ConnectionError:
@@ -248,16 +248,16 @@ class Exchange:
         now_s = time.monotonic()
         if (result := self._rounds.result(now_s)) is not None:
             self._rounds = None
-            reply(result)
+            send_line(result)
         elif self._rounds.seconds_left(now_s) == 0.0:
             self._rounds.begin(self._own, now_s)
 
 
-def goes_first() -> bool:
-    """Have this process go before all others on the CPUs; False where that is not allowed.
+def set_realtime_priority() -> bool:
+    """Give this process real-time priority; False if that is not allowed.
 
-    Model communication needs no CPU to move.  Beside a bulk that the CPUs move, an exchange would
-    wait for its turn on one for longer than for any segment on the link.
+    On hardware, model communication needs no CPU.  Here the CPUs copy the bulk, and an exchange
+    would wait for a CPU longer than for any segment on the link.
     """
     try:
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
@@ -267,15 +267,15 @@ def goes_first() -> bool:
 
 
 def main() -> None:
-    """Serve as the exchange of one node; argument: ``ExchangeArguments`` as JSON."""
-    arguments = begin(ExchangeArguments)
+    """Run the exchange of one node; argument: ``ExchangeArguments`` as JSON."""
+    arguments = read_arguments(ExchangeArguments)
     exchange = Exchange(arguments)
-    reply("listening")
+    send_line("listening")
     sys.stdin.readline()
     exchange.connect()
-    # Nothing here makes cycles; looking for them would only delay a message.
+    # No code here creates reference cycles; garbage collection would only delay messages.
     gc.disable()
-    reply(goes_first())
+    send_line(set_realtime_priority())
     exchange.serve()
 
 

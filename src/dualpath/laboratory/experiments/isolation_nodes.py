@@ -1,4 +1,4 @@
-"""The processes of the isolation experiment on the nodes of a lab: started, asked and ended."""
+"""The processes of the isolation experiment on the nodes of a lab."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TypeVar
 
-from dualpath.laboratory.experiments.dialogue import ANSWER_DEADLINE_S, Dialogue
+from dualpath.laboratory.experiments.dialogue import ANSWER_DEADLINE_S, NodeChannel
 from dualpath.laboratory.experiments.isolation_bulk import (
     BulkArguments,
     BulkChecked,
@@ -32,21 +32,21 @@ from dualpath.laboratory.lab.machine import Node
 from dualpath.laboratory.lab.node_processes import NodeProcesses
 from dualpath.transport.contract import AgentInfo
 
-#: Rounds begin this long after their order is given, so that all nodes begin together.
+#: Rounds begin this long after the order, so that all nodes begin together.
 _NOTICE_S = 0.05
 _WARM_UP_ROUNDS = 3
 _Answer = TypeVar("_Answer")
 
 
-class Exchanges:
-    """The exchange processes of all nodes; ``first``: they go before others on the CPUs."""
+class ExchangeProcesses:
+    """The exchange processes of all nodes; ``first``: they have real-time priority."""
 
-    def __init__(self, processes: Sequence[Dialogue], *, first: bool) -> None:
+    def __init__(self, processes: Sequence[NodeChannel], *, first: bool) -> None:
         self._processes = processes
         self.first = first
 
     def measure(self, message_bytes: int, period_s: float, rounds: int) -> list[ExchangeResult]:
-        """Do ``rounds`` on every node and return what each has measured."""
+        """Run ``rounds`` on every node and return the result of each node."""
         start_s = time.monotonic() + _NOTICE_S
         order = ExchangeOrder(message_bytes, period_s, rounds, _WARM_UP_ROUNDS, start_s)
         for process in self._processes:
@@ -62,13 +62,15 @@ def _processes(state: LabState) -> Iterator[NodeProcesses]:
         yield processes
 
 
-def _dialogue(processes: NodeProcesses, node: Node, module: str, arguments: object) -> Dialogue:
-    return Dialogue(processes, f"{module}-{node.name}", node, module, arguments)
+def _dialogue(processes: NodeProcesses, node: Node, module: str, arguments: object) -> NodeChannel:
+    return NodeChannel(processes, f"{module}-{node.name}", node, module, arguments)
 
 
 @contextmanager
-def exchanges(settings: IsolationSettings, state: LabState, leg: Leg) -> Iterator[Exchanges]:
-    """Start the exchange on every node, connected; end it afterwards."""
+def exchange_processes(
+    settings: IsolationSettings, state: LabState, leg: Leg
+) -> Iterator[ExchangeProcesses]:
+    """Start and connect the exchange on every node; end it afterwards."""
     with _processes(state) as started:
         nodes = lab_nodes(state)
         processes = []
@@ -78,7 +80,7 @@ def exchanges(settings: IsolationSettings, state: LabState, leg: Leg) -> Iterato
                 address=node.address,
                 port=EXCHANGE_PORT,
                 peers=tuple(others if leg is Leg.CNIC else [node.address]),
-                most_bytes=max(settings.message_bytes),
+                max_bytes=max(settings.message_bytes),
                 congestion_control=settings.congestion_control,
             )
             processes.append(_dialogue(started, node, "isolation_exchange", arguments))
@@ -87,13 +89,13 @@ def exchanges(settings: IsolationSettings, state: LabState, leg: Leg) -> Iterato
         for process in processes:
             process.send("connect")
         first = [process.receive(bool) for process in processes]
-        yield Exchanges(processes, first=all(first))
+        yield ExchangeProcesses(processes, first=all(first))
 
 
-class Bulks:
-    """The bulk processes of all nodes, writing."""
+class BulkProcesses:
+    """The running bulk processes of all nodes."""
 
-    def __init__(self, sources: Sequence[Dialogue], everyone: Sequence[Dialogue]) -> None:
+    def __init__(self, sources: Sequence[NodeChannel], everyone: Sequence[NodeChannel]) -> None:
         self._sources = sources
         self._everyone = everyone
 
@@ -108,19 +110,21 @@ class Bulks:
         return BulkChecked(sum(one.blocks for one in checked), sum(one.wrong for one in checked))
 
     @staticmethod
-    def _ask(processes: Sequence[Dialogue], word: str, answer: type[_Answer]) -> list[_Answer]:
+    def _ask(processes: Sequence[NodeChannel], word: str, answer: type[_Answer]) -> list[_Answer]:
         for process in processes:
             process.send(word)
         return [process.receive(answer) for process in processes]
 
 
 @contextmanager
-def bulks(settings: IsolationSettings, state: LabState, leg: Leg, case: Case) -> Iterator[Bulks]:
-    """Start the bulk on every node and let it write; end it afterwards."""
+def bulk_processes(
+    settings: IsolationSettings, state: LabState, leg: Leg, case: Case
+) -> Iterator[BulkProcesses]:
+    """Start the bulk on every node; end it afterwards."""
     with _processes(state) as started:
         nodes = lab_nodes(state)
         wanted = flows(leg, nodes)
-        processes: dict[str, Dialogue] = {}
+        processes: dict[str, NodeChannel] = {}
         for node in nodes:
             arguments = BulkArguments(
                 agent=node.name,
@@ -139,4 +143,4 @@ def bulks(settings: IsolationSettings, state: LabState, leg: Leg, case: Case) ->
         for source in sources:
             assert source.receive(str) == "writing"
         time.sleep(settings.settle_s)
-        yield Bulks(sources, list(processes.values()))
+        yield BulkProcesses(sources, list(processes.values()))

@@ -1,4 +1,4 @@
-"""What the runs of the isolation experiment amount to: tables, bars, the target."""
+"""The report of the isolation experiment: tables, plots, targets."""
 
 import math
 import os
@@ -15,31 +15,30 @@ from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
 NAME = "isolation"
-#: Of the project: p99 beside bulk with QoS over p99 alone, at the largest messages.
+#: Limit of p99 with bulk and QoS over p99 alone, for the largest messages.
 P99_TARGET = 1.05
 
 _DISCUSSION = """\
-A round is over when every peer has sent its message back; it begins at its time or when the one
-before is over, whichever is later, so that durations without QoS are those of a slowed-down model
-and not of a queue that grows. Each number is the median over the repetitions of one run's
-percentile over the rounds of all nodes; ratios are taken within a repetition.
+A round ends when every peer has sent its message back; it begins at its scheduled time or at the
+end of the previous one, whichever is later, so that durations without QoS are those of a
+slowed-down model and not of a growing queue. Each number is the median over the repetitions of one
+run's percentile over the rounds of all nodes; ratios are taken within a repetition.
 
-"No QoS" is the same bulk on TCP ports of the inference lane, in the same lab. HTB serves its
-priorities strictly: what the inference lane leaves goes to KV, and KV keeps 1 % when inference
-wants all. InfiniBand would share by weights, packet by packet, and in hardware; nothing here
-measures that. What p99 of short messages has beyond that is the CPUs' doing, which move the bulk:
-segments of KV of 16 KiB instead of 64 made it no shorter. So the exchange goes first on the CPUs
-where it may, as a collective needs none to move.
+"No QoS" is the same bulk on TCP ports of the inference lane, in the same lab. HTB has strict
+priorities: KV gets the bandwidth that the inference lane does not use, and at least 1 %. InfiniBand
+would share by weights, packet by packet, in hardware; that is not measured here. The rest of the
+p99 of short messages is caused by the CPUs, which copy the bulk: segments of KV of 16 KiB instead
+of 64 did not reduce it. Therefore the exchange has real-time priority if allowed, as a collective
+on hardware needs no CPU.
 
-On the loopback leg, the place of CNIC-assisted H2D copies, a node exchanges with itself."""
+On the loopback leg, which stands for CNIC-assisted H2D copies, a node exchanges with itself."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One size in one case: the rounds of all nodes, s, and what else was seen meanwhile.
+    """One size in one case: durations of the rounds of all nodes in s, rate of the bulk, load.
 
-    ``late`` rounds ended when the next was due already.  ``busy`` is the machine's, 0 to 1;
-    ``rejected`` runs before this one were too busy.  ``first``: the exchange went before all else
-    on the CPUs.
+    ``late`` rounds ended after the next was due.  ``busy`` is the busy share of the machine, 0 to
+    1; ``rejected`` earlier attempts were too busy.  ``first``: the exchange had real-time priority.
     """
 
     leg: Leg
@@ -56,7 +55,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """The run in one line."""
+        """The run as one line of text."""
         return (
             f"{self.leg.value}, {size_name(self.message_bytes)}, {self.case.value}: "
             f"p50 {percentile(self.round_s, 50) * 1e3:.2f} ms, "
@@ -66,12 +65,12 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of one or more values do not exceed."""
+    """Return the smallest value that at least ``percent`` of the values do not exceed."""
     return sorted(values)[max(0, math.ceil(len(values) * percent / 100) - 1)]
 
 
 def size_name(size_bytes: int) -> str:
-    """Return a size as people write it."""
+    """Return a size with its unit."""
     for unit, factor in (("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes % factor == 0:
             return f"{size_bytes // factor} {unit}"
@@ -79,7 +78,7 @@ def size_name(size_bytes: int) -> str:
 
 
 class Runs:
-    """Runs that count, by leg, size and case."""
+    """Runs on a machine that was not too busy, by leg, size and case."""
 
     def __init__(self, runs: Sequence[Run], most_busy: float) -> None:
         self.valid = [run for run in runs if run.busy <= most_busy]
@@ -116,7 +115,7 @@ def isolation_report(
     counted = Runs(runs, settings.most_busy)
     return ExperimentReport(
         name=NAME,
-        title="Isolation: an all-to-all beside KV bulk",
+        title="Isolation: an all-to-all with KV bulk",
         command=f"dualpath lab bench {NAME}",
         settings=_setting_lines(settings, runs, counted, checks, links),
         tables=tuple(_table(settings, counted, leg) for leg in settings.legs),
@@ -149,21 +148,21 @@ def _setting_lines(
             if link.link != "SNIC"
         )
         + ". A lab: network namespaces on one machine, not a fabric.",
-        f"Exchange: one message to each peer and back, TCP {settings.congestion_control}; a link "
-        f"carries {settings.load:.0%} of its rate in messages either way. {settings.repeat} "
+        f"Exchange: one message to each peer and back, TCP {settings.congestion_control}; messages "
+        f"use {settings.load:.0%} of a link's rate in each direction. {settings.repeat} "
         f"repetitions of at least {settings.rounds} rounds of each of {settings.count} nodes, "
-        "cases in alternation. On the CPUs it "
-        + ("goes first" if all(run.first for run in runs) else "waits like all others")
-        + ".",
+        "cases interleaved. Its processes have "
+        + ("real-time" if all(run.first for run in runs) else "normal")
+        + " priority.",
         f"Bulk: NIXL WRITE over UCX tcp, {settings.blocks} Layer Blocks of "
         f"{settings.block_bytes} bytes per transfer, {settings.in_flight} transfers in flight "
         "between two agents; CNIC: from every DE to every PE; loopback: every node to itself.",
         f"Machine: {os.cpu_count()} cores, Linux {platform.release()}, "
-        f"{min(busy):.0%} to {max(busy):.0%} busy; {sum(run.rejected for run in runs)} runs "
-        f"repeated and {counted.dropped} not counted because it was above "
+        f"{min(busy):.0%} to {max(busy):.0%} busy; {sum(run.rejected for run in runs)} runs were "
+        f"repeated and {counted.dropped} left out because it was above "
         f"{settings.most_busy:.0%}.",
-        f"{sum(len(run.round_s) for run in runs)} rounds, {sum(c.blocks for c in checks)} blocks "
-        "of HBM compared with their sources after the bulk.",
+        f"{sum(len(run.round_s) for run in runs)} rounds; {sum(c.blocks for c in checks)} blocks "
+        "in HBM were compared with their sources after the bulk.",
     )
 
 
@@ -234,23 +233,23 @@ def _targets(
     wrong = sum(run.wrong_messages for run in runs) + sum(check.wrong for check in checks)
     return (
         *(_p99_target(counted, leg, size) for leg in settings.legs),
-        Target("messages and KV blocks that arrived wrong", wrong, 0, at_least=False),
+        Target("wrong messages and KV blocks", wrong, 0, at_least=False),
     )
 
 
 def _p99_target(counted: Runs, leg: Leg, size: int) -> Target:
     found = counted.slowdown(leg, size, Case.QOS, 99)
     return Target(
-        f"{leg.value}: p99 beside bulk with QoS / alone, {size_name(size)}",
+        f"{leg.value}: p99 with bulk and QoS / alone, {size_name(size)}",
         math.inf if found is None else found,
         P99_TARGET,
         at_least=False,
-        note="no run counts: the machine was too busy" if found is None else "",
+        note="no valid run: the machine was too busy" if found is None else "",
     )
 
 
 def _run_data(run: Run) -> dict[str, object]:
-    """Return a run without its single rounds, of which there are thousands."""
+    """Return a run without the durations of its thousands of rounds."""
     data = {name: getattr(run, name) for name in run.__struct_fields__ if name != "round_s"}
     data["rounds"] = len(run.round_s)
     for percent in (50, 90, 99, 100):

@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
-from dualpath.laboratory.experiments.in_turns import Variant, run_in_turns
+from dualpath.laboratory.experiments.in_turns import Variant, run_interleaved
 from dualpath.laboratory.experiments.jct_report import jct_report
 from dualpath.laboratory.experiments.jct_targets import IDEAL_SHARE, REAL_IDEAL_SHARE
 from dualpath.laboratory.experiments.job import Job
@@ -28,10 +28,10 @@ from dualpath.laboratory.workload.replay.options import ReplayOptions
 def measure_jct(
     settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Run every mode on every shape and return the report.
+    """Run every mode on every cluster and return the report.
 
-    Raises ``ConfigError`` for settings that cannot be, ``EngineLostError`` if a run fails: a wrong
-    block in any of them ends the experiment.
+    Raises ``ConfigError`` for invalid settings, ``EngineLostError`` if a run fails: a wrong block
+    in any run ends the experiment.
     """
     jobs = jobs_of(settings, progress)
     share = IDEAL_SHARE if settings.vllm is None else REAL_IDEAL_SHARE
@@ -42,7 +42,7 @@ def measure_jct(
 def jobs_of(
     settings: JctSettings, progress: Callable[[str], None] = lambda text: None
 ) -> list[Job]:
-    """Run every mode on every shape; raises as ``measure_jct``."""
+    """Run every mode on every cluster; raises as ``measure_jct``."""
     jobs = []
     for nodes in settings.nodes:
         lab = settings.lab_of(nodes)
@@ -61,7 +61,7 @@ def lab_run_of(
     agents: Sequence[Window],
     progress: Callable[[str], None],
 ) -> LabRun:
-    """Return the lab for agents whose histories lie where the settings say."""
+    """Return the lab for agents with their histories, in DRAM if the settings require it."""
     warm = settings.windows.history is History.DRAM
     engines, limit = engines_of(settings), settings.busy_limit
     return LabRun(lab, engines, agents, progress, warm=warm, busy_limit=limit)
@@ -79,8 +79,8 @@ def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
     return msgspec.structs.replace(settings.windows, agents=agents, seed=settings.seed)
 
 
-def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
-    """Say what was measured on what; ``besides`` follows how often it was."""
+def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
+    """Describe engines, agents and repetitions; ``suffix`` is appended to the last line."""
     nodes, chosen = settings.emulated, settings.windows
     engines = (
         f"Emulated engines: times of {nodes.model} on {nodes.gpu}, {nodes.speedup:g} times as "
@@ -89,27 +89,31 @@ def setting_lines(settings: JctSettings, besides: str = "") -> tuple[str, ...]:
     )
     if nodes.prefill_tp > 1:
         engines += (
-            f" Each has {nodes.prefill_tp} ranks, processes with a CNIC each, which share "
-            f"{nodes.kv_heads} KV heads."
+            f" Each has {nodes.prefill_tp} ranks, processes with a CNIC each, with "
+            f"{nodes.kv_heads} KV heads in total."
         )
     if nodes.dp > 1:
-        engines += f" {nodes.dp} on each node, the ranks of a data-parallel group, share its links."
+        engines += (
+            f" The {nodes.dp} engines of a node, a data-parallel group, share the node's links."
+        )
     if nodes.recompute_limit_s:
         limit_s = nodes.recompute_limit_s
-        engines += f" Hits that take longer to load are computed, in {limit_s:g} s at most."
+        engines += (
+            f" Hits that take longer to load than to recompute are recomputed, up to {limit_s:g} s."
+        )
     return (
         engines if settings.vllm is None else _vllm_line(settings.vllm),
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
-        f"{Path(chosen.trace).name}{', all alike' if chosen.even else ''}, token counts times "
-        f"{chosen.scale:g}, those of turns besides times {chosen.scale_append:g} (append) and "
-        f"{chosen.scale_generate:g} (generate); {chosen.history.words}. "
+        f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
+        f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "
+        f"{chosen.scale_generate:g} (generate); {chosen.history.description}. "
         f"Seed {settings.seed}.",
-        f"Every mode {settings.repeat} times, in turns; medians.{besides}",
+        f"Every mode {settings.repeat} times, interleaved; medians.{suffix}",
     )
 
 
 def _missing(modes: Sequence[Mode]) -> str:
-    """Name those of the paper's three systems that were not run."""
+    """Name the systems of the paper's comparison that were not run."""
     missing = [m.value for m in (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE) if m not in modes]
     return f" Not run: {', '.join(missing)}." if missing else ""
 
@@ -126,5 +130,5 @@ def _runs(
 ) -> Mapping[Mode, Sequence[Measured]]:
     kinds = [Variant(mode.value, mode, engines_of(settings)) for mode in settings.mode]
     options = ReplayOptions(seed=settings.seed)
-    runs = run_in_turns(lab_run, kinds, settings.repeat, options, progress)
+    runs = run_interleaved(lab_run, kinds, settings.repeat, options, progress)
     return {Mode(name): done for name, done in runs.items()}

@@ -9,7 +9,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.jct_targets import IDEAL_SHARE, targets
 from dualpath.laboratory.experiments.job import JUDGED, Job
 from dualpath.laboratory.experiments.meters import NodeBytes
-from dualpath.laboratory.experiments.node_lines import legible
+from dualpath.laboratory.experiments.node_lines import merged_by_role
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import (
     engine_cpu_s,
@@ -22,8 +22,8 @@ from dualpath.laboratory.experiments.runs import Measured
 from dualpath.report.model import NOTHING, Panel, Series, Table
 from dualpath.report.style import MODE_STYLES
 
-#: Windows over which the balance of storage NICs is averaged, and rates are drawn; a run has at
-#: least so many of them.
+#: Length of the windows for the balance of storage NICs and for plotted rates, and the minimum
+#: number of them in a run.
 WINDOW_S, _LEAST_WINDOWS = 1.0, 8
 
 
@@ -34,9 +34,9 @@ def jct_report(
     jobs: Sequence[Job],
     ideal_share: float = IDEAL_SHARE,
 ) -> ExperimentReport:
-    """Return the report; the last job is the one whose links are drawn over time.
+    """Return the report; link rates over time are drawn for the last job.
 
-    ``ideal_share`` of the ratio (P + D) / P is the target of a job bound by storage.
+    ``ideal_share`` of the ratio (P + D) / P is the target of an I/O-bound job.
     """
     return ExperimentReport(
         name=name,
@@ -111,7 +111,7 @@ def _balance_table(jobs: Sequence[Job]) -> Table:
 
 
 def _rank_table(job: Job) -> Table:
-    """Return what came in over each rank's CNIC and went out, by the kernel's counters."""
+    """Return the bytes over each rank's CNIC by direction, from the kernel's counters."""
     rows = []
     for mode in job.runs:
         run = job.typical(mode)
@@ -136,11 +136,11 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
             router = statistics.median(run.cpu_s["router"] for run in runs)
             rows.append((job.lab.nodes, mode.value, f"{engines:.2f}", f"{router:.2f}"))
     columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
-    return Table("Processor time, verification of every block included", columns, tuple(rows))
+    return Table("CPU time, including verification of every block", columns, tuple(rows))
 
 
 def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
-    """Return what DualPath's engines took their processor time for, where they say so."""
+    """Return the CPU time of DualPath's engines by thread, if they report it."""
     tables = []
     for job, mode in itertools.product(jobs, JUDGED):
         runs = [run for run in job.runs.get(mode, ()) if run.client.thread_cpu_s]
@@ -154,9 +154,7 @@ def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
             for name in names
         }
         rows = [(name, f"{per_gb[name]:.2f}") for name in sorted(names, key=per_gb.__getitem__)]
-        title = (
-            f"{job.lab.nodes}: processor time by thread of the engines, {MODE_STYLES[mode].title}"
-        )
+        title = f"{job.lab.nodes}: CPU time by thread of the engines, {MODE_STYLES[mode].title}"
         tables.append(Table(title, ("thread", "CPU-s per GB read"), tuple(reversed(rows))))
     return tables
 
@@ -188,7 +186,9 @@ def _link_panels(job: Job) -> list[Panel]:
             continue
         for title, count in (("storage reads", "snic"), ("CNIC in", "cnic_in")):
             nodes = run.samples[0].nodes
-            series = legible([rate_series(run, node, count, window_s(run)) for node in nodes])
+            series = merged_by_role(
+                [rate_series(run, node, count, window_s(run)) for node in nodes]
+            )
             panels.append(
                 Panel(f"{job.lab.nodes}, {mode.value}: {title}", "lines", "s", "MB/s", series)
             )
@@ -196,7 +196,7 @@ def _link_panels(job: Job) -> list[Panel]:
 
 
 def window_s(run: Measured) -> float:
-    """Return the windows of a run: ``WINDOW_S``, or shorter ones in a short run."""
+    """Return the length of a run's windows: ``WINDOW_S``, or less in a short run."""
     return min(WINDOW_S, run.jct_s / _LEAST_WINDOWS)
 
 

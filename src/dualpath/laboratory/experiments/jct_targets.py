@@ -1,4 +1,4 @@
-"""What job completion times are judged by: what the links allow, or Oracle."""
+"""Targets of job completion times: relative to what the links allow, or to Oracle."""
 
 from collections.abc import Iterator
 
@@ -7,17 +7,17 @@ from dualpath.laboratory.experiments.job import JUDGED, Job
 from dualpath.laboratory.experiments.report import Target
 from dualpath.report.style import MODE_STYLES
 
-#: Of the ideal ratio (P + D) / P with emulated and with real engines, and of Oracle's time.
+#: Shares of the ideal ratio (P + D) / P with emulated and with real engines; limit of JCT /
+#: Oracle's; share of the SNIC's rate.
 IDEAL_SHARE, REAL_IDEAL_SHARE, ORACLE_RATIO, SNIC_USE = 0.97, 0.9, 1.02, 0.95
-#: Reading takes so many times as long as computing, or so much less, to be judged by a target.
+#: A job is I/O-bound if reading takes this many times Oracle's JCT; I/O suffices below the second.
 _IO_BOUND, _IO_SUFFICES = 2.0, 0.9
 
 
 def targets(job: Job, ideal_share: float) -> Iterator[Target]:
-    """Yield what each mode of DualPath is measured by, ``ideal_share`` of (P + D) / P or Oracle.
+    """Yield the targets of each mode of DualPath: ``ideal_share`` of (P + D) / P, or Oracle's JCT.
 
-    Nothing where it cannot be told how much of the time is reading, or where it is neither most
-    of it nor little.
+    There is none if the share of reading is unknown, or neither high nor low.
     """
     share = job.reading_share
     if share is None:

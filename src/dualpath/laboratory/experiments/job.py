@@ -1,4 +1,4 @@
-"""All runs of one cluster that replayed the same agents in several modes."""
+"""All runs of one cluster, which replayed the same agents in several modes."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +11,7 @@ from dualpath.laboratory.experiments.workload import Window
 from dualpath.laboratory.lab.cluster import LinkReport
 from dualpath.laboratory.lab.settings import LabSettings
 
-#: What loads by both paths under the scheduler of §6, and is judged.
+#: The modes that load by both paths with the scheduler of §6; these have targets.
 JUDGED = (Mode.DUALPATH, Mode.SPLIT)
 
 
@@ -28,7 +28,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
         return self.median(mode, lambda run: run.jct_s)
 
     def median(self, mode: Mode, of: Callable[[Measured], float]) -> float | None:
-        """Return the median of something over a mode's runs; None without runs."""
+        """Return the median of ``of`` over a mode's runs; None without runs."""
         runs = self.runs.get(mode)
         return statistics.median(of(run) for run in runs) if runs else None
 
@@ -39,12 +39,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def ideal_ratio(self) -> float:
-        """Of Basic to DualPath, if only storage counts: all SNICs read instead of P of them."""
+        """Ideal speed-up over Basic if only storage limits: all SNICs read instead of P of them."""
         return (self.lab.prefill + self.lab.decode) / self.lab.prefill
 
     @property
     def reading_share(self) -> float | None:
-        """How long all SNICs together need for the bytes, in units of Oracle's time."""
+        """Time that all SNICs together need for the bytes, relative to Oracle's JCT."""
         oracle = self.jct_s(Mode.ORACLE)
         run = next(filter(None, map(self.typical, JUDGED)), None)
         if oracle is None or run is None:

@@ -1,4 +1,4 @@
-"""How busy the machine was, what is done about it, and how much CPU time a process took."""
+"""Load of the machine: its busy share, repeating runs on a busy machine, CPU time of a process."""
 
 import contextlib
 import os
@@ -10,7 +10,7 @@ from dualpath.storage.host_process import process_stat
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _STAT = Path("/proc/stat")
-#: Of the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
+#: Columns of the first line of /proc/stat: user, nice, system, idle, iowait, irq, softirq, steal.
 _IDLE, _IOWAIT, _COUNTED = 3, 4, 8
 
 #: Above this share of busy cores shaped links no longer hold their rates.
@@ -19,13 +19,13 @@ _Run = TypeVar("_Run")
 
 
 class BusyMeter:
-    """The share of all cores that was not idle between two looks; stolen time counts as busy."""
+    """The busy share of all cores since the creation; stolen time counts as busy."""
 
     def __init__(self) -> None:
         self._before = _ticks()
 
     def busy(self) -> float:
-        """Return the share since the beginning, 0 to 1."""
+        """Return the share since the creation, 0 to 1."""
         moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]
         total = sum(moved)
         return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
@@ -34,9 +34,9 @@ class BusyMeter:
 def repeat_while_busy(
     measure: Callable[[int], _Run], spoilt: Callable[[_Run], bool], attempts: int
 ) -> _Run:
-    """Return the first run that a busy machine has not spoilt, else the last of ``attempts`` ≥ 1.
+    """Return the first run that is not ``spoilt``, else the last of ``attempts`` ≥ 1.
 
-    ``measure`` is given how many runs before it were rejected.
+    ``measure`` gets the number of runs that were rejected before.
     """
     for rejected in range(attempts):
         run = measure(rejected)
@@ -46,9 +46,9 @@ def repeat_while_busy(
 
 
 def process_cpu_s(process_id: int) -> float:
-    """Return CPU seconds of a process and all its descendants; 0 if it is gone.
+    """Return CPU seconds of a process and all its descendants; 0 if it has ended.
 
-    Of those that have ended it counts the ones that their parents have waited for.
+    Ended descendants are included if their parents have waited for them.
     """
     stat = process_stat(process_id)
     if stat is None:

@@ -1,11 +1,11 @@
-"""A replay by a client process on the lab's head node, with every link metered while it lasts."""
+"""A replay by a client process on the lab's head node, with all links metered."""
 
 import statistics
 
 import msgspec
 
 from dualpath.laboratory.experiments.client import DONE, READY, ClientResult, ClientTask
-from dualpath.laboratory.experiments.dialogue import ANSWER_DEADLINE_S, Dialogue
+from dualpath.laboratory.experiments.dialogue import ANSWER_DEADLINE_S, NodeChannel
 from dualpath.laboratory.experiments.machine_load import BusyMeter, process_cpu_s
 from dualpath.laboratory.experiments.meters import LinkMeter, Sample
 from dualpath.laboratory.lab.cluster import LabState, lab_head, lab_nodes
@@ -14,10 +14,10 @@ from dualpath.ops.launch.process import local
 
 
 class Metered(msgspec.Struct, frozen=True, kw_only=True):
-    """One replay.  ``busy`` is the share of the machine that was busy while agents ran.
+    """One replay.  ``busy`` is the busy share of the machine during the replay.
 
-    ``cpu_s`` by process, over the replay.  ``samples`` begin and end with the replay; their times
-    are seconds since it began.
+    ``cpu_s`` has the CPU seconds of each process during the replay.  ``samples`` begin and end with
+    the replay; their times are seconds since its beginning.
     """
 
     client: ClientResult
@@ -41,7 +41,10 @@ class Metered(msgspec.Struct, frozen=True, kw_only=True):
         return {name: getattr(last[name], link) - getattr(first[name], link) for name in first}
 
     def snic_use(self, bytes_per_s: float, begin: float = 0.25, end: float = 0.75) -> list[float]:
-        """Return each node's storage rate between two shares of the run, relative to its link."""
+        """Return each node's storage rate relative to its link, from ``begin`` to ``end``.
+
+        These are shares of the run.
+        """
         low, high = self._at(begin * self.jct_s), self._at(end * self.jct_s)
         passed_s = high.time_s - low.time_s
         return [moved / passed_s / bytes_per_s for moved in _snic_bytes(low, high)]
@@ -67,14 +70,14 @@ def _snic_bytes(low: Sample, high: Sample) -> list[int]:
 def replay_metered(
     processes: NodeProcesses, state: LabState, name: str, task: ClientTask, deadline_s: float
 ) -> Metered:
-    """Let a client called ``name`` carry out a task on the head node, and meter all nodes.
+    """Run a client ``name`` with a task on the head node, and meter all nodes.
 
-    Every node has a process among ``processes``.  Raises ``EngineLostError`` if any of
-    them ends or the client fails, ``DeadlineError`` if the replay takes longer than ``deadline_s``.
+    Each node has at least one of ``processes``.  Raises ``EngineLostError`` if any of them ends or
+    the client fails, ``DeadlineError`` if the replay takes longer than ``deadline_s``.
     """
     nodes, servers = lab_nodes(state), [local(p) for p in processes.processes]
-    client = Dialogue(processes, name, lab_head(state), "client", task)
-    # Within its own limit the client says itself what it has waited for.
+    client = NodeChannel(processes, name, lab_head(state), "client", task)
+    # The client's own time-out is shorter, and its error names what it has waited for.
     assert client.receive(str, task.ready_within_s + ANSWER_DEADLINE_S) == READY
     metered = (*servers, client.process)
     cpu_before = {p.name: process_cpu_s(p.pid) for p in metered}

@@ -1,4 +1,4 @@
-"""Bytes over the links of every node while a run lasts, from the kernel's own counters."""
+"""Bytes over the links of all nodes during a run, from the kernel's counters."""
 
 import threading
 import time
@@ -15,9 +15,9 @@ SAMPLE_S = 0.1
 
 
 class NodeBytes(msgspec.Struct, frozen=True):
-    """Bytes of a node so far: read from storage, over its CNICs either way, over its loopback leg.
+    """Bytes of a node so far: storage reads, its CNICs by direction, its loopback device.
 
-    ``rails`` has (out, in) of each CNIC.  -1 where this lab cannot count them.
+    ``rails`` has (out, in) of each CNIC.  -1: this lab cannot count them.
     """
 
     snic: int
@@ -28,7 +28,7 @@ class NodeBytes(msgspec.Struct, frozen=True):
 
 
 class Sample(msgspec.Struct, frozen=True):
-    """All nodes at one time; ``time_s`` is monotonic."""
+    """Counters of all nodes at ``time_s`` of the monotonic clock."""
 
     time_s: float
     nodes: dict[str, NodeBytes]
@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True):
 class LinkMeter:
     """Samples the links of all nodes every ``SAMPLE_S`` until it is stopped.
 
-    ``process_ids`` names one living process per node, through which the node's network is seen.
+    ``process_ids`` has one live process per node, through whose /proc the node's network is read.
     """
 
     def __init__(
@@ -51,24 +51,24 @@ class LinkMeter:
         self._thread = threading.Thread(target=self._run, name="link-meter", daemon=True)
 
     def start(self) -> None:
-        """Take a first sample and begin to sample."""
-        self._samples.append(self._look())
+        """Take a first sample and start sampling."""
+        self._samples.append(self._sample())
         self._thread.start()
 
     def stop(self) -> list[Sample]:
-        """Take a last sample and return all."""
+        """Take a last sample and return all samples."""
         self._over.set()
         self._thread.join()
-        self._samples.append(self._look())
+        self._samples.append(self._sample())
         return self._samples
 
     def _run(self) -> None:
         next_s = self._samples[0].time_s + SAMPLE_S
         while not self._over.wait(max(next_s - time.monotonic(), 0)):
-            self._samples.append(self._look())
+            self._samples.append(self._sample())
             next_s += SAMPLE_S
 
-    def _look(self) -> Sample:
+    def _sample(self) -> Sample:
         return Sample(time.monotonic(), {node.name: self._node(node) for node in self._nodes})
 
     def _node(self, node: Node) -> NodeBytes:

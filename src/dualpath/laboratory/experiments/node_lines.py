@@ -1,18 +1,18 @@
-"""Lines of nodes over a run, of which six in one plot can not be told apart."""
+"""Plot lines of nodes over a run; many nodes are merged to one line per role."""
 
 import statistics
 from collections.abc import Sequence
 
 from dualpath.report.model import Series
 
-#: More nodes than this are drawn as the mean of each role, within its range.
+#: More nodes than this are drawn as the mean and the range of each role.
 _MOST_NODES = 4
 
 
-def legible(nodes: Sequence[Series]) -> tuple[Series, ...]:
-    """Return the lines of few nodes as they are, of many one for each role.
+def merged_by_role(nodes: Sequence[Series]) -> tuple[Series, ...]:
+    """Return the lines of few nodes unchanged, those of many merged to one per role.
 
-    Nodes are called as those of a lab, ``pe0`` or ``de1``, and all have the same ``x``.
+    Nodes are named as in a lab, like ``pe0`` or ``de1``, and all have the same ``x``.
     """
     if len(nodes) <= _MOST_NODES:
         return tuple(nodes)

@@ -1,7 +1,7 @@
-"""Online serving on shaped links (§7.4): the highest arrival rate under an SLO, and latencies.
+"""Online serving on shaped links (§7.4): the highest arrival rate within an SLO, and latencies.
 
 Each mode's capacity is found by bisection. All runs have the same agents and the same pattern of
-arrivals, stretched to the rate, so that what differs between two rates is the rate.
+arrivals, stretched to the rate, so that two runs differ only in the rate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +23,12 @@ from dualpath.laboratory.workload.replay.result import Distribution, TurnRecord
 from dualpath.model.evaluation.rate_search import RateSearch, within
 from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 
-#: Of the time in which agents arrive: what is before is the filling of an empty system.
+#: Share of the arrival time that is not measured, as the system fills up.
 _FILLING = 0.3
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One rate in one mode: latencies of the turns that began in the measured time, in seconds."""
+    """One rate in one mode: latencies in seconds of the turns that began in the measured time."""
 
     mode: Mode
     agents_per_s: float
@@ -110,7 +110,7 @@ def _agents(settings: OnlineSettings, rate: float) -> int:
 
 
 def point(run: Measured, agents_per_s: float, arrive_s: float) -> Point:
-    """Return the latencies of turns that began while agents arrived and the system was filled."""
+    """Return the latencies of turns that began in the measured part of the arrival time."""
     turns = [t for t in run.client.replay.turns if _FILLING * arrive_s <= t.start_s <= arrive_s]
 
     def over(of: Callable[[TurnRecord], float | None]) -> Distribution | None:
@@ -133,7 +133,7 @@ def online_report(
     lines: Sequence[str],
     found: Mapping[Mode, Searched],
 ) -> ExperimentReport:
-    """Return the report; ``lines`` say what ran on what."""
+    """Return the report; ``lines`` describe links and machine."""
     points = [p for mode in found.values() for p in mode.points]
     return ExperimentReport(
         name=settings.jct.name,
@@ -141,14 +141,15 @@ def online_report(
         command=command,
         settings=(
             *setting_lines(settings.jct)[:-1],
-            f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, from an "
-            f"empty system; latencies of turns that began after {_FILLING:.0%} of that time.",
+            f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, starting "
+            f"with an empty system; latencies of turns that began after {_FILLING:.0%} of that "
+            "time.",
             f"SLO: mean TTFT at most {settings.ttft_slo_s:g} s, mean TPOT at most "
             f"{settings.tpot_slo_s * 1e3:g} ms.",
             f"Rates by bisection from {settings.first_agents_per_s:g} agents/s, between "
             f"{settings.least_agents_per_s:g} and {settings.most_agents_per_s:g}, to "
-            f"{settings.precision:.0%}; each end counts when {settings.agreeing_runs} of its runs "
-            f"agree; at most {settings.most_runs} runs of a mode.",
+            f"{settings.precision:.0%}; {settings.agreeing_runs} runs must agree on each end of "
+            f"the bracket; at most {settings.most_runs} runs of a mode.",
             *lines,
         ),
         tables=(_capacities(found), _latencies(settings, points)),
@@ -179,7 +180,7 @@ def _capacities(found: Mapping[Mode, Searched]) -> Table:
             cell(search.bracket.missed, "{:.3g}"),
             str(len(points)),
             f"{search.bracket.met / min(met):.2f}" if met else NOTHING,
-            doubts(search),
+            remarks(search),
         )
         for mode, (search, points) in found.items()
     )
@@ -187,17 +188,17 @@ def _capacities(found: Mapping[Mode, Searched]) -> Table:
     return Table("Capacity", columns, rows)
 
 
-def doubts(search: RateSearch) -> str:
-    """Say what keeps a bracket from being the capacity's, or kept it from holding on the way."""
+def remarks(search: RateSearch) -> str:
+    """Describe why a bracket may not contain the capacity, and runs that were overturned."""
     bracket = search.bracket
-    said = [f"the first run at {rate:.3g} was overturned" for rate in search.overturned]
+    found = [f"the first run at {rate:.3g} was overturned" for rate in search.overturned]
     if search.cut_short:
-        said.append("not narrowed to the end: no more runs were allowed")
+        found.append("not narrowed to the end: the limit of runs was reached")
     if bracket.missed is None:
-        said.append("the highest rate allowed is within the SLO")
+        found.append("the highest allowed rate is within the SLO")
     if not bracket.met:
-        said.append("no rate tried is within the SLO")
-    return "; ".join(said)
+        found.append("no tried rate is within the SLO")
+    return "; ".join(found)
 
 
 def _latencies(settings: OnlineSettings, points: Sequence[Point]) -> Table:

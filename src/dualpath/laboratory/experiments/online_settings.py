@@ -1,4 +1,4 @@
-"""What the online experiment is asked to do; importing it costs nothing heavy."""
+"""Settings of the online experiment; this module imports no heavy dependencies."""
 
 from typing import Annotated
 
@@ -9,10 +9,10 @@ from dualpath.laboratory.experiments.settings import JctSettings
 
 
 class OnlineSettings(Settings, frozen=True, kw_only=True):
-    """Agents arrive (Poisson) for ``arrive_s`` on the one cluster, at rates found by bisection.
+    """Agents arrive (Poisson) for ``arrive_s`` on one cluster, at rates found by bisection.
 
     A rate meets the SLO if mean TTFT is at most ``ttft_slo_s`` and mean TPOT at most
-    ``tpot_slo_s``.  ``agreeing_runs`` and ``most_runs`` are of each mode's search
+    ``tpot_slo_s``.  ``agreeing_runs`` and ``most_runs`` apply to each mode's search
     (``model.evaluation.rate_search``).
     """
 
@@ -20,31 +20,33 @@ class OnlineSettings(Settings, frozen=True, kw_only=True):
         name="online", nodes=("1P2D",), mode=(Mode.BASIC, Mode.DUALPATH), repeat=1
     )
     first_agents_per_s: Annotated[
-        float, Setting("rate at which the search begins, to double or halve it", gt=0, le=1e6)
+        float, Setting("rate at which the search begins by doubling or halving", gt=0, le=1e6)
     ] = 0.4
-    least_agents_per_s: Annotated[float, Setting("no lower rate is tried", gt=0, le=1e6)] = 0.05
+    least_agents_per_s: Annotated[float, Setting("lowest rate that is tried", gt=0, le=1e6)] = 0.05
     most_agents_per_s: Annotated[
-        float, Setting("no higher rate is tried; so many agents' KV is stored", gt=0, le=1e6)
+        float, Setting("highest rate that is tried; KV is stored for its agents", gt=0, le=1e6)
     ] = 1.6
     precision: Annotated[
-        float, Setting("how far a rate that misses the SLO may be above the capacity", gt=0, le=1)
+        float, Setting("relative width of the final bracket of the capacity", gt=0, le=1)
     ] = 0.1
     agreeing_runs: Annotated[
-        int, Setting("runs that must agree on a capacity, and on the rate above it", ge=1, le=9)
+        int, Setting("runs that must agree on each end of the bracket", ge=1, le=9)
     ] = 2
-    most_runs: Annotated[int, Setting("of a mode", ge=1, le=1000)] = 16
-    arrive_s: Annotated[float, Setting("how long agents arrive", gt=0)] = 60.0
-    ttft_slo_s: Annotated[float, Setting("bound of the mean TTFT", gt=0)] = 2.0
-    tpot_slo_s: Annotated[float, Setting("bound of the mean TPOT", gt=0)] = 0.05
+    most_runs: Annotated[int, Setting("maximum of runs per mode", ge=1, le=1000)] = 16
+    arrive_s: Annotated[float, Setting("time in which agents arrive", gt=0)] = 60.0
+    ttft_slo_s: Annotated[float, Setting("limit of the mean TTFT", gt=0)] = 2.0
+    tpot_slo_s: Annotated[float, Setting("limit of the mean TPOT", gt=0)] = 0.05
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for limits that leave no rate, and for several clusters."""
+        """Raise ``ConfigError`` for inconsistent rates, and for several clusters."""
         super().check()
         rates = (self.least_agents_per_s, self.first_agents_per_s, self.most_agents_per_s)
         if not rates[0] <= rates[1] <= rates[2]:
             raise ConfigError(
-                f"{{first_agents_per_s}} is {rates[1]:g}, must lie between {{least_agents_per_s}} "
+                f"{{first_agents_per_s}} is {rates[1]:g}, must be between {{least_agents_per_s}} "
                 f"({rates[0]:g}) and {{most_agents_per_s}} ({rates[2]:g}); correct one of them"
             )
         if len(self.jct.nodes) != 1:
-            raise ConfigError(f"{{nodes}} is {self.jct.nodes}; an online experiment takes one")
+            raise ConfigError(
+                f"{{nodes}} is {self.jct.nodes}; give one cluster for an online experiment"
+            )

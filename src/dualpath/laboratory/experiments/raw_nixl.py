@@ -1,7 +1,7 @@
-"""NIXL without dualpath: the yardsticks of ``experiments.data_plane``, and of benchmarks.
+"""NIXL without dualpath: the baselines of ``experiments.data_plane`` and of benchmarks.
 
-``RawFileReader`` reads files through the POSIX plugin; ``RawAgent`` moves pieces between
-two agents through UCX.  Both do as little in Python as NIXL's API allows.
+``RawFileReader`` reads files through the POSIX plugin; ``RawAgent`` transfers pieces between two
+agents through UCX.  Both do as little in Python as NIXL's API allows.
 """
 
 import os
@@ -24,7 +24,7 @@ from dualpath.transport.ucx_config import engine_config_text
 _POLL_S = 0.0002
 _LOCAL_SIDE = "NIXL_INIT_AGENT"
 
-#: How the plugin asks the kernel: libaio or io_uring.
+#: The kernel interface of the plugin: libaio or io_uring.
 PosixQueue = Literal["aio", "uring"]
 
 
@@ -37,9 +37,9 @@ class FileRead(msgspec.Struct, frozen=True):
 
 
 class RawFileReader:
-    """An agent with NIXL's POSIX plugin, for reads into ``memory``, past the cache if ``direct``.
+    """An agent with NIXL's POSIX plugin for reads into ``memory``, with direct I/O if ``direct``.
 
-    ``name`` is unlike that of any other agent of this process.  Not for concurrent use.
+    ``name`` must be unique in this process.  Not for concurrent use.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RawFileReader:
 
 
 class RawPeer(msgspec.Struct, frozen=True):
-    """How to reach an agent's region."""
+    """Address of an agent's region."""
 
     name: str
     metadata: bytes
@@ -110,8 +110,8 @@ class RawPeer(msgspec.Struct, frozen=True):
 class RawAgent:
     """An agent with the UCX backend and one region of ``pieces`` pieces, densely packed.
 
-    ``tuned`` takes dualpath's UCX settings and the pause of its progress thread; without it the
-    agent is what NIXL's Python API gives.
+    ``tuned``: with dualpath's UCX settings and the pause of its progress thread; otherwise with the
+    defaults of NIXL's Python API.
     """
 
     def __init__(self, name: str, pieces: int, piece_bytes: int, *, tuned: bool) -> None:
@@ -128,7 +128,7 @@ class RawAgent:
         self._peer = ""
 
     def peer(self) -> RawPeer:
-        """Return what ``connect`` of another agent needs."""
+        """Return the argument for ``connect`` of another agent."""
         return RawPeer(self._name, self._nixl.get_agent_metadata(), self._region)
 
     def connect(self, peer: RawPeer) -> None:
@@ -139,7 +139,7 @@ class RawAgent:
         self._peer = peer.name
 
     def make(self, direction: str, here: NDArray[np.int32], there: NDArray[np.int32]) -> Any:  # noqa: ANN401 - untyped library
-        """Return a handle that moves pieces ``here[i]`` ↔ ``there[i]``, "READ" or "WRITE"."""
+        """Return the handle of a "READ" or "WRITE" of pieces ``here[i]`` ↔ ``there[i]``."""
         return self._nixl.make_prepped_xfer(direction, self._local, here, self._remote, there)
 
     def post(self, handle: Any) -> None:  # noqa: ANN401 - as above
@@ -147,7 +147,7 @@ class RawAgent:
         self._nixl.transfer(handle)
 
     def is_moving(self, handle: Any) -> bool:  # noqa: ANN401 - as above
-        """Drive a transfer; raises ``TransportError`` if it failed."""
+        """Poll a transfer; raises ``TransportError`` if it failed."""
         state = self._nixl.check_xfer_state(handle)
         if state not in ("PROC", "DONE"):
             raise TransportError(f"transfer with {self._peer!r} ended in NIXL state {state}")
@@ -160,7 +160,7 @@ class RawAgent:
         handle.release()
 
     def close(self) -> None:
-        """Give everything back; idempotent."""
+        """Release all resources; idempotent."""
         if self._nixl is None:
             return
         for prepared in (self._local, self._remote):

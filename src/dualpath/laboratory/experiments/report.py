@@ -1,4 +1,4 @@
-"""What an experiment on a lab becomes: settings, targets, tables, plots, raw numbers, as files."""
+"""Report of an experiment on a lab: settings, targets, tables, plots and raw numbers, as files."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ _JSON_DIGITS = 6
 
 
 class Target(msgspec.Struct, frozen=True):
-    """A number the project set out to reach: ``measured`` at least or at most ``limit``."""
+    """A target of the project: ``measured`` must be at least, or at most, ``limit``."""
 
     what: str
     measured: float
@@ -30,9 +30,9 @@ class Target(msgspec.Struct, frozen=True):
 class ExperimentReport(msgspec.Struct, frozen=True, kw_only=True):
     """One experiment, complete.
 
-    ``name`` names its files; ``command`` repeats it; ``settings`` are lines of text (cluster, links
-    and who shapes them, workload, seed, repetitions, machine and how busy it was); ``data`` holds
-    every number behind tables and plots.
+    ``name`` is that of its files; ``command`` repeats it; ``settings`` are lines of text (cluster,
+    links and their shaping, workload, seed, repetitions, machine and its load); ``data`` has all
+    numbers behind tables and plots.
     """
 
     name: str
@@ -45,11 +45,11 @@ class ExperimentReport(msgspec.Struct, frozen=True, kw_only=True):
     discussion: str = ""
     data: Mapping[str, Any] = {}
     too_busy: bool = False
-    """Whether the machine was too busy for the links: the numbers are to be rejected."""
+    """Whether the machine was too busy for the links: the numbers must be rejected."""
 
 
 def as_report(experiment: ExperimentReport) -> Report:
-    """Return the experiment as it is read: how it was made, targets, all numbers, plots."""
+    """Return the experiment as a page: command, settings, targets, tables, plots."""
     blocks: list[Block] = [
         Text(f"Measured by `{experiment.command}`."),
         Notes(experiment.settings),
@@ -67,14 +67,14 @@ def as_report(experiment: ExperimentReport) -> Report:
 def write_experiment(experiment: ExperimentReport, folder: Path) -> list[Path]:
     """Write ``<name>.md``, ``.json`` and, where it has plots, ``.png``; return the paths.
 
-    Numbers are rounded to what a measurement can mean. Raises ``ConfigError`` for a folder that
-    cannot be written.
+    Numbers are rounded to significant digits. Raises ``ConfigError`` for a folder that cannot be
+    written.
     """
     return write_report(as_report(experiment), as_json(experiment, _JSON_DIGITS), folder)
 
 
 def _target_table(targets: Sequence[Target]) -> Table:
-    """Return what was to be reached beside what was."""
+    """Return the table of measured values and targets."""
     rows = tuple(
         (
             target.what,

@@ -1,4 +1,4 @@
-"""Emulated engines of one machine that change their roles under agents, and when they did."""
+"""Runs of emulated engines on one machine whose roles change, and the times of the changes."""
 
 import asyncio
 import tempfile
@@ -20,7 +20,7 @@ from dualpath.laboratory.experiments.role_settings import RoleShiftSettings
 from dualpath.laboratory.experiments.role_shift import (
     BUFFER_BYTES,
     Change,
-    Played,
+    RoleRun,
     cluster_setup,
     shifting_agents,
 )
@@ -36,35 +36,35 @@ from dualpath.router.api_keys import client_headers
 from dualpath.router.control.roles_client import call_roles
 from dualpath.router.settings import RouterSettings
 
-#: What all processes have imported when they begin.
+#: Modules that the fork server imports for all processes.
 _PRELOAD = (
     "dualpath.cli.emulate",
     "dualpath.laboratory.emulated.process",
     "dualpath.laboratory.emulated.front_door_process",
 )
 _POLL_S = 0.05
-#: A switch without load that takes longer has gone wrong.
+#: Time-out of a role switch without load.
 _SWITCH_WITHIN_S = 120.0
 
 
-class LivePlayed(msgspec.Struct, frozen=True):
-    """A run on emulated engines: ``busy`` is the share of the machine, of all that ran on it."""
+class LiveRun(msgspec.Struct, frozen=True):
+    """A run on emulated engines; ``busy`` is the busy share of the machine, by any process."""
 
-    played: Played
+    played: RoleRun
     busy: float
     switch_s: float | None = None
 
 
-class RoleTimeline:
-    """When roles change; told what ``GET /dualpath/v1/roles`` answers, and when."""
+class RoleChangeLog:
+    """Times of role changes, from successive answers of ``GET /dualpath/v1/roles``."""
 
     def __init__(self) -> None:
         self._decided_s: float | None = None
         self._before = 0
         self.changes: list[Change] = []
 
-    def heard(self, report: Mapping[str, Any], now_s: float) -> None:
-        """Note what has begun and what is over; ``now_s`` since the run began."""
+    def update(self, report: Mapping[str, Any], now_s: float) -> None:
+        """Record switches that have begun or ended; ``now_s`` is the time since the run began."""
         if self._decided_s is not None and report["past"][self._before :]:
             self._over(report["past"][self._before], self._decided_s)
             self._decided_s = None
@@ -80,10 +80,10 @@ class RoleTimeline:
         )
 
 
-def play_live(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> LivePlayed:
-    """Play the agents on emulated engines; without a policy roles stay.
+def run_live(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> LiveRun:
+    """Run the agents on emulated engines; without a policy roles are fixed.
 
-    With one, an engine changes its role and back before, so that it is known what a switch takes.
+    With a policy, an engine first changes its role and back, to measure the duration of a switch.
     Raises ``EngineLostError`` if a turn fails or an engine is lost.
     """
     with tempfile.TemporaryDirectory(prefix="dualpath-roles-") as folder:
@@ -93,14 +93,12 @@ def play_live(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> 
         )
         executor = LocalExecutor(cluster_settings, _PRELOAD)
         with LocalCluster(cluster_settings, executor=executor, commands=commands) as cluster:
-            switch_s = None if policy is None else _there_and_back(cluster)
+            switch_s = None if policy is None else _measure_switch(cluster)
             return _played(cluster, settings, switch_s)
 
 
-def _played(
-    cluster: LocalCluster, settings: RoleShiftSettings, switch_s: float | None
-) -> LivePlayed:
-    """Replay on another thread: processes end with the thread that starts them, which is this."""
+def _played(cluster: LocalCluster, settings: RoleShiftSettings, switch_s: float | None) -> LiveRun:
+    """Replay on another thread: this one starts processes, which end with their starting thread."""
     found: list[ReplayResult | DualPathError] = []
 
     def run() -> None:
@@ -110,12 +108,12 @@ def _played(
         except DualPathError as error:
             found.append(error)
 
-    busy, timeline, client = BusyMeter(), RoleTimeline(), threading.Thread(target=run)
+    busy, timeline, client = BusyMeter(), RoleChangeLog(), threading.Thread(target=run)
     began_s = time.monotonic()
     client.start()
     while client.is_alive():
-        cluster.look_after()
-        timeline.heard(_roles(cluster), time.monotonic() - began_s)
+        cluster.supervise()
+        timeline.update(_roles(cluster), time.monotonic() - began_s)
         client.join(_POLL_S)
     result = found[0]
     if isinstance(result, DualPathError):
@@ -123,11 +121,11 @@ def _played(
     if result.failed:
         errors = [turn.error for turn in result.turns if turn.error]
         raise EngineLostError(f"{len(errors)} turns failed, the first with: {errors[:1]}")
-    return LivePlayed(Played(result.summary.jct_s, tuple(timeline.changes)), busy.busy(), switch_s)
+    return LiveRun(RoleRun(result.summary.jct_s, tuple(timeline.changes)), busy.busy(), switch_s)
 
 
-def _there_and_back(cluster: LocalCluster) -> float:
-    """Let an engine change its role and back; return what a switch takes without load."""
+def _measure_switch(cluster: LocalCluster) -> float:
+    """Change an engine's role and back; return the duration of a switch without load."""
     prefill = cluster.settings.prefill
     there, back = (Role.DECODE, Role.PREFILL) if prefill > 1 else (Role.PREFILL, Role.DECODE)
     switch = _roles(cluster, {"role": there.value})
@@ -141,16 +139,18 @@ def _await_switch(cluster: LocalCluster) -> dict[str, Any]:
     deadline_s = time.monotonic() + _SWITCH_WITHIN_S
     while (report := _roles(cluster))["switch"] is not None:
         if time.monotonic() > deadline_s:
-            raise DeadlineError(f"a switch of roles takes longer than {_SWITCH_WITHIN_S:g} s")
-        cluster.look_after()
+            raise DeadlineError(
+                f"a role switch takes longer than {_SWITCH_WITHIN_S:g} s; see the engines' logs"
+            )
+        cluster.supervise()
         time.sleep(_POLL_S)
     if (last := report["past"][-1])["state"] != "joined":
         raise EngineLostError(f"{', '.join(last['engines'])}: {last['note']}; see its log")
     return report
 
 
-def _roles(cluster: LocalCluster, wish: object = None) -> dict[str, Any]:
-    return call_roles(cluster.cluster_url, client_headers(()), wish)
+def _roles(cluster: LocalCluster, requested: object = None) -> dict[str, Any]:
+    return call_roles(cluster.cluster_url, client_headers(()), requested)
 
 
 def _cluster_settings(settings: RoleShiftSettings, folder: Path) -> LocalClusterSettings:

@@ -1,6 +1,6 @@
-"""A load that shifts from prompts to answers, and what the simulator says of it.
+"""A load that shifts from prompts to answers, and its simulation.
 
-Agents are the same in the simulator and in the lab, and so are engines and the policy's settings.
+Agents, engines and the policy's settings are the same in the simulator and in the lab.
 """
 
 import math
@@ -27,14 +27,14 @@ from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.rebalance import RebalanceSettings
 
-#: Links that nothing waits for.
+#: Links that are no bottleneck.
 _LINK_BYTES_PER_S = 10e9
-#: Of each engine, for KV on its way.
+#: Buffer of each engine.
 BUFFER_BYTES = 128 << 20
 
 
 class Change(NamedTuple):
-    """A node that changed its role; seconds since the run began, None where it ended before."""
+    """A node's role change; seconds since the run began, None if the run ended before."""
 
     to_role: Role
     reason: str
@@ -43,8 +43,8 @@ class Change(NamedTuple):
     joined_s: float | None = None
 
 
-class Played(NamedTuple):
-    """One run: job completion time, and the changes of roles in their order."""
+class RoleRun(NamedTuple):
+    """One run: job completion time, and the role changes in order."""
 
     jct_s: float
     changes: tuple[Change, ...] = ()
@@ -55,7 +55,7 @@ def shifting_agents(settings: RoleShiftSettings) -> list[TokenSession]:
     rng = np.random.default_rng([settings.seed, 15])
 
     def drawn(mean: float) -> int:
-        # The mean of the logarithm is lower by half of the variance, so that ``mean`` is the mean.
+        # The mean of the logarithm is lower by half the variance, so that the mean is ``mean``.
         sigma = settings.spread
         return max(1, round(float(rng.lognormal(math.log(mean) - sigma * sigma / 2, sigma))))
 
@@ -76,7 +76,7 @@ def shifting_agents(settings: RoleShiftSettings) -> list[TokenSession]:
 
 
 def emulated_nodes(settings: RoleShiftSettings) -> EmulatedNodes:
-    """Return the engines, all alike."""
+    """Return the engines, all with the same settings."""
     block_bytes = settings.kv_bytes_per_token * settings.block_tokens
     return EmulatedNodes(
         model=settings.model,
@@ -91,7 +91,7 @@ def emulated_nodes(settings: RoleShiftSettings) -> EmulatedNodes:
 
 
 def cluster_setup(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> Setup:
-    """Return the cluster for the simulator; without a policy roles stay."""
+    """Return the cluster for the simulator; without a policy roles are fixed."""
     links = LabSettings(
         nodes=settings.nodes,
         snic_bytes_per_s=_LINK_BYTES_PER_S,
@@ -103,9 +103,9 @@ def cluster_setup(settings: RoleShiftSettings, policy: RebalanceSettings | None)
 
 
 def prefill_tokens_per_s(settings: RoleShiftSettings) -> float:
-    """Return prompt tokens, hits included, that a PE gets done of the first phase's turns.
+    """Return a PE's rate of prompt tokens, hits included, in the first phase.
 
-    A PE's own rate is that of the paper's mean turn, of which 1 % is computed: too fast for these.
+    A PE's default rate is that of the paper's mean turn, of which 1 % is computed: too high here.
     """
     setup = cluster_setup(settings, None)
     turns = settings.turns
@@ -121,8 +121,8 @@ def prefill_tokens_per_s(settings: RoleShiftSettings) -> float:
     )
 
 
-def simulated(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> Played:
-    """Play the agents on the simulated cluster."""
+def simulated(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> RoleRun:
+    """Run the agents on the simulated cluster."""
     table = agents_from_sessions(
         shifting_agents(settings), WorkloadSettings(block_tokens=settings.block_tokens)
     )
@@ -130,13 +130,13 @@ def simulated(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> 
     changes = tuple(
         Change(
             *(move.to_role, move.reason, move.decided_ns / NS_PER_S),
-            _seconds(move.drained_ns),
-            _seconds(move.joined_ns),
+            _move_time_s(move.drained_ns),
+            _move_time_s(move.joined_ns),
         )
         for move in result.moves
     )
-    return Played(float(result.turns.finished_ns.max()) / NS_PER_S, changes)
+    return RoleRun(float(result.turns.finished_ns.max()) / NS_PER_S, changes)
 
 
-def _seconds(time_ns: int) -> float | None:
+def _move_time_s(time_ns: int) -> float | None:
     return None if time_ns < 0 else time_ns / NS_PER_S

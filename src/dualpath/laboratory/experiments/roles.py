@@ -1,4 +1,4 @@
-"""A load that shifts from prompts to answers, with roles that follow it and roles that stay.
+"""A load that shifts from prompts to answers, with fixed roles and with automatic role changes.
 
 Both are measured on emulated engines and simulated.
 """
@@ -12,62 +12,63 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.laboratory.experiments.machine_load import BUSY_LIMIT
 from dualpath.laboratory.experiments.report import ExperimentReport, Target
-from dualpath.laboratory.experiments.role_cluster import LivePlayed, play_live
+from dualpath.laboratory.experiments.role_cluster import LiveRun, run_live
 from dualpath.laboratory.experiments.role_settings import RoleShiftSettings, with_prefill_rate
-from dualpath.laboratory.experiments.role_shift import Played, prefill_tokens_per_s, simulated
+from dualpath.laboratory.experiments.role_shift import RoleRun, prefill_tokens_per_s, simulated
 from dualpath.report.model import NOTHING, Panel, Series, Table
 
-#: How far off the simulator may be: of the JCT, of which times of changes are parts as well.
+#: Allowed error of the simulator, relative to the JCT, also for times of changes.
 ERROR = 0.1
 _DISCUSSION = """\
-Roles are decided by the same object on both sides (`policy/role_policy.py`), with the same
-settings. Nothing was fitted. The simulator is given the emulated engines' times, the agents, and
-what a switch takes, which is measured before the run: an engine changes its role and back while
-nothing is asked. It knows nothing of HTTP, of the second until a supervisor reads the wish, and of
-late wake-ups."""
+Roles are decided by the same code on both sides (`policy/role_policy.py`), with the same
+settings. No parameter was fitted. The inputs of the simulator are the emulated engines' times,
+the agents, and the duration of a role switch, which is measured before the run: an idle engine
+changes its role and back. The simulator does not include HTTP, the second until a supervisor
+reads the requested role, or late wake-ups."""
 
 
 class _Pair(NamedTuple):
-    """A run on engines and what the simulator says of it."""
+    """Runs on engines and the simulated run."""
 
     name: str
-    live: Sequence[LivePlayed]
-    simulated: Played
+    live: Sequence[LiveRun]
+    simulated: RoleRun
 
     @property
-    def measured(self) -> Played:
-        """The run of the median JCT, the faster one of two."""
+    def measured(self) -> RoleRun:
+        """The run with the median JCT, the faster one of two."""
         ordered = sorted((run.played for run in self.live), key=lambda played: played.jct_s)
         return ordered[(len(ordered) - 1) // 2]
 
     @property
     def error(self) -> float:
-        """How far off the simulated JCT is."""
+        """Relative error of the simulated JCT."""
         return self.simulated.jct_s / self.measured.jct_s - 1
 
 
 def measure_roles(
     settings: RoleShiftSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Play the agents with roles that stay and with roles that move, and simulate both.
+    """Run the agents with fixed roles and with changing roles, and simulate both.
 
-    Raises ``ConfigError`` for settings that cannot be, ``EngineLostError`` if a turn fails.
+    Raises ``ConfigError`` for invalid settings, ``EngineLostError`` if a turn fails.
     """
     policy = with_prefill_rate(settings.rebalancing, prefill_tokens_per_s(settings))
-    fixed: list[LivePlayed] = []
-    moving: list[LivePlayed] = []
+    fixed: list[LiveRun] = []
+    moving: list[LiveRun] = []
     for number in range(settings.repeat):
-        for runs, asked in ((fixed, None), (moving, policy)):
-            runs.append(play_live(settings, asked))
+        for runs, rebalancing in ((fixed, None), (moving, policy)):
+            runs.append(run_live(settings, rebalancing))
             progress(
-                f"{number + 1}/{settings.repeat} {'fixed' if asked is None else 'moving'} roles: "
+                f"{number + 1}/{settings.repeat} "
+                f"{'fixed' if rebalancing is None else 'changing'} roles: "
                 f"{runs[-1].played.jct_s:.1f} s, machine {runs[-1].busy:.0%} busy"
             )
     switch_s = statistics.median(run.switch_s for run in moving if run.switch_s is not None)
-    told = msgspec.structs.replace(policy, switch_s=switch_s)
+    measured_policy = msgspec.structs.replace(policy, switch_s=switch_s)
     pairs = (
         _Pair("fixed roles", fixed, simulated(settings, None)),
-        _Pair("moving roles", moving, simulated(settings, told)),
+        _Pair("moving roles", moving, simulated(settings, measured_policy)),
     )
     return _report(settings, command, pairs, switch_s)
 
@@ -97,23 +98,23 @@ def _setting_lines(settings: RoleShiftSettings, switch_s: float) -> tuple[str, .
     return (
         f"{settings.nodes} emulated engines of one machine: times of {settings.model} on "
         f"{settings.gpu}, {settings.speedup:g} times as fast; {settings.hbm_tokens:,} tokens of "
-        f"KV at a decode node, {settings.kv_bytes_per_token} bytes each. Storage and links bind "
-        "nobody.",
+        f"KV at a decode node, {settings.kv_bytes_per_token} bytes each. Storage and links are "
+        "no bottleneck.",
         f"Agents: {settings.agents}, all at once. {settings.turns} turns each append "
         f"{append[0]:g} tokens and generate {generate[0]:g} in the mean, then {settings.turns} "
-        f"turns append {append[1]:g} and generate {generate[1]:g}; deviation of the logarithm "
-        f"{settings.spread:g}. Seed {settings.seed}.",
-        f"Policy: a look every {policy.interval_s:g} s, horizon {policy.horizon_s:g} s, margin "
+        f"turns append {append[1]:g} and generate {generate[1]:g}; standard deviation of the "
+        f"logarithm {settings.spread:g}. Seed {settings.seed}.",
+        f"Policy: evaluated every {policy.interval_s:g} s, horizon {policy.horizon_s:g} s, margin "
         f"{policy.margin:g}, rest {policy.rest_s:g} s, "
-        f"{prefill_tokens_per_s(settings):,.0f} prompt tokens/s for a prefill node (what it gets "
-        "done of the first phase's turns).",
-        f"Each {settings.repeat} times, in turns; medians. A switch without load took "
+        f"{prefill_tokens_per_s(settings):,.0f} prompt tokens/s for a prefill node (its rate in "
+        "the first phase).",
+        f"Each {settings.repeat} times, interleaved; medians. A switch without load took "
         f"{switch_s:.2f} s.",
     )
 
 
 def _busy_line(busiest: float) -> str:
-    warning = " TOO BUSY: engines may not have had their time." if busiest > BUSY_LIMIT else ""
+    warning = " TOO BUSY: engines may have been delayed." if busiest > BUSY_LIMIT else ""
     return f"Machine at most {busiest:.0%} busy (limit {BUSY_LIMIT:.0%}).{warning}"
 
 
@@ -155,16 +156,18 @@ def _seconds(value: float | None) -> str:
 def _targets(pairs: tuple[_Pair, _Pair]) -> list[Target]:
     fixed, moving = pairs
     found = [
-        Target(f"{pair.name}: simulated JCT off by", abs(pair.error), ERROR, False)
+        Target(f"{pair.name}: error of the simulated JCT", abs(pair.error), ERROR, False)
         for pair in pairs
     ]
     measured, predicted = moving.measured.changes, moving.simulated.changes
     found.append(
-        Target("changes that one side has more", abs(len(measured) - len(predicted)), 0, False)
+        Target("difference in numbers of changes", abs(len(measured) - len(predicted)), 0, False)
     )
     off_s = [abs(a.decided_s - b.decided_s) for a, b in zip(measured, predicted, strict=False)]
     worst = max(off_s, default=0.0) / moving.measured.jct_s
-    found.append(Target("a change is decided at another time, of the JCT", worst, ERROR, False))
+    found.append(
+        Target("error of the time of a decision, relative to the JCT", worst, ERROR, False)
+    )
     gain = 1 - moving.measured.jct_s / fixed.measured.jct_s
     found.append(Target("JCT saved by changing roles", gain, 0.0, True))
     return found
@@ -179,8 +182,8 @@ def _panel(settings: RoleShiftSettings, moving: _Pair) -> Panel:
     return Panel(title, "steps", "seconds", "prefill nodes", series)
 
 
-def _nodes_over_time(name: str, prefill: int, played: Played) -> Series:
-    """Return how many prefill nodes serve, from the run's begin to its end."""
+def _nodes_over_time(name: str, prefill: int, played: RoleRun) -> Series:
+    """Return the number of serving prefill nodes from the beginning to the end of the run."""
     steps: list[tuple[float, int]] = []
     for change in played.changes:
         if change.to_role is Role.DECODE:

@@ -1,4 +1,4 @@
-"""What every report on runs says of links, machine and verification."""
+"""Lines of every report on lab runs: links, load of the machine, verification."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -18,7 +18,7 @@ class _Run(Protocol):
 
 
 def link_line(links: Sequence[LinkReport]) -> str:
-    """Say how fast every kind of link is and who shapes it."""
+    """Describe the rate of each kind of link and how it is shaped."""
     found = "; ".join(
         f"{link.link} {link.bytes_per_s / 1e6:g} MB/s ({link.how if link.shaped else 'NOT SHAPED'})"
         for link in links
@@ -27,7 +27,7 @@ def link_line(links: Sequence[LinkReport]) -> str:
 
 
 def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
-    """Say how busy the machine was and what was verified."""
+    """Describe the load of the machine and the number of verified blocks."""
     rejected = sum(run.rejected for run in runs)
     spoilt = f", {rejected} spoilt runs repeated" if rejected else ""
     warning = " TOO BUSY: links may not have held their rates." if too_busy(runs) else ""
@@ -39,12 +39,12 @@ def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
 
 
 def engine_cpu_s(run: Measured) -> float:
-    """Return the processor time of all engines of a run."""
+    """Return the CPU time of all engines of a run."""
     return sum(cpu for name, cpu in run.cpu_s.items() if name[:2] in ("pe", "de"))
 
 
 def run_data(run: Measured) -> dict[str, Any]:
-    """Return what every experiment says of a run in its JSON."""
+    """Return the data of a run that every experiment writes to its JSON."""
     return {
         "jct_s": run.jct_s,
         "busy": run.busy,
@@ -64,7 +64,7 @@ def too_busy(runs: Iterable[_Run]) -> bool:
 
 
 def _busiest(runs: Iterable[_Run]) -> float:
-    """Return the largest busy share of runs that use links: Oracle moves no bytes."""
+    """Return the largest busy share of runs that use links; Oracle moves no bytes."""
     return max((run.busy for run in runs if run.mode.moves_bytes), default=0.0)
 
 
@@ -76,6 +76,6 @@ def _verified(runs: Sequence[Measured]) -> str:
     servers = [run.client.replay.server for run in runs]
     again = sum(server.recomputed_tokens or 0 for server in servers if server is not None)
     return (
-        "Every block read from storage has a checksum that is verified; a bad block is computed "
-        f"again: {again:,} tokens were."
+        "The checksum of every block read from storage is verified and bad blocks are recomputed: "
+        f"{again:,} tokens."
     )

@@ -1,4 +1,4 @@
-"""Runs on a lab: start engines of a mode, replay agents, meter every link, end everything."""
+"""Runs on a lab: start engines in a mode, replay agents, meter all links, end all processes."""
 
 import shutil
 from collections.abc import Callable, Sequence
@@ -29,38 +29,38 @@ from dualpath.laboratory.lab.node_processes import NodeCommand, NodeProcesses
 from dualpath.laboratory.lab.settings import LabSettings
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 
-#: Salts of a run's agents; the same in all runs of a lab, so that stored histories are theirs.
+#: Cache salt of all runs' agents; equal in all runs of a lab, so that they share stored histories.
 RUN_ID = "lab"
 START_TIMEOUT_S = 300.0
 
 
 class Engines(Protocol):
-    """A kind of engines for a lab.  ``verifies``: they report at /metrics what they compared."""
+    """A kind of engines for a lab.  ``verifies``: they report verified blocks at /metrics."""
 
     verifies: bool
 
     def stored_kind(self, mode: Mode) -> str:
-        """Return a name, fit for a folder, of the blocks they store; equal ones can be shared."""
+        """Return a folder name for the blocks they store; kinds with equal names share blocks."""
 
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
         """Return the router, at ``ROUTER_PORT`` of the head node, then the engines of all nodes."""
 
 
 class Measured(Metered, frozen=True, kw_only=True):
-    """A run of a mode; ``rejected`` counts runs that a busy machine spoilt before it."""
+    """A run in a mode; ``rejected`` counts earlier attempts on a too busy machine."""
 
     mode: Mode
     rejected: int = 0
 
 
 class LabRun:
-    """A lab that is up, with agents' histories in its storage; a context manager.
+    """A lab with agents' histories in its storage; a context manager.
 
-    ``engines`` are those of runs that do not name others.  ``warm``: before a run is measured, its
-    engines are asked for every history once, so that what they keep in DRAM lies there.
+    ``engines`` is the default of ``run``.  ``warm``: before a run is measured, every history is
+    requested once, so that engines cache it in DRAM.
 
-    ``progress`` is called with what happens, in words.  Leaving removes the lab with everything in
-    it, as ``temporary_lab`` does.
+    ``progress`` is called with progress messages.  The lab is removed at the end, as by
+    ``temporary_lab``.
     """
 
     def __init__(
@@ -106,20 +106,20 @@ class LabRun:
     @property
     def state(self) -> LabState:
         """The lab."""
-        assert self._state is not None, "the lab is entered first"
+        assert self._state is not None, "use LabRun as a context manager"
         return self._state
 
     @property
     def links(self) -> tuple[LinkReport, ...]:
-        """How its links are shaped, and by whom."""
+        """How its links are shaped."""
         return link_reports(self.state)
 
     def run(self, mode: Mode, options: ReplayOptions, engines: Engines | None = None) -> Measured:
-        """Replay all agents in a mode and return what was measured.
+        """Replay all agents in a mode and return the measured run.
 
-        A run that uses links on a machine busier than the limit is repeated, at most ``attempts``
-        times in all; the last is returned whatever it is.  Raises ``EngineLostError`` if a process
-        or turn fails.
+        A run that uses links on a machine busier than the limit is repeated, up to ``attempts``
+        runs; the last one is returned in any case.  Raises ``EngineLostError`` if a process or
+        turn fails.
         """
         chosen = engines or self._engines
 
@@ -133,17 +133,17 @@ class LabRun:
             too_busy = mode.moves_bytes and measured.busy > self._busy_limit
             if too_busy:
                 self._progress(
-                    f"{mode.value}: machine {measured.busy:.0%} busy, too much for links"
+                    f"{mode.value}: machine {measured.busy:.0%} busy, too busy for shaped links"
                 )
             return too_busy
 
         return repeat_while_busy(once, spoilt, self._attempts)
 
     def _storage_with_histories(self, mode: Mode, seed: int, engines: Engines) -> str:
-        """Return a storage that holds the agents' histories and nothing else.
+        """Return a storage with the agents' histories and nothing else.
 
-        On a file system they are computed once per kind of blocks and linked for every run: a
-        stored block never changes.  A server of objects has no links; there every run computes.
+        On a file system they are computed once per kind of blocks and hard-linked for each run, as
+        stored blocks never change.  Object storage has no links: there each run computes them.
         """
         if not mode.moves_bytes or self.state.machine.s3_server is None:
             kind = engines.stored_kind(mode)
@@ -215,7 +215,9 @@ class LabRun:
 def _refuse_failures(result: ClientResult) -> None:
     wrong = sum(result.wrong.values())
     if wrong:
-        raise EngineLostError(f"{wrong} Layer Blocks were wrong; this is a defect, keep the logs")
+        raise EngineLostError(
+            f"{wrong} Layer Blocks were wrong; this is a defect: save the logs and report it"
+        )
     if result.replay.failed:
         errors = [turn.error for turn in result.replay.turns if turn.error]
         raise EngineLostError(f"{len(errors)} turns failed, the first with: {errors[:1]}")

@@ -1,4 +1,4 @@
-"""What sealing stored blocks costs a job: its time and engines' processor time, beside plain."""
+"""Cost of sealing stored blocks for a job: its JCT and engines' CPU time, compared with plain."""
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
-from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_in_turns
+from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_interleaved
 from dualpath.laboratory.experiments.jct import agents_of, lab_run_of, setting_lines
 from dualpath.laboratory.experiments.report import ExperimentReport
 from dualpath.laboratory.experiments.run_lines import (
@@ -25,14 +25,14 @@ from dualpath.report.model import NOTHING, Table
 
 PLAIN = "none"
 KINDS = (PLAIN, "authenticated", "encrypted")
-#: Of the router's counters, in bytes by engine.
+#: Name of the router's counter, in bytes by engine.
 _WRITTEN = "snic_write_bytes"
 
 
 def measure_sealed_blocks(
     settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
 ) -> ExperimentReport:
-    """Run every mode asked for with every kind of blocks; raises as ``measure_jct``."""
+    """Run every mode with every kind of blocks; raises as ``measure_jct``."""
     lab = settings.lab_of(settings.nodes[0])
     agents = windows(agents_of(settings, lab))
     variants = [
@@ -42,7 +42,7 @@ def measure_sealed_blocks(
     ]
     with lab_run_of(settings, lab, agents, progress) as lab_run:
         options = ReplayOptions(seed=settings.seed)
-        runs = run_in_turns(lab_run, variants, settings.repeat, options, progress)
+        runs = run_interleaved(lab_run, variants, settings.repeat, options, progress)
         lines = (link_line(lab_run.links), *machine_lines(_all(runs)))
     return ExperimentReport(
         name=settings.name,
@@ -51,8 +51,8 @@ def measure_sealed_blocks(
         settings=(
             *setting_lines(settings),
             "Ratios and differences are of runs of one round, which follow each other; medians "
-            "over rounds. Processor time is that of all engines, verification included; a GB is "
-            "one read from storage or written to it.",
+            "over rounds. CPU time is that of all engines, verification included, per GB read "
+            "from or written to storage.",
             *lines,
         ),
         tables=(sealed_table(settings.mode, runs),),
@@ -62,7 +62,7 @@ def measure_sealed_blocks(
 
 
 def sealed_table(modes: Sequence[Mode], runs: Mapping[str, Sequence[Measured]]) -> Table:
-    """Return JCT and processor time of each mode's kinds of blocks, beside its plain ones."""
+    """Return JCT and CPU time of each mode and kind of blocks, compared with plain blocks."""
     rows = []
     for mode in modes:
         base = _name(mode, PLAIN)
@@ -88,20 +88,20 @@ def sealed_table(modes: Sequence[Mode], runs: Mapping[str, Sequence[Measured]]) 
             )
     columns = (
         *("mode", "blocks", "JCT s", "range s", "x plain", "GB", "engines, CPU-s per GB"),
-        *("to plain", "machine busy"),
+        *("more than plain", "machine busy"),
     )
     return Table("Kinds of stored blocks", columns, tuple(rows))
 
 
 def stored_bytes(run: Measured) -> int:
-    """Return what all engines read from storage and wrote to it."""
+    """Return the bytes that all engines read from and wrote to storage."""
     server = run.client.replay.server
     written = {} if server is None else server.other.get(_WRITTEN, {})
     return run.storage_bytes + int(sum(written.values()))
 
 
 def cpu_s_per_gb(run: Measured) -> float:
-    """Return the engines' processor time by what they read and wrote."""
+    """Return the engines' CPU time per GB read and written."""
     return engine_cpu_s(run) / stored_bytes(run) * 1e9
 
 

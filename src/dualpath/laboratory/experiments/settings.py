@@ -1,4 +1,4 @@
-"""What the experiments on agents are asked to do; importing it costs nothing heavy."""
+"""Settings of the experiments with agents; this module imports no heavy dependencies."""
 
 import enum
 import json
@@ -35,7 +35,7 @@ from dualpath.ops.launch.settings import HbmBytes
 from dualpath.router.settings import DramTier, RecomputeLimit
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
 
-#: The ablation of §7.5 in its order, the split read and the bound.
+#: The ablation of §7.5 in its order, with split reads and the upper bound.
 ALL_MODES = (
     Mode.BASIC,
     Mode.LAYERWISE,
@@ -45,45 +45,45 @@ ALL_MODES = (
     Mode.ORACLE,
 )
 
-#: Links that two cores can keep full at 1P2D, in the paper's proportion of SNIC to CNIC.
+#: Links that two cores can saturate at 1P2D, in the paper's proportion of SNIC to CNIC.
 BENCH_LAB = LabSettings(
     name="bench", snic_bytes_per_s=25e6, cnic_bytes_per_s=200e6, image_bytes=4 << 30
 )
 
 _BYTES_OF = {"float32": 4, "bfloat16": 2, "float16": 2}
 
-Modes = Annotated[tuple[Mode, ...], Setting("which, in this order")]
-Repeat = Annotated[int, Setting("times, in turns", ge=1, le=100)]
-Seed = Annotated[int, Setting("of lengths, tokens and arrivals", ge=0, lt=2**63)]
+Modes = Annotated[tuple[Mode, ...], Setting("modes, in this order")]
+Repeat = Annotated[int, Setting("number of repetitions, interleaved", ge=1, le=100)]
+Seed = Annotated[int, Setting("random seed of lengths, tokens and arrivals", ge=0, lt=2**63)]
 
 
 class History(enum.StrEnum):
-    """Where the KV of what agents did before their windows lies as a run begins."""
+    """Where the KV of agents' earlier turns is when a run begins."""
 
     STORED = "stored"
-    """In the storage alone."""
+    """Only in storage."""
     DRAM = "dram"
-    """In the storage, and of the histories asked for last as much in DRAM as stays there."""
+    """In storage, and the most recently requested histories in DRAM as far as they fit."""
     NONE = "none"
-    """Nowhere: agents begin with the first turns of their trajectories."""
+    """There are none: agents begin with the first turns of their trajectories."""
 
     @property
-    def words(self) -> str:
-        """Say it."""
+    def description(self) -> str:
+        """Description for reports."""
         return {
-            History.STORED: "what was before a window is stored",
-            History.DRAM: "what was before a window is stored, and was asked for once, unmeasured, "
-            "so that what DRAM keeps of it lies there",
-            History.NONE: "windows are the first turns, nothing is stored before",
+            History.STORED: "KV of earlier turns is stored",
+            History.DRAM: "KV of earlier turns is stored, and was requested once before the run, "
+            "so that DRAM caches as much of it as fits",
+            History.NONE: "windows are the first turns, no KV is stored before",
         }[self]
 
 
 class WindowSettings(Settings, frozen=True, kw_only=True):
     """``agents`` windows of ``turns`` turns of long trajectories.
 
-    ``even`` generates without spread, so that no agent is the last for long.  ``longest_pause_s``
-    cuts recorded tool times, of which a few would be most of a run; they are waited for only where
-    a replay is asked to.
+    ``even`` generates lengths without spread, so that all agents end at about the same time.
+    ``longest_pause_s`` limits recorded tool times, of which a few would dominate a run; replays
+    wait for them only with the option for it.
     """
 
     trace: Annotated[
@@ -93,55 +93,59 @@ class WindowSettings(Settings, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = "32K"
-    agents: Annotated[int, Setting("windows", ge=1, le=100_000, flag=False)] = 16
+    agents: Annotated[int, Setting("number of windows", ge=1, le=100_000, flag=False)] = 16
     turns: Annotated[
-        int, Setting("turns of an agent, a window of its trajectory", ge=1, le=10_000)
+        int, Setting("turns of an agent, its window of a trajectory", ge=1, le=10_000)
     ] = 4
-    scale: Annotated[float, Setting("multiplies all token counts", ge=1e-4, le=100)] = 0.125
+    scale: Annotated[float, Setting("factor of all token counts", ge=1e-4, le=100)] = 0.125
     scale_append: Annotated[
-        float, Setting("multiplies what replayed turns append (Fig. 9)", ge=1e-4, le=100)
+        float, Setting("factor of the tokens that replayed turns append (Fig. 9)", ge=1e-4, le=100)
     ] = 1.0
     scale_generate: Annotated[
-        float, Setting("multiplies what replayed turns generate (Fig. 9)", ge=1e-4, le=100)
+        float,
+        Setting("factor of the tokens that replayed turns generate (Fig. 9)", ge=1e-4, le=100),
     ] = 1.0
-    even: Annotated[bool, Setting("trajectories and turns that are all alike")] = False
+    even: Annotated[bool, Setting("generate equal trajectories and turns")] = False
     history: Annotated[
         History,
         Setting(
-            "the KV of what was before a window lies in the storage, also in DRAM as far as that "
-            "keeps it, or nowhere (windows begin with trajectories)"
+            "KV of earlier turns is in storage, also in DRAM as far as it fits, or there are no "
+            "earlier turns (windows begin with trajectories)"
         ),
     ] = History.STORED
-    longest_pause_s: Annotated[
-        float, Setting("recorded tool times count as so long at most", gt=0, le=86400)
-    ] = 20.0
+    longest_pause_s: Annotated[float, Setting("maximum of recorded tool times", gt=0, le=86400)] = (
+        20.0
+    )
     seed: Seed = 0
 
 
 class EmulatedNodes(Settings, frozen=True, kw_only=True):
-    """The emulated engines of a lab, all alike; see ``emulated.settings``.
+    """The emulated engines of a lab, all with the same settings; see ``emulated.settings``.
 
     ``layers`` and ``layer_block_bytes`` (of ``block_tokens`` tokens) replace the model's: the
-    default is a DeepSeek Layer Block of 42 KiB in a few layers, so that blocks have their real
-    size and prompts fit the links.  Without ``dram_tier`` every hit is read, as in the paper.
+    default is a few layers with DeepSeek's Layer Block of 42 KiB, so that blocks have their real
+    size and prompts are small enough for the links.  Without ``dram_tier`` every hit is read, as in
+    the paper.
     """
 
     model: CostsName = "qwen2.5-32b"
     gpu: GpuName = "hopper"
     layers: Layers = 8
     block_tokens: BlockTokens = 64
-    layer_block_bytes: Annotated[int, Setting("KV of a block in a layer", ge=1)] = 42 << 10
+    layer_block_bytes: Annotated[int, Setting("bytes of KV of a block in one layer", ge=1)] = (
+        42 << 10
+    )
     prefill_tp: Annotated[
-        int, Setting("ranks of a PE, each with a CNIC of its own; as many as of a DE", ge=1, le=8)
+        int, Setting("ranks of a PE, each with its own CNIC; must equal decode_tp", ge=1, le=8)
     ] = 1
     decode_tp: Annotated[int, Setting("ranks of a DE", ge=1, le=8)] = 1
     kv_heads: Annotated[
-        int, Setting("KV heads, which ranks share out; 1: latent KV, whole at each", ge=1)
+        int, Setting("KV heads, divided among ranks; 1: latent KV, replicated", ge=1)
     ] = 1
     dp: Annotated[
         int,
         Setting(
-            "engines of a node: the ranks of a data-parallel group, which share its links",
+            "engines of a node: a data-parallel group, which shares its links",
             ge=1,
             le=8,
         ),
@@ -158,19 +162,19 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
     batch_cap_tokens: BatchCap = 1024
     verify: VerifyChoice = Verify.SAMPLED
     trace_dir: Annotated[
-        str, Setting("folder for a Chrome trace of each engine in a mode's last run; empty: none")
+        str, Setting("folder for Chrome traces of the engines in each mode's last run; empty: none")
     ] = ""
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for blocks that are not a whole number of words per token.
+        """Raise ``ConfigError`` for block sizes that are no multiple of the word size per token.
 
-        Also for ranks that have no partner on their network: CNICs of equal ranks are one.
+        Also for different numbers of ranks: CNICs of equal ranks form a network.
         """
         super().check()
         if self.prefill_tp != self.decode_tp:
             raise ConfigError(
-                f"{{prefill_tp}} is {self.prefill_tp} and {{decode_tp}} {self.decode_tp}; on a lab "
-                "the CNICs of equal ranks are a network of their own, make them equal"
+                f"{{prefill_tp}} is {self.prefill_tp} and {{decode_tp}} {self.decode_tp}; in a lab "
+                "only CNICs of equal ranks are connected, make them equal"
             )
         slices_of(self.prefill_tp, self.kv_heads)
         made = block_geometry(
@@ -190,14 +194,14 @@ class EmulatedNodes(Settings, frozen=True, kw_only=True):
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV of a token over all layers."""
+        """Bytes of KV of a token, all layers."""
         return self.layers * self.layer_block_bytes / self.block_tokens
 
 
 class VllmNodes(Settings, frozen=True, kw_only=True):
-    """The vLLM engines of a lab, all alike.
+    """The vLLM engines of a lab, all with the same settings.
 
-    ``model`` is a folder with weights, as `dualpath model wide` makes one.
+    ``model`` is a folder with weights, e.g. made by `dualpath model wide`.
     """
 
     model: Annotated[str, Setting("folder with weights")]
@@ -210,17 +214,17 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
     compute_quota_s: ComputeQuota = 4.0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for a model that is no folder with a config.json."""
+        """Raise ``ConfigError`` for a model that is not a folder with a config.json."""
         super().check()
         if not (Path(self.model) / "config.json").is_file():
             raise ConfigError(
-                f"model {self.model!r} is no folder with a config.json; `dualpath model wide` "
-                "makes one and prints its path"
+                f"model {self.model!r} is not a folder with a config.json; make one with "
+                "`dualpath model wide`, which prints its path"
             )
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV of a token over all layers, by the model's config.json (no MLA)."""
+        """Bytes of KV of a token, all layers, from the model's config.json (no MLA)."""
         config = json.loads((Path(self.model) / "config.json").read_text(encoding="utf-8"))
         heads = config.get("num_key_value_heads") or config["num_attention_heads"]
         dimension = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
@@ -229,16 +233,17 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
 
 
 class JctSettings(Settings, frozen=True, kw_only=True):
-    """Which clusters, modes and agents; every mode runs ``repeat`` times, in turns with the others.
+    """Clusters, modes and agents; every mode runs ``repeat`` times, interleaved with the others.
 
-    ``agents_per_node`` of a cluster's P + D nodes replay ``windows`` (whose ``agents`` is
-    replaced) on links of ``lab`` (whose nodes are replaced).  Engines are real ones if ``vllm`` is
-    given, else ``emulated``.
+    ``agents_per_node`` times P + D agents replay ``windows`` (whose ``agents`` is replaced) on
+    links of ``lab`` (whose nodes are replaced).  Engines are vLLM's if ``vllm`` is given, else
+    ``emulated``.
     """
 
-    name: Annotated[str, Setting("of the report and its files")] = "jct"
+    name: Annotated[str, Setting("name of the report and its files")] = "jct"
     nodes: Annotated[
-        tuple[str, ...], Setting("clusters: prefill and decode nodes", metavar="xPyD,…")
+        tuple[str, ...],
+        Setting("clusters, as numbers of prefill and decode nodes", metavar="xPyD,…"),
     ] = ("1P1D", "2P1D", "1P2D", "2P4D")
     mode: Modes = ALL_MODES
     repeat: Repeat = 3
@@ -247,8 +252,7 @@ class JctSettings(Settings, frozen=True, kw_only=True):
     busy_limit: Annotated[
         float,
         Setting(
-            "runs that use links are repeated where more of the machine was busy; the report says "
-            "what that spoils in any case",
+            "runs that use links are repeated if the busy share of the machine was above this",
             gt=0,
             le=1,
         ),
@@ -259,16 +263,16 @@ class JctSettings(Settings, frozen=True, kw_only=True):
     vllm: VllmNodes | None = None
 
     def lab_of(self, nodes: str) -> LabSettings:
-        """Return the lab for one cluster, with a CNIC for each rank of an emulated engine."""
+        """Return the lab for one cluster, with one CNIC per rank of an emulated engine."""
         cnics = max(self.lab.cnics, 1 if self.vllm is not None else self.emulated.prefill_tp)
         return msgspec.structs.replace(self.lab, nodes=nodes, cnics=cnics)
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for what cannot be run."""
+        """Raise ``ConfigError`` for missing clusters or modes, and invalid clusters."""
         super().check()
         if not self.nodes or not self.mode:
             raise ConfigError(
-                "no {nodes} or no {mode}; name at least one of each, like 1P2D and basic"
+                "no {nodes} or no {mode}; give at least one of each, like 1P2D and basic"
             )
         for nodes in self.nodes:
             parse_nodes(nodes)

@@ -18,13 +18,13 @@ from dualpath.model.sim.settings import ClusterSettings as SimulatedCluster
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.ops.launch.settings import LocalClusterSettings
 
-#: Starting takes half the processor time of vLLM's own module.
+#: Starts with half the CPU time of vLLM's own module.
 ENGINE_MODULE = "dualpath.ops.launch.forked_engine"
 ENGINE_PORT = 8000
 
 
 class VllmEngines:
-    """Real engines as a kind of engines for ``LabRun``."""
+    """vLLM engines for ``LabRun``."""
 
     verifies = False
 
@@ -32,14 +32,14 @@ class VllmEngines:
         self._nodes = nodes
 
     def stored_kind(self, mode: Mode) -> str:
-        """Return a name of the blocks they store."""
+        """See ``Engines``."""
         return "kv" if mode.moves_bytes else "lengths"
 
     def commands(self, state: LabState, mode: Mode, storage: str) -> Sequence[NodeCommand]:
         """Return the router, then the engines."""
         head = lab_head(state)
         cluster = self._cluster(state, mode, storage, head.address)
-        # Shared memory would go past the links of the lab.
+        # Shared memory would bypass the links of the lab.
         return cluster_commands(cluster, lab_nodes(state), head, {"UCX_TLS": "tcp"})
 
     def _cluster(
@@ -76,7 +76,7 @@ def cluster_commands(
 ) -> list[NodeCommand]:
     """Return the router on ``head``, which serves at ``port``, then an engine on each of ``nodes``.
 
-    Engines are called as their nodes, and find the router at ``CONTROL_PORT``.
+    Engines have the names of their nodes and connect to the router at ``CONTROL_PORT``.
     """
     router = router_command(cluster, port, CONTROL_PORT)
     commands = [

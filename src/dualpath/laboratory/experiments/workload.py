@@ -1,12 +1,12 @@
-"""What agents do in a lab: windows of long trajectories, scaled so that two cores can move them.
+"""Workload of a lab: windows of long trajectories, scaled to what two cores can transfer.
 
-An agent of a lab is met in the middle of its trajectory: the KV of what it did before is stored
-before the run begins, and its next turns are replayed.  So a short run has the context lengths and
-hit rates of the whole trace, which the first turns of every trajectory have not.  Where agents are
-to begin with nothing (``History.NONE``), windows are the first turns all the same.
+An agent of a lab starts in the middle of its trajectory: the KV of its earlier turns, its history,
+is stored before the run, and its next turns are replayed.  So a short run has the context lengths
+and hit rates of the whole trace, unlike the first turns of every trajectory.  With ``History.NONE``
+the windows are the first turns.
 
-Traces of every format are taken as lengths.  What a window's own turns drop of their context
-(compactions, edits) is not dropped here: they append, as generated trajectories do.
+Only token counts are taken from traces, of any format.  Turns only append: context that turns of
+the trace drop (compactions, edits) is kept.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from dualpath.laboratory.workload.formats import read_trace
 
 
 class Window(msgspec.Struct, frozen=True):
-    """What one agent replays: the first ``history_tokens`` ≥ 0 of its first prompt are stored."""
+    """The turns of one agent; the first ``history_tokens`` ≥ 0 of its first prompt are stored."""
 
     history_tokens: int
     trajectory: Trajectory
@@ -37,7 +37,7 @@ class Window(msgspec.Struct, frozen=True):
 def windows(settings: WindowSettings) -> list[Window]:
     """Return one window per agent.
 
-    Where in its trajectory an agent is met is drawn evenly; equal settings give equal windows.
+    The start within a trajectory is drawn uniformly; equal settings give equal windows.
     Raises ``ConfigError`` if no trajectory is long enough.
     """
     fitting = (s for s in _sessions(settings) if s.turns > settings.turns)
@@ -62,12 +62,12 @@ def working_set_tokens(found: Sequence[Window]) -> int:
 
 
 def write_rounds(found: Sequence[Window], path: Path) -> None:
-    """Write what agents replay in the form of §A.3, with tool times, for ``dualpath replay``."""
+    """Write the agents' turns in the format of §A.3, with tool times, for ``dualpath replay``."""
     _write(path, {w.trajectory.session_id: _rounds(w.trajectory) for w in found})
 
 
 def write_histories(found: Sequence[Window], path: Path) -> None:
-    """Write a trace that stores every agent's history: one prompt, which its first one begins with.
+    """Write a trace that stores all histories: per agent one prompt, a prefix of its first prompt.
 
     A session's tokens are drawn one after the other, so the shorter prompt is a prefix.  Agents
     without a history are left out.
@@ -137,7 +137,7 @@ def _window(session: TokenSession, agent: int, start: int, settings: WindowSetti
         )
         for r in session.trajectory.rounds[start : start + settings.turns]
     ]
-    # Nothing of the window is before its first turn: no tool runs then.
+    # No tool runs before the first turn of the window.
     first = Round(history + rounds[0].append_tokens, rounds[0].generated_tokens)
     return Window(history, Trajectory(f"agent-{agent}", (first, *rounds[1:])))
 

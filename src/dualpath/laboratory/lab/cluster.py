@@ -1,4 +1,4 @@
-"""Up, status and down of a lab."""
+"""Make, inspect and remove a lab: up, status and down."""
 
 import os
 from collections.abc import Callable
@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.leftovers import find_leftovers, is_alive, start_ticks
+from dualpath.laboratory.lab.leftovers import find_remains, is_alive, start_ticks
 from dualpath.laboratory.lab.machine import (
     LabMachine,
     Node,
@@ -32,10 +32,10 @@ from dualpath.laboratory.lab.steps import (
 
 
 class LabState(msgspec.Struct, frozen=True, kw_only=True):
-    """The record of a lab, written before anything is made.
+    """The record of a lab, written before anything else is made.
 
-    ``complete`` once it can be used; ``maker`` and ``maker_ticks`` are the process that made it and
-    when that started; ``anchor`` is the process that holds its user namespace, 0 without one.
+    ``complete`` once it can be used; ``maker`` is the process that made it, ``maker_ticks`` its
+    start; ``anchor`` is the process that holds its user namespace, 0 without one.
     """
 
     settings: LabSettings
@@ -56,9 +56,10 @@ class LinkReport(msgspec.Struct, frozen=True):
 
 
 def lab_up(settings: LabSettings, before: Callable[[Step], None] = lambda step: None) -> LabState:
-    """Make a lab and return its record; ``before`` is called with every step before it is done.
+    """Make a lab and return its record; ``before`` is called with each step before its execution.
 
-    Raises ``ConfigError`` if one of that name exists or a step fails; nothing is left then.
+    Raises ``ConfigError`` if a lab of that name exists, or if a step fails after removing its
+    parts.
     """
     _refuse_second(settings.name)
     machine = find_machine(settings)
@@ -84,7 +85,7 @@ def lab_up(settings: LabSettings, before: Callable[[Step], None] = lambda step: 
 def lab_status(name: str) -> LabState:
     """Return the record of a lab that is up.
 
-    Raises ``ConfigError`` if there is none, or only remains of one.
+    Raises ``ConfigError`` if there is none, or only parts of one.
     """
     state = _read_record(name)
     if state is not None and state.complete:
@@ -95,20 +96,18 @@ def lab_status(name: str) -> LabState:
             )
         return state
     _refuse_second(name)
-    raise ConfigError(f"no lab {name!r} is up; `dualpath lab up --name {name}` makes one")
+    raise ConfigError(f"no lab {name!r} is up; make one with `dualpath lab up --name {name}`")
 
 
 def lab_down(name: str) -> str:
-    """Remove a lab or what a crash left of it; return what was found, in words.
+    """Remove a lab, or the parts that a crash has left; return a summary of what was found.
 
-    Processes on its nodes are killed.  Raises ``ConfigError`` if something cannot be removed; the
-    rest is removed all the same.
+    Processes on its nodes are killed.  Raises ``ConfigError`` if a part cannot be removed, after
+    removing the others.
     """
     state = _read_record(name)
     if state is not None and not state.complete and is_alive(state.maker, state.maker_ticks):
-        raise ConfigError(
-            f"lab {name!r} is being made by process {state.maker}; wait for it or end it"
-        )
+        raise ConfigError(f"process {state.maker} is making lab {name!r}; wait for it or end it")
     return _remove(name)
 
 
@@ -128,11 +127,11 @@ def enter_node(state: LabState, node: Node, argv: tuple[str, ...]) -> tuple[str,
 
 
 def link_reports(state: LabState) -> tuple[LinkReport, ...]:
-    """Return how every link is shaped, and by whom."""
+    """Return how each link is shaped."""
     settings, machine = state.settings, state.machine
     network = machine.shaping is not Shaping.TOKEN_BUCKETS
     lanes = f"inference : KV = {settings.weights.text}, KV is TCP {settings.ports.text}"
-    none = "nobody: the nodes are processes of one network"
+    none = "not shaped: the nodes are processes in one network"
     cnic, loopback = (f"HTB both ways, {lanes}", f"HTB, {lanes}") if network else (none, none)
     shaped = machine.cgroups is not None or machine.s3_server is not None
     if machine.s3_server is not None:
@@ -142,7 +141,7 @@ def link_reports(state: LabState) -> tuple[LinkReport, ...]:
             f"cgroup v{machine.cgroups.version} on device {machine.device_number}, O_DIRECT reads"
         )
     else:
-        reads = "not the kernel: set snic_bytes_per_s of an engine, its own token bucket"
+        reads = "not throttled by the kernel: set snic_bytes_per_s of engines, a token bucket"
     return (
         LinkReport("CNIC", settings.cnic_bytes_per_s, network, cnic),
         LinkReport("loopback", settings.loopback_rate_bytes_per_s, network, loopback),
@@ -151,12 +150,12 @@ def link_reports(state: LabState) -> tuple[LinkReport, ...]:
 
 
 def lab_nodes(state: LabState) -> tuple[Node, ...]:
-    """Return the nodes with the addresses under which they reach each other."""
+    """Return the nodes with the addresses by which they reach each other."""
     return tuple(_reachable(state, node) for node in nodes(state.settings))
 
 
 def lab_head(state: LabState) -> Node:
-    """Return the node for router and clients, whose traffic no link of its own shapes."""
+    """Return the node for router and clients, which has no shaped link."""
     return _reachable(state, head_node(state.settings))
 
 
@@ -167,9 +166,9 @@ def _reachable(state: LabState, node: Node) -> Node:
 
 
 def storage_url(state: LabState, part: str = "") -> str:
-    """Return the external KV storage as engines on the nodes name it: a folder or a bucket.
+    """Return the storage URL for engines on the nodes: a folder or a bucket.
 
-    ``part`` is a part of it, like ``run-1``, that shares nothing with others.
+    ``part`` is a separate part of it, like ``run-1``.
     """
     if state.machine.s3_server is not None:
         return bucket_url(part)
@@ -177,14 +176,14 @@ def storage_url(state: LabState, part: str = "") -> str:
 
 
 def node_environment(state: LabState) -> dict[str, str]:
-    """Return what commands on the nodes need in their environment.
+    """Return environment variables for commands on the nodes.
 
-    With an S3 server its keys, and for UCX the NICs that KV between nodes may use.
+    With an S3 server these are its keys, and for UCX the NICs for KV between nodes.
     """
     server = state.machine.s3_server
     if server is None:
         return {}
-    # It would win over the device that each of several ranks is given.
+    # The variable would override the device of each rank.
     devices = {} if node_cnics(state) else {"UCX_NET_DEVICES": f"{CNIC},lo"}
     return {**client_environment(server), **devices}
 
@@ -199,25 +198,25 @@ def _refuse_second(name: str) -> None:
     state = _read_record(name)
     if state is not None and state.complete:
         raise ConfigError(
-            f"lab {name!r} is up ({state.settings.nodes}); `dualpath lab down --name {name}` "
-            "first, or take another --name"
+            f"lab {name!r} is up ({state.settings.nodes}); remove it with `dualpath lab down "
+            f"--name {name}`, or choose another --name"
         )
     if state is not None and is_alive(state.maker, state.maker_ticks):
-        raise ConfigError(f"lab {name!r} is being made by process {state.maker}; wait for it")
-    found = find_leftovers(name)
-    if not found.nothing:
+        raise ConfigError(f"process {state.maker} is making lab {name!r}; wait for it")
+    found = find_remains(name)
+    if not found.is_empty:
         raise ConfigError(
-            f"remains of lab {name!r} are here ({found.counts()}); "
-            f"`dualpath lab down --name {name}` removes them"
+            f"parts of lab {name!r} exist ({found.counts()}); remove them with "
+            f"`dualpath lab down --name {name}`"
         )
 
 
 def _remove(name: str) -> str:
-    found = find_leftovers(name)
+    found = find_remains(name)
     runner = Runner()
     failures: list[str] = []
     for step in undo_steps(found):
-        # The record stays while something of what it records is left.
+        # The record stays until all other parts are removed.
         if failures and isinstance(step, RemoveFile) and step.path.endswith(".json"):
             break
         try:
@@ -226,8 +225,8 @@ def _remove(name: str) -> str:
             failures.append(str(error))
     if failures:
         raise ConfigError(
-            f"{'; '.join(failures)}; the rest of lab {name!r} is removed: see who uses it, repeat "
-            "as the user who made it"
+            f"{'; '.join(failures)}; the other parts of lab {name!r} are removed: end the "
+            "processes that use these, and repeat as the user who made the lab"
         )
     _remove_if_empty(lab_folder())
     return found.counts()
@@ -244,9 +243,13 @@ def _create_record(state: LabState) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         _write_private(file, msgspec.json.encode(state))
     except FileExistsError as error:
-        raise ConfigError(f"lab {state.settings.name!r} is being made by another; wait") from error
+        raise ConfigError(
+            f"another process is making lab {state.settings.name!r}; wait for it"
+        ) from error
     except OSError as error:
-        raise ConfigError(f"record {str(file)!r} cannot be written ({error}); mend it") from error
+        raise ConfigError(
+            f"record {str(file)!r} cannot be written ({error}); make the folder writable"
+        ) from error
     return file
 
 
@@ -257,7 +260,7 @@ def _replace_record(file: Path, state: LabState) -> None:
 
 
 def _write_private(file: Path, content: bytes) -> None:
-    """Write a new file that only its owner may read, as a record may hold keys."""
+    """Write a new file that only its owner may read, as a record may contain keys."""
     with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "wb") as record:
         record.write(content)
 
@@ -270,5 +273,5 @@ def _read_record(name: str) -> LabState | None:
     except FileNotFoundError:
         return None
     except (msgspec.MsgspecError, ConfigError):
-        # Written half: what there is of the lab is found by name.
+        # Written only in part: the parts of the lab are found by their names.
         return None

@@ -1,8 +1,8 @@
-"""Labs that go whatever happens: a process waits for the end of their maker and removes them.
+"""Temporary labs: a janitor process waits for the end of the process that made one and removes it.
 
     python -m dualpath.laboratory.lab.janitor LAB PROCESS-ID
 
-Whatever ends the maker, ``kill -9`` included, the lab goes.
+So the lab is removed whatever ends that process, ``kill -9`` included.
 """
 
 import os
@@ -23,11 +23,11 @@ _END_S = 10.0
 def temporary_lab(
     settings: LabSettings, progress: Callable[[str], None] = lambda text: None
 ) -> Iterator[LabState]:
-    """Make a lab for the block and remove it with everything in it; so does a janitor if killed.
+    """Make a lab for the ``with`` block, then remove it; a janitor does so if this is killed.
 
     Raises ``ConfigError`` as ``lab_up`` and ``lab_down``.
     """
-    # Its signals are its own, and it outlives this process, for which it waits.
+    # It is in its own process group and survives this process, for whose end it waits.
     janitor = SpawnedProcess(
         "janitor",
         (sys.executable, "-m", "dualpath.laboratory.lab.janitor", settings.name, str(os.getpid())),
@@ -42,8 +42,8 @@ def temporary_lab(
         finally:
             progress(f"lab removed: {lab_down(settings.name)}")
     finally:
-        # After the removal: until then it would be needed if we were killed.  One that outlived the
-        # removal could take a later lab of the same name for its own.
+        # After the removal: until then it is needed in case this process is killed.  A janitor that
+        # survived the removal could remove a later lab of the same name.
         janitor.kill()
         janitor.wait(_END_S)
 

@@ -1,6 +1,6 @@
-"""What of a lab exists on this machine, found by name and not by memory.
+"""The parts of a lab that exist on this machine, found by their names.
 
-A lab that crashed while it was made or removed is in no known state; what is there is what counts.
+After a crash during creation or removal of a lab, its record does not show which parts exist.
 """
 
 import os
@@ -15,8 +15,8 @@ from dualpath.storage.host_process import process_stat
 _MEMORY_FOLDERS = (Path("/dev/shm"),)
 
 
-class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that carries a lab's prefix, and the processes that live in it."""
+class LabRemains(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything whose name has a lab's prefix, and the processes inside the lab."""
 
     process_ids: tuple[int, ...] = ()
     mounts: tuple[str, ...] = ()
@@ -27,12 +27,12 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
     files: tuple[str, ...] = ()
 
     @property
-    def nothing(self) -> bool:
-        """Whether there is nothing."""
+    def is_empty(self) -> bool:
+        """Whether no part exists."""
         return not any(msgspec.structs.astuple(self))
 
     def counts(self) -> str:
-        """Say what there is, in words."""
+        """Return the numbers of parts as text."""
         rows = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
         words = {"process_ids": "processes"}
         return ", ".join(
@@ -42,14 +42,14 @@ class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def find_leftovers(lab: str) -> Leftovers:
-    """Return what is there of a lab, made by whomever this user may see."""
+def find_remains(lab: str) -> LabRemains:
+    """Return the parts of a lab that this user can see, whoever made them."""
     start = prefix(lab)
     mounts = Path("/proc/mounts").read_text(encoding="utf-8")
     namespaces = _children(NAMESPACE_FOLDER, start)
     groups = _cgroups(mounts, start)
     files, folders = _files([lab_folder(), *_MEMORY_FOLDERS], start)
-    return Leftovers(
+    return LabRemains(
         process_ids=tuple(sorted(_processes(start, namespaces, groups))),
         mounts=mounts_of(mounts, start),
         loop_devices=tuple(_loop_devices(start)),
@@ -61,9 +61,9 @@ def find_leftovers(lab: str) -> Leftovers:
 
 
 def mounts_of(mounts: str, start: str) -> tuple[str, ...]:
-    """Return mount points whose last part begins with ``start``, given /proc/mounts; last first.
+    """Return mount points whose name begins with ``start``, given /proc/mounts; last one first.
 
-    Without those of named network namespaces, which go when their name is deleted.
+    Mounts of named network namespaces are left out: they are removed with the name.
     """
     points = [Path(line.split()[1]) for line in mounts.splitlines()]
     return tuple(
@@ -74,12 +74,12 @@ def mounts_of(mounts: str, start: str) -> tuple[str, ...]:
 
 
 def is_alive(process_id: int, started_ticks: int) -> bool:
-    """Whether the process of that number is still the one that started then."""
+    """Whether the process with this id is still the one that started at ``started_ticks``."""
     return started_ticks == start_ticks(process_id)
 
 
 def start_ticks(process_id: int) -> int:
-    """Return when a process started, in ticks since the system did; 0 if there is none."""
+    """Return when a process started, in ticks since boot; 0 if it does not exist."""
     stat = process_stat(process_id)
     return 0 if stat is None or stat.is_zombie else stat.start_ticks
 
@@ -94,14 +94,14 @@ def _processes(start: str, namespaces: Iterable[Path], groups: Iterable[Path]) -
     found.update(pid for pid in everyone if _namespace(pid, "net") in networks)
     markers = {f"{start}anchor".encode(), f"{start}s3".encode()}
     anchors = [pid for pid in everyone if markers & set(_arguments(pid))]
-    # An anchor that has not reached its own namespace yet still shares ours.
+    # An anchor that has not entered its own namespace yet is still in this process's.
     users = {_namespace(pid, "user") for pid in anchors} - {_namespace(os.getpid(), "user"), 0}
     found.update(anchors, (pid for pid in everyone if _namespace(pid, "user") in users))
     return found - {os.getpid()}
 
 
 def _namespace(process_id: int, kind: str) -> int:
-    """Return the inode of a process's namespace, 0 where it is gone or somebody else's."""
+    """Return the inode of a process's namespace; 0 if it has ended or is another user's."""
     try:
         return os.stat(f"/proc/{process_id}/ns/{kind}").st_ino
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -123,7 +123,7 @@ def _cgroups(mounts: str, start: str) -> list[Path]:
 
 
 def backing_file(loop_device: str) -> Path:
-    """Return the kernel's file that is there while an image is in the device."""
+    """Return the kernel's file that exists while an image is attached to the device."""
     return Path("/sys/block") / Path(loop_device).name / "loop" / "backing_file"
 
 

@@ -1,6 +1,6 @@
-"""What this machine can give a lab, and the names of everything a lab makes.
+"""What this machine supports for a lab, and the names of everything in a lab.
 
-Every name begins with the lab's prefix, so that a lab whose records are lost is still found.
+Every name begins with the lab's prefix, so that a lab is found even if its record is lost.
 """
 
 import os
@@ -33,11 +33,11 @@ class Cgroups(msgspec.Struct, frozen=True):
 
 
 class LabMachine(msgspec.Struct, frozen=True, kw_only=True):
-    """What one lab gets.
+    """The resources of this machine that a lab uses.
 
-    ``shaping`` is never AUTO.  ``folder`` holds the lab's files.  ``storage`` is the folder that
-    all nodes read; ``image`` and ``loop_device`` are empty unless the lab makes a file system for
-    it, which then is mounted there.  ``device_number`` (major:minor) is the block device throttled
+    ``shaping`` is never AUTO.  ``folder`` has the lab's files.  ``storage`` is the folder that all
+    nodes read; if the lab makes a file system for it, that is mounted there, else ``image`` and
+    ``loop_device`` are empty.  ``device_number`` (major:minor) is the block device throttled
     through ``cgroups``; without one, no kernel throttles reads of the folder.  ``s3_server`` serves
     the folder if the settings say so.
     """
@@ -61,7 +61,7 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def prefix(lab: str) -> str:
-    """Return what every name that the lab gives begins with."""
+    """Return the prefix of all names of a lab."""
     return f"dualpath-{lab}-"
 
 
@@ -76,24 +76,24 @@ def nodes(settings: LabSettings) -> tuple[Node, ...]:
 
 
 def rail_address(node: Node, rail: int) -> str:
-    """Return the address of a node's CNIC number ``rail``; 0 is the node's own."""
+    """Return the address of a node's CNIC number ``rail``; CNIC 0 has the node's address."""
     return f"10.{_RAILS + rail}.0.{node.address.rpartition('.')[2]}" if rail else node.address
 
 
 def head_node(settings: LabSettings) -> Node:
-    """Return the switch as a node, for router and clients: all nodes reach it, no link is its own.
+    """Return the switch as a node for router and clients: reachable by all nodes, without links.
 
-    It has no SNIC, so no cgroup.
+    It has no SNIC and no cgroup.
     """
     return Node("head", f"{prefix(settings.name)}switch", f"10.77.0.{_HEAD_HOST}")
 
 
 def lab_folder(environment: Mapping[str, str] = os.environ, user_id: int | None = None) -> Path:
-    """Return the folder for records of labs; it need not exist.
+    """Return the folder for records of labs; it may not exist.
 
-    For root it is in the system's runtime folder, which a restart empties like the lab itself; for
-    others `$XDG_STATE_HOME/dualpath`, else `~/.local/state/dualpath`, as a lab of theirs has a
-    runtime folder of its own.
+    For root it is in the system's runtime folder, which a reboot empties as it removes labs.  For
+    other users it is `$XDG_STATE_HOME/dualpath`, else `~/.local/state/dualpath`, since inside
+    their labs the runtime folder is replaced.
     """
     if (os.geteuid() if user_id is None else user_id) == 0:
         return Path("/run/dualpath")
@@ -108,29 +108,31 @@ def state_file(lab: str, folder: Path) -> Path:
 
 
 def find_machine(settings: LabSettings) -> LabMachine:
-    """Look at this machine and return what the lab gets; makes nothing.
+    """Return the resources that a lab can use on this machine; changes nothing.
 
-    Raises ``ConfigError`` if it cannot have what ``settings.shaping`` asks for.
+    Raises ``ConfigError`` if the machine does not support ``settings.shaping``.
     """
     shaping = _shaping(settings.shaping)
     folder = lab_folder()
     storage = str(Path(settings.storage).absolute()) if settings.storage else ""
     if storage and not Path(storage).is_dir():
-        raise ConfigError(f"storage {storage!r} is no folder; make it or leave the setting out")
+        raise ConfigError(
+            f"storage {storage!r} is not a folder; create it or leave the setting out"
+        )
     own = str(folder / f"{prefix(settings.name)}storage")
     server = None
     if settings.storage_server is StorageServer.S3:
         server = find_s3_server()
         if shaping is Shaping.TOKEN_BUCKETS:
             raise ConfigError(
-                "storage_server s3 with shaping token-buckets has no link to shape; leave "
-                "storage_server out, or allow shaping root or user-namespaces"
+                "storage_server s3 needs shaped links, which shaping token-buckets has not; leave "
+                "storage_server out, or choose shaping root or user-namespaces"
             )
     if shaping is not Shaping.ROOT:
         return LabMachine(
             shaping=shaping, folder=str(folder), storage=storage or own, s3_server=server
         )
-    # With a server the link is what is throttled.
+    # With a server the link is throttled, not the device.
     mounts = Path("/proc/mounts").read_text(encoding="utf-8")
     cgroups = None if server else find_cgroups(mounts)
     if storage:
@@ -192,11 +194,13 @@ def _shaping(wanted: Shaping) -> Shaping:
         refusals.append(f"{shaping.value}: {refusal}")
     if wanted in (Shaping.AUTO, Shaping.TOKEN_BUCKETS):
         return Shaping.TOKEN_BUCKETS
-    raise ConfigError(f"shaping is {'; '.join(refusals)}; mend it or choose another shaping")
+    raise ConfigError(
+        f"shaping is not possible ({'; '.join(refusals)}); correct it or choose another shaping"
+    )
 
 
 def _refusal(shaping: Shaping) -> str:
-    """Return why this user cannot have it here, or nothing."""
+    """Return why this user cannot use it here, empty if it is possible."""
     missing = [tool for tool in ("ip", "tc", "nsenter", "unshare") if not shutil.which(tool)]
     if missing:
         return f"{', '.join(missing)} not found, install iproute2 and util-linux"
@@ -210,7 +214,7 @@ def _refusal(shaping: Shaping) -> str:
 
 
 def _disk_number(folder: Path) -> str:
-    """Return major:minor of the whole disk below a folder, or nothing if no disk is below it."""
+    """Return major:minor of the disk of a folder's file system, empty if it is not on a disk."""
     device = os.stat(folder).st_dev
     entry = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
     if not entry.exists():
@@ -225,7 +229,7 @@ def _require(*tools: str) -> None:
     if missing:
         raise ConfigError(
             f"{', '.join(missing)} not found, needed for storage in memory; install util-linux and "
-            "e2fsprogs, or name a folder with --storage"
+            "e2fsprogs, or give a folder with --storage"
         )
 
 
@@ -233,7 +237,7 @@ def _output(*argv: str) -> str:
     done = subprocess.run(argv, capture_output=True, text=True, timeout=_COMMAND_DEADLINE_S)
     if done.returncode:
         raise ConfigError(
-            f"{' '.join(argv)} says {done.stderr.strip()!r}; without a free loop device name a "
+            f"{' '.join(argv)} failed: {done.stderr.strip()!r}; if no loop device is free, give a "
             "folder with --storage"
         )
     return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""Processes on the nodes of a lab: behind its links, with a log each, gone with their parent."""
+"""Processes on the nodes of a lab: behind its links, each with a log, ended with their parent."""
 
 import os
 import sys
@@ -14,9 +14,9 @@ from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
 
 
 class NodeCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """One process to be: its name, where it runs, its command, what its environment has besides.
+    """A process to start: its name, node, command and additional environment variables.
 
-    ``ready_url`` answers 200 once it can be used; empty: nothing to wait for.  ``ends_last`` as in
+    ``ready_url`` answers 200 once it can be used; empty: do not wait.  ``ends_last`` as in
     ``Supervisor.add``.
     """
 
@@ -55,12 +55,12 @@ class NodeProcesses(Supervisor):
         self.logs = logs
         self._state = state
         self._on: dict[str, SpawnedProcess] = {}
-        # Nodes have addresses of their own, where control messages need a secret.
+        # Nodes have separate addresses, so control messages need a secret.
         self._environment = {SECRET_VARIABLE: new_secret(), **node_environment(state)}
 
     def start(self, command: NodeCommand, *, pipes: bool = False) -> SpawnedProcess:
         """Start a command on its node; ``pipes`` as in ``SpawnedProcess``."""
-        # What enters the node becomes the command: the process is the command's own.
+        # The commands that enter the node end in exec, so the process is the command itself.
         process = SpawnedProcess(
             command.name,
             enter_node(self._state, command.node, command.argv),
@@ -72,5 +72,5 @@ class NodeProcesses(Supervisor):
         return self.add(process, ends_last=command.ends_last)
 
     def first_on(self, node: Node) -> SpawnedProcess:
-        """Return the process that was started first on a node, of those of several ranks."""
+        """Return the first process that was started on a node."""
         return self._on[node.name]

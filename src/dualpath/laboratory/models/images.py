@@ -1,8 +1,8 @@
-"""A tiny model that sees images, with random weights: BLIP-2's architecture before Qwen2's.
+"""A tiny multimodal model with random weights: BLIP-2's vision part and Qwen2.
 
-BLIP-2, since what vLLM needs for it is here: LLaVA's and Qwen2.5-VL's modules import torchvision,
-which is no dependency of this project. Float32, as the other tiny models are (`tiny.py`). A prompt
-has one image at most, before its text, which takes `IMAGE_TOKENS` tokens.
+BLIP-2 is used because vLLM's modules for LLaVA and Qwen2.5-VL import torchvision, which is not a
+dependency of this project. The weights are float32, as in the other tiny models (`tiny.py`). A
+prompt has at most one image, before its text; the image takes `IMAGE_TOKENS` tokens.
 """
 
 from pathlib import Path
@@ -10,30 +10,32 @@ from pathlib import Path
 from dualpath.laboratory.models.prepared import prepare_random
 from dualpath.laboratory.models.tiny import VOCABULARY_TOKENS, tiny_config, train_tokenizer
 
-GENERATOR_VERSION = 1
-LAYERS = 4
-#: No whole number of blocks, so that one block has image and text.
+IMAGE_MODEL_VERSION = 1
+IMAGE_MODEL_LAYERS = 4
+#: Not a whole number of blocks, so that one block contains image and text.
 IMAGE_TOKENS = 40
-#: The token in an image's place, after those of the tokenizer.
+#: The placeholder token of images, after those of the tokenizer.
 IMAGE_TOKEN, IMAGE_TOKEN_ID = "<image>", VOCABULARY_TOKENS
 _IMAGE_PIXELS = 56
 
 
 def make_tiny_image_model(directory: Path | None = None, seed: int = 0) -> Path:
-    """Return the folder of a random model that sees images; made on the first call.
+    """Return the folder of a random model with images; created by the first call.
 
     Args:
         directory: where to write; default: a directory in `cache_directory()`.
-        seed: of the weights; the same seed gives the same bytes.
+        seed: seed of the weights; the same seed gives the same bytes.
 
     Raises:
         ConfigError: `directory` cannot be used.
     """
-    name = f"tiny-blip2-{LAYERS}-layers-seed-{seed}"
-    return prepare_random(name, GENERATOR_VERSION, directory, lambda empty: _write(empty, seed))
+    name = f"tiny-blip2-{IMAGE_MODEL_LAYERS}-layers-seed-{seed}"
+    return prepare_random(
+        name, IMAGE_MODEL_VERSION, directory, lambda empty: _write_image_model(empty, seed)
+    )
 
 
-def _write(directory: Path, seed: int) -> None:
+def _write_image_model(directory: Path, seed: int) -> None:
     import torch
     from transformers import (
         Blip2Config,
@@ -46,7 +48,7 @@ def _write(directory: Path, seed: int) -> None:
 
     tokenizer = train_tokenizer()
     tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]})
-    text = tiny_config("qwen2", LAYERS)
+    text = tiny_config("qwen2", IMAGE_MODEL_LAYERS)
     text.vocab_size = VOCABULARY_TOKENS + 16
     text.architectures = ["Qwen2ForCausalLM"]
     vision = Blip2VisionConfig(

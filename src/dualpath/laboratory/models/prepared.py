@@ -1,8 +1,8 @@
-"""Model directories that appear whole or not at all, and are made once.
+"""Creates model directories atomically and only once.
 
-A directory is built under a temporary name beside its final one and renamed when complete, so a
-crash leaves no half model where an engine would load it. A stamp inside says what it was made from
-and by which version of its converter; another stamp means that the directory is made anew.
+A directory is built under a temporary name in the same folder and renamed when complete, so that
+after a crash no engine can load an incomplete model. A stamp file in it contains its source and the
+version of its converter; if the stamp differs, the directory is created again.
 """
 
 import json
@@ -20,13 +20,13 @@ Stamp = Mapping[str, str | int]
 
 
 def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Path:
-    """Return `directory`, made by `build` unless it already carries `stamp`.
+    """Return `directory`, created by `build` unless it already has `stamp`.
 
-    `build` gets an empty directory and fills it. Processes that prepare the same directory at the
-    same time do the work twice and agree on one result.
+    `build` is called with an empty directory to fill. If several processes prepare the same
+    directory at the same time, all build it and one result is used.
 
     Raises:
-        ConfigError: `directory` holds something that was not made here, or cannot be written.
+        ConfigError: `directory` has other contents, or cannot be written.
     """
     if read_stamp(directory) == dict(stamp):
         return directory
@@ -53,20 +53,20 @@ def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Pat
 def prepare_random(
     name: str, generator_version: int, directory: Path | None, build: Callable[[Path], None]
 ) -> Path:
-    """Return a model of random weights, made by `build` unless its folder has it already.
+    """Return the folder of a model with random weights, created by `build` unless it exists.
 
-    `generator_version` grows when the files that `build` writes change. Without a `directory` it is
-    `name` in `cache_directory()`.
+    `generator_version` must be increased when the files that `build` writes change. The default
+    for `directory` is `name` in `cache_directory()`.
 
     Raises:
-        ConfigError: as `prepare`.
+        ConfigError: see `prepare`.
     """
     stamp: Stamp = {"model": name, "generator_version": generator_version}
     return prepare(directory or cache_directory() / name, stamp, build)
 
 
 def read_stamp(directory: Path) -> dict[str, str | int] | None:
-    """Return the stamp of the model in `directory`, or None where there is no readable one."""
+    """Return the stamp of the model in `directory`, None if there is no readable stamp."""
     try:
         stamp = json.loads((directory / STAMP_FILE).read_text())
     except (OSError, ValueError):
@@ -75,7 +75,7 @@ def read_stamp(directory: Path) -> dict[str, str | int] | None:
 
 
 def _share_as(example: Path, folder: Path) -> None:
-    """Let all files be read by whom `example` lets: safetensors writes for its user alone."""
+    """Set the permissions of all files to those of `example`; safetensors sets user-only ones."""
     for path in folder.rglob("*"):
         if path.is_file():
             path.chmod(example.stat().st_mode)
@@ -88,14 +88,14 @@ def _refuse_foreign(directory: Path) -> None:
         foreign = directory.exists()
     if foreign:
         raise ConfigError(
-            f"{directory} exists and was not made by dualpath (no {STAMP_FILE} in it); "
+            f"{directory} exists and was not created by dualpath (it has no {STAMP_FILE}); "
             "a model is only written to a new or empty directory: remove it or choose another"
         )
 
 
 def _put_in_place(complete: Path, directory: Path, stamp: Stamp, set_aside: Path) -> None:
-    # Another process may have put the same model there since the first check, and an engine may
-    # be loading it already: that one stays.
+    # Another process may have created the same model since the first check, and an engine may
+    # already be loading it, so that one is not replaced.
     if read_stamp(directory) == dict(stamp):
         return
     if directory.exists():

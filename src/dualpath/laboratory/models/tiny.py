@@ -1,9 +1,9 @@
 """Tiny models with random weights, for tests of token identity.
 
-They are float32, and engines must be started so (`dtype="float32"`): vLLM's `auto` makes bfloat16
-of float32 weights. In bfloat16 even one engine, asked twice with other batch shapes, differs by
-more than the gap between two likely tokens. The weights are drawn wide enough for the greedy token
-to depend on the whole context, so that KV read from a wrong place changes the output.
+They are float32, and engines must be started with `dtype="float32"`, because vLLM's `auto` converts
+float32 weights to bfloat16. In bfloat16 the results of one engine for different batch shapes differ
+by more than the gap between two likely tokens. The variance of the weights is large enough that the
+greedy token depends on the whole context, so that KV read from a wrong place changes the output.
 
     kind          attention            layers  KV of a token and layer
     qwen2         grouped, 4 KV heads  8       1,024 bytes
@@ -41,10 +41,10 @@ DEFAULT_LAYERS: dict[TinyKind, int] = {
 }
 WINDOW_TOKENS = 64
 
-# vLLM's CPU rotary operator reads MLA's three-dimensional rotary keys wrongly.
+# vLLM's CPU operator for rotary embeddings is wrong for MLA's three-dimensional rotary keys.
 MLA_COMPILATION_CONFIG = {"custom_ops": ["-rotary_embedding"]}
 
-# Raise it when the files written here change: cached models are then made anew.
+# Increase it when the files written here change, so that cached models are created again.
 GENERATOR_VERSION = 1
 
 VOCABULARY_TOKENS = 512
@@ -67,12 +67,12 @@ TRAINING_TEXT = (
 def make_tiny_model(
     kind: TinyKind, directory: Path | None = None, seed: int = 0, layers: int | None = None
 ) -> Path:
-    """Return the directory of a random model; made on the first call with these arguments.
+    """Return the directory of a random model; created by the first call with these arguments.
 
     Args:
         kind: architecture, one of `KINDS`.
         directory: where to write; default: a directory in `cache_directory()`.
-        seed: of the weights; the same seed gives the same bytes.
+        seed: seed of the weights; the same seed gives the same bytes.
         layers: number of layers, at least 1; default `DEFAULT_LAYERS[kind]`.
 
     Raises:
@@ -82,7 +82,7 @@ def make_tiny_model(
         raise ConfigError(f"unknown tiny model {kind!r}: choose one of {', '.join(KINDS)}")
     count = DEFAULT_LAYERS[kind] if layers is None else layers
     if count < 1:
-        raise ConfigError(f"a model of {count} layers cannot run: ask for at least 1")
+        raise ConfigError(f"a model of {count} layers cannot run: it must have at least 1")
     name = f"tiny-{kind}-{count}-layers-seed-{seed}"
     return prepare_random(
         name, GENERATOR_VERSION, directory, lambda empty: _write_model(kind, empty, seed, count)
@@ -95,7 +95,7 @@ def _write_model(kind: TinyKind, directory: Path, seed: int, layers: int) -> Non
 
     tokenizer = train_tokenizer()
     config = tiny_config(kind, layers)
-    # The caller's random state is its own.
+    # The caller's random state must not change.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -146,7 +146,7 @@ def _deepseek_v2_config(layers: int) -> "PretrainedConfig":
         intermediate_size=512,
         moe_intermediate_size=128,
         num_hidden_layers=layers,
-        # Experts would add nothing to what tests of KV loading look at: all layers are dense.
+        # All layers are dense, because experts are irrelevant for tests of KV loading.
         first_k_dense_replace=layers,
         n_routed_experts=2,
         n_shared_experts=1,
@@ -236,7 +236,7 @@ def _shared_settings() -> dict[str, Any]:
 def train_tokenizer() -> "PreTrainedTokenizerFast":
     """Return a byte-level tokenizer of exactly `VOCABULARY_TOKENS` tokens.
 
-    Not fewer than the model's, so that every id a random model samples has a text.
+    It has all ids of the model's vocabulary, so that every sampled id has a text.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -254,7 +254,8 @@ def train_tokenizer() -> "PreTrainedTokenizerFast":
     tokenizer.train_from_iterator(TRAINING_TEXT, trainer)
     if tokenizer.get_vocab_size() != VOCABULARY_TOKENS:
         raise ConfigError(
-            f"training gave {tokenizer.get_vocab_size()} tokens instead of {VOCABULARY_TOKENS}: "
+            f"the tokenizer has {tokenizer.get_vocab_size()} tokens instead of "
+            f"{VOCABULARY_TOKENS}: "
             "install the pinned version of tokenizers (constraints/runtime.txt)"
         )
     return PreTrainedTokenizerFast(

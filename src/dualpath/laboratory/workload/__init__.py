@@ -1,6 +1,7 @@
-"""Workloads: agents as they were recorded, sent to an endpoint or laid out for the simulator.
+"""Workloads: recorded agents, replayed against an endpoint or converted for the simulator.
 
-``formats.read_trace`` reads sessions, and ``conversation.session`` says what they send, turn by
-turn.  ``replay.client.replay`` sends it and ``replay.report.compare`` puts several runs side by
-side; ``columns.from_sessions`` makes the simulator's agents of the same conversations.
+``formats.read_trace`` reads sessions, and ``conversation.session`` produces their turns.
+``replay.client.replay`` sends the turns to an endpoint and ``replay.report.compare`` reports
+several runs side by side.  ``columns.from_sessions`` converts the same conversations to agents of
+the simulator.
 """

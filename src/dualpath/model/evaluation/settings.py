@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 
-from dualpath.core.cluster import MOST_NODES
+from dualpath.core.cluster import MAX_NODES
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.laboratory.workload.columns.generator import Tail
@@ -132,7 +132,7 @@ class PlanSettings(Settings, frozen=True, kw_only=True):
     """What is searched.  Latencies are means (§7.4); the rule looks back 30 minutes."""
 
     total_nodes: Annotated[
-        int, Setting("nodes to divide into prefill and decode nodes", ge=2, le=MOST_NODES)
+        int, Setting("nodes to divide into prefill and decode nodes", ge=2, le=MAX_NODES)
     ]
     objective: Annotated[
         Objective, Setting("JCT of all agents at once, or agents per second within the SLO")

@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from dualpath.core.cluster import MOST_NODES, Role
+from dualpath.core.cluster import MAX_NODES, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import ComputedWeight
@@ -16,7 +16,7 @@ from dualpath.policy.rebalance import RebalanceSettings
 #: Rates and times beyond these are typing errors, not machines.
 LARGEST = 1e15
 LONGEST_S = 1e6
-LARGEST_GROUP = MOST_NODES * 100_000
+LARGEST_GROUP = MAX_NODES * 100_000
 
 
 class ClusterSettings(Settings, frozen=True, kw_only=True):
@@ -38,16 +38,16 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     unless given.
     """
 
-    prefill_nodes: Annotated[int, Setting("P (§4.2)", ge=1, le=MOST_NODES, flag=False)]
-    decode_nodes: Annotated[int, Setting("D (§4.2)", ge=1, le=MOST_NODES, flag=False)]
+    prefill_nodes: Annotated[int, Setting("P (§4.2)", ge=1, le=MAX_NODES, flag=False)]
+    decode_nodes: Annotated[int, Setting("D (§4.2)", ge=1, le=MAX_NODES, flag=False)]
     gpus_per_node: Annotated[
         int, Setting("GPUs of a node, each with one compute NIC", ge=1, le=100_000)
     ] = 8
     prefill_nodes_per_group: Annotated[
-        int, Setting("nodes of a prefill group, 0 for all", ge=0, le=MOST_NODES)
+        int, Setting("nodes of a prefill group, 0 for all", ge=0, le=MAX_NODES)
     ] = 2
     decode_nodes_per_group: Annotated[
-        int, Setting("nodes of a decode group, 0 for all", ge=0, le=MOST_NODES)
+        int, Setting("nodes of a decode group, 0 for all", ge=0, le=MAX_NODES)
     ] = 4
     prefill_tp: Annotated[
         int, Setting("GPUs of a PE: its tensor parallel size", ge=1, le=100_000)

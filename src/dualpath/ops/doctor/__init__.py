@@ -1,1 +1,1 @@
-"""Checks of a node: is everything there that an engine needs, and what to do if not."""
+"""Checks whether a node has everything that an engine needs, with remedies."""

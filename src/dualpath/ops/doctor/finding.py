@@ -1,4 +1,4 @@
-"""What a check says: how it stands, what was found, what is needed, what to do."""
+"""The result of a check: status, what was found, what is needed, and the remedy."""
 
 import enum
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import msgspec
 
 
 class Status(enum.StrEnum):
-    """Errors keep an engine from serving; warnings cost speed or apply to some nodes only."""
+    """Errors prevent an engine from serving; warnings cost speed or apply to some nodes only."""
 
     OK = "ok"
     WARNING = "warning"
@@ -15,7 +15,7 @@ class Status(enum.StrEnum):
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One check's answer; ``limit`` is what is needed and ``remedy`` what to do, empty if none."""
+    """The result of one check; ``limit`` is the requirement, empty if there is none."""
 
     check: str
     status: Status
@@ -25,17 +25,17 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 def ok(check: str, found: str, limit: str = "") -> Finding:
-    """Nothing to do."""
+    """Return a finding that needs no action."""
     return Finding(check, Status.OK, found, limit)
 
 
 def warning(check: str, found: str, limit: str, remedy: str) -> Finding:
-    """Works, but not as well as it could."""
+    """Return a finding that costs speed or may be a problem."""
     return Finding(check, Status.WARNING, found, limit, remedy)
 
 
 def error(check: str, found: str, limit: str, remedy: str) -> Finding:
-    """An engine on this node would not serve."""
+    """Return a finding that prevents an engine on this node from serving."""
     return Finding(check, Status.ERROR, found, limit, remedy)
 
 
@@ -45,5 +45,5 @@ def has_errors(findings: Iterable[Finding]) -> bool:
 
 
 def mebibytes(amount_bytes: float) -> str:
-    """Return bytes in MiB."""
+    """Return an amount formatted in MiB."""
     return f"{amount_bytes / (1 << 20):.0f} MiB"

@@ -1,4 +1,4 @@
-"""Compute network and addresses: RDMA, traffic classes (§5.1, §A.1), ports, the router."""
+"""Checks of the compute network: RDMA, traffic classes (§5.1, §A.1), ports, the router."""
 
 from collections.abc import Mapping, Sequence
 
@@ -7,7 +7,7 @@ import msgspec
 from dualpath.ops.doctor.finding import Finding, error, ok, warning
 from dualpath.transport.ucx_config import DEFAULT_ENGINE_CONFIG
 
-#: UCX settings that give KV a lane of its own on InfiniBand or RoCE, and on TCP.
+#: UCX settings that give KV its own lane on InfiniBand or RoCE, and on TCP.
 _RDMA_MARKS = ("UCX_IB_SL", "UCX_IB_TRAFFIC_CLASS")
 _TCP_MARK = "UCX_TCP_PORT_RANGE"
 
@@ -22,27 +22,27 @@ class RdmaPort(msgspec.Struct, frozen=True):
 
     @property
     def is_active(self) -> bool:
-        """Whether it carries traffic."""
+        """Whether the port is up."""
         return "ACTIVE" in self.state
 
 
 def rdma(ports: Sequence[RdmaPort]) -> Finding:
-    """RDMA devices of the compute network."""
+    """Check the RDMA devices of the compute network."""
     check, needed = "RDMA devices", "an active port, for GPU clusters"
     found = ", ".join(f"{p.device}/{p.port} {p.layer} {p.state}" for p in ports) or "none"
     if any(port.is_active for port in ports):
         return ok(check, found, needed)
-    remedy = "KV moves over TCP or shared memory, which costs CPU; "
-    remedy += "bring a port up" if ports else "right for tests and CPU engines only"
+    remedy = "KV is transferred over TCP or shared memory, which costs CPU; "
+    remedy += "bring a port up" if ports else "sufficient for tests and CPU engines only"
     return warning(check, found, needed, remedy)
 
 
 def nics_of_gpus(pairs: Mapping[str, str]) -> Finding:
-    """Which port the KV of each GPU takes where an engine has several (``transport.nic_pairing``).
+    """Check which port carries the KV of each GPU (``transport.nic_pairing``).
 
-    ``pairs`` are PCI addresses and ports; GPUs of one port share it.
+    ``pairs`` maps PCI addresses of GPUs to ports.
     """
-    check, needed = "NIC of each GPU", "a port for each GPU, in engines of several"
+    check, needed = "NIC of each GPU", "a port for each GPU, for engines with several GPUs"
     found = ", ".join(f"{gpu} {port}" for gpu, port in pairs.items()) or "no GPU, or no port"
     if len(set(pairs.values())) == len(pairs):
         return ok(check, found, needed)
@@ -51,7 +51,7 @@ def nics_of_gpus(pairs: Mapping[str, str]) -> Finding:
 
 
 def ucx_environment(environment: Mapping[str, str]) -> Finding:
-    """Variables that win over our UCX settings."""
+    """Check for environment variables that override our UCX settings."""
     check = "UCX variables"
     ours = {f"UCX_{key}": value for key, value in DEFAULT_ENGINE_CONFIG.items()}
     overriding = [
@@ -60,34 +60,32 @@ def ucx_environment(environment: Mapping[str, str]) -> Finding:
         if environment.get(name, value) != value
     ]
     if overriding:
-        remedy = "unset them, unless they are meant: they win over dualpath's settings"
+        remedy = "unset them unless they are intended: they override dualpath's settings"
         return warning(check, ", ".join(overriding), "none that override ours", remedy)
     others = sorted(name for name in environment if name.startswith("UCX_"))
     return ok(check, ", ".join(f"{n}={environment[n]}" for n in others) or "none")
 
 
 def kv_lane(environment: Mapping[str, str], has_rdma: bool) -> Finding:
-    """Whether the environment marks KV; settings of an engine may do so as well."""
+    """Check whether the environment sets KV's traffic class; engine settings may do so instead."""
     check = "Traffic class of KV"
     marks = (*_RDMA_MARKS, _TCP_MARK)
     found = ", ".join(f"{name}={environment[name]}" for name in marks if name in environment)
     if found:
         return ok(check, found)
     fabric = "infiniband or roce" if has_rdma else "ethernet"
-    remedy = (
-        f"`dualpath qos --fabric {fabric}` prints what to set, as a variable or as an engine's "
-    )
+    remedy = f"set what `dualpath qos --fabric {fabric}` prints, as a variable or as an engine's "
     remedy += "nixl_engine_config"
     needed = f"one of {', '.join(_RDMA_MARKS if has_rdma else (_TCP_MARK,))}"
     return warning(check, "not in the environment", needed, remedy)
 
 
 def shaping(interface: str, disciplines: str | None) -> Finding:
-    """Whether ``tc qdisc show`` of an Ethernet interface has HTB; None where tc is not there."""
+    """Check ``tc qdisc show`` of an Ethernet interface for HTB; None: tc is not installed."""
     check = f"Shaping of {interface}"
-    remedy = f"`dualpath qos --fabric ethernet --interface {interface}` prints the commands"
+    remedy = f"run the commands of `dualpath qos --fabric ethernet --interface {interface}`"
     if disciplines is None:
-        return warning(check, "tc cannot be asked", "HTB, without RDMA", f"install tc; {remedy}")
+        return warning(check, "cannot run tc", "HTB, without RDMA", f"install tc; {remedy}")
     if "qdisc htb" in disciplines:
         return ok(check, "HTB", "HTB, without RDMA")
     found = disciplines.split("\n")[0][:60] or "no queueing discipline"
@@ -95,17 +93,17 @@ def shaping(interface: str, disciplines: str | None) -> Finding:
 
 
 def port(number: int, refusal: str) -> Finding:
-    """A port that is to be listened on; ``refusal`` is why not, empty if it is free."""
+    """Check a port to listen on; ``refusal`` is why it cannot be used, empty if it is free."""
     check = f"Port {number}"
     if refusal:
-        return error(check, refusal, "free", "end what listens there, or choose another port")
+        return error(check, refusal, "free", "stop what listens there, or choose another port")
     return ok(check, "free", "free")
 
 
 def control_address(address: str, refusal: str) -> Finding:
-    """The router's control address; ``refusal`` is why it cannot be reached, empty if it can."""
+    """Check the router's control address; ``refusal`` is the error, empty if it is reachable."""
     check = "Control address"
     if refusal:
-        remedy = "start the router with --control-host that other nodes reach; open the port"
+        remedy = "start the router with a --control-host that other nodes reach; open the port"
         return error(check, f"{address}: {refusal}", "accepts connections", remedy)
     return ok(check, f"{address} accepts connections")

@@ -1,4 +1,4 @@
-"""Looks at the node it runs on; everything that a check knows comes from here."""
+"""Queries the node that it runs on; the source of all inputs of checks."""
 
 import ctypes
 import importlib.metadata
@@ -15,9 +15,9 @@ from dualpath.core.errors import ConfigError
 from dualpath.ops.doctor.network import RdmaPort
 from dualpath.ops.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
 from dualpath.transport.memory import allocate_shared, map_shared
-from dualpath.transport.nic_pairing import paired_here
+from dualpath.transport.nic_pairing import local_nic_pairing
 
-#: Importing vLLM on a busy machine takes its time.
+#: Generous, as importing vLLM on a busy machine is slow.
 PROCESS_S = 180.0
 CONNECT_S = 3.0
 
@@ -27,18 +27,18 @@ _TIMEX_BYTES = 512
 
 
 class Node:
-    """This machine; ``root`` is where sysfs and procfs are found."""
+    """This machine; ``root`` is the folder of sysfs and procfs."""
 
     def __init__(self, root: Path = Path("/"), environment: Mapping[str, str] = os.environ) -> None:
         self._root = root
         self.environment = environment
 
     def python_version(self) -> tuple[int, int]:
-        """Major and minor version of the interpreter."""
+        """Return major and minor version of the interpreter."""
         return sys.version_info[:2]
 
     def vllm_distributions(self) -> dict[str, str]:
-        """Versions of the installed distributions that provide ``vllm``."""
+        """Return the versions of the installed distributions that provide ``vllm``."""
         found = {}
         for name in VLLM_DISTRIBUTIONS:
             try:
@@ -48,11 +48,11 @@ class Node:
         return found
 
     def vllm_plugins(self) -> set[str]:
-        """Names of the plugins that vLLM would load in every process."""
+        """Return the names of the plugins that vLLM loads in every process."""
         return {p.name for p in importlib.metadata.entry_points(group="vllm.general_plugins")}
 
     def run_module(self, module: str) -> ProcessOutcome:
-        """Run a module of ours as a process and wait for its end."""
+        """Run a module of ours as a process and wait for it to exit."""
         environment = {**self.environment, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         try:
             ended = subprocess.run(
@@ -69,16 +69,16 @@ class Node:
         return ProcessOutcome(ended.returncode, ended.stdout, ended.stderr)
 
     def available_bytes(self) -> int:
-        """Memory that can be had without swapping."""
+        """Return the memory available without swapping."""
         for line in self._read("proc/meminfo").splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
         return 0
 
     def sharing_refusal(self, size_bytes: int) -> str:
-        """Why ranks of an engine could not share a buffer of that size; empty if they could.
+        """Return why ranks of an engine cannot share a buffer of this size; empty if they can.
 
-        The pages are not touched, so that nothing is allocated.
+        Its pages are not touched, so that no memory is used.
         """
         try:
             with allocate_shared(size_bytes) as (_, path):
@@ -88,25 +88,25 @@ class Node:
         return ""
 
     def transparent_huge_pages(self) -> str:
-        """The kernel's choices, the chosen one in brackets; empty if it has none."""
+        """Return the kernel's modes, the active one in brackets; empty without support."""
         return self._read("sys/kernel/mm/transparent_hugepage/enabled")
 
     def locked_memory_bytes(self) -> int | None:
-        """Soft limit of locked memory; None for unlimited."""
+        """Return the soft limit of locked memory; None for unlimited."""
         soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         return None if soft == resource.RLIM_INFINITY else soft
 
     def file_descriptors(self) -> tuple[int, int]:
-        """Soft and hard limit of open files."""
+        """Return the soft and hard limit of open files."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)
 
     def clock_synchronised(self) -> bool | None:
-        """What the kernel says of its clock; None if it cannot be asked."""
+        """Return whether the kernel's clock is synchronised; None if the kernel does not answer."""
         state = ctypes.CDLL(None).adjtimex(ctypes.create_string_buffer(_TIMEX_BYTES))
         return None if state < 0 else state != _TIME_ERROR
 
     def rdma_ports(self) -> list[RdmaPort]:
-        """Ports of all RDMA devices."""
+        """Return the ports of all RDMA devices."""
         folder = self._root / "sys/class/infiniband"
         ports = sorted(folder.glob("*/ports/*")) if folder.is_dir() else []
         return [
@@ -120,11 +120,11 @@ class Node:
         ]
 
     def nics_of_gpus(self) -> dict[str, str]:
-        """The RDMA port of each GPU, by PCI address."""
-        return paired_here(self._root)
+        """Return the RDMA port of each GPU, by PCI address."""
+        return local_nic_pairing(self._root)
 
     def default_interface(self) -> str:
-        """The interface of the default route; empty if there is none."""
+        """Return the interface of the default route; empty if there is none."""
         for line in self._read("proc/net/route").splitlines()[1:]:
             fields = line.split()
             if len(fields) > 2 and fields[1] == "00000000":
@@ -132,9 +132,9 @@ class Node:
         return ""
 
     def queueing_disciplines(self, interface: str) -> str | None:
-        """What ``tc`` says of an interface; None if it cannot be asked."""
+        """Return the output of ``tc`` for an interface; None if tc cannot run."""
         try:
-            asked = subprocess.run(
+            ended = subprocess.run(
                 ["tc", "qdisc", "show", "dev", interface],
                 capture_output=True,
                 text=True,
@@ -143,10 +143,10 @@ class Node:
             )
         except (OSError, subprocess.SubprocessError):
             return None
-        return asked.stdout
+        return ended.stdout
 
     def port_refusal(self, host: str, port: int) -> str:
-        """Why a port cannot be listened on; empty if it can."""
+        """Return why a port cannot be listened on; empty if it can."""
         with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
@@ -156,7 +156,7 @@ class Node:
         return ""
 
     def connection_refusal(self, address: str) -> str:
-        """Why ``tcp://host:port`` cannot be connected to; empty if it can."""
+        """Return why ``tcp://host:port`` cannot be connected to; empty if it can."""
         try:
             parts = urlsplit(address)
             target = (parts.hostname or "", parts.port or 0)

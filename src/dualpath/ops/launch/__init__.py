@@ -1,1 +1,1 @@
-"""A whole DualPath cluster on this machine: router, prefill engines, decode engines."""
+"""Launches a cluster, on this machine or on Ray: router, prefill engines, decode engines."""

@@ -1,6 +1,6 @@
-"""What a cluster asks of Ray: a bundle for each unit, and what is missing where it has none.
+"""Resources that a cluster requests from Ray: a bundle for each unit.
 
-A bundle holds a whole unit, so that the ranks of a group share a node, as its engines do elsewhere.
+A bundle has a whole unit, so that the ranks of a data-parallel group are on one node.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,33 +12,33 @@ Resources = Mapping[str, float]
 
 
 def bundle(unit: Unit, cpus: int, *, with_devices: bool) -> dict[str, float]:
-    """Return what a unit takes: ``cpus`` for each process, and its devices if engines have any."""
+    """Return the resources of a unit: ``cpus`` per process, and its devices if engines have any."""
     processes = len(unit.processes)
     devices = {GPU: float(unit.devices * processes)} if with_devices and unit.devices else {}
     return {CPU: float(cpus * processes), **devices}
 
 
-def missing(bundles: Mapping[str, Resources], nodes: Sequence[Resources]) -> str:
-    """Say what the nodes lack for all bundles, which are by unit; empty if nothing is.
+def shortage(bundles: Mapping[str, Resources], nodes: Sequence[Resources]) -> str:
+    """Return what the nodes lack for all ``bundles`` (by unit), in words; empty if they suffice.
 
-    What other jobs hold is not looked at, nor whether bundles fit beside each other.
+    Does not consider resources used by other jobs, nor whether bundles fit beside each other.
     """
-    needed, there = _sum(bundles.values()), _sum(nodes)
-    lacks = [
-        f"{amount:g} {name} are needed and it has {there.get(name, 0):g}"
+    needed, available = _sum(bundles.values()), _sum(nodes)
+    lacking = [
+        f"{amount:g} {name} are needed and it has {available.get(name, 0):g}"
         for name, amount in needed.items()
-        if amount > there.get(name, 0)
+        if amount > available.get(name, 0)
     ]
-    if lacks:
-        return ", ".join(lacks)
+    if lacking:
+        return ", ".join(lacking)
     for unit, one in bundles.items():
         if not any(_holds(node, one) for node in nodes):
-            return f"{unit} needs {shown(one)} on one node, and no node has as much"
+            return f"{unit} needs {format_resources(one)} on one node, and no node has as much"
     return ""
 
 
-def shown(resources: Resources) -> str:
-    """Return resources in words: "1 CPU, 8 GPU"."""
+def format_resources(resources: Resources) -> str:
+    """Return resources as text: "1 CPU, 8 GPU"."""
     return ", ".join(f"{amount:g} {name}" for name, amount in resources.items())
 
 

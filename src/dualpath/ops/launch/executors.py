@@ -6,7 +6,7 @@ from dualpath.ops.launch.settings import LocalClusterSettings
 
 
 def open_executor(settings: LocalClusterSettings) -> Executor:
-    """Return it; raises ``ModuleNotFoundError`` if it takes Ray and that is not installed."""
+    """Return the executor; raises ``ModuleNotFoundError`` if it needs Ray and Ray is missing."""
     if settings.executor == "ray":
         from dualpath.ops.launch.ray_executor import RayExecutor
 

@@ -1,6 +1,6 @@
-"""Processes forked from one server that has imported what they need once.
+"""Processes forked from a fork server that has already imported their modules.
 
-Importing vLLM takes seconds of CPU; with a fork server that is paid once and not per process.
+Importing vLLM takes seconds of CPU; with a fork server it happens once, not per process.
 """
 
 import multiprocessing
@@ -27,12 +27,12 @@ VLLM_MODULES = (
 )
 
 _FROZEN_HEAP = "dualpath.ops.launch.frozen_heap"
-#: What the server of this process has imported.
+#: Modules that this process's fork server has imported.
 _preloaded: set[str] = set()
 
 
 class ForkedProcess(LocalProcess):
-    """A command of this installation, run in a fork of the server."""
+    """A command of this installation, run in a process forked from the server."""
 
     def __init__(
         self,
@@ -46,8 +46,8 @@ class ForkedProcess(LocalProcess):
     ) -> None:
         """Run the command ``entry`` ("module:function") with the arguments ``command``.
 
-        ``environment`` is added to the process's own, unseen by ``ps`` and ``/proc``.  The server
-        has imported the modules ``preload``, unless one that has not still has processes to run.
+        ``environment`` is added to the process's own and is not visible in ``ps`` and ``/proc``.
+        The server imports the modules ``preload`` first, unless it is already running processes.
         """
         super().__init__(name, log)
         self._process = _context(preload).Process(
@@ -73,14 +73,14 @@ class ForkedProcess(LocalProcess):
         return self._process.exitcode
 
 
-def import_ahead() -> None:
-    """Let the server import what engines and router need while this process does something else."""
+def preload_modules() -> None:
+    """Let the server import the modules of engines and router in the background."""
     _context(VLLM_MODULES)
 
 
 def _context(preload: Sequence[str]) -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
-    # Its processes end with a server, so that one that lacks a module gives way when it has none.
+    # Stopping a server ends its processes: restart it with more modules only if it has none.
     if not _preloaded.issuperset(preload) and not multiprocessing.active_children():
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         _preloaded.update(preload)
@@ -92,7 +92,7 @@ def _context(preload: Sequence[str]) -> ForkServerContext:
 
 @contextmanager
 def _environment(changes: dict[str, str]) -> Iterator[None]:
-    """Set variables that the user has not set, for the duration of a block."""
+    """Set variables that the user has not set, during the ``with`` block."""
     added = [name for name in changes if name not in os.environ]
     os.environ.update({name: changes[name] for name in added})
     try:
@@ -103,7 +103,7 @@ def _environment(changes: dict[str, str]) -> Iterator[None]:
 
 
 def _main(entry: str, command: list[str], log: str, environment: dict[str, str]) -> None:
-    """Entry point in the new process; behaves as if the command had been typed."""
+    """Entry point of the new process; behaves like the command typed in a shell."""
     os.setsid()
     die_with_parent(signal.SIGTERM, os.getppid())
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)

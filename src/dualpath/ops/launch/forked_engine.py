@@ -1,10 +1,10 @@
 """vLLM's API server with its engine core forked: `python -m dualpath.ops.launch.forked_engine …`.
 
-On CPUs vLLM insists on spawning the engine core, which imports everything once more: many seconds
-of CPU per engine.  Its reason, threads of OpenMP that do not survive a fork, does not hold here:
-nothing was computed in this process yet.  So one function of vLLM is replaced in this process,
-`get_mp_context`, where engine cores are started and where their ranks are.  On other devices
-nothing is, and an engine that an operator starts with vLLM's own command never comes here.
+On CPUs vLLM spawns the engine core, which imports everything again: many seconds of CPU per engine.
+Its reason, OpenMP threads that do not survive a fork, does not apply here: this process has not
+computed anything yet.  So vLLM's function `get_mp_context` is replaced in this process, where
+engine cores and their ranks are started.  On other devices nothing is replaced, and engines that an
+operator starts with vLLM's own command do not use this module.
 """
 
 import importlib
@@ -18,8 +18,8 @@ from dualpath.ops.launch.commands import ENGINE_ENTRY
 
 
 def prepare_engine() -> None:
-    """Let this process fork its engine core on a CPU, as vLLM does on GPUs."""
-    # vLLM derives its block keys from it; test runners like to set it.
+    """Make this process fork its engine core on a CPU, as vLLM does on GPUs."""
+    # vLLM derives its block keys from PYTHONHASHSEED; test runners often set it.
     os.environ.pop("PYTHONHASHSEED", None)
     platforms = importlib.import_module("vllm.platforms")
     if platforms.current_platform.is_cpu():
@@ -32,7 +32,7 @@ def prepare_engine() -> None:
 
 
 def run_entry(entry: str, command: Sequence[str]) -> NoReturn:
-    """Run ``entry`` ("module:function") as if the command had been typed, and exit as it does."""
+    """Run ``entry`` ("module:function") like a command typed in a shell, and exit with it."""
     module, _, function = entry.partition(":")
     sys.argv = [module, *command]
     sys.exit(getattr(importlib.import_module(module), function)())

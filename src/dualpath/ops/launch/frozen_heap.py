@@ -1,7 +1,7 @@
-"""Imported last by a server that processes are forked from: what it holds is no garbage.
+"""Imported last by a fork server: excludes its objects from garbage collection.
 
-No process forked from it looks through that again (vLLM does as it begins to serve), or copies its
-pages by doing so.
+Forked processes then do not scan these objects (vLLM collects when it starts to serve), which
+would copy their pages.
 """
 
 import gc

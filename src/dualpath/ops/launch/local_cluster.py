@@ -1,7 +1,7 @@
-"""Starts, watches and ends a cluster; nothing half-started stays behind.
+"""Starts, supervises and stops a cluster; a failed start leaves no processes behind.
 
-Its processes run on this machine, or where another executor runs them; they are watched,
-started again, drained and ended in one way.
+Its processes run on this machine or on the nodes of another executor; supervision, restarts and
+draining are the same.
 """
 
 import functools
@@ -27,7 +27,7 @@ from dualpath.ops.launch.managed_process import POLL_S, ManagedProcess
 from dualpath.ops.launch.ports import LOOPBACK, claim_port
 from dualpath.ops.launch.process import Supervisor
 from dualpath.ops.launch.restarts import DRAIN_GUARD_S, Restarts
-from dualpath.ops.launch.role_wishes import RoleWishes
+from dualpath.ops.launch.role_wishes import RequestedRoles
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.ops.launch.start_checks import check_settings, check_storage
 from dualpath.ops.launch.trials import Trials
@@ -48,11 +48,10 @@ log = logging.getLogger(__name__)
 class LocalCluster:
     """P prefill engines, D decode engines and a router; a context manager.
 
-    ``progress`` is called with what is being waited for, in plain words; what happens afterwards is
-    logged.  ``executor`` runs the processes instead of the one that the settings name, and is
-    closed in the end; ``commands`` are those of the kind of engines.  Entering raises
-    ``ConfigError``, ``EngineLostError`` with the cause from the log, or ``DeadlineError``, after
-    everything is taken down again.
+    ``progress`` is called with messages about the start; later events are logged.  ``executor``
+    replaces the one that the settings name, and is closed at the end; ``commands`` are the command
+    lines of the kind of engines.  Entering raises ``ConfigError``, ``EngineLostError`` with the
+    cause from the log, or ``DeadlineError``, after everything was stopped again.
     """
 
     def __init__(
@@ -68,19 +67,19 @@ class LocalCluster:
         self._commands = commands
         self._supervisor = Supervisor()
         self._starts: dict[str, Callable[[], None]] = {}
-        #: Which engines end and start together, by the name of a process.
+        #: The unit of each process: processes of a unit start and stop together.
         self._units: dict[str, str] = {}
-        #: What each unit of engines is, or becomes when it has drained.
+        #: The shape of each unit, or its next one while it drains.
         self._shapes: dict[str, UnitShape] = {}
         self._trials = Trials(self._shapes)
         self._restarts = Restarts(self._start_again, self._units)
-        self._wishes = RoleWishes(
+        self._requested_roles = RequestedRoles(
             lambda: self._status.roles(), self._units, self._shapes, settings.ranks, self.change
         )
         self._own_logs: str | None = None
         self._keys = ClusterKeys(settings, one_machine=self._executor.one_machine)
         self.control_port = 0
-        self._status = ClusterStatus("", "", {})  # nobody answers before it is launched
+        self._status = ClusterStatus("", "", {})  # replaced by ``launch``
 
     def __enter__(self) -> "LocalCluster":
         self.start()
@@ -96,12 +95,12 @@ class LocalCluster:
 
     @property
     def endpoint(self) -> str:
-        """Where clients ask, once it is launched."""
+        """The URL for clients, once the cluster is launched."""
         return self._status.endpoint
 
     @property
     def cluster_url(self) -> str:
-        """Where the cluster's state is asked for: mostly the same."""
+        """The URL of the cluster's state: the same unless there are several front ends."""
         return self._status.cluster_url
 
     @property
@@ -114,12 +113,12 @@ class LocalCluster:
         return self._supervisor.process(name)
 
     def start(self) -> None:
-        """Start everything and return when requests can be served."""
+        """Start everything and wait until requests can be served."""
         self.launch()
         self.wait_ready()
 
     def launch(self) -> None:
-        """Start everything and do not wait for it; ``wait_ready`` does, or ``stop`` ends it."""
+        """Start everything without waiting; call ``wait_ready`` or ``stop`` next."""
         settings = self.settings
         check_settings(settings)
         routers, engines = router_units(settings), tuple(engine_units(settings))
@@ -141,7 +140,7 @@ class LocalCluster:
             raise
 
     def _claim_addresses(self) -> None:
-        """Choose the router's addresses, on this machine."""
+        """Choose the router's addresses on this machine."""
         host = self.settings.host
         self._port = claim_port(host, self.settings.port)
         self.control_port = claim_port(self._executor.host)
@@ -165,9 +164,9 @@ class LocalCluster:
         self._start(unit, lambda place: [Launch(self._commands.router_entry, command, keys)])
 
     def start_engines(self, role: Role, index: int) -> None:
-        """Start the engines of a node, also those that replace lost ones of the same names.
+        """Start or restart the engines of a node, under the same names.
 
-        They are one, or the ranks of a data-parallel group, which are started together only.
+        A node has one engine, or the ranks of a data-parallel group, which start together.
         """
         name = engine_id(role, index)
         shape = self._shapes.setdefault(name, UnitShape(role, self.settings.ranks(role)))
@@ -181,7 +180,7 @@ class LocalCluster:
         self._start(unit, functools.partial(self._engine_launches, unit, shape.role))
 
     def _engine_launches(self, unit: Unit, role: Role, place: Place) -> list[Launch]:
-        """Return the processes of a unit that is to have ``role`` now, for the place it has got."""
+        """Return the processes of a unit with the current ``role``, at its place."""
         size, each = len(unit.processes), len(place.devices) // len(unit.processes)
         rpc_port = place.claim_port() if size > 1 else 0
         launches = []
@@ -206,17 +205,17 @@ class LocalCluster:
             self._supervisor.add(process, ends_last=ends_last)
 
     def drain(self) -> None:
-        """Take no new requests; return when those under way have ended."""
+        """Accept no new requests; return when the running ones have ended."""
         names = [process.name for process in self.processes]
         if STANDBY in names:
-            self._supervisor.process(STANDBY).kill()  # else it would take the next requests
+            self._supervisor.process(STANDBY).kill()  # otherwise it would become the leader
         if ROUTER in names:
             router = self._supervisor.process(ROUTER)
             router.terminate()
             router.wait(DRAIN_GUARD_S)
 
     def stop(self) -> None:
-        """End everything now, requests under way with an error; idempotent."""
+        """Stop everything now; running requests end with an error.  Idempotent."""
         self._supervisor.end(interrupt=True)
         self._executor.close()
         if self._own_logs:
@@ -224,32 +223,32 @@ class LocalCluster:
             self._own_logs = None
 
     def watch(self) -> None:
-        """Start again whatever ends, and log it; never returns."""
+        """Restart processes that exit, and log it; never returns."""
         while True:
-            self.look_after()
+            self.supervise()
             time.sleep(POLL_S)
 
-    def look_after(self) -> None:
-        """Start what is due to be started again, begin what the router wishes; call it often."""
-        self._restarts.turn(self.processes, time.monotonic())
-        self._wishes.turn(time.monotonic())
-        self._trials.turn(time.monotonic(), self._serves_as)
+    def supervise(self) -> None:
+        """Restart processes that are due and apply role changes; call it periodically."""
+        self._restarts.poll(self.processes, time.monotonic())
+        self._requested_roles.poll(time.monotonic())
+        self._trials.poll(time.monotonic(), self._serves_as)
 
     def change(self, unit: str, shape: UnitShape) -> None:
-        """Let a unit of engines drain; it is started again as ``shape``, under its old name."""
+        """Drain a unit of engines; it is restarted as ``shape`` under its old name."""
         why = None if self._executor.on_cpus else too_few_devices(self.settings, unit, shape)
         if why is not None:
-            log.warning("%s stays %s: %s", unit, self._shapes[unit], why)
+            log.warning("%s cannot be changed from %s: %s", unit, self._shapes[unit], why)
             return
-        log.info("%s drains and becomes %s", unit, shape)
+        log.info("draining %s, which becomes %s", unit, shape)
         self._trials.begin(unit, shape)
-        self._restarts.ask(unit, time.monotonic())
+        self._restarts.expect_exit(unit, time.monotonic())
         for process in self.processes:
             if self._units.get(process.name) == unit and process.alive:
                 process.terminate()
 
     def _start_again(self, unit: str) -> None:
-        self._trials.starts(unit)
+        self._trials.note_start(unit)
         self._starts[unit]()
 
     def _serves_as(self, unit: str, shape: UnitShape) -> bool:
@@ -271,7 +270,7 @@ class LocalCluster:
         return Path(self._own_logs)
 
     def wait_ready(self) -> None:
-        """Return when all engines have registered; where that fails, everything is ended."""
+        """Return when all engines have registered; on failure, stop everything and raise."""
         try:
             self._await_engines()
         except BaseException:
@@ -281,17 +280,17 @@ class LocalCluster:
     def _await_engines(self) -> None:
         settings = self.settings
         expected = settings.prefill * settings.prefill_dp + settings.decode * settings.decode_dp
-        said = ""
+        reported = ""
 
         def missing() -> str:
-            nonlocal said
+            nonlocal reported
             present = len(self._status.alive())
-            what = f"{present} of {expected} engines registered"
+            state = f"{present} of {expected} engines registered"
             loads = present == expected and not self._status.serves()
-            what += ", no front end serves yet" if loads else ""
-            if what != said:
-                said = what
-                self._progress(what)
-            return what if present < expected or loads else ""
+            state += ", no front end serves yet" if loads else ""
+            if state != reported:
+                reported = state
+                self._progress(state)
+            return state if present < expected or loads else ""
 
         self._supervisor.wait_until_ready(missing, self.settings.start_timeout_s)

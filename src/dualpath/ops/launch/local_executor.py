@@ -1,4 +1,4 @@
-"""Runs processes on this machine: forked from one server, at the loopback address."""
+"""Runs processes on this machine: forked from one server, on the loopback address."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from dualpath.ops.launch.units import Unit
 
 
 class LocalExecutor(Executor):
-    """See the base class; ``preload`` are the modules that all processes have imported."""
+    """See the base class; ``preload``: modules that the fork server imports."""
 
     one_machine = True
     host = LOOPBACK
@@ -31,7 +31,7 @@ class LocalExecutor(Executor):
         return self._devices.on_cpus
 
     def reserve(self, units: Sequence[Unit]) -> None:
-        """See the base class: devices are what there are too few of."""
+        """See the base class; the resources are the devices."""
         self._devices = DevicePlan(self._settings, usable_devices(self._settings.devices))
 
     def start(self, unit: Unit, launches: Launches, logs: Path) -> Sequence[LocalProcess]:
@@ -45,14 +45,14 @@ class LocalExecutor(Executor):
                 *(name, launch.entry, launch.command, logs / f"{name}.log", launch.environment),
                 preload=self._preload,
             )
-            for name, launch in zip(unit.processes, launches(_Here(devices)), strict=True)
+            for name, launch in zip(unit.processes, launches(_LocalPlace(devices)), strict=True)
         ]
 
     def close(self) -> None:
-        """See the base class: nothing is kept."""
+        """See the base class: there is nothing to release."""
 
 
-class _Here:
+class _LocalPlace:
     """A place on this machine."""
 
     host = LOOPBACK

@@ -1,4 +1,4 @@
-"""What a supervisor asks of a process, wherever it runs: its log, its signals, its end."""
+"""Interface of a supervised process, wherever it runs: log, signals, exit."""
 
 import signal
 import time
@@ -8,13 +8,13 @@ from pathlib import Path
 from dualpath.core.errors import DeadlineError, EngineLostError
 
 POLL_S = 0.05
-#: An engine writes what is queued and leaves the cluster before it ends.
+#: Time for an orderly exit: an engine writes queued blocks and deregisters first.
 END_S = 20.0
 _LOG_TAIL_LINES = 15
 
 
 class ManagedProcess(ABC):
-    """A process: its name, the file of this machine its output is appended to, how it ends."""
+    """A process; its output is appended to ``log``, a file of this machine."""
 
     def __init__(self, name: str, log: Path) -> None:
         self.name = name
@@ -28,33 +28,33 @@ class ManagedProcess(ABC):
 
     @abstractmethod
     def wait(self, timeout_s: float) -> int | None:
-        """Wait for its end; return the exit code, None after the timeout."""
+        """Wait until it exits; return the exit code, None after the timeout."""
 
     @abstractmethod
     def send_signal(self, number: int) -> None:
-        """Send a signal to the process alone; nothing if it has ended."""
+        """Send a signal to the process only; does nothing if it has exited."""
 
     @abstractmethod
     def kill(self) -> None:
-        """End it and everything it has started: the whole process group, at once."""
+        """Kill the whole process group."""
 
     @property
     def alive(self) -> bool:
-        """Whether it still runs."""
+        """Whether it is running."""
         return self.exit_code is None
 
     def terminate(self) -> None:
-        """Ask it to end; it ends what it has started itself."""
+        """Ask it to exit with SIGTERM; it stops its own children."""
         self.send_signal(signal.SIGTERM)
 
     def end(self, timeout_s: float = END_S) -> None:
-        """Wait for an orderly end, then kill what is left of it."""
+        """Wait for an orderly exit, then kill what is left of the process group."""
         self.wait(timeout_s)
         self.kill()
         self.wait(timeout_s)
 
     def output(self) -> str:
-        """Return what it has written to its log so far."""
+        """Return its output so far."""
         try:
             with self.log.open("rb") as file:
                 file.seek(self._log_begin)
@@ -63,22 +63,22 @@ class ManagedProcess(ABC):
             return f"(no log: {error})"
 
     def find_line(self, text: str) -> str | None:
-        """Return the first whole line of its output that contains ``text``, or None."""
+        """Return the first complete line of its output that contains ``text``, or None."""
         lines = self.output().split("\n")[:-1]
         return next((line for line in lines if text in line), None)
 
     def wait_for_line(self, text: str, timeout_s: float) -> str:
-        """Wait until a whole line of its output contains ``text``; return the line.
+        """Wait until a complete line of its output contains ``text``; return the line.
 
-        Raises ``EngineLostError`` if it ends without, ``DeadlineError`` after ``timeout_s``.
+        Raises ``EngineLostError`` if it exits first, ``DeadlineError`` after ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
-            over = not self.alive  # asked first: what it wrote before its end is found below
+            exited = not self.alive  # checked first, so that the last output is searched below
             if (line := self.find_line(text)) is not None:
                 return line
-            if over:
-                raise EngineLostError(self.ending())
+            if exited:
+                raise EngineLostError(self.exit_report())
             if time.monotonic() > deadline_s:
                 raise DeadlineError(
                     f"{self.name} has not written {text!r} within {timeout_s:g} s; the end of its "
@@ -90,9 +90,8 @@ class ManagedProcess(ABC):
         """Return the last lines of its log."""
         return "\n".join(self.output().splitlines()[-_LOG_TAIL_LINES:])
 
-    def ending(self) -> str:
-        """Say how it ended, with the end of its log."""
+    def exit_report(self) -> str:
+        """Return its exit code and the end of its log, as text."""
         return (
-            f"{self.name} ended with exit code {self.exit_code}; the end of its log:\n"
-            f"{self.log_tail()}"
+            f"{self.name} exited with code {self.exit_code}; the end of its log:\n{self.log_tail()}"
         )

@@ -1,4 +1,4 @@
-"""Ports of this machine that processes about to start can have."""
+"""Finds free ports of this machine for processes about to start."""
 
 import itertools
 import secrets
@@ -11,33 +11,33 @@ from dualpath.plan.traffic_class import PortRange
 
 LOOPBACK = "127.0.0.1"
 
-# Where Linux says which ports it gives to connections that leave the machine.
+# The range of ephemeral ports, which Linux uses for outgoing connections.
 _RANGE_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
-# Below are the ports that services are commonly given by hand, and from the KV-cache's own on
-# (``PortRange``) a port would put a process' other messages into the KV-cache's traffic class.
+# Ports below are commonly assigned by hand; ports from ``PortRange`` on are in KV's traffic class,
+# which a process's other messages must not use.
 _LOWEST = 10240
 _END = PortRange().first
-# Begins anywhere, so that two processes rarely name the same ports.
-_turns = itertools.count(secrets.randbelow(1 << 15))
+# Starts at a random offset, so that two processes rarely choose the same ports.
+_offsets = itertools.count(secrets.randbelow(1 << 15))
 
 
 def claim_port(host: str = LOOPBACK, port: int = 0) -> int:
-    """Return ``port`` if it is free, any free one for 0; raises ``ConfigError`` if it is taken."""
+    """Return ``port``, or any free port for 0; raises ``ConfigError`` if it is taken."""
     try:
         return free_port(host, port)
     except OSError as error:
         raise ConfigError(
             f"port {port} on {host} cannot be used ({error.strerror}); choose another with "
-            "--port, 0 takes any free one"
+            "--port, or 0 for any free one"
         ) from error
 
 
 def free_port(host: str, port: int) -> int:
     """As ``claim_port``, but raises ``OSError``.
 
-    The kernel gives a connection that leaves the machine any free port of its own range, so
-    one of those may be gone before its process listens, or while it starts again.  For 0 the
-    ports below that range are tried in turn: this process hardly names one twice.
+    The kernel assigns ephemeral ports to outgoing connections, so one of them may be taken before
+    the process listens, or during a restart.  For 0 the ports below the ephemeral range are tried
+    one after the other, so that this process rarely returns a port twice.
     """
     for candidate in (port,) if port else _ports_outside_connections():
         try:
@@ -50,13 +50,13 @@ def free_port(host: str, port: int) -> int:
 
 def _ports_outside_connections() -> Iterator[int]:
     count = max(min(_END, _first_of_connections()) - _LOWEST, 0)
-    return (_LOWEST + next(_turns) % count for _ in range(count))
+    return (_LOWEST + next(_offsets) % count for _ in range(count))
 
 
 def _first_of_connections() -> int:
     try:
         return int(_RANGE_OF_CONNECTIONS.read_text().split()[0])
-    except (OSError, ValueError, IndexError):  # not Linux: the range that IANA names
+    except (OSError, ValueError, IndexError):  # not Linux: IANA's range
         return 49152
 
 
@@ -68,5 +68,5 @@ def _bound(host: str, port: int) -> int:
 
 
 def family_of(host: str) -> socket.AddressFamily:
-    """Return the kind of sockets that an address is of."""
+    """Return the socket family of an address."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET

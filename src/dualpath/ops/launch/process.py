@@ -1,8 +1,8 @@
-"""Processes of this machine, and the supervisor of these and others: all end in order.
+"""Processes of this machine, and the supervisor that stops processes in order.
 
-Local clusters, nodes of a lab, benchmarks and tests start their processes here.  Every process
-leads a session of its own, so that a Ctrl-C at the terminal reaches only the supervisor, which then
-ends the others in order; it dies with whoever started it, unless it is to outlive that.
+Used by local clusters, nodes of a lab, benchmarks and tests.  Every process leads its own session,
+so that a Ctrl-C at the terminal reaches only the supervisor, which then stops the others in order.
+A process dies with its parent unless ``ends_with_parent`` is None.
 """
 
 import contextlib
@@ -23,14 +23,14 @@ from dualpath.ops.launch.managed_process import END_S, POLL_S, ManagedProcess
 from dualpath.storage.host_process import ProcessStat, process_stat
 
 _PR_SET_PDEATHSIG = 1
-#: Opened once: between fork and exec nothing may be loaded.
+#: Opened at import: libraries must not be loaded between fork and exec.
 _libc = ctypes.CDLL(None)
 
 
 def die_with_parent(number: int, parent: int) -> None:
-    """Let this process get a signal when the thread that started it ends, however it ends.
+    """Make the kernel send this process a signal when the thread that started it ends.
 
-    ``parent`` is the process of that thread; if it is gone already, the signal comes now.
+    ``parent`` is the process of that thread; if it has exited already, the signal is sent now.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, number)
     if os.getppid() != parent:
@@ -45,7 +45,7 @@ def all_processes() -> Iterator[tuple[int, ProcessStat]]:
 
 
 class LocalProcess(ManagedProcess):
-    """A process of this machine, which leads a process group."""
+    """A process of this machine that leads a process group."""
 
     @property
     @abstractmethod
@@ -64,7 +64,7 @@ class LocalProcess(ManagedProcess):
             os.killpg(self.pid, signal.SIGKILL)
 
     def end(self, timeout_s: float = END_S) -> None:
-        """Wait for an orderly end of its whole group, then kill what is left of it."""
+        """Wait for an orderly exit of its whole group, then kill what is left of it."""
         deadline_s = time.monotonic() + timeout_s
         self.wait(timeout_s)
         while self._group_lives() and time.monotonic() < deadline_s:
@@ -73,18 +73,18 @@ class LocalProcess(ManagedProcess):
         self.wait(timeout_s)
 
     def _group_lives(self) -> bool:
-        """Whether one of its group runs; what has ended and nobody has waited for does not."""
+        """Whether any process of its group runs; zombies do not count."""
         return any(stat.group == self.pid and not stat.is_zombie for _, stat in all_processes())
 
 
 def local(process: ManagedProcess) -> LocalProcess:
-    """Return a process that was started on this machine, as such."""
+    """Return the process as a ``LocalProcess``; it must run on this machine."""
     assert isinstance(process, LocalProcess), f"{process.name} runs elsewhere"
     return process
 
 
 class SpawnedProcess(LocalProcess):
-    """A command, executed as typed."""
+    """A command line, executed as it is."""
 
     def __init__(
         self,
@@ -97,13 +97,13 @@ class SpawnedProcess(LocalProcess):
         pipes: bool = False,
         ends_with_parent: int | None = signal.SIGKILL,
     ) -> None:
-        """Start ``argv`` with ``environment`` and no other, in ``folder`` or this one.
+        """Start ``argv`` with exactly this ``environment``, in ``folder`` or the current one.
 
-        ``ends_with_parent``: the signal it gets when the thread that started it ends; None: none.
+        ``ends_with_parent``: the signal sent when the thread that started it ends; None: none.
 
         ``pipes``: its standard input and output are ``stdin`` and ``stdout`` of this object, and
-        only its standard error goes to the log; without, it reads nothing.  Without a ``log`` it
-        writes where this process does, and nothing of that can be asked for.
+        only its standard error goes to the log; otherwise its standard input is empty.  Without a
+        ``log`` it inherits this process's output, and ``output`` returns nothing.
         """
         super().__init__(name, log or Path(os.devnull))
         with self.log.open("ab") as file:
@@ -137,7 +137,7 @@ class SpawnedProcess(LocalProcess):
             return None
 
     def terminate(self) -> None:
-        """Ask it to end: by the end of its input, if that is a pipe."""
+        """Ask it to exit: by closing its standard input if that is a pipe, else with SIGTERM."""
         if self.stdin is None:
             super().terminate()
         else:
@@ -152,10 +152,10 @@ class SpawnedProcess(LocalProcess):
 
 
 def _begin(ends_with_parent: int | None, parent: int) -> None:
-    """Begin a new process, which ignores nothing that may be sent to drain it."""
-    # A shell's background commands ignore it, and so do all that they start.
+    """Prepare a new process: signals that drain it must be neither ignored nor blocked."""
+    # Background commands of a shell ignore SIGINT, and their children inherit that.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Workers of Ray block it, and so would all that they start.
+    # Workers of Ray block signals, and their children inherit that.
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
     if ends_with_parent is not None:
         die_with_parent(ends_with_parent, parent)
@@ -165,7 +165,7 @@ _Process = TypeVar("_Process", bound=ManagedProcess)
 
 
 class Supervisor:
-    """Processes that end together; a context manager that ends them, at once after an error."""
+    """Processes that stop together; a context manager that stops them, killing after an error."""
 
     def __init__(self) -> None:
         self._processes: dict[str, ManagedProcess] = {}
@@ -183,9 +183,9 @@ class Supervisor:
         self.end(hard=error is not None)
 
     def add(self, process: _Process, *, ends_last: bool = False) -> _Process:
-        """Take charge of a process; one of its name that has ended goes, with all it left running.
+        """Add a process; it replaces one of its name that has exited, whose children are killed.
 
-        ``ends_last``: others lean on it, so that it is asked to end when they have ended.
+        ``ends_last``: the others depend on it, so that it is stopped after them.
         """
         old = self._processes.get(process.name)
         if old is not None:
@@ -197,12 +197,12 @@ class Supervisor:
         return process
 
     def release(self, process: ManagedProcess) -> None:
-        """Let go of a process that has ended as it should."""
+        """Remove a process that has exited as expected."""
         del self._processes[process.name]
 
     @property
     def processes(self) -> tuple[ManagedProcess, ...]:
-        """All of them, first started first."""
+        """All processes, in the order of their start."""
         return tuple(self._processes.values())
 
     def process(self, name: str) -> ManagedProcess:
@@ -210,14 +210,14 @@ class Supervisor:
         return self._processes[name]
 
     def check_alive(self, awaited: ManagedProcess | None = None) -> None:
-        """Raise ``EngineLostError`` with the end of its log if a process has ended.
+        """Raise ``EngineLostError`` with the end of its log if a process has exited.
 
-        ``awaited`` may have ended well.
+        ``awaited`` may have exited with code 0.
         """
         for process in self._processes.values():
             fine = (None, 0) if process is awaited else (None,)
             if process.exit_code not in fine:
-                raise EngineLostError(process.ending())
+                raise EngineLostError(process.exit_report())
 
     def wait_until_ready(
         self,
@@ -225,13 +225,13 @@ class Supervisor:
         timeout_s: float,
         awaited: ManagedProcess | None = None,
     ) -> None:
-        """Poll until nothing is ``missing``, which says in words what is.
+        """Poll until ``missing`` returns an empty text; otherwise it describes what is missing.
 
-        ``awaited`` is the process that it takes, if it takes one, and may have ended well.  Raises
-        ``EngineLostError`` if another ends meanwhile, ``DeadlineError`` after ``timeout_s``.
+        ``awaited`` is a process that may exit with code 0 meanwhile.  Raises ``EngineLostError`` if
+        another exits, ``DeadlineError`` after ``timeout_s``.
         """
         deadline_s = time.monotonic() + timeout_s
-        while what := missing():
+        while state := missing():
             self.check_alive(awaited)
             if time.monotonic() > deadline_s:
                 if awaited is not None:
@@ -239,16 +239,16 @@ class Supervisor:
                 else:
                     folders = {str(process.log.parent) for process in self.processes}
                     see = f"see the logs in {', '.join(sorted(folders))}"
-                raise DeadlineError(f"{what} after {timeout_s:g} s; {see}")
+                raise DeadlineError(f"{state} after {timeout_s:g} s; {see}")
             time.sleep(POLL_S)
 
     def end(self, *, hard: bool = False, interrupt: bool = False) -> None:
-        """End all, by force at once if ``hard``; idempotent.
+        """Stop all processes, killing them if ``hard``; idempotent.
 
-        ``interrupt``: what is under way ends with an error.  No SIGTERM follows then: it would ask
-        a server that is ending to drain, and of two signals that come to a vLLM engine core within
-        a millisecond the kernel gives one to a thread on which Python does not look at it, so that
-        vLLM would wait for ``--shutdown-timeout`` and kill the core.
+        ``interrupt``: send SIGINT, so that running requests end with an error.  No SIGTERM follows:
+        it would ask a stopping server to drain.  And if two signals reach a vLLM engine core within
+        a millisecond, the kernel delivers one to a thread on which Python does not handle it; vLLM
+        would then wait for ``--shutdown-timeout`` and kill the core.
         """
         if interrupt:
             for process in self.processes:

@@ -1,12 +1,12 @@
 """Runs processes on the nodes of a Ray cluster, in the bundles of two placement groups.
 
-One group has the router, pinned to the node where this runs: clients find the endpoint where they
-asked for it, and router and supervisor end together.  The other has a bundle for each engine or
-data-parallel group, spread or packed by Ray.  A bundle whose node is lost is placed again by Ray
-once a node has room for it; until then the unit's next process waits.
+One group has the router, pinned to this node: clients reach the endpoint at the expected address,
+and router and supervisor stop together.  The other has a bundle for each engine or data-parallel
+group, spread or packed by Ray.  If a node is lost, Ray places its bundles again once a node has the
+resources; until then the restarted processes wait.
 
-Secrets travel as arguments of a call to an actor that runs.  They are in no creation of an actor
-and no runtime environment, which Ray keeps and shows.
+Secrets are passed as arguments of a call to a running actor, not in an actor's creation or its
+runtime environment, which Ray stores and displays.
 """
 
 import os
@@ -24,7 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dualpath.core.configuration import PREFIX
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch.bundles import CPU, GPU, bundle, missing, shown
+from dualpath.ops.launch.bundles import CPU, GPU, bundle, format_resources, shortage
 from dualpath.ops.launch.devices import has_cpu_build
 from dualpath.ops.launch.executor import Executor, Launches
 from dualpath.ops.launch.ray_unit import RayProcess, RayUnit
@@ -35,14 +35,14 @@ from dualpath.ops.launch.units import Unit
 _ADDRESS_VARIABLE = "RAY_ADDRESS"
 _ANY_HERE = "auto"
 _NODE_LABEL = "ray.io/node-id"
-#: What fits places within moments; what does not is held by other jobs.
+#: Timeout of placement: bundles that fit are placed quickly, others wait for other jobs.
 _PLACE_S = 30.0
-#: Ray's head accepts a connection within it.
+#: Timeout of a connection to Ray's head.
 _REACH_S = 5.0
-#: An actor whose processes have ended is gone within it.
+#: Time for an actor to stop after its processes have exited.
 _JOIN_S = 10.0
-#: Variables of this process that count for processes of all nodes, beside their nodes' own.
-_CARRIED = (PREFIX, "AWS_", "HF_", "NCCL_", "UCX_", "VLLM_")
+#: Prefixes of this process's variables that are forwarded to processes of all nodes.
+_FORWARDED_PREFIXES = (PREFIX, "AWS_", "HF_", "NCCL_", "UCX_", "VLLM_")
 
 
 class RayExecutor(Executor):
@@ -57,7 +57,9 @@ class RayExecutor(Executor):
     ) -> None:
         self._settings = settings
         self._address = settings.ray_address or environment.get(_ADDRESS_VARIABLE) or _ANY_HERE
-        self._environment = {n: v for n, v in environment.items() if n.startswith(_CARRIED)}
+        self._environment = {
+            n: v for n, v in environment.items() if n.startswith(_FORWARDED_PREFIXES)
+        }
         self._groups: list[PlacementGroup] = []
         self._bundles: dict[str, tuple[PlacementGroup, int, dict[str, float]]] = {}
         self._units: dict[str, RayUnit] = {}
@@ -83,10 +85,10 @@ class RayExecutor(Executor):
             unit.name: bundle(unit, self._settings.ray_cpus, with_devices=self._with_devices)
             for unit in units
         }
-        if lacking := missing(bundles, nodes):
+        if lacking := shortage(bundles, nodes):
             raise ConfigError(
-                f"the Ray cluster has too little for {self._settings.nodes}: {lacking}; add nodes, "
-                "or change {nodes} or {ray_cpus}"
+                f"the Ray cluster has too few resources for {self._settings.nodes}: {lacking}; add "
+                "nodes, or change {nodes} or {ray_cpus}"
             )
         here = {_NODE_LABEL: ray.get_runtime_context().get_node_id()}
         routers = [unit.name for unit in units if unit.role is None]
@@ -95,7 +97,7 @@ class RayExecutor(Executor):
             self._place(routers, bundles, "PACK", [here] * len(routers))
             self._place(engines, bundles, self._settings.ray_strategy)
         except BaseException:
-            self._give_back()
+            self._remove_groups()
             raise
 
     def start(self, unit: Unit, launches: Launches, logs: Path) -> Sequence[RayProcess]:
@@ -112,7 +114,7 @@ class RayExecutor(Executor):
         for unit in self._units.values():
             unit.join(_JOIN_S)
         self._units = {}
-        self._give_back()
+        self._remove_groups()
         if self._host:
             ray.shutdown()
             self._host = ""
@@ -121,18 +123,18 @@ class RayExecutor(Executor):
         if self._host:
             return
         try:
-            _reach(self._address)
-            with _signals_as_they_are():
+            _check_reachable(self._address)
+            with _preserve_sigterm_handler():
                 ray.init(address=self._address, log_to_driver=False, logging_level="ERROR")
         except (OSError, ValueError, RuntimeError) as error:
             raise ConfigError(
-                f"there is no Ray cluster at {self._address!r} that this machine is a node of "
+                f"this machine is not a node of a Ray cluster at {self._address!r} "
                 f"({str(error).splitlines()[0]}); start one here with `ray start --head`, join "
-                "one with `ray start --address`, or name it with {ray_address}"
+                "one with `ray start --address`, or give its address as {ray_address}"
             ) from error
         self._host = ray.util.get_node_ip_address()
 
-    def _give_back(self) -> None:
+    def _remove_groups(self) -> None:
         for group in self._groups:
             remove_placement_group(group)
         self._groups = []
@@ -144,20 +146,20 @@ class RayExecutor(Executor):
         strategy: str,
         labels: list[dict[str, str]] | None = None,
     ) -> None:
-        """Reserve one group of bundles; raises ``ConfigError`` if Ray finds no places for it."""
+        """Reserve a group of bundles; raises ``ConfigError`` if Ray cannot place it."""
         if not names:
             return
         wanted = [bundles[name] for name in names]
         group = placement_group(wanted, strategy=strategy, bundle_label_selector=labels)
         self._groups.append(group)
         if not group.wait(_PLACE_S):
-            each = "; ".join(f"{name} needs {shown(bundles[name])}" for name in names)
+            each = "; ".join(f"{name} needs {format_resources(bundles[name])}" for name in names)
             free = {n: v for n, v in ray.available_resources().items() if n in (CPU, GPU)}
             where = "on this node" if labels else f"by {strategy}"
             raise ConfigError(
-                f"Ray has placed no group of bundles {where} within {_PLACE_S:g} s: {each}; free "
-                f"in the whole cluster: {shown(free) or 'nothing'}; end other jobs, add nodes, or "
-                "change {ray_strategy}, {nodes} or {ray_cpus}"
+                f"Ray could not place the bundles {where} within {_PLACE_S:g} s: {each}; free in "
+                f"the whole cluster: {format_resources(free) or 'nothing'}; stop other jobs, add "
+                "nodes, or change {ray_strategy}, {nodes} or {ray_cpus}"
             )
         for index, name in enumerate(names):
             self._bundles[name] = group, index, bundles[name]
@@ -169,14 +171,14 @@ class RayExecutor(Executor):
             "num_cpus": resources[CPU],
             "num_gpus": resources.get(GPU, 0),
             "scheduling_strategy": strategy,
-            # What is started again, and when, is the supervisor's to decide.
+            # The supervisor restarts units, not Ray.
             "max_restarts": 0,
         }
         return ray.remote(UnitProcesses).options(**options).remote(name)
 
 
-def _reach(address: str) -> None:
-    """Raise ``OSError`` or ``ValueError`` at once where Ray would try for minutes."""
+def _check_reachable(address: str) -> None:
+    """Raise ``OSError`` or ``ValueError`` immediately, where Ray would retry for minutes."""
     if address == _ANY_HERE:
         return
     host, _, port = address.rpartition(":")
@@ -187,8 +189,8 @@ def _reach(address: str) -> None:
 
 
 @contextmanager
-def _signals_as_they_are() -> Iterator[None]:
-    """Keep this process's handler of SIGTERM: connecting to Ray puts another in its place."""
+def _preserve_sigterm_handler() -> Iterator[None]:
+    """Restore this process's handler of SIGTERM, which connecting to Ray replaces."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

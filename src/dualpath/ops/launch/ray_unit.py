@@ -1,8 +1,8 @@
-"""A unit of processes on a node of a Ray cluster, as its supervisor sees it.
+"""The supervisor's side of a unit of processes on a node of a Ray cluster.
 
-One thread per unit does all that takes a call of Ray: it waits for a place, has the processes
-started there, carries signals to them and brings their logs here.  Ray says when an actor is lost,
-with its worker or its node; the processes of the unit have ended then.
+One thread per unit makes all calls to Ray: it waits for a place, starts the processes there,
+forwards signals to them and copies their logs here.  Ray reports when an actor is lost, with its
+worker or its node; the processes of the unit have exited then.
 """
 
 import contextlib
@@ -21,30 +21,30 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 
 from dualpath.ops.launch.executor import Launches
 from dualpath.ops.launch.managed_process import ManagedProcess
-from dualpath.ops.launch.unit_processes import NodePlace, Seen
+from dualpath.ops.launch.unit_processes import NodePlace, ProcessUpdate
 from dualpath.ops.launch.units import Unit
 
 log = logging.getLogger(__name__)
 
-#: How often logs are brought and ends are seen.
-LOOK_S = 0.2
-#: A call of an actor that lives takes no longer; the next look comes after it.
+#: Interval of polls for logs and exit codes.
+POLL_S = 0.2
+#: Timeout of a call to an actor.
 _CALL_S = 20.0
-#: A unit that waits longer for its place is said to wait.
-_SAY_AFTER_S = 5.0
-_SAY_AGAIN_S = 60.0
+#: Log a warning if a unit waits longer for its place, and repeat it at an interval.
+_WARN_AFTER_S = 5.0
+_WARN_AGAIN_S = 60.0
 
 
 class RayProcess(ManagedProcess):
-    """A process on some node; its log is brought here."""
+    """A process on a node of the Ray cluster; its log is copied here."""
 
     def __init__(self, name: str, log: Path, signals: "queue.SimpleQueue[_Signal]") -> None:
         super().__init__(name, log)
         self._signals = signals
         self._over = threading.Event()
         self._exit_code = 0
-        #: How much of its log is here.
-        self.brought_bytes = 0
+        #: Bytes of its log that were copied.
+        self.fetched_bytes = 0
         log.touch()
 
     @property
@@ -58,7 +58,7 @@ class RayProcess(ManagedProcess):
         return self.exit_code
 
     def send_signal(self, number: int) -> None:
-        """See the base class; one that waits for a place is ended by any."""
+        """See the base class; any signal ends a process that waits for a place."""
         if self.alive:
             self._signals.put(_Signal(self.name, number))
 
@@ -67,19 +67,19 @@ class RayProcess(ManagedProcess):
         if self.alive:
             self._signals.put(_Signal(self.name, signal.SIGKILL, whole_group=True))
 
-    def bring(self, seen: Seen) -> None:
-        """Take what a look has found."""
+    def update(self, update: ProcessUpdate) -> None:
+        """Append fetched output to the log; finish if the process has exited."""
         with self.log.open("ab") as file:
-            file.write(seen.log)
-        self.brought_bytes += len(seen.log)
-        if seen.exit_code is not None:
-            self.over(seen.exit_code)
+            file.write(update.log)
+        self.fetched_bytes += len(update.log)
+        if update.exit_code is not None:
+            self.finish(update.exit_code)
 
-    def over(self, exit_code: int, last_words: str = "") -> None:
-        """It has ended; what is said here of why ends its log."""
-        if last_words:
+    def finish(self, exit_code: int, last_line: str = "") -> None:
+        """Mark as exited; ``last_line`` is appended to its log."""
+        if last_line:
             with self.log.open("a") as file:
-                file.write(f"{last_words}\n")
+                file.write(f"{last_line}\n")
         self._exit_code = exit_code
         self._over.set()
 
@@ -91,7 +91,7 @@ class _Signal(msgspec.Struct, frozen=True):
 
 
 class _ActorPlace:
-    """A place as the actor there says."""
+    """The place of an actor."""
 
     def __init__(self, actor: Any, found: NodePlace) -> None:  # noqa: ANN401 - Ray's handle
         self._actor = actor
@@ -104,10 +104,9 @@ class _ActorPlace:
 
 
 class RayUnit:
-    """Starts the processes of a unit in an actor, which ``make_actor`` returns at once.
+    """Starts the processes of a unit in an actor; ``make_actor`` must not block.
 
-    ``folder`` and ``environment`` are as in ``UnitProcesses.start``.  That a unit waits for its
-    place is logged.
+    ``folder`` and ``environment``: see ``UnitProcesses.start``.  Waiting for a place is logged.
     """
 
     def __init__(
@@ -133,7 +132,7 @@ class RayUnit:
         self._thread.start()
 
     def join(self, timeout_s: float) -> None:
-        """Wait until the actor of processes that have ended is gone too."""
+        """Wait until the actor has stopped, after its processes have exited."""
         self._thread.join(timeout_s)
 
     def _run(self) -> None:
@@ -144,26 +143,26 @@ class RayUnit:
                 self._follow()
         except RayTaskError as error:
             self._ended(1, str(error.cause))
-        except Exception as error:  # whatever it is, nobody watches these processes any more
-            self._ended(-signal.SIGKILL, f"lost on its way or with its node: {_first_line(error)}")
+        except Exception as error:  # without this thread the processes are unsupervised
+            self._ended(-signal.SIGKILL, f"lost with its actor or node: {_first_line(error)}")
         finally:
-            self._let_go()
+            self._release()
 
     def _await_place(self) -> NodePlace | None:
-        """Wait for the actor; return where it is, None if the unit was told to end before."""
+        """Wait for the actor; return its place, None if the unit was stopped before."""
         answer = self._actor.place.remote()
-        say_s, said = time.monotonic() + _SAY_AFTER_S, False
-        while not ray.wait([answer], timeout=LOOK_S)[0]:
+        warn_s, warned = time.monotonic() + _WARN_AFTER_S, False
+        while not ray.wait([answer], timeout=POLL_S)[0]:
             with contextlib.suppress(queue.Empty):
                 self._ended(-self._signals.get_nowait().number, "ended before it had a place")
                 return None
-            if time.monotonic() > say_s:
-                log.warning("%s waits until Ray has a place for it", self._unit.name)
-                say_s, said = time.monotonic() + _SAY_AGAIN_S, True
+            if time.monotonic() > warn_s:
+                log.warning("%s waits for Ray to place it", self._unit.name)
+                warn_s, warned = time.monotonic() + _WARN_AGAIN_S, True
         found: NodePlace = ray.get(answer, timeout=_CALL_S)
         self._placed = True
-        if said:
-            log.info("%s has a place, on %s", self._unit.name, found.host)
+        if warned:
+            log.info("%s was placed on %s", self._unit.name, found.host)
         return found
 
     def _start(self, found: NodePlace) -> None:
@@ -172,30 +171,30 @@ class RayUnit:
         ray.get(self._actor.start.remote(by_name, *self._start_in), timeout=_CALL_S)
 
     def _follow(self) -> None:
-        """Bring logs and carry signals until all processes have ended."""
+        """Copy logs and forward signals until all processes have exited."""
         while alive := [process for process in self.processes if process.alive]:
             with contextlib.suppress(queue.Empty):
-                self._carry(self._signals.get(timeout=LOOK_S))
-            offsets = {process.name: process.brought_bytes for process in alive}
-            # A node that does not answer is alive until Ray says otherwise.
+                self._forward(self._signals.get(timeout=POLL_S))
+            offsets = {process.name: process.fetched_bytes for process in alive}
+            # A node that does not answer counts as alive until Ray reports its loss.
             with contextlib.suppress(ActorUnavailableError, GetTimeoutError):
-                seen = ray.get(self._actor.look.remote(offsets), timeout=_CALL_S)
+                updates = ray.get(self._actor.poll.remote(offsets), timeout=_CALL_S)
                 for process in alive:
-                    process.bring(seen[process.name])
+                    process.update(updates[process.name])
 
-    def _carry(self, asked: _Signal) -> None:
+    def _forward(self, asked: _Signal) -> None:
         if asked.whole_group:
             self._actor.kill.remote(asked.name)
         else:
             self._actor.send_signal.remote(asked.name, asked.number)
 
-    def _ended(self, exit_code: int, last_words: str) -> None:
+    def _ended(self, exit_code: int, last_line: str) -> None:
         for process in self.processes:
             if process.alive:
-                process.over(exit_code, last_words)
+                process.finish(exit_code, last_line)
 
-    def _let_go(self) -> None:
-        """End the actor, which holds the unit's resources."""
+    def _release(self) -> None:
+        """Stop the actor, which releases the unit's resources."""
         if self._actor is None:
             return
         if self._placed:
@@ -206,7 +205,7 @@ class RayUnit:
 
 
 def _first_line(error: Exception) -> str:
-    """Return the reason out of Ray's many lines: the one that says why an actor died."""
+    """Return the line of Ray's error message that has the reason of an actor's death."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     because = [line for line in lines if "because" in line]
     return f"{type(error).__name__}: {(because or lines or ['no reason given'])[0]}"

@@ -1,10 +1,11 @@
-"""Processes that end on their own are started again: at once, or after ever longer pauses.
+"""Restarts processes that exit on their own, with exponential backoff.
 
-One that had lived long is started at once.  One that ends soon after every start has a reason that
-the next start will not mend; it is tried less and less often, and the reason is said every time.
+A process that ran for long is restarted immediately.  One that exits soon after every start is
+restarted after growing pauses, as a restart is unlikely to help; every exit is logged with the end
+of the process's log.
 
-Ranks of a data-parallel group are a unit: one that ends takes the others with it, and vLLM starts
-none alone.  An idle one would not notice, so it is told.
+Ranks of a data-parallel group are a unit: if one exits, the others must exit too, as vLLM cannot
+restart a single rank.  Idle ranks would not notice, so they are sent SIGINT.
 """
 
 import logging
@@ -15,48 +16,48 @@ from typing import Protocol
 
 log = logging.getLogger(__name__)
 
-#: A process that had lived for so long is started again at once.
+#: A process that ran for this long is restarted immediately.
 LONG_LIFE_S = 60.0
-#: Pauses after shorter lives: the first, doubled each time up to the last.  The first ones are
-#: short: without its scheduler a cluster places nothing, and that may be lost while young as well.
+#: Pauses before other restarts: the first one, doubled each time up to the last.  The first ones
+#: are short, because a cluster serves nothing while its scheduler restarts.
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.25, 30.0
-#: Longer than a drain may take.
+#: A drain that takes longer is ended by force.
 DRAIN_GUARD_S = 3600.0
-#: The others of a unit may take so long to end, then they are killed.
+#: Time for the other processes of a unit to exit before they are killed.
 OTHERS_END_S = 15.0
 
 
-class Ending(Protocol):
-    """What is asked of a process."""
+class RestartableProcess(Protocol):
+    """Interface of a process for ``Restarts``."""
 
     @property
     def name(self) -> str:
-        """Its name, which the next one has as well."""
+        """Its name, the same after a restart."""
         ...
 
     @property
     def alive(self) -> bool:
-        """Whether it runs."""
+        """Whether it is running."""
         ...
 
-    def ending(self) -> str:
-        """Say how it ended."""
+    def exit_report(self) -> str:
+        """Return its exit code and the end of its log, as text."""
         ...
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal to it."""
         ...
 
     def kill(self) -> None:
-        """End it at once, with all that it has started."""
+        """Kill it and its children."""
         ...
 
 
 class Restarts:
-    """Watches *units*: processes that end and start together, mostly one.
+    """Restarts *units*: processes that stop and start together, usually one.
 
-    ``start`` starts all processes of a unit anew; ``units`` names the unit of a process where it is
-    another name than its own.  What an operator should know is logged.
+    ``start`` starts all processes of a unit; ``units`` maps processes to units (default: a unit of
+    the process's own name).  Exits and restarts are logged.
     """
 
     def __init__(
@@ -71,13 +72,13 @@ class Restarts:
         self._due_s: dict[str, float] = {}
         self._asked_s: dict[str, float] = {}
 
-    def ask(self, unit: str, now_s: float) -> None:
-        """A unit is to end: its next end is no fault, and it starts at once."""
+    def expect_exit(self, unit: str, now_s: float) -> None:
+        """Expect the next exit of a unit: it is not a failure, and it is restarted immediately."""
         self._asked_s[unit] = now_s
 
-    def turn(self, processes: Iterable[Ending], now_s: float) -> None:
-        """Look at all processes; call it often."""
-        by_unit: dict[str, list[Ending]] = {}
+    def poll(self, processes: Iterable[RestartableProcess], now_s: float) -> None:
+        """Check all processes; call it periodically."""
+        by_unit: dict[str, list[RestartableProcess]] = {}
         for process in processes:
             by_unit.setdefault(self._units.get(process.name, process.name), []).append(process)
         for unit, together in by_unit.items():
@@ -92,8 +93,10 @@ class Restarts:
             if unit in self._due_s and now_s >= self._due_s[unit]:
                 self._start_when_ended(unit, together, now_s)
 
-    def _start_when_ended(self, unit: str, together: Sequence[Ending], now_s: float) -> None:
-        """Start a unit once all of it have ended, by force if need be."""
+    def _start_when_ended(
+        self, unit: str, together: Sequence[RestartableProcess], now_s: float
+    ) -> None:
+        """Start a unit once all its processes have exited; kill them after a timeout."""
         alive = [process for process in together if process.alive]
         if not alive:
             del self._due_s[unit]
@@ -102,26 +105,26 @@ class Restarts:
             self._kill(alive)
 
     @staticmethod
-    def _kill(together: Sequence[Ending]) -> None:
+    def _kill(together: Sequence[RestartableProcess]) -> None:
         for process in together:
             if process.alive:
                 process.kill()
 
-    def _end_others(self, together: Sequence[Ending]) -> None:
+    def _end_others(self, together: Sequence[RestartableProcess]) -> None:
         for process in together:
             if process.alive:
                 process.send_signal(signal.SIGINT)
 
-    def _ended(self, unit: str, process: Ending, now_s: float) -> None:
+    def _ended(self, unit: str, process: RestartableProcess, now_s: float) -> None:
         lived_s = now_s - self._since_s.pop(unit, now_s)
         if self._asked_s.pop(unit, None) is not None:
             self._due_s[unit] = now_s
-            log.info("%s has ended as it was asked to and is started again at once", unit)
+            log.info("%s has exited as requested and is restarted", unit)
             return
         before_s = self._pause_s.get(unit, 0.0)
         pause_s = min(max(2 * before_s, FIRST_PAUSE_S), LAST_PAUSE_S)
         self._pause_s[unit] = pause_s = 0.0 if lived_s >= LONG_LIFE_S else pause_s
         self._due_s[unit] = now_s + pause_s
-        when = f"in {pause_s:g} s" if pause_s else "at once"
-        log.warning("%s", process.ending())
-        log.info("%s is started again %s", unit, when)
+        when = f"in {pause_s:g} s" if pause_s else "now"
+        log.warning("%s", process.exit_report())
+        log.info("%s is restarted %s", unit, when)

@@ -1,9 +1,9 @@
-"""Carries out what the router wishes of engines' roles and of groups' sizes.
+"""Applies the role changes that the router requests for engines, and changes of group sizes.
 
-Who supervises them owns the switch.
+The supervisor of an engine restarts it in its new role.
 
-The wish is read again and again, and one that is carried out already is none: an answer may be
-lost or come twice, and the router may be another one by the time the engine is back.
+The requested role is polled, and a request that is already applied is ignored: a response may be
+lost or repeated, and another router may be the leader by the time the engine is back.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,17 +11,17 @@ from typing import Any
 
 from dualpath.core.cluster import Role, UnitShape
 
-#: A second is nothing beside the start of an engine.
+#: Poll interval; short compared with the start of an engine.
 INTERVAL_S = 1.0
 
 
-class RoleWishes:
-    """``turn`` it often; every ``INTERVAL_S`` it asks.
+class RequestedRoles:
+    """Polls the router every ``INTERVAL_S`` and changes units; call ``poll`` more often than that.
 
     ``ask`` returns the body of ``GET /dualpath/v1/roles``, None if no router answers.  ``shapes``
-    are those of the units here, which ``units`` finds by engine; ``usual_ranks`` is how many a unit
-    of a role has where nobody says it.  ``change`` drains a unit, after which it starts in the
-    other shape.
+    are the shapes of this supervisor's units, and ``units`` maps engines to units; ``usual_ranks``
+    returns the default number of ranks of a role.  ``change`` drains a unit and restarts it in
+    another shape.
     """
 
     def __init__(
@@ -39,8 +39,8 @@ class RoleWishes:
         self._change = change
         self._due_s = 0.0
 
-    def turn(self, now_s: float) -> None:
-        """Ask if it is time, and begin what is asked for."""
+    def poll(self, now_s: float) -> None:
+        """Query the router if it is time, and start requested changes."""
         if now_s < self._due_s:
             return
         self._due_s = now_s + INTERVAL_S
@@ -50,7 +50,7 @@ class RoleWishes:
             return
         role = Role(switch["to_role"])
         shape = UnitShape(role, switch["to_ranks"] or self._usual_ranks(role))
-        # Engines that are not here have a supervisor of their own.
+        # Other engines have another supervisor.
         here = {self._units[name] for name in switch["engines"] if name in self._units}
         for unit in sorted(here):
             if self._shapes[unit] != shape:

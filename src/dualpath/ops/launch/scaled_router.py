@@ -1,9 +1,8 @@
-"""One router as several processes of this machine: a scheduler, and front ends at one port.
+"""A router as several processes of this machine: a scheduler, and front ends on one port.
 
-The kernel divides connections among the front ends (SO_REUSEPORT), so that each has its own queue
-and none takes the connections of all.  This process only watches: a front end that ends takes its
-own streams with it and is started again while the others serve; so is the scheduler, to which front
-ends and engines then come back.
+The kernel distributes connections over the front ends (SO_REUSEPORT), each with its own accept
+queue.  This process only supervises: a front end that exits loses its own streams and is restarted
+while the others serve; the scheduler is restarted too, and front ends and engines reconnect to it.
 """
 
 import os
@@ -33,23 +32,23 @@ from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 from dualpath.router.settings import RouterSettings
 
 SCHEDULER = "scheduler"
-#: Of a command that was given what cannot be.
+#: Exit code of a command with invalid arguments or settings.
 EXIT_REFUSED = 2
 _POLL_S = 0.05
-#: Every address of the machine, and where this machine itself finds what listens there.
+#: Wildcard addresses, with the address at which this machine itself reaches their listeners.
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @contextmanager
 def client_port(host: str, port: int) -> Iterator[int]:
-    """Reserve the port that front ends share, in the block; yields its number.
+    """Reserve the port that front ends share during the ``with`` block; yields its number.
 
-    It is bound and does not listen, so that the kernel gives it no connection.  Raises
-    ``ConfigError`` if somebody else has it.
+    The socket is bound but does not listen, so that it receives no connections.  Raises
+    ``ConfigError`` if the port is in use.
     """
     with socket.socket(family_of(host)) as reserved:
         try:
-            # Without SO_REUSEPORT first: it would share with any other server of this user.
+            # Check without SO_REUSEPORT first, which would share with other servers of this user.
             number = free_port(host, port)
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -63,11 +62,11 @@ def client_port(host: str, port: int) -> Iterator[int]:
 
 
 class ScaledRouter:
-    """The processes of ``settings.front_ends`` > 0; a context manager that ends them.
+    """The processes of ``settings.front_ends`` > 0; a context manager that stops them.
 
-    ``front_end`` returns the words after ``dualpath`` that start a front end of these settings and
-    this link.  ``adapters`` are those that clients may name, with their paths.  Addresses of port 0
-    are chosen once.  Ends and restarts are logged.
+    ``front_end`` returns the arguments after ``dualpath`` of a front end with these settings and
+    this link.  ``adapters`` maps the adapters that clients may name to their paths.  Ports of 0 are
+    chosen once.  Exits and restarts are logged.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class ScaledRouter:
         settings = _with_ports(settings, host)
         self.control_address = f"tcp://{settings.control_host}:{settings.control_port}"
         self.cluster_url = f"http://{host}:{settings.cluster_port}"
-        #: Whichever front end a scrape reaches answers for all, those before it included.
+        #: Shared by front ends: each one answers scrapes for all, including previous processes.
         self._metrics = tempfile.TemporaryDirectory(prefix="dualpath-metrics-")
         self._environment = _environment(settings, os.environ)
         self._commands: dict[str, Sequence[str]] = {}
@@ -104,53 +103,51 @@ class ScaledRouter:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """End all; after an error or Ctrl-C requests under way end with an error."""
+        """Stop all processes; after an error or Ctrl-C running requests end with an error."""
         self._supervisor.end(interrupt=error is not None)
         self._metrics.cleanup()
 
     def watch(self) -> None:
-        """Start again whatever ends; never returns.
+        """Restart processes that exit; never returns.
 
-        Raises ``ConfigError`` for a process whose first start is refused: so will the next be.
+        Raises ``ConfigError`` if a process refuses its settings at its first start.
         """
         while True:
             for process in self._supervisor.processes:
                 if process.exit_code == EXIT_REFUSED and self._starts[process.name] == 1:
-                    raise ConfigError(
-                        f"{process.name} cannot be started; its own words stand above"
-                    )
-            self._restarts.turn(self._supervisor.processes, time.monotonic())
+                    raise ConfigError(f"{process.name} cannot be started; see its error above")
+            self._restarts.poll(self._supervisor.processes, time.monotonic())
             time.sleep(_POLL_S)
 
     def drain(self) -> None:
-        """Take no new requests; return when those under way have ended, with their front ends."""
+        """Accept no new requests; return when running requests and front ends have ended."""
         fronts = [p for p in self._supervisor.processes if p.name != SCHEDULER]
         for process in fronts:
             process.terminate()
         until_s = time.monotonic() + DRAIN_GUARD_S
-        # A scheduler that is lost meanwhile is still needed, a front end is not.
+        # Restart the scheduler if it exits meanwhile, but no front end.
         while any(p.alive for p in fronts) and time.monotonic() < until_s:
             scheduler = self._supervisor.process(SCHEDULER)
-            self._restarts.turn([scheduler], time.monotonic())
+            self._restarts.poll([scheduler], time.monotonic())
             time.sleep(_POLL_S)
 
     def _start(self, name: str) -> None:
         is_front_end = name != SCHEDULER
         if is_front_end and self._starts[name]:
-            # What it counted stays; what it had under way ended with it.
+            # Its counters remain; its gauges of running requests are removed.
             old = local(self._supervisor.process(name))
             mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
         self._starts[name] += 1
-        words = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
+        command = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
         shared = {SHARED_METRICS: self._metrics.name} if is_front_end else {}
-        process = SpawnedProcess(name, words, None, {**self._environment, **shared})
+        process = SpawnedProcess(name, command, None, {**self._environment, **shared})
         self._supervisor.add(process, ends_last=not is_front_end)
 
 
 def scheduler_command(
     settings: RouterSettings, host: str, adapters: Mapping[str, str]
 ) -> list[str]:
-    """Return the words after ``dualpath`` that start the scheduler."""
+    """Return the arguments after ``dualpath`` of the scheduler."""
     address = SchedulerAddress(host, settings.cluster_port, dict(adapters))
     own = _without(settings, (*FRONT_ENDS_OWN, "api_keys"))
     return [SCHEDULER, *arguments(address), *arguments(own)]
@@ -160,20 +157,20 @@ def _link(settings: RouterSettings, index: int) -> LinkSettings:
     host = _ANYWHERE.get(settings.control_host, settings.control_host)
     return LinkSettings(
         scheduler=f"tcp://{host}:{settings.front_ends_port}",
-        # The next process of the name tells the scheduler that the one before is gone.
+        # A restarted process of this name replaces the previous one at the scheduler.
         front_end_name=f"{socket.gethostname()}-front-{index}",
         share_port=True,
     )
 
 
 def _without(settings: RouterSettings, names: Sequence[str]) -> RouterSettings:
-    """Return the settings with some of them as they are by default."""
+    """Return the settings with ``names`` reset to their defaults."""
     defaults = {field.name: field.default for field in declared(RouterSettings)}
     return msgspec.structs.replace(settings, **{name: defaults[name] for name in names})
 
 
 def _environment(settings: RouterSettings, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment without settings, which are all said as flags; keys alone are not."""
+    """Return an environment without settings, which are passed as flags, but with API keys."""
     kept = {
         name: value
         for name, value in environment.items()
@@ -184,7 +181,7 @@ def _environment(settings: RouterSettings, environment: Mapping[str, str]) -> di
 
 
 def _with_ports(settings: RouterSettings, host: str) -> RouterSettings:
-    """Choose what is left to chance: processes that start again must be found again."""
+    """Choose ports of 0 now, so that restarted processes have the same ports."""
     chosen = {
         name: claim_port(where)
         for name, where in (

@@ -1,4 +1,4 @@
-"""What a cluster is made of that `dualpath serve` starts."""
+"""Settings of a cluster that `dualpath serve` starts."""
 
 from typing import Annotated, Literal
 
@@ -54,17 +54,17 @@ from dualpath.vllm.front_end_settings import (
 )
 
 HbmBytes = Annotated[int, Setting("KV memory of each device of an engine", ge=1)]
-#: What an engine on a CPU gets where nobody says how much.
+#: Default KV memory of an engine on a CPU.
 CPU_HBM_BYTES = 512 << 20
 
 
 class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
-    """Settings of ``LocalCluster``; sizes are per engine, of which every node has one.
+    """Settings of ``LocalCluster``; sizes are per engine.
 
-    With ``prefill_dp`` or ``decode_dp`` above 1 a node has a data-parallel group of that many.
+    A node has one engine, or with ``prefill_dp`` or ``decode_dp`` above 1 a data-parallel group.
 
-    ``vllm_args`` go to the router's front end and every engine.  ``config_file`` holds further
-    settings of router and engines, in its sections ``router`` and ``engine``.
+    ``vllm_args`` are passed to the router's front end and to every engine.  ``config_file`` has
+    further settings of router and engines, in its sections ``router`` and ``engine``.
     """
 
     model: Model
@@ -74,9 +74,9 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     mode: EngineMode = DEFAULT_MODE
     host: Host = "127.0.0.1"
     port: Port = 8000
-    control_host: Annotated[str, Setting("where engines register, on this machine", flag=False)] = (
-        "127.0.0.1"
-    )
+    control_host: Annotated[
+        str, Setting("address of this machine where engines register", flag=False)
+    ] = "127.0.0.1"
     dtype: Dtype = "auto"
     max_model_len: MaxModelLen = None
     block_tokens: BlockTokens = 64
@@ -84,8 +84,8 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     hbm_bytes: Annotated[
         int | None,
         Setting(
-            "KV memory of each device of an engine; none: 512 MiB on CPUs, on GPUs what vLLM "
-            "finds (its --gpu-memory-utilization)",
+            "KV memory of each device of an engine; none: 512 MiB on CPUs, on GPUs by vLLM's "
+            "--gpu-memory-utilization",
             ge=1,
         ),
     ] = None
@@ -93,7 +93,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         tuple[str, ...],
         Setting(
             "GPUs of the engines, prefill first; empty: those of CUDA_VISIBLE_DEVICES, else all "
-            "of this machine, and CPUs where there are none or vLLM is its CPU build",
+            "of this machine, or CPUs without GPUs or with vLLM's CPU build",
             metavar="GPU,…",
         ),
     ] = ()
@@ -102,17 +102,17 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     dram_dir: DramDir = ""
     dram_tier: DramTier = True
     prefill_dp: Annotated[
-        int, Setting("PEs of a data-parallel group, which share experts; 1: no groups", ge=1)
+        int, Setting("PEs per data-parallel group (they share experts); 1: no groups", ge=1)
     ] = 1
-    decode_dp: Annotated[int, Setting("DEs of a data-parallel group, as prefill_dp", ge=1)] = 1
+    decode_dp: Annotated[int, Setting("DEs per data-parallel group, as prefill_dp", ge=1)] = 1
     prefill_tp: Annotated[int, Setting("devices of a PE: its tensor parallel size", ge=1)] = 1
     decode_tp: Annotated[int, Setting("devices of a DE: its tensor parallel size", ge=1)] = 1
     layer_buffers: LayerBuffers = 2
     decode_prefix_caching: Annotated[
         bool,
         Setting(
-            "vLLM's --enable-prefix-caching at DEs: what is in their HBM of a prompt is not copied "
-            "there again"
+            "vLLM's --enable-prefix-caching at DEs: blocks of a prompt that are in their HBM are "
+            "not copied again"
         ),
     ] = False
     snic_bytes_per_s: SnicRate = 0.0
@@ -135,26 +135,24 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     ] = ""
     log_dir: Annotated[str, Setting("folder of logs; empty: a temporary one", metavar="DIR")] = ""
     vllm_args: VllmArgs = ()
-    config_file: Annotated[
-        str, Setting("file whose sections router and engine count for the parts", flag=False)
-    ] = ""
+    config_file: Annotated[str, Setting("file with the sections router and engine", flag=False)] = (
+        ""
+    )
     api_keys: ApiKeys = ()
     open_metrics: OpenMetrics = False
     front_ends: FrontEnds = 0
     standby: Annotated[
         bool,
-        Setting("a second router waits with everything loaded and follows when the first ends"),
+        Setting("run a standby router, ready to become leader when the first one exits"),
     ] = False
-    start_timeout_s: Annotated[
-        float, Setting("within it all engines must have registered", gt=0)
-    ] = 300.0
+    start_timeout_s: Annotated[float, Setting("timeout for all engines to register", gt=0)] = 300.0
     executor: Annotated[
-        Literal["local", "ray"], Setting("runs the processes here, or on nodes of a Ray cluster")
+        Literal["local", "ray"], Setting("run processes on this machine or on a Ray cluster")
     ] = "local"
     ray_address: Annotated[
         str,
         Setting(
-            "a Ray cluster that this machine is a node of; empty: RAY_ADDRESS, else the one here",
+            "Ray cluster, of which this machine is a node; empty: RAY_ADDRESS, else the local one",
             metavar="HOST:PORT",
         ),
     ] = ""
@@ -163,36 +161,36 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         Setting("how Ray places the engines' bundles over its nodes"),
     ] = "SPREAD"
     ray_cpus: Annotated[
-        int, Setting("CPUs that Ray keeps for the router and for each engine process", ge=1)
+        int, Setting("CPUs that Ray reserves for the router and for each engine process", ge=1)
     ] = 1
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for what can be refused before anything starts."""
+        """Raise ``ConfigError`` for invalid settings before anything starts."""
         super().check()
         if "--api-key" in self.vllm_args:
             raise ConfigError(
-                "--api-key is among {vllm_args}, which reach the engines as well, and those have a "
-                "key of their own; give it to `dualpath serve` itself as {api_keys}, before "
+                "--api-key is among {vllm_args}, which are also passed to engines, and engines "
+                "have their own key; give it to `dualpath serve` itself as {api_keys}, before "
                 "--vllm-args"
             )
         if self.front_ends and self.standby:
             raise ConfigError(
-                f"{{front_ends}} is {self.front_ends} and {{standby}} is on; the scheduler of "
-                "front ends is started again by itself, leave out {standby}"
+                f"{{front_ends}} is {self.front_ends} and {{standby}} is on; omit {{standby}}: "
+                "with front ends the scheduler is restarted automatically"
             )
         if self.executor == "ray" and self.devices:
             raise ConfigError(
-                f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which gives "
-                "engines their devices; leave out {devices}"
+                f"{{devices}} is {','.join(self.devices)} and {{executor}} is ray, which assigns "
+                "devices itself; omit {devices}"
             )
         check_engine_config(self.nixl_engine_config)
 
     def ranks(self, role: Role) -> int:
-        """Engines of a node of this role: the ranks of its data-parallel group."""
+        """Return the engines per node of this role: the ranks of its data-parallel group."""
         return self.prefill_dp if role is Role.PREFILL else self.decode_dp
 
     def devices_per_rank(self, role: Role) -> int:
-        """Devices of each rank of a node of this role: its tensor parallel size."""
+        """Return the devices of each rank of this role: its tensor parallel size."""
         return self.prefill_tp if role is Role.PREFILL else self.decode_tp
 
     @property

@@ -1,4 +1,4 @@
-"""What a cluster's start would refuse after a minute, refused at once; a dry run asks the same."""
+"""Checks before a cluster's start that would otherwise fail after a minute; also in a dry run."""
 
 import itertools
 import json
@@ -10,7 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.ops.launch.settings import LocalClusterSettings
 from dualpath.storage.location import directory_of
 
-#: Kernels of vLLM's attention take blocks of a multiple of so many tokens; some want more.
+#: vLLM's attention kernels need a block size that is a multiple of this; some need more.
 _KERNEL_TOKENS = 16
 _TENSOR_PARALLEL = ("--tensor-parallel-size", "-tp")
 
@@ -19,7 +19,7 @@ def check_settings(settings: LocalClusterSettings) -> None:
     """Raise ``ConfigError`` for a model, block size or division that no engine can start with."""
     if settings.block_tokens % _KERNEL_TOKENS:
         raise ConfigError(
-            f"{{block_tokens}} is {settings.block_tokens}; attention kernels take multiples of "
+            f"{{block_tokens}} is {settings.block_tokens}; attention kernels need a multiple of "
             f"{_KERNEL_TOKENS} tokens, such as 64"
         )
     config = _model_config(settings.model)
@@ -29,12 +29,12 @@ def check_settings(settings: LocalClusterSettings) -> None:
             if devices < 1 or heads % devices:
                 raise ConfigError(
                     f"{flag} is {devices}, and model {settings.model!r} has {heads} attention "
-                    "heads, of which each device has as many; give a divisor of them"
+                    "heads, which must divide evenly over devices; give a divisor"
                 )
 
 
 def check_storage(storage: str) -> None:
-    """Make the storage's directory; raise ``ConfigError`` if it cannot be written."""
+    """Create the storage's directory; raise ``ConfigError`` if it cannot be written."""
     path = directory_of(storage)
     if path is None:
         return
@@ -50,7 +50,7 @@ def check_storage(storage: str) -> None:
 
 
 def _model_config(model: str) -> dict[str, Any]:
-    """Return a model folder's ``config.json``, of its text model; nothing for a name on a hub."""
+    """Return the ``config.json`` of a model folder's text model; empty for a hub name."""
     path = Path(model).expanduser()
     looks_local = model.startswith(("/", ".", "~")) or model.count("/") > 1 or path.exists()
     if not looks_local:
@@ -60,14 +60,14 @@ def _model_config(model: str) -> dict[str, Any]:
         text = found.get("text_config")
     except (OSError, ValueError, AttributeError) as error:
         raise ConfigError(
-            f"model {model!r} is no folder with a config.json ({error}); give a model folder or a "
-            "hub name, or make one with `dualpath model smollm2`"
+            f"model {model!r} is not a folder with a config.json ({error}); give a model folder or "
+            "a hub name, or create one with `dualpath model smollm2`"
         ) from error
     return text if isinstance(text, dict) else found
 
 
 def _divisions(settings: LocalClusterSettings) -> dict[str, int]:
-    """Return over how many devices an engine is divided, by the flag that says so."""
+    """Return the tensor parallel sizes of engines, by the flag that sets each."""
     found = {"{prefill_tp}": settings.prefill_tp, "{decode_tp}": settings.decode_tp}
     words = [part for word in settings.vllm_args for part in word.split("=", 1)]
     for flag, value in itertools.pairwise(words):

@@ -1,9 +1,9 @@
-"""Units of engines in a shape that they have not served in yet: tried a few times, not for ever.
+"""Limits the starts of a unit of engines in a requested shape in which it has not served yet.
 
-What has served once is started again however often it ends: its machine may mend.  A shape that
-somebody asked for may be one that can never start (a model without experts, too little memory), and
-while it is tried nobody serves.  So the unit gets its former shape back, which did serve; the
-router sees that and calls the switch cancelled.
+A shape that has served is restarted without limit, as the failure may be temporary.  A requested
+shape may never start (a model without experts, too little memory), and meanwhile the unit does not
+serve.  So after a few failed starts the unit returns to its former shape; the router then reports
+the switch as cancelled.
 """
 
 import logging
@@ -13,48 +13,49 @@ from dualpath.core.cluster import UnitShape
 
 log = logging.getLogger(__name__)
 
-#: Starts in a new shape, after which the unit gets its former one.
-MOST_STARTS = 3
-#: How often a unit on trial is looked for.
+#: Starts in a new shape before the unit returns to its former one.
+MAX_STARTS = 3
+#: Interval of checks whether a unit serves in its new shape.
 INTERVAL_S = 1.0
 
 
 class Trials:
-    """Owns the change of ``shapes``, by unit; what an operator should know is logged."""
+    """Changes ``shapes`` (by unit) and reverts changes that fail; failures are logged."""
 
     def __init__(self, shapes: MutableMapping[str, UnitShape]) -> None:
         self._shapes = shapes
-        #: What units on trial served as.
+        #: The former shapes of units on trial.
         self._former: dict[str, UnitShape] = {}
         self._starts: dict[str, int] = {}
         self._due_s = 0.0
 
     def begin(self, unit: str, shape: UnitShape) -> None:
-        """The next starts of a unit are in another shape."""
+        """Use another shape for the next starts of a unit."""
         self._former.setdefault(unit, self._shapes[unit])
         self._shapes[unit] = shape
         self._starts[unit] = 0
 
-    def starts(self, unit: str) -> None:
-        """A unit is about to be started; its shape is the former one where a trial has failed."""
+    def note_start(self, unit: str) -> None:
+        """Count a start of a unit; after too many, its former shape is restored first."""
         if unit not in self._former:
             return
         self._starts[unit] += 1
-        if self._starts[unit] > MOST_STARTS:
+        if self._starts[unit] > MAX_STARTS:
             failed, former = self._shapes[unit], self._former.pop(unit)
             self._shapes[unit] = former
             log.error(
-                "%s has not served as %s after %d starts, the ends of which are told above; it is "
-                "%s again. Mend what they say, then ask once more with `dualpath roles`",
-                *(unit, failed, MOST_STARTS, former),
+                "%s did not serve as %s after %d starts (see their errors above); it is started "
+                "as %s again. Correct the cause, then request the change again with "
+                "`dualpath roles`",
+                *(unit, failed, MAX_STARTS, former),
             )
 
-    def turn(self, now_s: float, serves: Callable[[str, UnitShape], bool]) -> None:
-        """Look which units ``serves`` says serve in their shape; call it often."""
+    def poll(self, now_s: float, serves: Callable[[str, UnitShape], bool]) -> None:
+        """End the trial of units that ``serves`` reports as serving; call it periodically."""
         if now_s < self._due_s or not self._former:
             return
         self._due_s = now_s + INTERVAL_S
-        # Before the first start it is the former processes that serve.
+        # Before the first start the processes of the former shape serve.
         for unit in [unit for unit in self._former if self._starts[unit]]:
             if serves(unit, self._shapes[unit]):
                 del self._former[unit]

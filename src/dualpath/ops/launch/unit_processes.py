@@ -1,8 +1,8 @@
-"""The processes of a unit on a node of a Ray cluster: what runs inside the unit's actor.
+"""The actor of a unit: its processes on a node of a Ray cluster.
 
-Ray calls one method at a time, in the worker's first thread: the thread that processes are started
-by, and with whose end they get SIGTERM.  So nothing of a unit outlives its actor, its node's raylet
-or the command that asked for it.
+Ray calls one method at a time, in the worker's main thread, which also starts the processes; they
+get SIGTERM when it ends.  So the processes do not outlive their actor, their node's raylet, or the
+command that started the cluster.
 """
 
 import os
@@ -21,29 +21,29 @@ from dualpath.ops.launch.executor import Launch
 from dualpath.ops.launch.ports import claim_port
 from dualpath.ops.launch.process import SpawnedProcess
 
-#: A look takes no more of a log with it than this; the next one takes the rest.
+#: Most bytes of a log per poll; the next poll returns the rest.
 _LOG_BYTES = 1 << 20
 _RAY = "RAY_"
-#: What starts vLLM's server with its engine core forked, as on one machine.
+#: The module that starts vLLM's server with a forked engine core, as on one machine.
 _FORKING_MODULE = "dualpath.ops.launch.forked_engine"
 
 
 class NodePlace(msgspec.Struct, frozen=True):
-    """Where a unit is: its node's address, and the devices that Ray gives it."""
+    """The address of a unit's node, and the devices that Ray assigned to it."""
 
     host: str
     devices: tuple[str, ...]
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What a look at a process found: log bytes from where it was asked for, exit code or None."""
+class ProcessUpdate(msgspec.Struct, frozen=True):
+    """Result of a poll: log bytes from the requested offset on, and the exit code or None."""
 
     log: bytes
     exit_code: int | None
 
 
 class UnitProcesses:
-    """An actor's processes, by name; ``unit`` is how Ray's own pages call the actor."""
+    """An actor's processes, by name; ``unit`` is the actor's name in Ray's dashboard."""
 
     def __init__(self, unit: str) -> None:
         self._unit = unit
@@ -54,7 +54,7 @@ class UnitProcesses:
         return self._unit
 
     def place(self) -> NodePlace:
-        """Return where this is."""
+        """Return the node and devices of this actor."""
         import ray
 
         devices = ray.get_runtime_context().get_accelerator_ids().get("GPU", ())
@@ -67,14 +67,14 @@ class UnitProcesses:
     def start(
         self, launches: Mapping[str, Launch], folder: str, environment: Mapping[str, str]
     ) -> None:
-        """Start processes by name in ``folder``, over this node's environment ``environment``.
+        """Start processes in ``folder``, with ``environment`` over this node's environment.
 
-        Called again for the same names, it does nothing.  Raises ``ConfigError`` without a folder.
+        Idempotent.  Raises ``ConfigError`` if the folder does not exist.
         """
         if not Path(folder).is_dir():
             raise ConfigError(
                 f"there is no folder {folder} on the node of {self._unit}, and paths may be "
-                "relative to it; start `dualpath serve` in a folder that all nodes have, such as /"
+                "relative to it; run `dualpath serve` in a folder that all nodes have, such as /"
             )
         own = {name: value for name, value in os.environ.items() if not name.startswith(_RAY)}
         for name, launch in launches.items():
@@ -88,35 +88,35 @@ class UnitProcesses:
                     ends_with_parent=signal.SIGTERM,
                 )
 
-    def look(self, offsets: Mapping[str, int]) -> dict[str, Seen]:
-        """Return of each process its log from an offset on; its end once all of that is seen."""
-        return {name: self._look(name, offset) for name, offset in offsets.items()}
+    def poll(self, offsets: Mapping[str, int]) -> dict[str, ProcessUpdate]:
+        """Return each process's log from an offset on; its exit code with the last part."""
+        return {name: self._poll(name, offset) for name, offset in offsets.items()}
 
-    def _look(self, name: str, offset: int) -> Seen:
+    def _poll(self, name: str, offset: int) -> ProcessUpdate:
         process = self._processes[name]
-        exit_code = process.exit_code  # asked first: what it wrote before its end is read below
+        exit_code = process.exit_code  # read first, so that the last output is read below
         with process.log.open("rb") as file:
             file.seek(offset)
             text = file.read(_LOG_BYTES)
-        return Seen(text, exit_code if len(text) < _LOG_BYTES else None)
+        return ProcessUpdate(text, exit_code if len(text) < _LOG_BYTES else None)
 
     def send_signal(self, name: str, number: int) -> None:
-        """Send a process a signal."""
+        """Send a signal to a process."""
         self._processes[name].send_signal(number)
 
     def kill(self, name: str) -> None:
-        """End a process and all it has started."""
+        """Kill a process and its children."""
         self._processes[name].kill()
 
     def close(self) -> None:
-        """Kill what is left of all processes, and remove their logs, which have been taken."""
+        """Kill all remaining processes and remove their logs, which have been copied."""
         for process in self._processes.values():
             process.kill()
         shutil.rmtree(self._logs, ignore_errors=True)
 
 
 def words(launch: Launch) -> list[str]:
-    """Return a launch as a command line: modules that are entries run as such."""
+    """Return the command line of a launch; its module is run with ``-m``."""
     module = launch.entry.partition(":")[0]
     module = _FORKING_MODULE if launch.entry == ENGINE_ENTRY else module
     return [sys.executable, "-m", module, *launch.command]

@@ -1,4 +1,4 @@
-"""Units of a cluster: processes that end and start together, on one node."""
+"""Units of a cluster: processes that stop and start together, on one node."""
 
 from collections.abc import Iterator
 
@@ -13,18 +13,18 @@ STANDBY = "router-standby"
 
 
 class Unit(msgspec.Struct, frozen=True):
-    """Its name and its processes'; of engines also their role, and the ``index`` of their node."""
+    """Names of a unit and its processes; for engines also role and ``index`` of the node."""
 
     name: str
     processes: tuple[str, ...]
     role: Role | None = None
     index: int = 0
-    #: Devices of each process, where engines have any.
+    #: Devices of each process, 0 on CPUs.
     devices: int = 0
 
 
 def router_units(settings: LocalClusterSettings) -> list[Unit]:
-    """Return the router, and the one that stands by."""
+    """Return the router, and the standby router if there is one."""
     return [Unit(name, (name,)) for name in (ROUTER, STANDBY)[: 1 + settings.standby]]
 
 
@@ -40,7 +40,7 @@ def engine_unit(
 ) -> Unit:
     """Return the engines of a node: one, or the ranks of a data-parallel group.
 
-    They are named by ``role``, and as many as the settings say, or ``ranks``.
+    Their names are of ``role``; their number is ``ranks``, or that of the settings.
     """
     size = ranks or settings.ranks(role)
     names = tuple(rank_id(role, index, rank, size) for rank in range(size))
@@ -48,14 +48,14 @@ def engine_unit(
 
 
 def too_few_devices(settings: LocalClusterSettings, name: str, shape: UnitShape) -> str | None:
-    """Return why a unit cannot be started in a shape on the devices it has, None if it can."""
+    """Return why a unit's devices do not suffice for a shape, None if they do."""
     unit = next(u for u in engine_units(settings) if u.name == name)
     assert unit.role is not None
     if unit.devices != (needs := settings.devices_per_rank(shape.role)):
         return (
-            f"each of its ranks has {unit.devices} devices, one of the other role {needs}; give "
-            "--prefill-tp and --decode-tp one value"
+            f"each of its ranks has {unit.devices} devices, and one of the other role needs "
+            f"{needs}; give --prefill-tp and --decode-tp the same value"
         )
     if shape.ranks > (most := len(unit.processes)):
-        return f"it has devices for {most} ranks; start it with a larger --{unit.role.value}-dp"
+        return f"it has devices for {most} ranks; start with a larger --{unit.role.value}-dp"
     return None

@@ -7,8 +7,8 @@ Everything an attempt has taken is given back by ``over``, however it ends.
 import asyncio
 import logging
 
-from dualpath.core.blocks import holding_blocks, most_hit_blocks
-from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.blocks import holding_blocks, max_hit_blocks
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.request_messages import KvInHbm, PrefillDone
 from dualpath.core.runs import HitRun
 from dualpath.core.transfers import PrefillTransfer
@@ -131,7 +131,7 @@ class EngineAttempt:
 
     async def _look_up(self) -> int:
         order, block_tokens = self._order, self._context.block_tokens
-        keys = order.keys[: most_hit_blocks(order.prompt_tokens, block_tokens)]
+        keys = order.keys[: max_hit_blocks(order.prompt_tokens, block_tokens)]
         if not order.cacheable or not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):
@@ -155,7 +155,7 @@ class EngineAttempt:
             hit_tokens=self._stored_blocks * self._context.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             arrival_seq=self._arrival_seq,
-            kept=self._kept_prefixes(),
+            cached=self._kept_prefixes(),
         )
         with self._stages.stage(Stage.QUEUE):
             self._assignment = await self._context.dispatch.place(request)
@@ -169,7 +169,7 @@ class EngineAttempt:
             self._count_recomputed(recomputed, FASTER)
         return self._stored_blocks - recomputed // self._context.block_tokens
 
-    def _kept_prefixes(self) -> tuple[KeptPrefix, ...]:
+    def _kept_prefixes(self) -> tuple[CachedPrefix, ...]:
         mode = self._context.registry.mode
         if not self._kept or mode is None:
             return ()

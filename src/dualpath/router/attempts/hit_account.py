@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey, most_hit_blocks
+from dualpath.core.blocks import BlockKey, max_hit_blocks
 from dualpath.core.recent import Recent
 
 #: Tokens in blocks that nobody has computed before.
@@ -68,7 +68,7 @@ class SeenBlocks:
         self, keys: Sequence[BlockKey], prompt_tokens: int, block_tokens: int, found: Found
     ) -> HitAccount:
         """Divide a prompt of at least 1 token by reasons, then note its blocks as computed."""
-        usable_blocks = most_hit_blocks(prompt_tokens, block_tokens)
+        usable_blocks = max_hit_blocks(prompt_tokens, block_tokens)
         ideal_blocks = found.stored_blocks
         while ideal_blocks < usable_blocks and hash(keys[ideal_blocks]) in self._seen:
             ideal_blocks += 1

@@ -38,7 +38,7 @@ class Loaded(msgspec.Struct, frozen=True):
     @property
     def shared_blocks(self) -> int:
         """Blocks, the prompt's first, whose slots at the DE other requests may have too."""
-        kept = [run.blocks.end for run in side_of(self.hits, Role.DECODE) if run.kept]
+        kept = [run.blocks.end for run in side_of(self.hits, Role.DECODE) if run.cached]
         return max(kept, default=0)
 
 
@@ -66,7 +66,7 @@ def lying(runs: Iterable[HitRun], slots: Sequence[int], kept_blocks: int) -> lis
         for start, end, is_kept in ((0, kept, True), (kept, len(own), False)):
             if start < end:
                 part = BlockRun(first + start, end - start)
-                _append(placed, HitRun(run.side, part, tuple(own[start:end]), kept=is_kept))
+                _append(placed, HitRun(run.side, part, tuple(own[start:end]), cached=is_kept))
     return placed
 
 
@@ -91,11 +91,11 @@ def side_of(runs: Iterable[HitRun], side: Role) -> list[HitRun]:
 def _append(runs: list[HitRun], run: HitRun) -> None:
     last = runs[-1] if runs else None
     follows = last is not None and last.blocks.end == run.blocks.first
-    if last is None or not follows or (last.side, last.kept) != (run.side, run.kept):
+    if last is None or not follows or (last.side, last.cached) != (run.side, run.cached):
         runs.append(run)
         return
     blocks = BlockRun(last.blocks.first, last.blocks.count + run.blocks.count)
-    runs[-1] = HitRun(run.side, blocks, last.slots + run.slots, kept=run.kept)
+    runs[-1] = HitRun(run.side, blocks, last.slots + run.slots, cached=run.cached)
 
 
 def to_read_whole(hits: Sequence[HitRun], whole_from: int) -> tuple[HitRun, ...]:
@@ -110,7 +110,7 @@ def to_read_whole(hits: Sequence[HitRun], whole_from: int) -> tuple[HitRun, ...]
 
 def kept_head(hits: Sequence[HitRun]) -> tuple[HitRun, ...]:
     """Return the first runs, as long as buffers have kept them."""
-    return tuple(itertools.takewhile(lambda run: run.kept, hits))
+    return tuple(itertools.takewhile(lambda run: run.cached, hits))
 
 
 def good_runs(outcomes: Sequence[RunRead]) -> tuple[tuple[HitRun, ...], int, str | None]:

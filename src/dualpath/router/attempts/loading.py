@@ -78,7 +78,7 @@ class Loading:
 
         DE first, always: what holds PE slots waits for nobody, so nothing can deadlock.
         """
-        if any(run.kept or run.side is Role.PREFILL for run in runs):
+        if any(run.cached or run.side is Role.PREFILL for run in runs):
             return await self._reserve_and_read(runs, prompt_blocks, idle=False)
         # A PE that gets no slots in any case need not wait for what the DE grants and reads.
         _, brought = await gather_or_cancel(
@@ -94,15 +94,15 @@ class Loading:
         """Reserve at the DE, then read at both; the PE reads nothing if it is ``idle``."""
         hit_run = BlockRun(0, _hit_blocks(runs))
         granted = await self._reserve(self._decode, prompt_blocks, [hit_run])
-        if any(run.kept for run in runs):
-            runs = self._granted(granted.kept_blocks)
+        if any(run.cached for run in runs):
+            runs = self._granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
         self._whole_from = self._context.geometry.whole_from(hit_blocks)
-        slots, kept = granted.slots, min(granted.kept_blocks, hit_blocks)
-        head = HitRun(Role.DECODE, BlockRun(0, kept), slots[:kept], kept=True)
+        slots, kept = granted.slots, min(granted.cached_blocks, hit_blocks)
+        head = HitRun(Role.DECODE, BlockRun(0, kept), slots[:kept], cached=True)
         rest = behind(runs, kept)
         at_decode = [
-            run.lying_in(slots[run.blocks.first : run.blocks.end])
+            run.with_slots(slots[run.blocks.first : run.blocks.end])
             for run in side_of(rest, Role.DECODE)
         ]
         decode_reads = self._read_all(self._decode, [head, *at_decode] if kept else at_decode)
@@ -127,7 +127,7 @@ class Loading:
             return short
         count = sum(run.blocks.count for run in fitting)
         granted = await self._reserve(engine, count, [run.blocks for run in fitting])
-        placed = lying(fitting, granted.slots, granted.kept_blocks)
+        placed = lying(fitting, granted.slots, granted.cached_blocks)
         return await self._read_all(engine, placed) + short
 
     async def _reserve(
@@ -141,7 +141,7 @@ class Loading:
 
     async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
         """Return what became of runs that lie in an engine's slots, one after the other."""
-        return [RunRead(run, run) if run.kept else await self._read(engine, run) for run in runs]
+        return [RunRead(run, run) if run.cached else await self._read(engine, run) for run in runs]
 
     async def with_windows(self, loaded: Loaded) -> Loaded:
         """Have a hit that ended early whole where it ends now, or end it with what was kept."""

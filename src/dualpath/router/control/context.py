@@ -18,7 +18,7 @@ from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.dispatch import Dispatch
 from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler
 from dualpath.router.control.exchange import Exchange
-from dualpath.router.control.kept_blocks import KeptBlocks, serves
+from dualpath.router.control.kept_blocks import CachedBlocks, serves
 from dualpath.router.control.pauses import Pauses
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.releases import Releases
@@ -74,7 +74,7 @@ class SchedulerContext:
         #: Whether this scheduler, of those that take turns, is the one that may place.
         self.in_turn: Callable[[], bool] = lambda: True
         self.event_log: EventLogWriter | None = None
-        self.kept = KeptBlocks()
+        self.kept = CachedBlocks()
         self.seen_blocks = SeenBlocks()
         self.thresholds = ClusterThresholds()
         self.writers = ChainWriters()

@@ -26,7 +26,7 @@ from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 logger = logging.getLogger(__name__)
 
-#: Far above any honest message, such as a greeting with all regions of an engine of many devices.
+#: Far above any valid message, such as a registration with all regions of an engine of many GPUs.
 LARGEST_FRAME_BYTES = 8 << 20
 #: What one connection may have sent that is no whole message yet, or was not taken yet.
 MOST_HELD_BYTES = 2 * LARGEST_FRAME_BYTES

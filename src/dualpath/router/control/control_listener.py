@@ -28,7 +28,7 @@ class ControlListener(Protocol):
         """A process is proven to be gone, or to have ended its transfers for good."""
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        """A live engine sent something else than ``Hello`` or ``Goodbye``."""
+        """A live engine sent something else than ``Register`` or ``Deregister``."""
 
     def doubted(self) -> Iterable[Writer]:
         """Return the processes whose end would be good to know."""

@@ -1,9 +1,9 @@
 """The router's end of the control plane: one session per engine, over a ``control_socket``.
 
-Which greeting, message or silence changes what stands in ``core.sessions.ROUTER_TABLE``, which this
-executes.  A session that ends is one event for the others, ``on_lost``; that a process is gone is
-another, ``on_dead``, which may come at once, later or never.  An engine whose session has ended
-though it lives is asked to greet anew, and begins with nothing.
+It executes the state machine ``core.sessions.ROUTER_TABLE``.  The end of a session is one event for
+the listener, ``on_lost``; the proof that its process has ended is another, ``on_dead``, which may
+come at once, later or never.  An engine whose session has ended though it lives is asked to
+register again, and begins without requests.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from dualpath.router.control.session_loops import (
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class ControlServer:
     """Owns the socket and the sessions; the ``Registry`` holds what it learns of engines.
 
     Without ``socket`` it is ZMQ's.  ``epoch`` names this process of the router; by default it is
-    drawn.  ``is_gone`` says whether a process of this machine has ended.  ``keep_blocks``: whether
-    engines are to keep blocks in their buffers.
+    drawn.  ``has_exited`` returns whether a process of this machine has ended.  ``enable_caching``:
+    whether engines cache blocks in their buffers.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class ControlServer:
         engine_timeout_s: float,
         socket: ControlSocket | None = None,
         epoch: str = "",
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
         *,
-        keep_blocks: bool = True,
+        enable_caching: bool = True,
     ) -> None:
-        self._keep_blocks = keep_blocks
+        self._keep_blocks = enable_caching
         self._registry = registry
         self._listener = listener
         self._clock = clock
@@ -68,7 +68,7 @@ class ControlServer:
         self.loops = SessionLoops(socket or ZmqControlSocket(), self._handle)
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
-        self._witnesses = Witnesses(registry, self.send, is_gone)
+        self._witnesses = Witnesses(registry, self.send, has_exited)
         self._endings = Endings(registry, listener, self.send, clock)
         self.address = ""
 
@@ -92,23 +92,23 @@ class ControlServer:
     def send(self, engine_id: str, message: control.RouterMessage) -> None:
         """Say a message in an engine's session; it is taken up once, in order, while that lasts.
 
-        Nothing is said to an engine without a session: it drops all it has at the next greeting.
+        Nothing is sent to an engine without a session: it drops all it has at the next one.
         """
         engine = self._registry.get(engine_id)
         if engine is not None and engine.talks:
-            self._post(engine, engine.talk.say(message, self._clock()))
+            self._post(engine, engine.talk.send(message, self._clock()))
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session; does nothing for one without."""
         engine = self._registry.get(engine_id)
         if engine is not None and engine.talks:
-            self._on(engine, Event.DIED if certain else Event.FAILED, reason)
+            self._on(engine, Event.CONFIRMED_DEAD if certain else Event.FAILED, reason)
 
     def declare_dead(self, writer: Writer) -> None:
         """Take note of the proof that a process is gone."""
         engine = self._registry.get(writer.engine_id)
         if engine is not None and engine.info.epoch == writer.epoch:
-            self._on(engine, Event.DIED, "its process has ended")
+            self._on(engine, Event.CONFIRMED_DEAD, "its process has ended")
         elif engine is not None and engine.forgets(writer):
             self._endings.bury(engine.info, writer)
         else:
@@ -124,7 +124,7 @@ class ControlServer:
             self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
         for late in self._registry.staying(now_s, self._timeout_s):
             why = f"its group has left, and it does not drain within {self._timeout_s:g} s"
-            self._on(late, Event.STAYS, f"{why}; end its process, ranks start together")
+            self._on(late, Event.DRAIN_TIMED_OUT, f"{why}; end its process, ranks start together")
         self._ask_witnesses()
 
     def _ask_witnesses(self) -> None:
@@ -136,8 +136,8 @@ class ControlServer:
         now_s = self._clock()
         for engine in self._registry.all():
             silent_s = now_s - engine.spoken_s
-            if engine.talks and (engine.talk.owes_acknowledgement or silent_s >= HEARTBEAT_S):
-                self._post(engine, engine.talk.mention(control.Heard()))
+            if engine.talks and (engine.talk.ack_pending or silent_s >= HEARTBEAT_S):
+                self._post(engine, engine.talk.send_lossy(control.Ack()))
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -145,14 +145,14 @@ class ControlServer:
         except IncompatibleError as error:
             self._malformed(identity, error)
             return
-        if isinstance(envelope.message, control.Hello):
+        if isinstance(envelope.message, control.Register):
             self._hello(identity, envelope.message)
         elif (engine := self._registry.by_session(envelope.session)) is None:
             self._send_away(identity, envelope.session)
         else:
             self._heard(engine, identity, envelope)
 
-    def _hello(self, identity: bytes, hello: control.Hello) -> None:
+    def _hello(self, identity: bytes, hello: control.Register) -> None:
         try:
             admission = self._registry.admit(hello)
         except EngineRefusedError as error:
@@ -165,30 +165,30 @@ class ControlServer:
         if admission is not None:
             engine, epoch = admission.engine, admission.engine.info.epoch
             engine.greeted(identity, self._clock())
-            restarted = admission.event in (Event.RESTARTED, Event.SUCCEEDED)
+            restarted = admission.event in (Event.RESTARTED, Event.REPLACED)
             reason = f"restarted as epoch {epoch}" if restarted else "it has begun anew"
             self._on(engine, admission.event, reason, admission.former)
-            if admission.event is Event.SUCCEEDED:
+            if admission.event is Event.REPLACED:
                 self._ask_witnesses()
 
     def _heard(self, engine: EngineState, identity: bytes, envelope: envelopes.FromEngine) -> None:
         # A connection that was reset comes back as another one; the session goes on.
         engine.identity = identity
-        if not engine.talks and isinstance(envelope.message, control.Goodbye):
+        if not engine.talks and isinstance(envelope.message, control.Deregister):
             self._goodbye(engine, envelope.message)
-        elif Action.TAKE in self._on(engine, Event.SPOKEN):
+        elif Action.DELIVER in self._on(engine, Event.MESSAGE):
             engine.heard_s = self._clock()
-            message, again = engine.talk.hear(envelope, engine.heard_s)
+            message, again = engine.talk.receive(envelope, engine.heard_s)
             for repeated in again:
                 self._post(engine, repeated)
             if message is not None:
                 self._take(engine, message)
 
     def _take(self, engine: EngineState, message: control.EngineMessage) -> None:
-        if isinstance(message, control.Goodbye):
+        if isinstance(message, control.Deregister):
             self._goodbye(engine, message)
             return
-        if isinstance(message, control.Gone):
+        if isinstance(message, control.ConfirmedDead):
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
@@ -198,9 +198,9 @@ class ControlServer:
             engine.report = message
         self._listener.on_message(engine.info, message)
 
-    def _goodbye(self, engine: EngineState, goodbye: control.Goodbye) -> None:
+    def _goodbye(self, engine: EngineState, goodbye: control.Deregister) -> None:
         engine.left = True
-        event = Event.GOODBYE if goodbye.settled else Event.UNSETTLED
+        event = Event.DEREGISTERED if goodbye.settled else Event.DEREGISTERED_UNSETTLED
         self._on(engine, event, f"{LEFT}{in_one_line(goodbye.reason)}")
 
     def _on(
@@ -214,30 +214,30 @@ class ControlServer:
             self._registry.changed()
         for action in actions:
             match action:
-                case Action.LOSE:
+                case Action.REMOVE_ENGINE:
                     self._endings.lost(lost, reason, event)
-                case Action.MISS:
+                case Action.REPORT_LOST:
                     self._endings.missed(engine, lost, reason)
-                case Action.GATHER:
+                case Action.CHECK_GROUP:
                     self._gather(engine)
-                case Action.BURY:
+                case Action.CONFIRM_DEAD:
                     self._endings.bury(lost, lost.writer)
-                case Action.OPEN:
+                case Action.OPEN_SESSION:
                     session = f"{self._epoch}-{next(self._sessions):08}"
                     engine.open(session, engine.identity, self._clock())
                     self._welcome(engine)
-                case Action.WELCOME:
+                case Action.RESEND_REGISTERED:
                     self._welcome(engine)
-                case Action.JOIN:
+                case Action.ADD_ENGINE:
                     self._join(engine.info)
-                case Action.SEND_AWAY:
+                case Action.REQUEST_REREGISTER:
                     self._send_away(engine.identity, engine.talk.session)
         return actions
 
     def _welcome(self, engine: EngineState) -> None:
         peers = tuple(peer.address for peer in self._registry.peers(engine.info))
-        welcome = control.Welcome(peers, engine.greeting, self._keep_blocks)
-        self._post(engine, engine.talk.mention(welcome))
+        welcome = control.Registered(peers, engine.registration, self._keep_blocks)
+        self._post(engine, engine.talk.send_lossy(welcome))
 
     def _join(self, info: EngineInfo) -> None:
         logger.info("%s engine %s joined (epoch %s)", info.role.value, info.engine_id, info.epoch)
@@ -251,7 +251,7 @@ class ControlServer:
             self._outside(engine.identity, control.Refused(reason=missing))
             return
         for rank in self._registry.group(engine.info):
-            self._on(rank, Event.COMPLETE)
+            self._on(rank, Event.GROUP_COMPLETE)
 
     def _send_away(self, identity: bytes, session: str) -> None:
         self._refusals.count(ControlRefusal.UNKNOWN_ENGINE)
@@ -259,7 +259,7 @@ class ControlServer:
             f"the session {session!r} is over or was never opened here, perhaps because the router "
             "has restarted; greet anew"
         )
-        self._outside(identity, control.Refused(reason=reason, again=True), session)
+        self._outside(identity, control.Refused(reason=reason, reregister=True), session)
 
     def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
         self._refusals.count(ControlRefusal.MALFORMED)
@@ -272,7 +272,7 @@ class ControlServer:
             self._outside(identity, control.Refused(reason=str(error)))
 
     def _outside(self, identity: bytes, message: control.RouterMessage, session: str = "") -> None:
-        envelope = envelopes.outside(message, session)
+        envelope = envelopes.unnumbered(message, session)
         self.loops.post(identity, envelopes.encode(envelope))
 
     def _post(self, engine: EngineState, envelope: envelopes.FromRouter) -> None:

@@ -22,9 +22,15 @@ logger = logging.getLogger(__name__)
 #: How the reason of an engine that said goodbye begins, for whoever asks about its requests.
 LEFT = "left: "
 
-_GOODBYES = (Event.GOODBYE, Event.UNSETTLED)
+_GOODBYES = (Event.DEREGISTERED, Event.DEREGISTERED_UNSETTLED)
 #: After these a process may live on.
-_UNCERTAIN = (Event.SILENT, Event.FAILED, Event.GREETS_ANEW, Event.SUCCEEDED, Event.UNSETTLED)
+_UNCERTAIN = (
+    Event.SILENT,
+    Event.FAILED,
+    Event.REREGISTERS,
+    Event.REPLACED,
+    Event.DEREGISTERED_UNSETTLED,
+)
 
 
 class Endings:
@@ -46,7 +52,9 @@ class Endings:
         """An engine takes no part any more, nor does any rank of its group."""
         group = self._registry.group(info)
         left = event in _GOODBYES and any(rank.drained for rank in group)
-        others = self._others(info, Event.SIBLING_LEFT if left else Event.SIBLING_LOST, Action.LOSE)
+        others = self._others(
+            info, Event.OTHER_RANK_LEFT if left else Event.OTHER_RANK_LOST, Action.REMOVE_ENGINE
+        )
         for rank in others if left else ():
             rank.leaves_with_group(self._clock())
         ended = (info, *(rank.info for rank in others))
@@ -59,7 +67,7 @@ class Endings:
 
     def missed(self, engine: EngineState, info: EngineInfo, reason: str) -> None:
         """An engine that was to leave with its group is lost; ``info`` is that of its process."""
-        others = self._others(info, Event.SIBLING_LOST, Action.MISS)
+        others = self._others(info, Event.OTHER_RANK_LOST, Action.REPORT_LOST)
         for rank in (engine, *others):
             rank.left = False
         lost = (info, *(rank.info for rank in others))

@@ -5,7 +5,7 @@ from enum import StrEnum
 
 from dualpath.core.addresses import Writer
 from dualpath.core.control import EngineMessage, Report, RouterMessage
-from dualpath.core.sessions import ROUTER_TABLE, Conversation, Machine, RouterEnd
+from dualpath.core.sessions import ROUTER_TABLE, Channel, RouterSideState, StateMachine
 from dualpath.router.engines import EngineInfo
 
 #: So many former processes of an engine are remembered; an older one that still runs would be
@@ -31,9 +31,9 @@ class EngineState:
     def __init__(self, info: EngineInfo) -> None:
         self.info = info
         self.identity = b""
-        self.talk: Conversation[RouterMessage, EngineMessage] = Conversation("")
-        self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
-        self.greeting = 0
+        self.talk: Channel[RouterMessage, EngineMessage] = Channel("")
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.registration = 0
         self.heard_s = self.spoken_s = float("-inf")
         self.left = self.drained = False
         self.group_left_s = float("-inf")
@@ -47,21 +47,21 @@ class EngineState:
     @property
     def alive(self) -> bool:
         """Whether it has a session and takes part."""
-        return self.machine.state is RouterEnd.LIVE
+        return self.machine.state is RouterSideState.LIVE
 
     @property
     def talks(self) -> bool:
         """Whether it has a session, be it only to leave with its group."""
-        return self.machine.state in (RouterEnd.LIVE, RouterEnd.LEAVING)
+        return self.machine.state in (RouterSideState.LIVE, RouterSideState.LEAVING)
 
     @property
     def here(self) -> bool:
         """Whether it has a session, or waits for one with its group."""
-        return self.talks or self.machine.state is RouterEnd.GREETED
+        return self.talks or self.machine.state is RouterSideState.REGISTERING
 
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
-        self.talk = Conversation(session)
+        self.talk = Channel(session)
         self.identity, self.heard_s = identity, now_s
         self.left = self.drained = False
         self.pauses &= {Pause.ASKED}
@@ -71,7 +71,7 @@ class EngineState:
         self.identity = identity
         if not self.talks:
             # What it says of a former session, or a former process of its, is over.
-            self.talk, self.heard_s = Conversation(""), now_s
+            self.talk, self.heard_s = Channel(""), now_s
 
     def leaves_with_group(self, now_s: float) -> None:
         """A rank of its drained group has said goodbye; it is to do so as well."""
@@ -94,7 +94,7 @@ class EngineState:
         A new process speaks for the end of the one before, unless both are on one machine, which
         can be asked.  One that was here before, and had been replaced, speaks for nobody.
         """
-        dead = self.machine.state is RouterEnd.DEAD
+        dead = self.machine.state is RouterSideState.DEAD
         returns = info.epoch in self.former_epochs
         if not dead and (returns or same_machine(self.info.writer, info.writer)):
             self.unproven[self.info.epoch] = self.info.writer

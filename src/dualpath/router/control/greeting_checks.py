@@ -5,10 +5,10 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.control import PROTOCOL_VERSION, Hello
+from dualpath.core.control import PROTOCOL_VERSION, Register
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.rates import MOST_COMPUTED_WEIGHT
+from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.router.control.groups import check_rank
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.refusals import ControlRefusal
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def check_greeting(
-    hello: Hello,
+    hello: Register,
     namespace: StoreNamespace | None,
     mode: Mode | None,
     adapters: ServedAdapters,
@@ -60,7 +60,7 @@ def check_greeting(
         raise EngineRefusedError(ControlRefusal.ADAPTERS, f"{name} {'; it '.join(lacking)}")
 
 
-def _check_settings(name: str, hello: Hello) -> None:
+def _check_settings(name: str, hello: Register) -> None:
     if hello.hbm_tokens < 1 or hello.buffer_tokens < 0 or (hello.snic_bytes_per_s or 1) <= 0:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
@@ -76,11 +76,11 @@ def _check_settings(name: str, hello: Hello) -> None:
                 "and finite; start it with another {profile}",
             )
     weight = hello.rates.computed_weight
-    if weight is not None and not 1 <= weight <= MOST_COMPUTED_WEIGHT:
+    if weight is not None and not 1 <= weight <= MAX_COMPUTED_WEIGHT:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
             f"{name} has a computed_weight of {weight}; it must be between 1 and "
-            f"{MOST_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
+            f"{MAX_COMPUTED_WEIGHT:g}; start it with another {{profile}}",
         )
     for limit, value in hello.limits.items():
         if isinstance(value, int) and value < 1:
@@ -91,7 +91,7 @@ def _check_settings(name: str, hello: Hello) -> None:
             )
 
 
-def _check_place(name: str, hello: Hello, engines: "Collection[EngineState]") -> None:
+def _check_place(name: str, hello: Register, engines: "Collection[EngineState]") -> None:
     check_rank(name, hello, engines)
     for other in (engine.info for engine in engines if engine.alive):
         engine_id, role = other.engine_id, other.role

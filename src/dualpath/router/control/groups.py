@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from dualpath.core.cluster import GroupRank
-from dualpath.core.control import Hello
+from dualpath.core.control import Register
 from dualpath.core.errors import EngineRefusedError
-from dualpath.core.sessions import RouterEnd
+from dualpath.core.sessions import RouterSideState
 from dualpath.router.refusals import ControlRefusal
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _MOST_NAMED = 16
 #: Who greets is looked for rank by rank: a stranger's number must not take the router's time.
-MOST_RANKS = 4096
+MAX_RANKS = 4096
 
 
 def started_with(dp: GroupRank, engines: "Iterable[EngineState]") -> "list[EngineState]":
@@ -33,7 +33,7 @@ def waits_for(dp: GroupRank, engines: "Iterable[EngineState]") -> str | None:
     greeted = {
         e.info.dp.rank
         for e in started_with(dp, engines)
-        if e.info.dp and e.machine.state is RouterEnd.GREETED
+        if e.info.dp and e.machine.state is RouterSideState.REGISTERING
     }
     missing = [str(rank) for rank in range(dp.size) if rank not in greeted]
     if not missing:
@@ -45,15 +45,15 @@ def waits_for(dp: GroupRank, engines: "Iterable[EngineState]") -> str | None:
     )
 
 
-def check_rank(name: str, hello: Hello, engines: "Iterable[EngineState]") -> None:
+def check_rank(name: str, hello: Register, engines: "Iterable[EngineState]") -> None:
     """Raise ``EngineRefusedError`` if no group can have this rank."""
     if (dp := hello.dp) is None:
         return
-    if not 0 <= dp.rank < dp.size <= MOST_RANKS or (dp.at_server or 0) < 0:
+    if not 0 <= dp.rank < dp.size <= MAX_RANKS or (dp.at_server or 0) < 0:
         raise EngineRefusedError(
             ControlRefusal.SETTINGS,
             f"{name} is rank {dp.rank} of {dp.size} of the data-parallel group {dp.group!r}, "
-            f"number {dp.at_server} of its server; ranks count from 0 on, at most {MOST_RANKS}; "
+            f"number {dp.at_server} of its server; ranks count from 0 on, at most {MAX_RANKS}; "
             "correct its settings",
         )
     role = hello.address.role

@@ -15,9 +15,9 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import KEPT_KEY_BYTES, MOST_KEPT_KEYS, Kept
+from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, MAX_CACHE_UPDATE_KEYS, CacheUpdate
 from dualpath.core.modes import Mode
-from dualpath.core.request import KeptPrefix
+from dualpath.core.request import CachedPrefix
 from dualpath.router.engines import EngineInfo
 
 
@@ -26,14 +26,14 @@ class _Place:
 
     def __init__(self, blocks: int) -> None:
         # News of what has come may be here before those of what has gone for it.
-        self._most_keys = 2 * blocks + MOST_KEPT_KEYS
+        self._most_keys = 2 * blocks + MAX_CACHE_UPDATE_KEYS
         #: The latest last.
         self._keys: dict[bytes, None] = {}
 
-    def heard(self, news: Kept) -> None:
-        for key in (*news.dropped, *news.added):
-            self._keys.pop(key[:KEPT_KEY_BYTES], None)
-        self._keys.update((key[:KEPT_KEY_BYTES], None) for key in news.added)
+    def heard(self, news: CacheUpdate) -> None:
+        for key in (*news.removed, *news.added):
+            self._keys.pop(key[:CACHE_UPDATE_KEY_BYTES], None)
+        self._keys.update((key[:CACHE_UPDATE_KEY_BYTES], None) for key in news.added)
         # An engine may have had nobody to tell that blocks have gone.
         while len(self._keys) > self._most_keys:
             del self._keys[next(iter(self._keys))]
@@ -49,17 +49,17 @@ class _Place:
         return bisect_left(keys, True, lo=1, key=self._lacks)
 
     def _lacks(self, key: BlockKey) -> bool:
-        return key[:KEPT_KEY_BYTES] not in self._keys
+        return key[:CACHE_UPDATE_KEY_BYTES] not in self._keys
 
 
 class _Engine(msgspec.Struct, frozen=True):
     role: Role
     buffer: _Place
-    #: Of ``KeptBlocks._shared``, None where it shares nothing.
+    #: Of ``CachedBlocks._shared``, None where it shares nothing.
     share: tuple[str, str] | None
 
 
-class KeptBlocks:
+class CachedBlocks:
     """By engine, for as long as its session lasts; what a node shares while any of those is there.
 
     Bounded by what buffers and shares can hold.
@@ -74,7 +74,7 @@ class KeptBlocks:
         """A session begins: the engine will say what it keeps, and what it sees of its node's."""
         share = None
         if (dram := info.node_dram) is not None:
-            share = info.node, dram.mark
+            share = info.node, dram.directory_id
             self._shared.setdefault(share, _Place(dram.tokens // block_tokens))
         buffer = _Place(info.buffer_tokens // block_tokens)
         self._engines[info.engine_id] = _Engine(info.role, buffer, share)
@@ -85,7 +85,7 @@ class KeptBlocks:
         self._engines.pop(info.engine_id, None)
         self._forget_shares()
 
-    def heard(self, engine_id: str, news: Kept) -> None:
+    def heard(self, engine_id: str, news: CacheUpdate) -> None:
         """An engine says what has come and gone."""
         if (engine := self._engines.get(engine_id)) is None:
             return
@@ -94,7 +94,7 @@ class KeptBlocks:
         elif engine.share is not None:
             self._shared[engine.share].heard(news)
 
-    def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[KeptPrefix, ...]:
+    def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[CachedPrefix, ...]:
         """Return who finds how many blocks at the head of ``keys``, where a mode can use them."""
         in_node = {share: place.head(keys) for share, place in self._shared.items()}
         found = []
@@ -102,7 +102,7 @@ class KeptBlocks:
             shared = in_node[engine.share] if engine.share else 0
             blocks = max(engine.buffer.head(keys), shared)
             if blocks and serves(engine.role, mode):
-                found.append(KeptPrefix(engine_id, blocks))
+                found.append(CachedPrefix(engine_id, blocks))
         return tuple(found)
 
     def of(self, engine_id: str, keys: Sequence[BlockKey]) -> int:

@@ -12,10 +12,10 @@ import msgspec
 from dualpath.core.addresses import Writer
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import Hello
+from dualpath.core.control import Register
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
-from dualpath.core.sessions import Event, RouterEnd
+from dualpath.core.sessions import Event, RouterSideState
 from dualpath.router.control.engine_state import EngineState, same_machine
 from dualpath.router.control.greeting_checks import check_greeting
 from dualpath.router.control.groups import started_with, waits_for
@@ -30,7 +30,7 @@ MOST_FORMER_ENGINES = 1024
 
 
 class Admission(msgspec.Struct, frozen=True):
-    """What a ``Hello`` that may be answered means; ``former`` is what was known before it."""
+    """What a ``Register`` that may be answered means; ``former`` is what was known before it."""
 
     engine: EngineState
     event: Event
@@ -51,8 +51,8 @@ class Registry:
         self._alive: dict[Role | None, tuple[EngineInfo, ...]] = {}
         self._arrivals = itertools.count()
 
-    def admit(self, hello: Hello) -> Admission | None:
-        """Take down what a greeting says; None if it is older than the last one.
+    def admit(self, hello: Register) -> Admission | None:
+        """Take down what a registration says; None if it is older than the last one.
 
         Raises ``EngineRefusedError`` if the engine may not join.
         """
@@ -66,8 +66,8 @@ class Registry:
         if engine is None:
             self._make_room(engine_id)
             engine = self._engines[engine_id] = EngineState(_info(hello, next(self._arrivals)))
-            engine.greeting = hello.greeting
-            return Admission(engine, Event.GREETS, engine.info)
+            engine.registration = hello.registration
+            return Admission(engine, Event.REGISTERS, engine.info)
         return self._known(engine, hello)
 
     def _make_room(self, engine_id: str) -> None:
@@ -84,7 +84,7 @@ class Registry:
         for engine in gone[: max(len(gone) - MOST_FORMER_ENGINES, 0)]:
             del self._engines[engine.info.engine_id]
 
-    def _known(self, engine: EngineState, hello: Hello) -> Admission | None:
+    def _known(self, engine: EngineState, hello: Register) -> Admission | None:
         former, info = engine.info, _info(hello, engine.info.order)
         # Two processes of one name would else take the place from each other again and again; but
         # once the later one is lost, the earlier one is what there is.
@@ -97,15 +97,15 @@ class Registry:
             )
         if former.epoch != info.epoch:
             engine.restart(info)
-            event = Event.SUCCEEDED if former.epoch in engine.unproven else Event.RESTARTED
-        elif hello.greeting > engine.greeting:
+            event = Event.REPLACED if former.epoch in engine.unproven else Event.RESTARTED
+        elif hello.registration > engine.registration:
             engine.info = info
-            event = Event.GREETS_ANEW
-        elif hello.greeting == engine.greeting:
-            event = Event.GREETS_AGAIN
+            event = Event.REREGISTERS
+        elif hello.registration == engine.registration:
+            event = Event.REGISTER_RESENT
         else:
             return None
-        engine.greeting = hello.greeting
+        engine.registration = hello.registration
         return Admission(engine, event, former)
 
     def changed(self) -> None:
@@ -134,14 +134,14 @@ class Registry:
     def is_dead(self, writer: Writer) -> bool:
         """Whether a process is known to be gone.
 
-        One process at a time has an ``engine_id``, so another one's greeting speaks for the end of
-        the former.  But two may be started by mistake: where the machine can be asked, it is.
+        One process at a time has an ``engine_id``, so another one's registration suggests that the
+        former has ended.  But two may be started by mistake: where the machine can be asked, it is.
         """
         engine = self._engines.get(writer.engine_id)
         if engine is None:
             return False
         if writer.epoch == engine.info.epoch:
-            return engine.machine.state is RouterEnd.DEAD
+            return engine.machine.state is RouterSideState.DEAD
         if writer.epoch in engine.former_epochs:
             return writer.epoch not in engine.unproven
         return not same_machine(writer, engine.info.writer)
@@ -174,7 +174,7 @@ class Registry:
         return [
             e
             for e in self._engines.values()
-            if e.machine.state is RouterEnd.LEAVING
+            if e.machine.state is RouterSideState.LEAVING
             and now_s - e.group_left_s > timeout_s
             and (e.report is None or e.report.draining is None)
         ]
@@ -191,7 +191,7 @@ class Registry:
 
     def waiting(self, engine: EngineState) -> str | None:
         """Return for whom an engine that has greeted waits, None if it takes part or is lost."""
-        greeted = engine.machine.state is RouterEnd.GREETED
+        greeted = engine.machine.state is RouterSideState.REGISTERING
         return self.waits_for(engine.info) if greeted else None
 
     def waits(self) -> list[str]:
@@ -204,7 +204,7 @@ class Registry:
         return min((v for v in values if isinstance(v, int)), default=None)
 
 
-def _info(hello: Hello, order: int) -> EngineInfo:
+def _info(hello: Register, order: int) -> EngineInfo:
     return EngineInfo(
         engine_id=hello.address.engine_id,
         epoch=hello.address.epoch,

@@ -3,7 +3,7 @@
 A PE writes KV straight into the DE's buffer.  Whoever ends a request must not let the DE reuse its
 slots before every process that could write to them is known to write no more.  What proves it:
 
-* the PE's ``Released``, or its greeting in a new session that does not name the request;
+* the PE's ``Released``, or its registration in a new session that does not name the request;
 * tokens of the DE, or its word that the KV is in HBM: all that was to be written has arrived;
 * the end of the PE's process (``ControlListener.on_dead``).
 

@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
-from dualpath.router.control.groups import MOST_RANKS
+from dualpath.router.control.groups import MAX_RANKS
 from dualpath.router.control.roles import Roles
 from dualpath.router.token_api.statuses import api_error, status_of
 from dualpath.router.token_api.wire import decode_body
@@ -31,7 +31,7 @@ class RoleWish(msgspec.Struct):
 
     role: Role | None = None
     engine_id: str | None = None
-    ranks: Annotated[int, msgspec.Meta(ge=1, le=MOST_RANKS)] | None = None
+    ranks: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)] | None = None
 
 
 def roles_call(service: RoledService, body: bytes | None) -> tuple[int, object]:

@@ -10,35 +10,35 @@ from collections.abc import Callable, Iterable
 
 from dualpath.core.addresses import Writer
 from dualpath.core.cluster import HostProcess
-from dualpath.core.control import IsGone, RouterMessage
+from dualpath.core.control import LivenessProbe, RouterMessage
 from dualpath.router.control.registry import Registry
-from dualpath.storage.host_process import is_gone
+from dualpath.storage.host_process import has_exited
 
 
 class Witnesses:
-    """Asks about processes; ``send`` reaches an engine, which answers ``Gone`` or nothing.
+    """Asks about processes; ``send`` reaches an engine, which answers ``ConfirmedDead`` or nothing.
 
-    ``is_gone`` is the word of the router's own machine.
+    ``has_exited`` is the word of the router's own machine.
     """
 
     def __init__(
         self,
         registry: Registry,
         send: Callable[[str, RouterMessage], None],
-        is_gone: Callable[[HostProcess], bool] = is_gone,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
     ) -> None:
         self._registry = registry
         self._send = send
-        self._is_gone = is_gone
+        self._has_exited = has_exited
 
     def ask(self, writers: Iterable[Writer]) -> list[Writer]:
         """Return those that this machine knows to be gone; ask engines about the others."""
         gone = []
         for writer in writers:
-            if self._is_gone(writer.process):
+            if self._has_exited(writer.process):
                 gone.append(writer)
             elif (witness := self._neighbour(writer)) is not None:
-                self._send(witness, IsGone(writer))
+                self._send(witness, LivenessProbe(writer))
         return gone
 
     def _neighbour(self, writer: Writer) -> str | None:

@@ -11,17 +11,17 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.control import Goodbye, Heard, Refused, Welcome
-from dualpath.core.envelopes import Envelope, decode_with, outside
+from dualpath.core.control import Ack, Deregister, Refused, Registered
+from dualpath.core.envelopes import Envelope, decode_with, unnumbered
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import (
     HEARTBEAT_S,
     ROUTER_TABLE,
     Action,
-    Conversation,
+    Channel,
     Event,
-    Machine,
-    RouterEnd,
+    RouterSideState,
+    StateMachine,
 )
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.session_loops import (
@@ -52,30 +52,30 @@ class _FrontEnd:
 
     def __init__(self, name: str, post: Callable[[bytes, bytes], None]) -> None:
         self.name = name
-        self.epoch, self.greeting, self.identity = "", 0, b""
+        self.epoch, self.registration, self.identity = "", 0, b""
         self.heard_s = self.spoken_s = float("-inf")
-        self.machine = Machine(ROUTER_TABLE, RouterEnd.UNKNOWN)
-        self.talk: Conversation[m.SchedulerMessage, m.FrontEndMessage] = Conversation("")
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.talk: Channel[m.SchedulerMessage, m.FrontEndMessage] = Channel("")
         self.guest: Guest | None = None
         self.frames: Frames[m.SchedulerMessage] = Frames(lambda frame: post(self.identity, frame))
 
     @property
     def live(self) -> bool:
-        return self.machine.state is RouterEnd.LIVE
+        return self.machine.state is RouterSideState.LIVE
 
     def greeted(self, hello: m.FrontEndHello) -> Event | None:
-        """Take down a greeting; return what it means, None if it is older than the last one."""
+        """Take down a registration; return what it means, None if it is older than the last one."""
         if not self.epoch:
-            event = Event.GREETS
+            event = Event.REGISTERS
         elif hello.epoch != self.epoch:
             event = Event.RESTARTED
-        elif hello.greeting == self.greeting:
-            event = Event.GREETS_AGAIN
-        elif hello.greeting > self.greeting:
-            event = Event.GREETS_ANEW
+        elif hello.registration == self.registration:
+            event = Event.REGISTER_RESENT
+        elif hello.registration > self.registration:
+            event = Event.REREGISTERS
         else:
             return None
-        self.epoch, self.greeting = hello.epoch, hello.greeting
+        self.epoch, self.registration = hello.epoch, hello.registration
         return event
 
 
@@ -147,14 +147,14 @@ class FrontEndDoor:
 
     def _say(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
         if front_end.live:
-            self._post(front_end, front_end.talk.say(message, self._clock()))
+            self._post(front_end, front_end.talk.send(message, self._clock()))
 
     def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
         front_end.spoken_s = self._clock()
         front_end.frames.add([envelope])
 
     def _outside(self, identity: bytes, message: m.SchedulerMessage, session: str = "") -> None:
-        for frame in frames_of([outside(message, session)]):
+        for frame in frames_of([unnumbered(message, session)]):
             self._loops.post(identity, frame)
 
     def _look(self) -> None:
@@ -170,8 +170,8 @@ class FrontEndDoor:
         now_s = self._clock()
         for front_end in self._front_ends.values():
             quiet = now_s - front_end.spoken_s >= HEARTBEAT_S
-            if front_end.live and (front_end.talk.owes_acknowledgement or quiet):
-                self._post(front_end, front_end.talk.mention(Heard()))
+            if front_end.live and (front_end.talk.ack_pending or quiet):
+                self._post(front_end, front_end.talk.send_lossy(Ack()))
 
     def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:
@@ -199,13 +199,13 @@ class FrontEndDoor:
             self._send_away(identity, envelope.session)
             return
         front_end.identity = identity
-        if Action.TAKE in self._on(front_end, Event.SPOKEN):
+        if Action.DELIVER in self._on(front_end, Event.MESSAGE):
             front_end.heard_s = self._clock()
-            taken, repeated = front_end.talk.hear(envelope, front_end.heard_s)
+            taken, repeated = front_end.talk.receive(envelope, front_end.heard_s)
             for one in repeated:
                 self._post(front_end, one)
-            if isinstance(taken, Goodbye):
-                self._on(front_end, Event.GOODBYE, f"left: {taken.reason}")
+            if isinstance(taken, Deregister):
+                self._on(front_end, Event.DEREGISTERED, f"left: {taken.reason}")
             elif taken is not None and front_end.guest is not None:
                 front_end.guest.take(taken)
 
@@ -242,27 +242,27 @@ class FrontEndDoor:
         actions = front_end.machine.on(event)
         for action in actions:
             match action:
-                case Action.LOSE:
+                case Action.REMOVE_ENGINE:
                     self._lose(front_end, reason)
-                case Action.GATHER:
-                    self._on(front_end, Event.COMPLETE)
-                case Action.OPEN:
-                    front_end.talk = Conversation(f"{self._epoch}-{next(self._sessions):08}")
+                case Action.CHECK_GROUP:
+                    self._on(front_end, Event.GROUP_COMPLETE)
+                case Action.OPEN_SESSION:
+                    front_end.talk = Channel(f"{self._epoch}-{next(self._sessions):08}")
                     front_end.heard_s = self._clock()
                     self._welcome(front_end)
-                case Action.WELCOME:
+                case Action.RESEND_REGISTERED:
                     self._welcome(front_end)
-                case Action.JOIN:
+                case Action.ADD_ENGINE:
                     self._join(front_end)
-                case Action.SEND_AWAY:
+                case Action.REQUEST_REREGISTER:
                     self._send_away(front_end.identity, front_end.talk.session)
         return actions
 
     def _send_away(self, identity: bytes, session: str) -> None:
-        self._outside(identity, Refused("no such session", again=True), session)
+        self._outside(identity, Refused("no such session", reregister=True), session)
 
     def _welcome(self, front_end: _FrontEnd) -> None:
-        self._post(front_end, front_end.talk.mention(Welcome((), front_end.greeting)))
+        self._post(front_end, front_end.talk.send_lossy(Registered((), front_end.registration)))
 
     def _join(self, front_end: _FrontEnd) -> None:
         logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from dualpath.core.envelopes import Envelope, encode_together
+from dualpath.core.envelopes import Envelope, encode_batches
 from dualpath.core.message import Message
 
 M = TypeVar("M", bound=Message)
@@ -16,7 +16,7 @@ _MOST_BYTES = 1 << 20
 
 def frames_of(envelopes: Iterable[Envelope[M]]) -> list[bytes]:
     """Return the frames in which these messages travel, in order."""
-    return encode_together(envelopes, _MOST_BYTES)
+    return encode_batches(envelopes, _MOST_BYTES)
 
 
 class Frames(Generic[M]):

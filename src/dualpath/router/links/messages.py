@@ -4,8 +4,8 @@ A frame has one envelope or more, in order: what either end says in one turn of 
 together (``links.frames``).
 
     front end → scheduler   FrontEndHello Beat Begin Try Ask TokensCame Over End Suspect Settle Hint
-                            Goodbye
-    scheduler → front end   Welcome Refused Heard EnginesNow Happened Broken Answer Failure
+                            Deregister
+    scheduler → front end   Registered Refused Ack EnginesNow Happened Broken Answer Failure
 
 Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and said again,
 an epoch for each end, nothing carried over from one session to the next but what is begun anew.
@@ -18,7 +18,7 @@ import msgspec
 from dualpath.core import errors
 from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.control import Goodbye, Heard, Refused, Welcome
+from dualpath.core.control import Ack, Deregister, Refused, Registered
 from dualpath.core.envelopes import Envelope
 from dualpath.core.message import Message
 from dualpath.core.modes import Mode
@@ -32,12 +32,12 @@ LINK_VERSION = 3
 
 
 class FrontEndHello(Message, frozen=True, tag=True):
-    """Asks for a session; ``greeting`` as in ``core.control.Hello``."""
+    """Asks for a session; ``registration`` as in ``core.control.Register``."""
 
     version: int
     name: Name
     epoch: Name
-    greeting: int = 1
+    registration: int = 1
 
 
 class Beat(Message, frozen=True, tag=True):
@@ -128,7 +128,7 @@ class Hint(Message, frozen=True, tag=True):
 
 
 class EnginesNow(Message, frozen=True, tag=True):
-    """The live engines, by arrival, and their adapters; follows ``Welcome`` and each change."""
+    """The live engines, by arrival, and their adapters; follows ``Registered`` and each change."""
 
     mode: Mode | None
     namespace: StoreNamespace | None
@@ -181,9 +181,9 @@ FrontEndMessage = (
     | Suspect
     | Settle
     | Hint
-    | Goodbye
+    | Deregister
 )
-SchedulerMessage = Welcome | Refused | Heard | EnginesNow | Happened | Broken | Answer | Failure
+SchedulerMessage = Registered | Refused | Ack | EnginesNow | Happened | Broken | Answer | Failure
 FromFrontEnd = list[Envelope[FrontEndMessage]]
 FromScheduler = list[Envelope[SchedulerMessage]]
 

@@ -14,7 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from dualpath.core.control import Goodbye
+from dualpath.core.control import Deregister
 from dualpath.core.envelopes import Envelope, decode_with
 from dualpath.core.errors import (
     BadRequestError,
@@ -23,7 +23,7 @@ from dualpath.core.errors import (
     SchedulerLostError,
 )
 from dualpath.core.session_hints import SessionHints
-from dualpath.core.sessions import HELLO_GAP_S
+from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.engine.router_session import RouterSession
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo, Presence
@@ -100,7 +100,7 @@ class RemoteScheduling:
         """Say goodbye and close; idempotent."""
         if not self._tasks:
             return
-        self._post(self._session.leave(Goodbye("the front end ends"), self._clock()))
+        self._post(self._session.leave(Deregister("the front end ends"), self._clock()))
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -160,7 +160,7 @@ class RemoteScheduling:
 
     def say(self, message: m.FrontEndMessage) -> None:
         """Say it in the session; without one nobody expects it."""
-        self._post(self._session.say(message, self._clock()))
+        self._post(self._session.send(message, self._clock()))
 
     async def call(self, asked: Callable[[int], m.FrontEndMessage], result: type[T]) -> T:
         """Return the answer to a call; raises what it says, or that the scheduler is lost."""
@@ -174,8 +174,8 @@ class RemoteScheduling:
         finally:
             self._calls.pop(call_id, None)
 
-    def _hello(self, greeting: int) -> m.FrontEndHello:
-        return m.FrontEndHello(m.LINK_VERSION, self._name, self._epoch, greeting)
+    def _hello(self, registration: int) -> m.FrontEndHello:
+        return m.FrontEndHello(m.LINK_VERSION, self._name, self._epoch, registration)
 
     def _take(self, message: m.SchedulerMessage) -> None:
         match message:
@@ -226,14 +226,14 @@ class RemoteScheduling:
         while True:
             self._post(self._session.due(self._clock()))
             self._strays.expire()
-            await asyncio.sleep(HELLO_GAP_S)
+            await asyncio.sleep(REGISTER_INTERVAL_S)
 
     async def _receive(self) -> None:
         while True:
             frame = await self._connection.receive()
             try:
                 for envelope in decode_with(_DECODER, frame):
-                    self._post(self._session.hear(envelope, self._clock()))
+                    self._post(self._session.receive(envelope, self._clock()))
             except IncompatibleError as error:
                 logger.error("%s", error)
             except Exception:

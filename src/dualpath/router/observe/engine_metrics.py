@@ -59,7 +59,7 @@ MOVEMENTS = tuple(
 _REPORTED = (
     ("read_queue_tokens", "Tokens waiting to be read from storage."),
     ("free_buffer_tokens", "Free DRAM buffer in tokens."),
-    ("kept_buffer_tokens", "Free DRAM buffer that keeps KV for requests to come, in tokens."),
+    ("cached_buffer_tokens", "Free slots of the DRAM buffer with cached KV, in tokens."),
     ("free_hbm_tokens", "Free HBM in tokens."),
     ("unfinished_tokens", "Tokens of unfinished requests."),
     ("unfinished_requests", "Unfinished requests."),

@@ -98,7 +98,7 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "read_queue_tokens": report.read_queue_tokens if report else 0,
         "free_hbm_tokens": report.free_hbm_tokens if report else info.hbm_tokens,
         "free_buffer_tokens": report.free_buffer_tokens if report else info.buffer_tokens,
-        "kept_buffer_tokens": report.kept_buffer_tokens if report else 0,
+        "cached_buffer_tokens": report.cached_buffer_tokens if report else 0,
     }
 
 

@@ -13,7 +13,7 @@ from dualpath.core.errors import (
     OverloadedError,
     TurnedAwayError,
 )
-from dualpath.core.names import unfit_name
+from dualpath.core.names import name_problem
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.observe.tracing import open_tracing
 from dualpath.router.requests.context import FrontEndContext
@@ -121,7 +121,7 @@ class FrontEnd:
         )
 
     async def _stream(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
-        if (wrong := unfit_name(job.request_id)) is not None:
+        if (wrong := name_problem(job.request_id)) is not None:
             raise BadRequestError(f"request id {wrong}")
         if job.request_id in self._lives:
             raise BadRequestError(

@@ -1,1 +1,1 @@
-"""Bad input on purpose: nothing that can be sent or stored may break what reads it."""
+"""Fuzzing: no input that can be sent or stored may break its reader."""

@@ -1,8 +1,8 @@
-"""Many inputs, one after the other: what may come of each, what was found, how memory went.
+"""A fuzzing campaign: many inputs, their outcomes, findings, and growth of memory.
 
-An input may be taken or refused, the latter with the error meant for it.  Everything else is a
-*finding*: another exception, a line in the log that is an error or has a traceback, memory that
-grows, and a subject that no longer works at the end.
+An input may be accepted, or refused with the error defined for that.  Everything else is a
+*finding*: another exception, an error or a traceback in the log, memory that grows, and a subject
+that no longer works at the end.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ import msgspec
 
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 
-#: What allocators and caches may take after the warm-up.
+#: Memory that allocators and caches may use in addition after the warm-up.
 GROWTH_ALLOWED_BYTES = 48 << 20
-#: The share of inputs after which memory counts: code is imported, caches are full.
+#: The share of inputs after which growth of memory counts: all code is imported, caches are full.
 _WARM_UP = 0.2
 _FINDINGS_KEPT = 20
 _SHOWN_CHARACTERS = 300
 
 
 class Subject(Protocol):
-    """What is given the inputs; an asynchronous context manager."""
+    """The tested system; an asynchronous context manager."""
 
-    #: The process whose memory counts; None: this one.
+    #: The process whose memory is watched; None: this one.
     pid: int | None
 
     async def __aenter__(self) -> Self:
-        """Be ready."""
+        """Start it."""
         ...
 
     async def __aexit__(
@@ -42,24 +42,24 @@ class Subject(Protocol):
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave nothing."""
+        """Stop it and remove everything."""
         ...
 
     def input(self, inputs: Inputs) -> object:
         """Return an input."""
         ...
 
-    async def play(self, given: object) -> str:
-        """Give the input; return in a word what came of it.  Whatever it raises is a finding."""
+    async def run_input(self, given: object) -> str:
+        """Pass the input to the system; return the outcome.  An exception is a finding."""
         ...
 
     async def still_works(self) -> None:
-        """Raise if honest input is no longer taken."""
+        """Raise if valid input is no longer accepted."""
         ...
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """Input ``number`` of a seed, shown, and what went wrong; -1 is the end."""
+    """A printed input with its number, and the failure; -1 is the check at the end."""
 
     number: int
     given: str
@@ -67,7 +67,7 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class FuzzResult(msgspec.Struct, frozen=True):
-    """What came of ``count`` inputs; memory in bytes after the warm-up and at the end."""
+    """The result of ``count`` inputs; memory in bytes after the warm-up and at the end."""
 
     subject: str
     seed: int
@@ -80,25 +80,25 @@ class FuzzResult(msgspec.Struct, frozen=True):
 
     @property
     def is_clean(self) -> bool:
-        """Whether nothing was found."""
+        """Whether there are no findings."""
         return self.findings_total == 0
 
 
 class _Errors(logging.Handler):
-    """Keeps what the log says is an error, and all with a traceback."""
+    """Collects errors and tracebacks of the log."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.said: list[str] = []
+        self.messages: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.levelno >= logging.ERROR or record.exc_info:
             kind = record.exc_info[0].__name__ if record.exc_info and record.exc_info[0] else ""
-            self.said.append(f"log: {record.getMessage()} {kind}")
+            self.messages.append(f"log: {record.getMessage()} {kind}")
 
 
 class Campaign:
-    """``count`` inputs of one seed, from ``first`` on, ``at_once`` of them at the same time."""
+    """``count`` inputs of one seed, ``at_once`` of them concurrently."""
 
     def __init__(
         self,
@@ -108,14 +108,14 @@ class Campaign:
         count: int,
         *,
         at_once: int = 1,
-        say: Callable[[str], None] = lambda text: None,
+        progress: Callable[[str], None] = lambda text: None,
     ) -> None:
         self._name = name
         self._subject = subject
         self._seed = seed
         self._count = count
         self._at_once = at_once
-        self._say = say
+        self._progress = progress
         self._outcomes: Counter[str] = Counter()
         self._findings: list[Finding] = []
         self._found = 0
@@ -124,19 +124,19 @@ class Campaign:
         self._errors = _Errors()
 
     async def run(self) -> FuzzResult:
-        """Give all inputs."""
+        """Run all inputs and return the result."""
         root = logging.getLogger()
-        # Alone: what is refused is logged for every input, and would be all that one sees.
+        # Replaces all handlers: otherwise every refusal would be printed.
         before, root.handlers = root.handlers, [self._errors]
         try:
             async with self._subject:
-                await asyncio.gather(*(self._player() for _ in range(self._at_once)))
+                await asyncio.gather(*(self._worker() for _ in range(self._at_once)))
                 await self._at_the_end()
                 end_bytes = self._resident_bytes()
         finally:
             root.handlers = before
         if end_bytes - self._warm_bytes > GROWTH_ALLOWED_BYTES:
-            self._find(-1, "", f"memory grew from {self._warm_bytes} to {end_bytes} bytes")
+            self._add_finding(-1, "", f"memory grew from {self._warm_bytes} to {end_bytes} bytes")
         return FuzzResult(
             self._name,
             self._seed,
@@ -148,33 +148,33 @@ class Campaign:
             end_bytes,
         )
 
-    async def _player(self) -> None:
+    async def _worker(self) -> None:
         while (number := self._next) < self._count:
             self._next += 1
             if number == int(self._count * _WARM_UP):
                 self._warm_bytes = self._resident_bytes()
             if number and number % (max(self._count // 10, 1)) == 0:
-                self._say(f"{self._name}: {number} of {self._count}, {self._found} findings")
+                self._progress(f"{self._name}: {number} of {self._count}, {self._found} findings")
             given = self._subject.input(Inputs(self._seed, number))
             try:
-                self._outcomes[await self._subject.play(given)] += 1
-            except Exception as error:  # Whatever it is, it is what we look for.
-                self._find(number, given, f"{type(error).__name__}: {error}")
-            self._log(number, given)
+                self._outcomes[await self._subject.run_input(given)] += 1
+            except Exception as error:  # any exception is a finding
+                self._add_finding(number, given, f"{type(error).__name__}: {error}")
+            self._add_logged(number, given)
 
     async def _at_the_end(self) -> None:
         try:
             await self._subject.still_works()
         except Exception as error:
-            self._find(-1, "", f"does not work any more: {type(error).__name__}: {error}")
-        self._log(-1, "")
+            self._add_finding(-1, "", f"does not work any more: {type(error).__name__}: {error}")
+        self._add_logged(-1, "")
 
-    def _log(self, number: int, given: object) -> None:
-        said, self._errors.said = self._errors.said, []
-        for what in said:
-            self._find(number, given, what)
+    def _add_logged(self, number: int, given: object) -> None:
+        messages, self._errors.messages = self._errors.messages, []
+        for what in messages:
+            self._add_finding(number, given, what)
 
-    def _find(self, number: int, given: object, what: str) -> None:
+    def _add_finding(self, number: int, given: object, what: str) -> None:
         self._found += 1
         if len(self._findings) < _FINDINGS_KEPT:
             shown = ascii(given)[:_SHOWN_CHARACTERS]

@@ -1,8 +1,8 @@
-"""Frames to a router's control address: strangers', and nonsense of engines that have joined.
+"""Frames to a router's control address, from unregistered peers and from registered engines.
 
-The whole router is behind it, but for HTTP: what a frame sets off is set off.  Engines are names
-here, each of which has greeted; frames with other names are left out but for a few, since a router
-remembers every engine that ever joined.
+The whole router except for HTTP handles them.  Engines are only names here, each of which has
+registered; nearly all frames that would register other names are left out, since a router remembers
+every engine that has ever joined.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from dualpath.router.settings import RouterSettings
 from dualpath.transport.cluster_secret import ClusterSecret
 
 ENGINES = {"p0": Role.PREFILL, "p1": Role.PREFILL, "d0": Role.DECODE, "d1": Role.DECODE}
-#: Greets again after every so many frames: nonsense may have thrown it out.
-_GREETS_EVERY = 64
+#: Engines re-register after this many frames, as malformed ones may have made them lost.
+_REGISTER_EVERY = 64
 _GUARD_S = 10.0
 _NAMESPACE = StoreNamespace(
     model="fuzzed",
@@ -36,9 +36,9 @@ _NAMESPACE = StoreNamespace(
 )
 
 
-def hello(engine_id: str, greeting: int = 1) -> control.Hello:
-    """Return an honest greeting."""
-    return control.Hello(
+def valid_registration(engine_id: str, registration: int = 1) -> control.Register:
+    """Return a valid registration."""
+    return control.Register(
         version=control.PROTOCOL_VERSION,
         address=addresses.EngineAddress(
             engine_id=engine_id,
@@ -60,18 +60,18 @@ def hello(engine_id: str, greeting: int = 1) -> control.Hello:
         hbm_tokens=1000,
         buffer_tokens=1000,
         limits={"max_model_len": 1000, "vocab_size": 1009},
-        greeting=greeting,
+        registration=registration,
         node_dram=control.NodeDramShare("a-1", 400),
     )
 
 
-def messages(greeting: control.Hello) -> list[control.EngineMessage]:
-    """Return one of each honest message that the engine of a greeting may send."""
+def messages(registration: control.Register) -> list[control.EngineMessage]:
+    """Return one valid message of each kind that the engine of a registration may send."""
     return [
-        greeting,
+        registration,
         control.Report(1, 0, 0, 0, 0, 100, 100, counters={"storage_read_bytes": 3.0}),
-        control.Kept((b"8 bytes.",), (b"of a key",), in_node=True),
-        control.Gone(writer=greeting.address.writer),
+        control.CacheUpdate((b"8 bytes.",), (b"of a key",), in_node=True),
+        control.ConfirmedDead(writer=registration.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),
         control.Synced(call_id=1),
         request_messages.Reserved(request_id="a", slots=(0, 1), wait_s=0.0),
@@ -80,25 +80,25 @@ def messages(greeting: control.Hello) -> list[control.EngineMessage]:
         request_messages.KvInHbm(request_id="a", h2d_s=0.0),
         request_messages.Released(request_id="a"),
         request_messages.Failed(request_id="a", reason="no"),
-        control.Goodbye(reason="bye"),
+        control.Deregister(reason="bye"),
     ]
 
 
-def frame(inputs: Inputs, greeting: control.Hello, session: str = "") -> bytes:
-    """Return noise, or an honest message of that engine with something wrong in it."""
-    message = inputs.one_of(messages(greeting))
+def frame(inputs: Inputs, registration: control.Register, session: str = "") -> bytes:
+    """Return noise, or a message of that engine with something wrong in it."""
+    message = inputs.one_of(messages(registration))
     number = inputs.one_of((0, 0, 1, 2, 3, 1 << 40))
     envelope = envelopes.Envelope(session, number, inputs.one_of((0, 0, 1, 1 << 40)), message)
     return inputs.msgpack(msgspec.msgpack.decode(envelopes.encode(envelope)))
 
 
 class _NoCalls:
-    """``EngineCalls`` to engines that are names only."""
+    """``EngineCalls`` to engines that are only names."""
 
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: transfers.PrefillTransfer
     ) -> TokenEvent:
-        raise EngineLostError(f"engine {engine.engine_id} is a name")
+        raise EngineLostError(f"engine {engine.engine_id} has no process")
 
     async def decode(
         self,
@@ -109,14 +109,14 @@ class _NoCalls:
     ) -> AsyncIterator[TokenEvent]:
         for _ in prior_tokens:
             yield TokenEvent((), None)
-        raise EngineLostError(f"engine {engine.engine_id} is a name")
+        raise EngineLostError(f"engine {engine.engine_id} has no process")
 
     async def answers(self, engine: EngineInfo) -> None:
-        raise EngineLostError(f"engine {engine.engine_id} is a name")
+        raise EngineLostError(f"engine {engine.engine_id} has no process")
 
 
-class FedSocket:
-    """A ``ControlSocket`` that is fed by hand; what the router sends must be well-formed."""
+class InMemorySocket:
+    """A ``ControlSocket`` in memory; frames that the router sends must be well-formed."""
 
     def __init__(self) -> None:
         self.sessions: dict[bytes, str] = {}
@@ -125,7 +125,7 @@ class FedSocket:
         self._wanted = asyncio.Event()
 
     async def feed(self, identity: bytes, frames: Sequence[bytes]) -> None:
-        """Hand a message over; returns when it has been dealt with."""
+        """Deliver a message; returns when the router has handled it."""
         self._wanted.clear()
         self._arrived.put_nowait((identity, frames))
         await asyncio.wait_for(self._wanted.wait(), _GUARD_S)
@@ -138,15 +138,15 @@ class FedSocket:
         return "fed"
 
     async def receive(self) -> tuple[bytes, Sequence[bytes]]:
-        """Return what was fed."""
+        """Return the next delivered message."""
         if self._arrived.empty():
             self._wanted.set()
         return await self._arrived.get()
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Look at what is sent."""
+        """Decode a sent frame."""
         envelope = envelopes.decode_router_message(frame)
-        if isinstance(envelope.message, control.Welcome):
+        if isinstance(envelope.message, control.Registered):
             self.sessions[identity] = envelope.session
 
     async def close(self) -> None:
@@ -159,14 +159,14 @@ class ControlSubject:
     pid: int | None = None
 
     def __init__(self) -> None:
-        self._greeting = 1
-        self._played = 0
+        self._registration = 1
+        self._count = 0
 
     async def __aenter__(self) -> Self:
-        self._socket = FedSocket()
+        self._socket = InMemorySocket()
         self._service = RouterService(RouterSettings(), _NoCalls(), control_socket=self._socket)
         await self._service.start()
-        await self._greet()
+        await self._register_all()
         return self
 
     async def __aexit__(
@@ -178,54 +178,57 @@ class ControlSubject:
         await self._service.stop()
 
     def input(self, inputs: Inputs) -> tuple[bytes, list[bytes]]:
-        """Return who sends and the parts of a message, nearly always one."""
+        """Return the sender and the frames of a message, nearly always one."""
         sender = inputs.one_of((*ENGINES, "stranger")).encode()
         session = self._socket.sessions.get(sender, "")
         parts = inputs.one_of((0, 2, 3)) if inputs.chance(0.02) else 1
 
         def one() -> bytes:
-            return frame(inputs, hello(inputs.one_of(tuple(ENGINES))), session)
+            return frame(inputs, valid_registration(inputs.one_of(tuple(ENGINES))), session)
 
         return sender, [one() for _ in range(parts)]
 
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Feed it."""
+    async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Deliver it."""
         sender, parts = given
-        self._played += 1
-        if self._played % _GREETS_EVERY == 0:
-            await self._greet()
+        self._count += 1
+        if self._count % _REGISTER_EVERY == 0:
+            await self._register_all()
         try:
             decoded = envelopes.decode_engine_message(parts[-1] if parts else b"")
         except IncompatibleError:
             outcome = "malformed"
         else:
-            if _is_new_engine(decoded.message) and self._played % 1000:
+            if _is_new_engine(decoded.message) and self._count % 1000:
                 return "left out"
             outcome = type(decoded.message).__name__
         await self._socket.feed(sender, parts)
         return outcome
 
     async def still_works(self) -> None:
-        """All engines are welcomed and alive."""
+        """All engines can register and are alive."""
         self._socket.sessions.clear()
-        await self._greet()
+        await self._register_all()
         async with asyncio.timeout(_GUARD_S):
             while not set(self._socket.sessions) >= {name.encode() for name in ENGINES}:
                 await asyncio.sleep(0.01)
         alive = {info.engine_id for info in self._service.registry.alive()}
         if not alive >= set(ENGINES):
-            raise AssertionError(f"of {set(ENGINES)} only {alive} live")
+            raise AssertionError(f"only {alive} of {set(ENGINES)} are alive")
 
-    async def _greet(self) -> None:
-        self._greeting += 1
+    async def _register_all(self) -> None:
+        self._registration += 1
         for name in ENGINES:
-            # A greeting of a process that has restarted, so that nonsense in its name is over.
-            greeting = hello(name, self._greeting)
-            address = msgspec.structs.replace(greeting.address, epoch=f"{name}-{self._greeting}")
-            anew = msgspec.structs.replace(greeting, address=address)
-            await self._socket.feed(name.encode(), [envelopes.encode(envelopes.outside(anew))])
+            # As a restarted process, which ends the effects of frames under its name.
+            registration = valid_registration(name, self._registration)
+            address = msgspec.structs.replace(
+                registration.address, epoch=f"{name}-{self._registration}"
+            )
+            restarted = msgspec.structs.replace(registration, address=address)
+            frame = envelopes.encode(envelopes.unnumbered(restarted))
+            await self._socket.feed(name.encode(), [frame])
         await asyncio.sleep(0)
 
 
 def _is_new_engine(message: control.EngineMessage) -> bool:
-    return isinstance(message, control.Hello) and message.address.engine_id not in ENGINES
+    return isinstance(message, control.Register) and message.address.engine_id not in ENGINES

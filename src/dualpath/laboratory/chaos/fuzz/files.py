@@ -1,4 +1,4 @@
-"""Files that are not what they should be: traces, settings, stored blocks."""
+"""Malformed files: traces and settings."""
 
 import contextlib
 import gzip
@@ -23,8 +23,8 @@ from dualpath.laboratory.workload.formats import read_trace
 TAKEN, REFUSED = "taken", "refused"
 
 
-class InFolder:
-    """A subject with a folder in memory, if there is one, that is gone afterwards."""
+class FolderSubject:
+    """A subject with a temporary folder, in memory if possible."""
 
     pid: int | None = None
 
@@ -111,20 +111,20 @@ _TRACE_NAMES = (
 )
 
 
-class TraceSubject(InFolder):
-    """``read_trace``, which must read sessions or raise ``TraceError``."""
+class TraceSubject(FolderSubject):
+    """``read_trace``, which must return sessions or raise ``TraceError``."""
 
     def input(self, inputs: Inputs) -> tuple[str, bytes, bool]:
-        """Return a file's name, its bytes, and whether broken lines are left out."""
-        honest = inputs.one_of(_LINES)
-        lines = [inputs.json(honest) for _ in range(inputs.random.randrange(1, 4))]
+        """Return a file's name, its bytes, and whether malformed lines are skipped."""
+        valid = inputs.one_of(_LINES)
+        lines = [inputs.json(valid) for _ in range(inputs.random.randrange(1, 4))]
         name = inputs.one_of(_TRACE_NAMES)
         packed = _packed(name, b"\n".join(lines) + b"\n")
         broken = inputs.chance(0.3) if name.endswith("l") else inputs.chance(0.6)
         return name, inputs.damaged(packed) if broken else packed, inputs.chance(0.5)
 
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Read it."""
+    async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Read the file."""
         name, content, leaves_out = given
         path = self._folder / name
         path.write_bytes(content)
@@ -137,8 +137,8 @@ class TraceSubject(InFolder):
         return TAKEN
 
     async def still_works(self) -> None:
-        """An honest line is read."""
-        assert await self.play(("t.jsonl", msgspec.json.encode(_LINES[0]), False)) == TAKEN
+        """A valid line is read."""
+        assert await self.run_input(("t.jsonl", msgspec.json.encode(_LINES[0]), False)) == TAKEN
 
 
 def _packed(name: str, text: bytes) -> bytes:
@@ -175,34 +175,34 @@ _ENGINE: dict[str, Any] = {
 }
 
 
-class SettingsSubject(InFolder):
-    """Files, variables and vLLM's extra configuration: settings, or ``ConfigError``.
+class SettingsSubject(FolderSubject):
+    """Settings files, environment variables and vLLM's extra config: settings or ``ConfigError``.
 
-    ``schema`` are the sections that a file may have.
+    ``schema`` has the sections that a file may contain.
     """
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
 
     def input(self, inputs: Inputs) -> tuple[str, Any]:
-        """Return the way in, and what comes that way."""
+        """Return the kind of input and the input."""
         match inputs.random.randrange(3):
             case 0:
-                honest = _toml(inputs.changed(_SETTINGS) if inputs.chance(0.5) else _SETTINGS)
+                valid = _toml(inputs.changed(_SETTINGS) if inputs.chance(0.5) else _SETTINGS)
                 if inputs.chance(0.01):
-                    honest = b"a = " + inputs.one_of((b"[", b"{x=")) * 10_000
-                return "file", inputs.damaged(honest) if inputs.chance(0.5) else honest
+                    valid = b"a = " + inputs.one_of((b"[", b"{x=")) * 10_000
+                return "file", inputs.damaged(valid) if inputs.chance(0.5) else valid
             case 1:
                 value = inputs.value()
                 text = value if isinstance(value, str) else repr(value)
                 section = inputs.one_of(sorted(_SETTINGS))
                 names = [*self._schema[section].__struct_fields__, "no_such"]
                 return "variable", (section, inputs.one_of(names), text)
-        name = inputs.one_of(sorted(_ENGINE))  # vLLM itself lets nothing but a table through
+        name = inputs.one_of(sorted(_ENGINE))  # vLLM accepts only a table here
         return "extra", {**_ENGINE, name: inputs.changed(_ENGINE[name])}
 
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Read them as commands and engines do."""
+    async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Read it as commands and engines do."""
         way, what = given
         try:
             if way == "file":
@@ -219,7 +219,7 @@ class SettingsSubject(InFolder):
         return f"{way} {TAKEN}"
 
     async def still_works(self) -> None:
-        """An engine's honest settings are taken."""
+        """An engine's valid settings are accepted."""
         assert isinstance(parse_settings(_ENGINE), EngineSettings)
 
     def _file(self, content: bytes) -> None:
@@ -233,7 +233,7 @@ class SettingsSubject(InFolder):
 
 
 def _toml(tables: object) -> bytes:
-    """Return TOML, as far as it has what is in them: JSON's values are TOML's, but null."""
+    """Return TOML as far as possible: JSON's values are TOML's, except null."""
     text = b""
     for section, values in tables.items() if isinstance(tables, dict) else ():
         text += b"[%s]\n" % msgspec.json.encode(section)

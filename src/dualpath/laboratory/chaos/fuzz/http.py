@@ -1,7 +1,7 @@
-"""Requests to an HTTP endpoint: bodies with something wrong in them, and streams that are no HTTP.
+"""Requests to an HTTP endpoint: bodies with something wrong in them, and malformed HTTP streams.
 
-The endpoint is a process somewhere, with live engines behind it.  Answers below 500 are right, also
-429; 503 and 504 are not, as engines live.  A client that has its answer may leave before its end.
+The endpoint is a running process with live engines.  Statuses below 500 are right, including 429;
+503 and 504 are not, as engines are alive.  A client may disconnect before the end of an answer.
 """
 
 import asyncio
@@ -15,16 +15,16 @@ from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.router.api_keys import client_headers
 
 _GUARD_S = 120.0
-#: How much of an answer is looked at.
-_LOOKED_AT_BYTES = 1 << 16
-#: A stream of bytes that is no request may be waited for; its end is tested elsewhere.
+#: Maximum of an answer that is checked.
+_CHECKED_BYTES = 1 << 16
+#: How long to wait for an answer to malformed HTTP, which the server may still be reading.
 _SILENCE_S = 0.05
 
 _PROMPT = list(range(1, 20))
 _CHAT = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
 _SAMPLING = {"max_tokens": 2, "temperature": 0.5, "top_p": 0.9, "seed": 1, "stop": ["a"], "n": 1}
 _GENERATE = {"request_id": "x", "token_ids": _PROMPT, "sampling_params": {"max_tokens": 1}}
-#: Honest bodies by path; those of paths that the endpoint does not have are answered all the same.
+#: Valid bodies by path; requests to paths that the endpoint does not have must be answered, too.
 BODIES: dict[str, dict[str, Any]] = {
     "/v1/completions": {
         **{"prompt": _PROMPT, "stream": False, "cache_salt": "s", "logprobs": 1, "echo": False},
@@ -54,7 +54,7 @@ _VALUES = (
 
 
 class HttpSubject:
-    """The endpoint ``url``; where ``pid`` is known, its memory is looked at."""
+    """The endpoint ``url``; if ``pid`` is given, the memory of that process is watched."""
 
     def __init__(self, url: str, model: str, pid: int | None, paths: tuple[str, ...]) -> None:
         self.pid = pid
@@ -78,30 +78,30 @@ class HttpSubject:
         await self._http.close()
 
     def input(self, inputs: Inputs) -> tuple[str, bytes]:
-        """Return the path of a body; or no path, and a stream of bytes."""
+        """Return a path and a body; or an empty path and a stream of bytes."""
         path = inputs.one_of(self._paths)
-        honest = BODIES[path]
-        named = {**honest, "model": self._model} if self._model else honest
+        valid = BODIES[path]
+        named = {**valid, "model": self._model} if self._model else valid
         body = inputs.json(named)
         return (path, body) if inputs.chance(0.9) else ("", _stream(inputs, path, body))
 
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Send it and look at the answer."""
+    async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Send it and check the answer."""
         path, content = given
         if not path:
             return await self._raw(content)
         headers = {"Content-Type": "application/json"}
         url = self._url + path
         async with self._http.post(url, data=content, headers=headers) as response:
-            text = await response.content.read(_LOOKED_AT_BYTES)
+            text = await response.content.read(_CHECKED_BYTES)
             assert response.status < 500, f"status {response.status}: {text[:200]!r}"
             _check(text)
             if not response.content.at_eof():
-                response.close()  # Most leave in the middle of an answer some time.
+                response.close()  # clients may disconnect in the middle of an answer
             return str(response.status)
 
     async def still_works(self) -> None:
-        """An honest request is answered, twice alike."""
+        """A valid request is answered twice in the same way."""
         body = {"prompt": _PROMPT, "max_tokens": 3, "temperature": 0.0}
         named = {**body, "model": self._model} if self._model else body
         answers = []
@@ -119,7 +119,7 @@ class HttpSubject:
         try:
             writer.write(content)
             async with asyncio.timeout(_SILENCE_S):
-                answer = await reader.read(_LOOKED_AT_BYTES)
+                answer = await reader.read(_CHECKED_BYTES)
         except (TimeoutError, ConnectionError):
             return "stream: no answer"
         finally:
@@ -131,7 +131,7 @@ class HttpSubject:
 
 
 def _stream(inputs: Inputs, path: str, body: bytes) -> bytes:
-    """Return bytes that are almost a request."""
+    """Return an almost valid request."""
     method = inputs.one_of(("POST", "POST", "GET", "PUT", "OPTIONS", "CONNECT", "\x16\x03"))
     target = inputs.one_of(
         (path, path, "*", "/%ff", "//", "/..", "http://[::1", "/\xff", "/health")

@@ -1,7 +1,7 @@
-"""Inputs that are almost right: the honest one with something changed, cut off or turned over.
+"""Inputs that are almost valid: a valid input with something changed, truncated or flipped.
 
-Noise is refused by the first check.  What reaches the code behind is honest but for one thing, so
-most inputs are.  A number and a seed give the same input again.
+Noise is refused by the first check.  Only inputs that are valid except for one thing reach the code
+behind it, so most inputs are of this kind.  A seed and a number determine an input.
 """
 
 import random
@@ -23,21 +23,21 @@ _DEEPEST = 4
 
 
 class Inputs:
-    """A source of inputs; equal seeds give equal inputs."""
+    """A source of inputs; equal arguments give equal inputs."""
 
     def __init__(self, seed: int, number: int) -> None:
         self.random = random.Random(seed << 40 | number)
 
     def one_of(self, options: Sequence[T]) -> T:
-        """Return one of them."""
+        """Return a random one of the options."""
         return options[int(self.random.random() * len(options))]
 
     def chance(self, share: float) -> bool:
-        """Return True in that share of cases."""
+        """Return True with this probability."""
         return self.random.random() < share
 
-    def value(self, depth: int = 0) -> Any:  # noqa: ANN401 - anything at all
-        """Return any value that JSON or msgpack has; odd ones above all."""
+    def value(self, depth: int = 0) -> Any:  # noqa: ANN401 - any value
+        """Return a random value of JSON or msgpack, mostly an unusual one."""
         kind = self.random.randrange(8 if depth < _DEEPEST else 6)
         match kind:
             case 0:
@@ -55,8 +55,8 @@ class Inputs:
         names = self.random.sample(_TEXTS, self.random.randrange(3))
         return {name: self.value(depth + 1) for name in names}
 
-    def changed(self, value: Any) -> Any:  # noqa: ANN401 - anything at all
-        """Return a value with one thing in it replaced, left out, doubled or added."""
+    def changed(self, value: Any) -> Any:  # noqa: ANN401 - any value
+        """Return a value with one part replaced, removed, duplicated or added."""
         if isinstance(value, dict) and value and not self.chance(0.15):
             name = self.one_of(sorted(value, key=str))
             match self.random.randrange(6):
@@ -75,42 +75,42 @@ class Inputs:
             return [*value[:place], self.changed(value[place]), *value[place + 1 :]]
         return self.value()
 
-    def damaged(self, honest: bytes) -> bytes:
-        """Return bytes with some cut off, turned over, doubled, moved or put in; or noise."""
+    def damaged(self, valid: bytes) -> bytes:
+        """Return bytes with a part truncated, flipped, duplicated or inserted; or noise."""
         kind = self.random.randrange(7)
-        if kind == 0 or not honest:
+        if kind == 0 or not valid:
             return self.random.randbytes(self.random.randrange(_MOST_INSERTED))
-        place = self.random.randrange(len(honest))
+        place = self.random.randrange(len(valid))
         if kind == 1:
-            return honest[:place]
+            return valid[:place]
         if kind == 2:
-            return honest[place:]
+            return valid[place:]
         if kind == 3:
             inserted = self.random.randbytes(self.random.randrange(1, _MOST_INSERTED))
-            return honest[:place] + inserted + honest[place:]
+            return valid[:place] + inserted + valid[place:]
         if kind == 4:
-            end = min(len(honest), place + self.random.randrange(1, _MOST_INSERTED))
-            return honest[:end] + honest[place:]
-        turned = bytearray(honest)
+            end = min(len(valid), place + self.random.randrange(1, _MOST_INSERTED))
+            return valid[:end] + valid[place:]
+        flipped = bytearray(valid)
         for _ in range(self.random.randrange(1, 4)):
-            turned[self.random.randrange(len(turned))] ^= self.random.randrange(1, 256)
-        return bytes(turned)
+            flipped[self.random.randrange(len(flipped))] ^= self.random.randrange(1, 256)
+        return bytes(flipped)
 
-    def json(self, honest: object) -> bytes:
-        """Return JSON, or what is almost JSON."""
+    def json(self, valid: object) -> bytes:
+        """Return JSON, or almost valid JSON."""
         if self.chance(0.01):
             return self.one_of((b"[" * 100_000, b'{"a":' * 50_000, b'{"x": "\xff"}', b"1e999"))
-        changed = honest if self.chance(0.1) else self.changed(honest)
+        changed = valid if self.chance(0.1) else self.changed(valid)
         text = msgspec.json.encode(changed)
         return self.damaged(text) if self.chance(0.2) else text
 
-    def msgpack(self, honest: object) -> bytes:
-        """Return msgpack, or what is almost msgpack."""
+    def msgpack(self, valid: object) -> bytes:
+        """Return msgpack, or almost valid msgpack."""
         if self.chance(0.001):
             return self.one_of((b"\x91" * 100_000, b"\x81\xa1x" * 50_000))
-        changed = honest if self.chance(0.3) else self.changed(honest)
+        changed = valid if self.chance(0.3) else self.changed(valid)
         try:
             packed = msgspec.msgpack.encode(changed)
         except OverflowError:
-            packed = msgspec.msgpack.encode(honest)
+            packed = msgspec.msgpack.encode(valid)
         return self.damaged(packed) if self.chance(0.3) else packed

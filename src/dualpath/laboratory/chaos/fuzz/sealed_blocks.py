@@ -1,11 +1,11 @@
-"""Stored blocks that are not what they should be, sealed ones."""
+"""Malformed stored blocks, sealed."""
 
 import msgspec
 
 from dualpath.core.blocks import Protection
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
-from dualpath.storage.block_file import BlockForm
+from dualpath.storage.block_file import BlockCodec
 from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.sealed_blocks import SealedBlocks
 
@@ -13,13 +13,13 @@ _KEYS, _OTHER_KEYS = (KeyRing(digit * 64, "the fuzzer") for digit in "01")
 
 
 class SealedBlockSubject(BlockSubject):
-    """The same of encrypted blocks, some of them sealed with another key."""
+    """Encrypted blocks, some of them sealed with another key."""
 
     namespace = msgspec.structs.replace(BlockSubject.namespace, protection=Protection.ENCRYPTED)
     keys = _KEYS
     fields_bytes = 236
 
-    def form(self, digest: str, inputs: Inputs) -> BlockForm:
-        """Return the same; what is drawn for the seal is part of the input."""
+    def form(self, digest: str, inputs: Inputs) -> BlockCodec:
+        """See ``BlockSubject``; random bytes of the seal are part of the input."""
         keys = _OTHER_KEYS if inputs.chance(0.1) else _KEYS
         return SealedBlocks(digest, Protection.ENCRYPTED, keys, inputs.random.randbytes)

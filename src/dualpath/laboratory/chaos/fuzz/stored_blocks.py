@@ -1,12 +1,12 @@
-"""Stored blocks that are not what they should be, plain ones."""
+"""Malformed stored blocks, without sealing."""
 
 from typing import TYPE_CHECKING, Any, Self
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import StorageError
-from dualpath.laboratory.chaos.fuzz.files import TAKEN, InFolder
+from dualpath.laboratory.chaos.fuzz.files import TAKEN, FolderSubject
 from dualpath.laboratory.chaos.fuzz.inputs import Inputs
-from dualpath.storage.block_file import STAYING, BlockForm, PlainBlocks
+from dualpath.storage.block_file import UNREADABLE_HERE, BlockCodec, PlainBlocks
 from dualpath.storage.block_header import HEADER_BYTES
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.sections import FileOrder
@@ -23,15 +23,15 @@ _NAMESPACE = StoreNamespace(
 _ORDER = FileOrder(_NAMESPACE.geometry)
 
 
-class BlockSubject(InFolder):
-    """Stored blocks: a read is good only where not a byte of the block differs."""
+class BlockSubject(FolderSubject):
+    """Stored blocks: a read may be good only if no byte of the block differs."""
 
     namespace = _NAMESPACE
     keys: "KeyRing | None" = None
     fields_bytes = 176
 
-    def form(self, digest: str, inputs: Inputs) -> BlockForm:
-        """Return how an input is written."""
+    def form(self, digest: str, inputs: Inputs) -> BlockCodec:
+        """Return the codec with which an input is written."""
         return PlainBlocks(digest)
 
     async def __aenter__(self) -> Self:
@@ -41,7 +41,7 @@ class BlockSubject(InFolder):
         return self
 
     def input(self, inputs: Inputs) -> tuple[bytes, bytes, bytes]:
-        """Return the key asked for, the payload written under it, and the file's bytes."""
+        """Return the requested key, the payload written under it, and the file's bytes."""
         key = inputs.random.randbytes(32)
         payload = inputs.random.randbytes(self._into.nbytes)
         other = inputs.random.randbytes(32) if inputs.chance(0.1) else key
@@ -58,8 +58,8 @@ class BlockSubject(InFolder):
                 whole = whole[:HEADER_BYTES] + inputs.damaged(whole[HEADER_BYTES:])
         return key, payload, whole
 
-    async def play(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
-        """Store and read it."""
+    async def run_input(self, given: Any) -> str:  # noqa: ANN401 - what ``input`` returns
+        """Write the file and read the block."""
         key, payload, whole = given
         path = self._storage.block_path(key)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,20 +76,21 @@ class BlockSubject(InFolder):
             else:
                 path.write_bytes(whole)
                 outcome = self._storage.read(key, self._into)
-                assert not outcome.is_good, "what is bad in part is good as a whole"
+                assert not outcome.is_good, "a block with a bad part was read as good"
         except StorageError as error:
-            raise AssertionError("a read raises for no bad block") from error
+            raise AssertionError("reading a bad block must not raise") from error
         if outcome.is_good:
-            assert bytes(self._into) == payload, "a wrong block was taken for good"
+            assert bytes(self._into) == payload, "a wrong block was read as good"
             path.unlink()
             return TAKEN
-        stays = outcome.reason in STAYING
-        assert path.exists() == stays, "a bad block stays" if not stays else "a good one is gone"
+        stays = outcome.reason in UNREADABLE_HERE
+        problem = "a block was removed" if stays else "a bad block was not removed"
+        assert path.exists() == stays, problem
         path.unlink(missing_ok=True)
         return str(outcome.reason)
 
     async def still_works(self) -> None:
-        """A block is written and read."""
+        """A block can be written and read."""
         key, payload = b"k" * 32, bytearray(b"p" * self._into.nbytes)
         assert self._storage.write([key], [memoryview(payload)]) == 1
         assert self._storage.read(key, self._into).is_good

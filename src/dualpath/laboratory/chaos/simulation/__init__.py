@@ -1,1 +1,1 @@
-"""A whole cluster in one process, on virtual time, with every order of events decided by a seed."""
+"""A whole cluster in one process, on virtual time; a seed decides the order of all events."""

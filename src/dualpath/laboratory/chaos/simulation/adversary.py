@@ -1,4 +1,4 @@
-"""What goes wrong in a run: a few faults at moments that the seed decides, and their end."""
+"""The adversary: injects a few faults at times that the seed decides, and ends them."""
 
 import enum
 import functools
@@ -15,34 +15,34 @@ from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Faults begin within this time.
 FAULTS_WITHIN_S = 1.2
-#: How often a fault begins at a moment when it hurts.
-_MOMENTS = 0.008
-#: Transfers take that much longer: less, and more, than any deadline.
+#: Probability that a fault begins at an opportunity (``World.maybe_fault``).
+_FAULT_SHARE = 0.008
+#: Delays of stalling transfers, below and above time-outs, and of hanging ones, above all of them.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
 
 
-class Part(enum.Enum):
-    """What not every cluster has."""
+class ClusterFeature(enum.Enum):
+    """Features that only some clusters have."""
 
     RANKS = enum.auto()
     FRONT_ENDS = enum.auto()
     LEASE = enum.auto()
 
 
-class Kind(msgspec.Struct, frozen=True):
-    """One kind of fault; ``begin`` returns what ends it, if anything has to.
+class FaultKind(msgspec.Struct, frozen=True):
+    """One kind of fault; ``begin`` returns the function that ends it, if there is one.
 
-    It is begun only in clusters that have what it ``needs``.
+    It is injected only in clusters with the feature that it ``needs``.
     """
 
     name: str
     begin: Callable[["Adversary"], Callable[[], None] | None]
-    needs: Part | None = None
+    needs: ClusterFeature | None = None
 
 
 class Adversary:
-    """Begins ``faults`` faults of some kinds, if there are any, and ends each after a while."""
+    """Injects ``faults`` faults of the given ``kinds``, and ends each after a while."""
 
     def __init__(
         self,
@@ -50,60 +50,60 @@ class Adversary:
         cluster: Cluster,
         clients: Clients,
         faults: int,
-        kinds: Sequence[Kind],
+        kinds: Sequence[FaultKind],
     ) -> None:
         self.world = world
         self.cluster = cluster
         self.clients = clients
-        #: Whether a transfer takes longer than anybody waits: requests without another way fail.
-        self.hung = False
+        #: Whether a transfer outlasts all time-outs: requests without other engines fail.
+        self.transfer_hangs = False
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
-        self._under_way = len(self._waiting)
-        world.moment = self._moment
+        self._unfinished = len(self._waiting)
+        world.maybe_fault = self._maybe_begin
         for _ in range(faults):
-            world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._strike)
+            world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._begin_next)
 
     @property
-    def calm(self) -> bool:
+    def done(self) -> bool:
         """Whether every fault has ended."""
-        return self._under_way == 0
+        return self._unfinished == 0
 
-    def _moment(self) -> None:
-        """Something happens that a fault may hit: half of the faults begin at such a moment."""
-        if self._waiting and self.world.chance.random() < _MOMENTS:
-            self.world.after(self.world.chance.choice((0.0, 1e-4, 1e-3)), self._strike)
+    def _maybe_begin(self) -> None:
+        """Something begins or is in flight that a fault may hit: half of the faults begin here."""
+        if self._waiting and self.world.chance.random() < _FAULT_SHARE:
+            self.world.after(self.world.chance.choice((0.0, 1e-4, 1e-3)), self._begin_next)
 
-    def _strike(self) -> None:
+    def _begin_next(self) -> None:
         if self._waiting:
             self._begin(self._waiting.pop())
 
-    def _begin(self, kind: Kind) -> None:
+    def _begin(self, kind: FaultKind) -> None:
         self.world.note("adversary", kind.name)
         end = kind.begin(self)
         self.world.after(
             self.world.chance.choice((0.02, 0.2, 1.0, 3.0)), lambda: self._end(kind, end)
         )
 
-    def _end(self, kind: Kind, end: Callable[[], None] | None) -> None:
+    def _end(self, kind: FaultKind, end: Callable[[], None] | None) -> None:
         if end is not None:
             self.world.note("adversary", f"{kind.name}: over")
             end()
-        self._under_way -= 1
+        self._unfinished -= 1
 
     # ------------------------------------------------------------------ processes
 
     def kill_engine(self) -> None:
-        """SIGKILL; the supervisor starts the next process."""
+        """SIGKILL; the supervisor restarts it."""
         engine_id = self._some_engine()
         if self.cluster.engines[engine_id].process.alive:
             self.cluster.restart_engine(engine_id, self._pause_s())
 
     def lose_engine(self) -> None:
-        """SIGKILL, and nobody starts the next process."""
+        """SIGKILL without a restart."""
         self.cluster.lose_engine(self._some_engine())
 
     def terminate_engine(self) -> None:
-        """SIGTERM; the supervisor starts the next process once this one has ended."""
+        """SIGTERM; the supervisor restarts it once it has ended."""
         engine = self.cluster.engines[self._some_engine()]
         if engine.serves:
             engine.terminate()
@@ -114,17 +114,17 @@ class Adversary:
         return self.stop(self.cluster.engines[self._some_engine()].process)
 
     def kill_rank(self) -> None:
-        """SIGKILL of one that follows: its engine ends, and the supervisor starts the next."""
+        """SIGKILL of a follower rank: its engine ends, and the supervisor restarts it."""
         if (follower := self._some_follower()) is not None:
             self.cluster.kill_follower(follower, self._pause_s())
 
     def stop_rank(self) -> Callable[[], None] | None:
-        """SIGSTOP of one that follows, later SIGCONT."""
+        """SIGSTOP of a follower rank, later SIGCONT."""
         follower = self._some_follower()
         return None if follower is None else self.stop(follower.process)
 
     def kill_router(self) -> None:
-        """SIGKILL; the supervisor starts the next process."""
+        """SIGKILL; the supervisor restarts it."""
         if self.cluster.router.process.alive:
             self.cluster.restart_router(self._pause_s())
 
@@ -133,7 +133,7 @@ class Adversary:
         return self.stop(self.cluster.router.process)
 
     def kill_front_end(self) -> None:
-        """SIGKILL; the supervisor starts the next process."""
+        """SIGKILL; the supervisor restarts it."""
         if (front_end := self._some_front_end()) is not None:
             front_end.kill()
 
@@ -143,7 +143,7 @@ class Adversary:
         self.kill_front_end()
 
     def terminate_front_end(self) -> None:
-        """SIGTERM; the supervisor starts the next process once this one has ended."""
+        """SIGTERM; the supervisor restarts it once it has ended."""
         if (front_end := self._some_front_end()) is not None:
             front_end.terminate()
 
@@ -153,84 +153,84 @@ class Adversary:
         return None if front_end is None else self.stop(front_end.process)
 
     def stop(self, process: Process) -> Callable[[], None]:
-        """Let a process stand still; return what lets it go on."""
-        self.world.note(process.name, "stands still")
+        """Stop a process; return the function that resumes it."""
+        self.world.note(process.name, "is stopped")
         process.stop()
 
-        def go_on() -> None:
-            self.world.note(process.name, "goes on")
-            process.go_on()
+        def resume() -> None:
+            self.world.note(process.name, "is resumed")
+            process.resume()
 
-        return go_on
+        return resume
 
     # ------------------------------------------------------------------ connections
 
     def reset_control(self) -> None:
-        """A control connection is reset."""
+        """Reset a control connection."""
         if (connection := self._some_connection()) is not None:
             self.world.note(connection.process.name, "its control connection is reset")
             connection.reset()
 
     def stall_control(self) -> None:
-        """Nothing passes a control connection for a while."""
+        """Delay all frames of a control connection for a while."""
         if (connection := self._some_connection()) is not None:
             connection.stalled_until_s = self.world.now_s + self._pause_s()
             self.world.note(connection.process.name, "its control connection stalls")
 
     def duplicate_control(self) -> Callable[[], None]:
-        """Some frames come twice."""
+        """Make some frames arrive twice."""
         return self.set(self.cluster.shared.wire_faults, "duplicated", 0.3)
 
     def reset_call(self) -> None:
-        """A call of the router to an engine is reset."""
+        """Reset a call of the router to an engine."""
         if calls := list(self.cluster.shared.http.calls):
             self.world.chance.choice(calls).break_off("connection reset by the adversary")
 
     def client_leaves(self) -> None:
-        """A client closes its connection."""
-        if under_way := self.clients.under_way():
-            self.clients.leave(self.world.chance.choice(under_way))
+        """Close a client's connection."""
+        if in_flight := self.clients.in_flight():
+            self.clients.leave(self.world.chance.choice(in_flight))
 
     # ------------------------------------------------------------------ storage and transfers
 
     def slow_storage(self) -> Callable[[], None]:
-        """Some operations take long."""
+        """Make some operations slow."""
         return self.set(self.cluster.shared.storage_faults, "slow", 0.3)
 
     def failing_storage(self) -> Callable[[], None]:
-        """Some operations fail."""
+        """Make some operations fail."""
         return self.set(self.cluster.shared.storage_faults, "failing", 0.5)
 
     def full_storage(self) -> Callable[[], None]:
-        """Nothing can be written."""
+        """Make all writes fail."""
         return self.set(self.cluster.shared.storage_faults, "full", True)
 
     def rotting_storage(self) -> Callable[[], None]:
-        """Some stored blocks are not what they were."""
+        """Corrupt some stored blocks."""
         return self.set(self.cluster.shared.storage_faults, "corrupting", 0.5)
 
     def stalling_transfers(self) -> Callable[[], None]:
-        """Some transfers take long."""
+        """Make some transfers slow."""
         self.cluster.shared.transfer_faults.stall_s = _STALL_S
         return self.set(self.cluster.shared.transfer_faults, "to_stall", self._some())
 
     def hanging_transfers(self) -> Callable[[], None]:
-        """A transfer takes longer than anybody waits."""
+        """Make a transfer outlast all time-outs."""
         faults = self.cluster.shared.transfer_faults
         faults.stall_s = _HANG_S
-        self.hung = True
+        self.transfer_hangs = True
         return self.set(faults, "to_stall", 1)
 
     def failing_transfers(self) -> Callable[[], None]:
-        """Some transfers fail."""
+        """Make some transfers fail."""
         return self.set(self.cluster.shared.transfer_faults, "to_fail", self._some())
 
     def _some(self) -> int:
-        """As many as a request survives."""
+        """Return a number of transfers whose faults a request survives."""
         return self.world.chance.choice((1, 2))
 
     def set(self, faults: object, name: str, value: float) -> Callable[[], None]:
-        """Give a fault a value; return what takes it back."""
+        """Set a fault; return the function that resets it."""
         setattr(faults, name, value)
         return functools.partial(setattr, faults, name, type(value)(0))
 
@@ -238,19 +238,19 @@ class Adversary:
         return self.world.chance.choice(sorted(self.cluster.engines))
 
     def _some_front_end(self) -> SimFrontEnd | None:
-        """Return one that lives."""
+        """Return a live front end."""
         alive = self.cluster.front_ends.alive
         return self.world.chance.choice(alive) if alive else None
 
     def _some_connection(self) -> Connection | None:
-        """Return one of an engine or a front end that lives."""
+        """Return a connection of a live engine or front end."""
         shared = self.cluster.shared
         both = (*shared.control.connections, *shared.links.connections)
         alive = [connection for connection in both if connection.is_open]
         return self.world.chance.choice(alive) if alive else None
 
     def _some_follower(self) -> SimFollower | None:
-        """Return a rank that lives and follows one that lives."""
+        """Return a live follower rank of a live engine."""
         living = [e for _, e in sorted(self.cluster.engines.items()) if e.process.alive]
         alive = [f for engine in living for f in engine.followers if f.process.alive]
         return self.world.chance.choice(alive) if alive else None
@@ -259,29 +259,33 @@ class Adversary:
         return self.world.chance.choice((0.05, 0.3, 1.0, 2.5))
 
 
-KINDS = (
-    Kind("kill an engine", Adversary.kill_engine),
-    Kind("lose an engine", Adversary.lose_engine),
-    Kind("terminate an engine", Adversary.terminate_engine),
-    Kind("stop an engine", Adversary.stop_engine),
-    Kind("kill a rank", Adversary.kill_rank, needs=Part.RANKS),
-    Kind("stop a rank", Adversary.stop_rank, needs=Part.RANKS),
-    Kind("kill the router", Adversary.kill_router),
-    Kind("stop the router", Adversary.stop_router),
-    Kind("kill a front end", Adversary.kill_front_end, needs=Part.FRONT_ENDS),
-    Kind("kill the router and a front end", Adversary.kill_both, needs=Part.FRONT_ENDS),
-    Kind("terminate a front end", Adversary.terminate_front_end, needs=Part.FRONT_ENDS),
-    Kind("stop a front end", Adversary.stop_front_end, needs=Part.FRONT_ENDS),
-    Kind("reset a control connection", Adversary.reset_control),
-    Kind("stall a control connection", Adversary.stall_control),
-    Kind("duplicate control messages", Adversary.duplicate_control),
-    Kind("reset a call to an engine", Adversary.reset_call),
-    Kind("let a client leave", Adversary.client_leaves),
-    Kind("slow storage", Adversary.slow_storage),
-    Kind("failing storage", Adversary.failing_storage),
-    Kind("full storage", Adversary.full_storage),
-    Kind("rotting storage", Adversary.rotting_storage),
-    Kind("stalling transfers", Adversary.stalling_transfers),
-    Kind("hanging transfers", Adversary.hanging_transfers),
-    Kind("failing transfers", Adversary.failing_transfers),
+FAULT_KINDS = (
+    FaultKind("kill an engine", Adversary.kill_engine),
+    FaultKind("lose an engine", Adversary.lose_engine),
+    FaultKind("terminate an engine", Adversary.terminate_engine),
+    FaultKind("stop an engine", Adversary.stop_engine),
+    FaultKind("kill a rank", Adversary.kill_rank, needs=ClusterFeature.RANKS),
+    FaultKind("stop a rank", Adversary.stop_rank, needs=ClusterFeature.RANKS),
+    FaultKind("kill the router", Adversary.kill_router),
+    FaultKind("stop the router", Adversary.stop_router),
+    FaultKind("kill a front end", Adversary.kill_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind(
+        "kill the router and a front end", Adversary.kill_both, needs=ClusterFeature.FRONT_ENDS
+    ),
+    FaultKind(
+        "terminate a front end", Adversary.terminate_front_end, needs=ClusterFeature.FRONT_ENDS
+    ),
+    FaultKind("stop a front end", Adversary.stop_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind("reset a control connection", Adversary.reset_control),
+    FaultKind("stall a control connection", Adversary.stall_control),
+    FaultKind("duplicate control messages", Adversary.duplicate_control),
+    FaultKind("reset a call to an engine", Adversary.reset_call),
+    FaultKind("let a client leave", Adversary.client_leaves),
+    FaultKind("slow storage", Adversary.slow_storage),
+    FaultKind("failing storage", Adversary.failing_storage),
+    FaultKind("full storage", Adversary.full_storage),
+    FaultKind("rotting storage", Adversary.rotting_storage),
+    FaultKind("stalling transfers", Adversary.stalling_transfers),
+    FaultKind("hanging transfers", Adversary.hanging_transfers),
+    FaultKind("failing transfers", Adversary.failing_transfers),
 )

@@ -1,7 +1,7 @@
-"""HTTP from routers and front ends to engines of a simulated cluster: one exchange per call.
+"""Simulated HTTP from routers and front ends to engines: one request and response per call.
 
-A call to a process that stands still waits; one to a dead process is refused; the death of either
-end, or a reset, is noticed by the other end a moment later.
+A call to a stopped process waits; one to a dead process is refused; the other end sees the death of
+one end, or a reset, a moment later.
 """
 
 import asyncio
@@ -32,16 +32,16 @@ class Server(Protocol):
         ...
 
     def serve(self, body: bytes, call: "Call") -> None:
-        """Take up a request, once the process runs."""
+        """Accept a request, once the process runs."""
         ...
 
     def aborted(self, abort: Callable[[], None]) -> None:
-        """A client has left."""
+        """The client has disconnected."""
         ...
 
 
 class HttpNetwork:
-    """All calls under way."""
+    """All calls in flight."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -66,12 +66,12 @@ class HttpNetwork:
             call.close()
 
     def delay_s(self) -> float:
-        """Return how long something takes to the other end."""
+        """Return the delay to the other end."""
         return self.world.pick(_DELAYS_S)
 
 
 class Call:
-    """One exchange; its answers arrive in order."""
+    """One request; its response arrives in order."""
 
     def __init__(self, network: HttpNetwork, server: Server, loop: ProcessLoop) -> None:
         self.server = server
@@ -86,20 +86,20 @@ class Call:
         """The request reaches the engine."""
         if not self._open:
             return
-        self._network.world.moment()
+        self._network.world.maybe_fault()
         if not self.server.serves:
             self.break_off("connection refused")
             return
         self.server.serve(body, self)
 
     def begun(self, abort: Callable[[], None]) -> None:
-        """The engine has taken up the request; ``abort`` ends it."""
+        """The engine has accepted the request; ``abort`` ends it."""
         self._abort = abort
         if not self._open:
             self.server.aborted(abort)
 
     def deliver(self, answer: Answer | DualPathError) -> None:
-        """Send an answer of the engine."""
+        """Send a part of the engine's response."""
         self._send(answer)
 
     def break_off(self, reason: str) -> None:
@@ -108,7 +108,7 @@ class Call:
         self.close()
 
     def close(self) -> None:
-        """The caller's end is closed; the engine notices."""
+        """Close the caller's end; the engine notices it later."""
         if not self._open:
             return
         self._open = False
@@ -128,12 +128,12 @@ class Call:
 
 
 class SimTokenApi:
-    """A process's calls: ``router.token_api.client.TokenApi``."""
+    """The calls of one process: ``router.token_api.client.TokenApi``."""
 
     def __init__(
         self, network: HttpNetwork, loop: ProcessLoop, called: Callable[[EngineInfo], None]
     ) -> None:
-        """Tell ``called`` of every engine before it is asked for work."""
+        """``called`` is called with the engine before each call."""
         self._network = network
         self._loop = loop
         self._called = called
@@ -141,7 +141,7 @@ class SimTokenApi:
     async def generate(
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
     ) -> GenerateAnswer:
-        """Return the whole answer."""
+        """Return the whole response."""
         token_ids: list[int] = []
         finish_reason = None
         stream = self.stream(engine, job, request)
@@ -156,7 +156,7 @@ class SimTokenApi:
     async def stream(
         self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
     ) -> AsyncGenerator[Choice, None]:
-        """Yield what comes."""
+        """Yield the response as it arrives."""
         self._called(engine)
         call = self._network.open(engine.api_url, msgspec.json.encode(request), self._loop)
         named = f"engine {engine.engine_id} at {engine.api_url}"
@@ -176,10 +176,10 @@ class SimTokenApi:
             call.close()
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server accepts connections; the `Sync` beside it needs more."""
+        """Return if the engine's server accepts connections; ``Sync`` checks the rest."""
         await asyncio.sleep(2 * self._network.delay_s())
         if not self._network.servers[engine.api_url].serves:
             raise EngineLostError(f"engine {engine.engine_id} does not answer; restart it")
 
     async def aclose(self) -> None:
-        """Calls close themselves."""
+        """Nothing to close: each call closes itself."""

@@ -1,4 +1,4 @@
-"""System calls of simulated processes: each is a point where one may lose its turn, end or fail."""
+"""System calls of simulated processes: at each, the thread may be preempted, killed or fail."""
 
 import errno
 import os
@@ -12,17 +12,17 @@ from dualpath.laboratory.chaos.simulation.disk import Disk, File, Listing
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import World
 
-#: A thread loses its turn at one of so many changes of files.
+#: Probability that a thread is preempted at a call that changes a file.
 _PREEMPTED = 0.2
-#: Of operations that fail so many do at each call: an operation has several.
+#: Probability that a call of a failing operation fails: an operation has several calls.
 _FAILS_AT_CALL = 0.2
-#: How often the kernel takes or gives less than it was asked to.
+#: Probability of a short read or write.
 _SHORT = 0.2
 _INODE = 4026531836
 
 
 class StorageFaults:
-    """How often an operation on the storage goes wrong now."""
+    """Current probabilities of faults of an operation on the storage."""
 
     def __init__(self) -> None:
         self.slow = 0.0
@@ -47,9 +47,9 @@ class Space(NamedTuple):
 
 
 class DiskCalls:
-    """See ``storage.system_calls.SystemCalls``: of a process to which nothing ever happens.
+    """``storage.system_calls.SystemCalls`` of a process without faults.
 
-    ``runs`` says of a number whether a process has it.
+    ``runs`` returns whether a process with a given number exists.
     """
 
     def __init__(
@@ -64,11 +64,11 @@ class DiskCalls:
 
     @property
     def descriptors(self) -> int:
-        """How many are open."""
+        """Number of open descriptors."""
         return len(self._open)
 
     def open(self, path: str, flags: int, mode: int = 0o777, /) -> int:
-        """Create, or open what is there."""
+        """Create a file, or open an existing one."""
         if flags & os.O_CREAT:
             self._step(changes=True)
             file = File(self.writer, self.world.now_s)
@@ -82,11 +82,11 @@ class DiskCalls:
 
     @property
     def writer(self) -> str:
-        """Who writes what is written by these calls."""
+        """The process that is recorded as the writer of created files."""
         return "nobody"
 
     def close(self, descriptor: int, /) -> None:
-        """Forget the descriptor."""
+        """Close the descriptor."""
         del self._open[descriptor]
 
     def write(self, descriptor: int, content: memoryview, /) -> int:
@@ -95,10 +95,10 @@ class DiskCalls:
         self._open[descriptor].content += content
         return len(content)
 
-    def read(self, descriptor: int, most_bytes: int, /) -> bytes:
-        """Read all at once: what is read like this is read once."""
+    def read(self, descriptor: int, max_bytes: int, /) -> bytes:
+        """Read the file's first bytes; callers read a file only once."""
         self._step()
-        return bytes(self._open[descriptor].content[:most_bytes])
+        return bytes(self._open[descriptor].content[:max_bytes])
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
         """Fill buffers."""
@@ -114,14 +114,14 @@ class DiskCalls:
         return done - offset
 
     def fsync(self, descriptor: int, /) -> None:
-        """No machine ends here."""
+        """Do nothing: simulated machines do not fail."""
 
     def fstat(self, descriptor: int, /) -> os.stat_result:
-        """Look."""
+        """Return the status of an open file."""
         return self._open[descriptor].status()
 
     def stat(self, path: str, /) -> os.stat_result:
-        """Look."""
+        """Return the status of a path."""
         if path.startswith("/proc/"):
             return os.stat_result((0, _INODE, 0, 1, 0, 0, 0, 0, 0, 0))
         self._step()
@@ -130,22 +130,22 @@ class DiskCalls:
     lstat = stat
 
     def link(self, source: str, target: str, /) -> None:
-        """Give a file another name."""
+        """Add a hard link."""
         self._step(changes=True)
         self.disk.link(source, target)
 
     def rename(self, source: str, target: str, /) -> None:
-        """Rename."""
+        """Rename a file."""
         self._step(changes=True)
         self.disk.rename(source, target)
 
     def unlink(self, path: str, /) -> None:
-        """Take a name away."""
+        """Remove a name."""
         self._step(changes=True)
         self.disk.unlink(path)
 
     def utime(self, path: str, /) -> None:
-        """Say that a file was used."""
+        """Set a file's modification time to now."""
         self._step(changes=True)
         self.disk.file(path).written_s = self.world.now_s
 
@@ -155,7 +155,7 @@ class DiskCalls:
         self.disk.mkdir(path)
 
     def makedirs(self, path: str, mode: int = 0o777, exist_ok: bool = False) -> None:
-        """Make folders, as the module ``os`` does: one after the other."""
+        """Make folders one after the other, as ``os.makedirs`` does."""
         if path in self.disk.folders:
             if not exist_ok:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
@@ -174,17 +174,17 @@ class DiskCalls:
         self.disk.rmdir(path)
 
     def scandir(self, path: str, /) -> Listing:
-        """List a folder, which may change afterwards."""
+        """List a folder."""
         self._step()
         folder = path.rstrip("/")
         return Listing(self.disk, folder, self.disk.names(folder))
 
     def statvfs(self, path: str, /) -> Space:
-        """Nobody says how much is free."""
+        """Return that the free space is unknown."""
         return Space()
 
     def uname(self) -> Uname:
-        """Name the machine."""
+        """Return the name of the machine."""
         return Uname(self._known.host)
 
     def getpid(self) -> int:
@@ -192,20 +192,20 @@ class DiskCalls:
         return self._known.pid
 
     def kill(self, process_id: int, number: int, /) -> None:
-        """Ask whether there is such a process, as signal 0 does."""
+        """Check that a process exists, as signal 0 does."""
         if not self._runs(process_id):
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def urandom(self, count: int, /) -> bytes:
-        """Draw from the seed."""
+        """Return random bytes, decided by the seed."""
         return self.world.chance.randbytes(count)
 
     def _step(self, *, changes: bool = False) -> None:
-        """Let happen what may happen between two calls."""
+        """Called before each call; subclasses inject faults here."""
 
 
 class SimCalls(DiskCalls):
-    """Those of a simulated process, while ``reliable`` is not set with what the adversary does."""
+    """System calls of a simulated process, with injected faults unless ``reliable`` is set."""
 
     def __init__(
         self,
@@ -226,7 +226,7 @@ class SimCalls(DiskCalls):
         return self._threads.process.name
 
     def write(self, descriptor: int, content: memoryview, /) -> int:
-        """Append, less than was asked for at times; a full disk takes the first half."""
+        """Append, sometimes only a part; a full disk takes the first half."""
         self._step(changes=True)
         file, half = self._open[descriptor].content, len(content) // 2
         if self._faults.full and not self.reliable and (file or not half):
@@ -237,7 +237,7 @@ class SimCalls(DiskCalls):
         return count
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
-        """Fill buffers, not all at times; what fails has filled the first."""
+        """Fill buffers, sometimes not all; a failing call has filled the first one."""
         try:
             self._step()
         except OSError:
@@ -247,11 +247,11 @@ class SimCalls(DiskCalls):
         return self._filled(descriptor, buffers[:1] if short else buffers, offset)
 
     def unlink(self, path: str, /) -> None:
-        """Take a name away, unless the adversary refuses."""
+        """Remove a name, unless an injected fault refuses it."""
         try:
             self._step(changes=True)
         except OSError:
-            self.disk.kept_by_force.add(path)
+            self.disk.unlink_refused.add(path)
             raise
         self.disk.unlink(path)
 
@@ -260,9 +260,9 @@ class SimCalls(DiskCalls):
             raise GreenletExit
         chance = self.world.chance
         if changes:
-            self.world.moment()
+            self.world.maybe_fault()
             if chance.random() < _PREEMPTED:
-                self._threads.lose_turn()
+                self._threads.preempt()
         failing = self._faults.failing
         if failing and not self.reliable and chance.random() < failing * _FAILS_AT_CALL:
             self._faults.injected += 1

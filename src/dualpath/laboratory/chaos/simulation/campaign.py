@@ -1,4 +1,4 @@
-"""Many seeds, on several processor cores."""
+"""Runs of many seeds on several CPU cores."""
 
 import multiprocessing
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from concurrent.futures import ProcessPoolExecutor
 import msgspec
 
 from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import Outcome, play
+from dualpath.laboratory.chaos.simulation.play import Outcome, run_seed
 
-#: Seeds handed to a process at a time.
+#: Seeds per task of a worker process.
 _CHUNK = 20
 
 
 class Totals(msgspec.Struct):
-    """What many runs came to; ``failing`` are the seeds with problems."""
+    """Totals of many runs; ``failing`` are the seeds with problems."""
 
     seeds: int = 0
     faults: int = 0
@@ -25,7 +25,7 @@ class Totals(msgspec.Struct):
     failing: list[int] = []
 
     def add(self, outcome: Outcome) -> None:
-        """Count one more."""
+        """Add one run."""
         self.seeds += 1
         self.faults += outcome.faults
         self.requests += outcome.requests
@@ -36,26 +36,26 @@ class Totals(msgspec.Struct):
             self.failing.append(outcome.seed)
 
 
-def outcomes(first: int, count: int, jobs: int, plant: str = "") -> Iterator[Outcome]:
-    """Play ``count`` seeds in ``jobs`` processes; yield what came of them, in order."""
+def outcomes(first: int, count: int, jobs: int, bug: str = "") -> Iterator[Outcome]:
+    """Run ``count`` seeds in ``jobs`` processes; yield their outcomes in order."""
     chunks = [
-        (start, min(_CHUNK, first + count - start), plant)
+        (start, min(_CHUNK, first + count - start), bug)
         for start in range(first, first + count, _CHUNK)
     ]
     if jobs == 1:
         for chunk in chunks:
-            yield from _play_some(chunk)
+            yield from _run_chunk(chunk)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, mp_context=context) as pool:
         try:
-            for played in pool.map(_play_some, chunks):
-                yield from played
+            for outcomes in pool.map(_run_chunk, chunks):
+                yield from outcomes
         finally:
             pool.shutdown(cancel_futures=True)
 
 
-def _play_some(chunk: tuple[int, int, str]) -> list[Outcome]:
-    first, count, plant = chunk
-    with planted(plant):
-        return [play(seed) for seed in range(first, first + count)]
+def _run_chunk(chunk: tuple[int, int, str]) -> list[Outcome]:
+    first, count, bug = chunk
+    with planted(bug):
+        return [run_seed(seed) for seed in range(first, first + count)]

@@ -1,4 +1,4 @@
-"""Agents of a simulated cluster: what they ask, what they must be answered, what they were."""
+"""Agents of a simulated cluster: their requests, the expected and the received tokens."""
 
 import asyncio
 import functools
@@ -16,10 +16,10 @@ from dualpath.laboratory.emulated.kv_bytes import KvFunction
 from dualpath.laboratory.emulated.prefix import TokenPrefix
 from dualpath.router.engine_calls import Job, TokenEvent
 
-#: How long an agent waits before it asks again where nobody answered.
+#: Pause of an agent before it retries a request.
 _AGAIN_S = 0.3
 
-#: What clients say of their sessions, which may be wrong.
+#: Hints of clients about their sessions, which may be wrong.
 _HINTS = (
     *(NO_HINTS, NO_HINTS),
     SessionHints(retain_s=2.0),
@@ -29,8 +29,8 @@ _HINTS = (
 )
 
 
-class Asked:
-    """One request and what came of it; ``outcome`` is None as long as it is under way."""
+class SimRequest:
+    """One request and its result; ``outcome`` is None while it is in flight."""
 
     def __init__(self, name: str, prompt: tuple[int, ...], count: int, now_s: float) -> None:
         self.name = name
@@ -43,18 +43,18 @@ class Asked:
         self.got: list[int] = []
         self.outcome: str | None = None
         self.error: DualPathError | None = None
-        self.asked_s = now_s
+        self.sent_s = now_s
         self.ended_s: float | None = None
         self.exchange: Exchange | None = None
         self.arrived: asyncio.Queue[Reply] = asyncio.Queue()
 
     @property
-    def is_to_ask_again(self) -> bool:
-        """Whether it has heard that it came to an entrance that ends."""
+    def must_retry(self) -> bool:
+        """Whether its error means that the process it was sent to is ending."""
         return isinstance(self.error, DrainingError) or (
             isinstance(self.error, EngineLostError)
             and self.exchange is not None
-            and self.exchange.entrance.lost_turn
+            and self.exchange.endpoint.lost_leadership
         )
 
     def blocks(self, kv: KvFunction) -> dict[BlockKey, bytes]:
@@ -72,40 +72,40 @@ def _prefix(prompt: Sequence[int], count: int) -> TokenPrefix:
         BLOCK_TOKENS,
         cache_salt=None,
         vocab_size=VOCABULARY,
-        room_tokens=len(prompt) + count,
+        capacity_tokens=len(prompt) + count,
     )
 
 
 class Clients:
-    """Agents that take their turns; what they are answered is checked as it comes."""
+    """All agents; the tokens that they receive are checked on arrival."""
 
     def __init__(self, world: World, cluster: Cluster, agents: int, turns: int) -> None:
         self._world = world
         self._cluster = cluster
-        self.asked: list[Asked] = []
+        self.requests: list[SimRequest] = []
         self._loop = ProcessLoop(Process(world, "clients"))  # type: ignore[abstract]
         shared = tuple(world.chance.randrange(VOCABULARY) for _ in range(8))
-        self._under_way = agents
+        self._running = agents
         for index in range(agents):
             agent = self._agent(f"agent{index}", shared, turns)
             self._loop.call_soon(functools.partial(self._loop.create_task, agent))
 
     @property
-    def over(self) -> bool:
-        """Whether all agents are through."""
-        return self._under_way == 0
+    def done(self) -> bool:
+        """Whether all agents have ended."""
+        return self._running == 0
 
-    def under_way(self) -> list[Asked]:
+    def in_flight(self) -> list[SimRequest]:
         """Return the requests that have not ended."""
-        return [asked for asked in self.asked if asked.outcome is None]
+        return [request for request in self.requests if request.outcome is None]
 
-    def leave(self, asked: Asked) -> None:
-        """Let the client of a request go."""
-        if asked.exchange is not None and asked.outcome is None:
-            self._world.note(asked.name, "its client leaves")
-            asked.exchange.leave()
-            self._end(asked, "left")
-            asked.arrived.put_nowait("left")
+    def leave(self, request: SimRequest) -> None:
+        """Disconnect the client of a request."""
+        if request.exchange is not None and request.outcome is None:
+            self._world.note(request.name, "its client leaves")
+            request.exchange.leave()
+            self._end(request, "left")
+            request.arrived.put_nowait("left")
 
     async def _agent(self, name: str, shared: tuple[int, ...], turns: int) -> None:
         chance = self._world.chance
@@ -113,76 +113,76 @@ class Clients:
         context = shared
         for turn in range(turns):
             context += tuple(chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 14)))
-            asked = await self._turn(f"{name}.{turn}", context, chance.randrange(1, 13))
-            if asked.outcome != "answered":
+            request = await self._turn(f"{name}.{turn}", context, chance.randrange(1, 13))
+            if request.outcome != "answered":
                 break
-            context += tuple(asked.expected)
+            context += tuple(request.expected)
             await asyncio.sleep(chance.choice(self._cluster.settings.pauses_s))
-        self._under_way -= 1
+        self._running -= 1
 
-    async def _turn(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:
-        """Ask until somebody answers."""
+    async def _turn(self, name: str, prompt: tuple[int, ...], count: int) -> SimRequest:
+        """Send a request, and retry it until it is answered."""
         tries = 0
         while True:
-            asked = await self._ask(f"{name}.{tries}", prompt, count)
-            if asked.outcome != "reset" and not asked.is_to_ask_again:
-                return asked
+            request = await self._send(f"{name}.{tries}", prompt, count)
+            if request.outcome != "reset" and not request.must_retry:
+                return request
             tries += 1
             await asyncio.sleep(_AGAIN_S)
 
-    async def _ask(self, name: str, prompt: tuple[int, ...], count: int) -> Asked:
-        asked = Asked(name, prompt, count, self._world.now_s)
-        self.asked.append(asked)
-        entrance = self._cluster.entrance()
-        if not entrance.serves:
-            self._end(asked, "reset")
-            return asked
-        self._world.note(name, f"asks with {len(prompt)} tokens for {count}")
-        job = _job(asked, count, self._world.chance.choice(_HINTS))
-        asked.exchange = entrance.ask(job, functools.partial(self._reply, asked))
-        while asked.outcome is None:
-            self._take(asked, await asked.arrived.get())
-        return asked
+    async def _send(self, name: str, prompt: tuple[int, ...], count: int) -> SimRequest:
+        request = SimRequest(name, prompt, count, self._world.now_s)
+        self.requests.append(request)
+        endpoint = self._cluster.endpoint()
+        if not endpoint.serves:
+            self._end(request, "reset")
+            return request
+        self._world.note(name, f"sends a prompt of {len(prompt)} tokens for {count} tokens")
+        job = _job(request, count, self._world.chance.choice(_HINTS))
+        request.exchange = endpoint.request(job, functools.partial(self._reply, request))
+        while request.outcome is None:
+            self._take(request, await request.arrived.get())
+        return request
 
-    def _reply(self, asked: Asked, reply: Reply) -> None:
-        self._loop.call_soon(asked.arrived.put_nowait, reply)
+    def _reply(self, request: SimRequest, reply: Reply) -> None:
+        self._loop.call_soon(request.arrived.put_nowait, reply)
 
-    def _take(self, asked: Asked, reply: Reply) -> None:
-        if asked.outcome is not None:
+    def _take(self, request: SimRequest, reply: Reply) -> None:
+        if request.outcome is not None:
             return
         if isinstance(reply, TokenEvent):
-            asked.got += reply.token_ids
-            if asked.got != asked.expected[: len(asked.got)]:
+            request.got += reply.token_ids
+            if request.got != request.expected[: len(request.got)]:
                 self._world.problem(
-                    f"{asked.name} got tokens {asked.got}, right is {asked.expected}"
+                    f"{request.name} got tokens {request.got}, expected {request.expected}"
                 )
         elif reply is None:
-            self._end(asked, "answered")
-            if asked.got != asked.expected:
+            self._end(request, "answered")
+            if request.got != request.expected:
                 self._world.problem(
-                    f"{asked.name} ended with {asked.got}, right is {asked.expected}"
+                    f"{request.name} ended with {request.got}, expected {request.expected}"
                 )
         elif isinstance(reply, DualPathError):
-            asked.error = reply
-            self._end(asked, f"{type(reply).__name__}: {reply}")
+            request.error = reply
+            self._end(request, f"{type(reply).__name__}: {reply}")
         else:
-            self._end(asked, reply)
+            self._end(request, reply)
 
-    def _end(self, asked: Asked, outcome: str) -> None:
-        asked.outcome = outcome
-        asked.ended_s = self._world.now_s
-        self._world.note(asked.name, f"ends: {outcome}")
+    def _end(self, request: SimRequest, outcome: str) -> None:
+        request.outcome = outcome
+        request.ended_s = self._world.now_s
+        self._world.note(request.name, f"ends: {outcome}")
 
 
-def _job(asked: Asked, count: int, hints: SessionHints) -> Job:
+def _job(request: SimRequest, count: int, hints: SessionHints) -> Job:
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
         return block_keys(token_ids, BLOCK_TOKENS)
 
     return Job(
-        request_id=asked.name,
-        prompt_token_ids=asked.prompt,
+        request_id=request.name,
+        prompt_token_ids=request.prompt,
         max_new_tokens=count,
-        keys=tuple(keys_for(asked.prompt)),
+        keys=tuple(keys_for(request.prompt)),
         keys_for=keys_for,
         hints=hints,
     )

@@ -2,26 +2,26 @@
 
 import msgspec
 
-#: What rounding may have a clock show too early.
+#: By how much rounding may make a clock early.
 _ROUNDED_S = 1e-9
 
 
 class Clock(msgspec.Struct, frozen=True):
-    """It shows ``rate`` seconds in one, and ``zero_s`` at the beginning of all time."""
+    """Advances by ``rate`` seconds per second, from ``zero_s`` at time 0."""
 
     rate: float = 1.0
     zero_s: float = 0.0
 
     def shows(self, now_s: float) -> float:
-        """Return what it shows at a time of the world."""
+        """Return its reading at a time of the simulation."""
         return now_s * self.rate + self.zero_s
 
     def when_s(self, shown_s: float) -> float:
-        """Return the time of the world at which it shows this, and no less."""
-        # Who waits and finds that it is not time yet, would wait for no time at all for ever.
+        """Return the time of the simulation at which its reading is at least this."""
+        # A timer that fires a little too early would be set again with a delay of 0 s for ever.
         late_s = 0.0 if self == TRUE_CLOCK else _ROUNDED_S
         return (shown_s - self.zero_s) / self.rate + late_s
 
 
-#: It shows the time of the world.
+#: Its reading is the time of the simulation.
 TRUE_CLOCK = Clock()

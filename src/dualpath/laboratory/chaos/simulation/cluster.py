@@ -1,4 +1,4 @@
-"""A simulated cluster: its processes, and the supervisor that starts them again."""
+"""A simulated cluster: its processes, and the supervisor that restarts them."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from dualpath.core.cluster import GroupRank, Role, UnitShape, rank_name
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.cluster_settings import (
     PROTECT_S,
     ClusterSettings,
@@ -15,7 +15,7 @@ from dualpath.laboratory.chaos.simulation.cluster_settings import (
 )
 from dualpath.laboratory.chaos.simulation.disk import object_path
 from dualpath.laboratory.chaos.simulation.engine import SimEngine
-from dualpath.laboratory.chaos.simulation.entrance import Entrance
+from dualpath.laboratory.chaos.simulation.entrance import ClientEndpoint
 from dualpath.laboratory.chaos.simulation.front_ends import FrontEnds
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.router import SimRouter
@@ -24,20 +24,20 @@ from dualpath.ops.launch.commands import engine_id
 from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.status import STATUS, Status
 
-#: Until a rank notices that another one of its group has ended.
+#: Delay until a rank notices that another one of its group has ended.
 _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
-#: Until somebody notices that an engine was started while it still ran.
-_TWO_OF_A_NAME_S = 3.0
-#: Who is the janitor says how the storage is at least that often, once nothing goes wrong.
-_SAYS_S = 1.0
-#: Until the next process of a router that has ended by itself is started.
+#: Delay until the older of two engines with the same name is killed.
+_DUPLICATE_ENGINE_S = 3.0
+#: Without faults the janitor writes the storage's status at least this often.
+_STATUS_S = 1.0
+#: Delay until a router that has ended by itself is restarted.
 _PAUSES_S = (0.05, 0.3, 1.0, 2.5)
-#: An engine that has lost a rank has ended within it: longer than it may stand still.
+#: An engine that has lost a rank ends within this time: longer than it may be stopped.
 _ENDS_WITHIN_S = 10.0
 
 
 class _Group(msgspec.Struct):
-    """Engines that end together and are started together; ``ranks`` are their names of now."""
+    """Engines that end together and start together; ``ranks`` are their current names."""
 
     name: str
     ranks: tuple[str, ...] = ()
@@ -46,13 +46,13 @@ class _Group(msgspec.Struct):
 
 
 class Cluster:
-    """``engines`` are the processes of now, on ``hosts`` machines in turn."""
+    """``engines`` are the current processes, distributed over ``hosts`` machines."""
 
     def __init__(self, world: World, settings: ClusterSettings) -> None:
         self.world = world
         self.settings = settings
-        self.shared = Shared(
-            world, links=settings.links, protect_s=PROTECT_S, turn=settings.standby
+        self.shared = ClusterResources(
+            world, links=settings.links, protect_s=PROTECT_S, election=settings.standby
         )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
@@ -71,27 +71,27 @@ class Cluster:
 
     @property
     def router(self) -> SimRouter:
-        """The router that serves, or will be the next to; a dead one if there is no other."""
+        """The router that serves, or else one that is alive, or else a dead one."""
         alive = [router for router in self._routers if router.process.alive]
         serving = [router for router in alive if router.serves]
         return (serving or alive or self._routers)[0]
 
     @property
-    def entrances(self) -> Sequence[Entrance]:
-        """The processes of now that clients may ask."""
+    def endpoints(self) -> Sequence[ClientEndpoint]:
+        """The current processes that serve clients."""
         return [self.router, *self.front_ends.alive]
 
-    def entrance(self) -> Entrance:
-        """Return where a client asks now: at the router, or at any front end that serves."""
-        there: list[Entrance] = [*self.front_ends.serving]
-        if not there:
+    def endpoint(self) -> ClientEndpoint:
+        """Return the process to which a client connects now: the router or a front end."""
+        serving: list[ClientEndpoint] = [*self.front_ends.serving]
+        if not serving:
             return self.router
-        return self.world.chance.choice([*there, self.router] if self.router.serves else there)
+        return self.world.chance.choice([*serving, self.router] if self.router.serves else serving)
 
     def restart_engine(self, engine_id: str, after_s: float) -> None:
-        """Kill an engine's process if it lives, and start the next one a while later.
+        """Kill an engine's process if it is alive, and start the next one a while later.
 
-        The ranks of its group end by themselves, and all are started at once.
+        The other ranks of its group end by themselves; then all are started at once.
         """
         self.engines[engine_id].kill()
         group = self._groups[engine_id]
@@ -104,16 +104,16 @@ class Cluster:
 
     @property
     def units(self) -> Mapping[str, str]:
-        """What starts and ends as one, by engine: of now, whenever it is looked at."""
+        """The current unit, which starts and ends as one, of each engine; a live view."""
         return self._units
 
     @property
     def shapes(self) -> Mapping[str, UnitShape]:
-        """Roles and sizes of units, as they are to be."""
+        """Requested roles and sizes of units."""
         return self._shapes
 
     def change(self, unit: str, shape: UnitShape) -> None:
-        """Let a unit drain; it is started again as another, under its old name."""
+        """Drain a unit and restart it in another shape under its old name."""
         self.world.note(unit, f"is to be {shape}")
         self._shapes[unit] = shape
         group = next(group for group in self._groups.values() if group.name == unit)
@@ -123,21 +123,22 @@ class Cluster:
         self._once_ended(ranks, lambda: self._start_group(group))
 
     def kill_follower(self, follower: SimFollower, after_s: float) -> None:
-        """Kill a rank that follows; start the next process of its engine once that has ended."""
+        """Kill a follower rank; restart its engine once that has ended."""
         engine = follower.engine
 
         def ended() -> None:
             if engine.process.alive:
-                self.world.problem(f"{engine.name} lives on without {follower.name}")
+                self.world.problem(f"{engine.name} survives the end of {follower.name}")
 
         follower.kill()
         self.world.after(_ENDS_WITHIN_S, ended)
         self.replace_ended_engine(engine.engine_id, after_s)
 
     def lose_engine(self, engine_id: str) -> bool:
-        """Kill an engine's group for good where another of its role, and a witness, live on.
+        """Kill an engine's group without a restart, if its role and its machine have others.
 
-        Not where roles change: an engine could be the last one that has not left its role yet.
+        Another process of each machine must be able to confirm the death.  Not in clusters whose
+        roles change: the engine could be the last one that has not left its role yet.
         """
         if self.settings.role_switches:
             return False
@@ -157,7 +158,7 @@ class Cluster:
         return True
 
     def _siblings_end(self, engine_id: str) -> float:
-        """Let the other ranks notice that one has ended; return how long until all have."""
+        """End the other ranks of a group; return the time until all have ended."""
         longest_s = 0.0
         for sibling in self._groups[engine_id].ranks:
             if sibling != engine_id:
@@ -167,60 +168,60 @@ class Cluster:
         return longest_s
 
     def replace_ended_engine(self, engine_id: str, after_s: float) -> None:
-        """Start the next process of an engine once the one of now has ended."""
+        """Start the next process of an engine once the current one has ended."""
         engine = self.engines[engine_id]
         self._once_ended([engine], lambda: self.restart_engine(engine_id, after_s))
 
     def _once_ended(self, engines: Sequence[SimEngine], then: Callable[[], None]) -> None:
-        """Do something once these have ended, unless there are others in their place by then."""
+        """Call ``then`` once these have ended, unless they have been replaced by then."""
 
-        def look() -> None:
+        def poll() -> None:
             if any(engine.process.alive for engine in engines):
-                self.world.after(0.1, look)
+                self.world.after(0.1, poll)
             elif all(self.engines.get(engine.engine_id) is engine for engine in engines):
                 then()
 
-        look()
+        poll()
 
     def restart_router(self, after_s: float) -> None:
-        """Kill the router, and start the next one a while later; who stands by serves at once."""
+        """Kill the router and start the next one a while later; a standby takes over at once."""
         self.router.kill()
         self.world.after(after_s, self._next_router)
 
-    def left_over(self) -> list[str]:
-        """Return what the cluster still holds though nobody is served."""
-        found = self.router.left_over()
+    def held_when_idle(self) -> list[str]:
+        """Return descriptions of what the cluster still holds without requests."""
+        found = self.router.held_when_idle()
         serving = [router.name for router in self._routers if router.serves]
         if len(serving) > 1:
             found.append(f"{' and '.join(serving)} both serve")
         for engine in self.engines.values():
-            found += engine.left_over()
+            found += engine.held_when_idle()
         for follower in self._followers:
             if follower.process.alive != follower.engine.process.alive:
-                found.append(
-                    f"one of {follower.engine.name} and {follower.name} has outlived the other"
-                )
-        found += self.front_ends.left_over()
+                found.append(f"only one of {follower.engine.name} and {follower.name} has ended")
+        found += self.front_ends.held_when_idle()
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
-        return found + self._kept_badly()
+        return found + self._janitor_failures()
 
     @property
     def limits(self) -> StorageLimits:
-        """How much may lie in the storage."""
+        """The storage's limits."""
         return next(iter(self.engines.values())).settings.engine.limits
 
-    def _kept_badly(self) -> list[str]:
-        """Return what a janitor should have done by now."""
+    def _janitor_failures(self) -> list[str]:
+        """Return what the janitor has failed to do."""
         if not self.settings.quota_blocks:
             return []
         file = self.shared.disk.files.get(object_path(STATUS))
         if file is None:
             return ["the storage has had no janitor"]
         status = msgspec.json.decode(file.content, type=Status)
-        if self.world.now_s - status.time_s > _SAYS_S:
-            return [f"nobody looks after the storage since {status}"]
-        pinned_bytes = len(self.shared.watch.may_stay) * stored_bytes(self.settings.geometry)
+        if self.world.now_s - status.time_s > _STATUS_S:
+            return [f"the storage has had no janitor since {status}"]
+        pinned_bytes = len(self.shared.janitor_checker.possibly_pinned) * stored_bytes(
+            self.settings.geometry
+        )
         over_bytes = status.used_bytes - self.limits.high * self.limits.quota_bytes
         return [f"the storage is above its quota: {status}"] if over_bytes > pinned_bytes else []
 
@@ -255,10 +256,10 @@ class Cluster:
         former, start = self.engines.get(engine_id), self._start(engine_id)
         api_url = f"http://{engine_id}"
         if former is not None and former.process.alive:
-            # Two faults took the one before: for a while two processes have the name, each with
-            # a server of its own.
+            # After two faults the old process may still run: for a while two processes have the
+            # same name, each with its own server.
             api_url += f"-{start}"
-            self.world.after(_TWO_OF_A_NAME_S, former.kill)
+            self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
         engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
         self.engines[engine_id] = engine

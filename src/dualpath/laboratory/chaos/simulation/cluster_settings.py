@@ -1,4 +1,4 @@
-"""What a simulated cluster is like: its size, its memories, the limits of router and storage."""
+"""Settings of a simulated cluster: its size, its memories, the limits of router and storage."""
 
 import msgspec
 
@@ -8,12 +8,12 @@ from dualpath.core.modes import Mode
 from dualpath.core.parts import slices_of
 from dualpath.engine.settings import EngineSettings
 from dualpath.laboratory.chaos.simulation.disk import NODE_DRAM_ROOT
-from dualpath.laboratory.chaos.simulation.turns import TurnKind
+from dualpath.laboratory.chaos.simulation.turns import LeaderElection
 from dualpath.laboratory.emulated.settings import EmulatedSettings, Verify, part_geometry
 from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.node_dram import in_pages
+from dualpath.storage.node_dram import page_rounded
 
 LAYERS = 3
 BLOCK_TOKENS = 4
@@ -25,8 +25,7 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
-#: By KV heads: equal layers, layers of two parts, and layers of which each is another, one a window
-#: layer.
+#: By KV heads: equal layers, layers of two parts, and different layers, one of them a window layer.
 _LAYER_PARTS = {
     1: ("8*3", "16+8*3", "24,8+8@6,8"),
     2: ("16*3", "32+16*3", "48,16+16@6,16"),
@@ -36,19 +35,19 @@ GEOMETRIES = {
     for heads, layers in _LAYER_PARTS.items()
 }
 VOCABULARY = 1000
-#: What was used that short a time ago stays stored: less than a request may take.
+#: Blocks used within this time are not evicted: less than a request may take.
 PROTECT_S = 0.5
 
 
 class TensorParallel(msgspec.Struct, frozen=True):
-    """How many ranks each engine of a role has; they share out so many KV heads."""
+    """Ranks of each engine of a role, among which ``kv_heads`` are divided."""
 
     prefill: int = 1
     decode: int = 1
     kv_heads: int = 1
 
     def ranks(self, role: Role) -> int:
-        """Ranks of an engine of a role."""
+        """Number of ranks of an engine of a role."""
         return self.prefill if role is Role.PREFILL else self.decode
 
     def __str__(self) -> str:
@@ -63,13 +62,13 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     """Size of the cluster, of its memories in blocks, and the router's limits.
 
     ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
-    engines each; one of a single rank is a plain engine.  With ``standby`` a second router waits
-    for its turn.  ``quota_blocks`` above 0 bounds the storage: every engine may be its janitor.
-    Its file system knows hard ``links``, or none.  ``front_ends`` are processes of their own before
-    the router, which serves clients as well.  So many ``role_switches`` are
-    asked for, of which some give groups another size.  ``node_dram_blocks`` above 0 lie in the
-    memory of each machine for all its engines.  There is one of these numbers of ``agents``, who
-    take one of these numbers of ``turns`` with one of ``pauses_s`` between two.
+    engines each; a group of one rank is a plain engine.  ``standby`` is how the leading router is
+    elected, if there are two.  ``quota_blocks`` above 0 limits the storage, and every engine may
+    become its janitor.  ``links``: whether its file system supports hard links.  ``front_ends`` are
+    separate processes; the router serves clients as well.  ``role_switches`` counts requests for
+    another role, some of which also change the size of a group.  ``node_dram_blocks`` above 0 are
+    shared by the engines of each machine.  A run has one of these numbers of ``agents``, each with
+    one of these numbers of ``turns``, and one of ``pauses_s`` between two turns.
     """
 
     mode: Mode
@@ -83,7 +82,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     geometry: BlockGeometry
     prefill_ranks: int = 1
     decode_ranks: int = 1
-    standby: TurnKind = TurnKind.ONE
+    standby: LeaderElection = LeaderElection.ONE
     tensor_parallel: TensorParallel = ONE_RANK
     quota_blocks: int = 0
     links: bool = True
@@ -95,7 +94,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
 
     def usual_ranks(self, role: Role) -> int:
-        """Engines of a group of a role, where nobody asks for another number."""
+        """Engines of a group of a role, unless another number was requested."""
         return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
 
 
@@ -118,7 +117,7 @@ def engine_settings(
         storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
         storage_protect_s=PROTECT_S,
         dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
-        dram_bytes=cluster.node_dram_blocks * in_pages(stored_bytes(cluster.geometry)),
+        dram_bytes=cluster.node_dram_blocks * page_rounded(stored_bytes(cluster.geometry)),
     )
     ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
     hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes
@@ -137,5 +136,5 @@ def engine_settings(
 
 
 def stored_bytes(geometry: BlockGeometry) -> int:
-    """Return what a stored block takes."""
+    """Return the size of a stored block."""
     return HEADER_BYTES + geometry.full_block_bytes

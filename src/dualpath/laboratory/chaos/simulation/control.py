@@ -1,4 +1,4 @@
-"""The engines' ends of the control connections of a simulated cluster."""
+"""The engines' ends of simulated control connections."""
 
 from collections import deque
 
@@ -17,43 +17,43 @@ class EngineConnection(Connection):
         self._inbox: deque[bytes] = deque()
         self._waiting: list[Waiting] = []
         self._woken = False
-        self._anew = False
+        self._reconnected = False
         super().__init__(network, threads.process)
 
     def send(self, frame: bytes) -> bool:
-        """Queue a frame, for when there is a router."""
+        """Send a frame, once connected."""
         self._send(frame)
         return True
 
     def receive(self) -> bytes | None:
-        """Return what has arrived first."""
+        """Return the oldest frame that has arrived, None if there is none."""
         return self._inbox.popleft() if self._inbox else None
 
     def wait(self, timeout_s: float) -> bool:
-        """Let the thread wait."""
+        """Wait for a frame, a wake-up or a reconnect; return whether it has reconnected."""
         if not self._inbox and not self._woken:
             self._threads.wait(self._waiting, timeout_s)
-        anew, self._anew = self._anew, False
+        reconnected, self._reconnected = self._reconnected, False
         self._woken = False
-        return anew
+        return reconnected
 
     def wake(self) -> None:
-        """Wake the thread that waits."""
+        """Wake the waiting thread."""
         self._woken = True
         while self._waiting:
             self._waiting.pop(0).wake()
 
     def reconnect(self) -> None:
-        """Connect anew."""
+        """Reset the connection and connect again."""
         self.reset()
 
-    def _came(self, frame: bytes) -> None:
+    def _on_frame(self, frame: bytes) -> None:
         self._inbox.append(frame)
         self.wake()
 
     def _connected(self) -> None:
-        self._anew = True
+        self._reconnected = True
         self.wake()
 
-    def _said(self, frame: bytes, *, to_router: bool) -> object:
+    def _decoded(self, frame: bytes, *, to_router: bool) -> object:
         return decode_engine_message(frame) if to_router else decode_router_message(frame)

@@ -1,10 +1,10 @@
-"""Transfers between engines of a simulated cluster: their bytes move when chance lets them.
+"""Simulated transfers between engines: their bytes move after random delays.
 
-A transfer takes some time, may stall, and may fail after part of it has moved.  What a process had
-posted moves on while it stands still, and when its peer was disconnected: it is MOVING until the
-last byte has arrived, and FAILED then (``transport.contract.Transport.disconnect``).  What a
-killed process had posted goes on until its machine says that it has ended.
-Whenever bytes arrive it is checked that their place still belongs to whom they are for.
+A transfer takes some time, may stall, and may fail after part of it has moved.  Transfers continue
+while the process that posted them is stopped, and after their peer was disconnected: such a
+transfer is MOVING until the last byte has arrived, then FAILED
+(``transport.contract.Transport.disconnect``).  Transfers of a killed process continue until its
+machine reports its exit.  Whenever bytes arrive, the owner of their memory is checked.
 """
 
 import ctypes
@@ -18,18 +18,18 @@ from dualpath.transport.contract import Direction, PieceIndices, TransferState
 from dualpath.transport.copying import CopyTransfer
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
-#: Who owns a piece of a region of an agent now; None if nobody does.
+#: The current owner of a piece of a region of an agent; None if it is free.
 OwnerOf = Callable[[str, str, int], str | None]
 
 _DELAYS_S = (0.0, 0.0001, 0.0005, 0.002, 0.02)
-#: How often a fault that is due takes the next transfer.
+#: Probability that a pending fault hits the next transfer.
 _HIT = 0.3
-#: How late the engine that posted a transfer notices its end.
+#: Delay until the engine that posted a transfer notices its end.
 _NOTICED_S = (0.0, 0.0, 0.0001, 0.001, 0.02)
 
 
 class TransferFaults:
-    """How many of the transfers to come stall or fail; ``stall_s`` bounds how long they stall."""
+    """Number of future transfers that stall or fail; ``stall_s`` is the range of stalls."""
 
     def __init__(self) -> None:
         self.to_stall = 0
@@ -58,7 +58,7 @@ class SimTransfer:
         self._writes = writes
         self._owners = [transport.owner(writes, piece) for piece in writes.pieces]
         self._broken: str | None = None
-        self._doom: str | None = None
+        self._fail_reason: str | None = None
         self._plan(transport.world, transport.faults)
 
     def _plan(self, world: World, faults: TransferFaults) -> None:
@@ -72,8 +72,8 @@ class SimTransfer:
             faults.to_fail -= 1
             self._broken = "the adversary broke it"
             world.note("transfer", f"{self} fails after {delay_s:.3f} s")
-        world.moment()
-        if world.telling:
+        world.maybe_fault()
+        if world.verbose:
             world.detail("transfer", lambda: f"{self} begins, {delay_s:.4f} s")
         if half := len(self._writes.pieces) // 2:
             world.after(delay_s / 2, functools.partial(self._move, 0, half))
@@ -84,24 +84,24 @@ class SimTransfer:
         return f"of {self._transport.agent} into {memory.agent} {memory.region} {memory.pieces}"
 
     def poll(self) -> TransferState:
-        """Say how far it is; the world moves its bytes."""
+        """Return its state; the simulation moves its bytes."""
         return self._inner.state
 
     def fail_when_over(self, reason: str) -> None:
-        """Turn FAILED once no byte can arrive any more."""
-        self._doom = reason
+        """Set it to FAILED once no more bytes can arrive."""
+        self._fail_reason = reason
 
     def error(self) -> str | None:
         """Return why it failed, or None."""
         return self._inner.error()
 
     def release(self) -> None:
-        """Give the handle back."""
+        """Release the handle."""
         self._inner.release()
 
     def _may_move(self) -> bool:
-        """Whether bytes of it can still arrive: none do from a process that is gone, or to one."""
-        sent = not self._transport.process.is_gone and self._transport.alive(self._writes.agent)
+        """Whether bytes can still arrive: both processes must exist."""
+        sent = not self._transport.process.has_exited and self._transport.alive(self._writes.agent)
         return sent and self._inner.state is TransferState.MOVING
 
     def _move(self, first: int, end: int) -> None:
@@ -121,11 +121,11 @@ class SimTransfer:
 
     def _land(self, first: int) -> None:
         inner = self._inner
-        if self._broken is None and not self._transport.process.is_gone:
+        if self._broken is None and not self._transport.process.has_exited:
             self._move(first, len(self._writes.pieces))
             if not self._transport.alive(inner.peer):
-                self._doom = self._doom or f"agent {inner.peer!r} is gone"
-        if (error := self._broken or self._doom) is not None:
+                self._fail_reason = self._fail_reason or f"agent {inner.peer!r} has exited"
+        if (error := self._broken or self._fail_reason) is not None:
             inner.fail(error)
         elif inner.state is TransferState.MOVING:
             inner.state = TransferState.DONE
@@ -133,7 +133,7 @@ class SimTransfer:
 
 
 class SimTransport(InProcessTransport):
-    """One engine's agent; ``noticed`` is called when the end of a transfer is."""
+    """The agent of one engine; ``noticed`` is called when it sees the end of a transfer."""
 
     def __init__(
         self,
@@ -153,11 +153,11 @@ class SimTransport(InProcessTransport):
         self._moving: dict[SimTransfer, None] = {}
 
     def owner(self, memory: Memory, piece: int) -> str | None:
-        """Return who owns a piece now."""
+        """Return the current owner of a piece."""
         return self._owner_of(memory.agent, memory.region, piece)
 
     def alive(self, agent: str) -> bool:
-        """Whether an agent's process lives."""
+        """Whether an agent's process is alive."""
         return self.fabric.is_alive(agent)
 
     def post(  # type: ignore[override]
@@ -171,7 +171,7 @@ class SimTransport(InProcessTransport):
         *,
         traffic_class: str = "kv",
     ) -> SimTransfer:
-        """Post one transfer, whose bytes move later."""
+        """Post a transfer, whose bytes move later."""
         inner = super().post(
             direction,
             local_region,
@@ -190,18 +190,18 @@ class SimTransport(InProcessTransport):
         return transfer
 
     def disconnect(self, agent: str) -> None:
-        """Forget a peer; what is under way goes on to its end."""
+        """Remove a peer; transfers in flight continue to their end."""
         self._peers.pop(agent, None)
         for transfer in self._moving:
             if transfer.peer == agent:
                 transfer.fail_when_over(f"agent {agent!r} was disconnected")
 
     def over(self, transfer: SimTransfer) -> None:
-        """Nothing of a transfer moves any more."""
+        """A transfer has ended."""
         self._moving.pop(transfer, None)
         self.world.after(self.world.pick(_NOTICED_S), self._noticed)
 
     @property
     def unfinished(self) -> int:
-        """Transfers whose handles were not given back."""
+        """Number of transfers whose handles were not released."""
         return len(self._unfinished)

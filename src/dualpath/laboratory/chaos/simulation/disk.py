@@ -1,9 +1,9 @@
-"""File systems of a simulated cluster: files, names, folders.
+"""Simulated file systems: files, names, folders.
 
-One is mounted by all machines; each machine has another in its memory, which its engines may share.
+One is mounted by all machines; each machine has another one in memory, shared by its engines.
 
-A file outlives its names as long as a descriptor is open.  Nothing here waits or fails by chance;
-that is the part of the process that calls (``calls``).
+A file outlives its names as long as a descriptor is open.  Nothing here waits or fails randomly;
+the system calls of processes do that (``calls``).
 """
 
 import errno
@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 
 from dualpath.storage.directory import BLOCK_SUFFIX, TEMPORARY_FOLDER
 
-#: Where the storage lies, and what the engines of a machine share.
+#: Path of the storage, and of the DRAM shared by the engines of a machine.
 ROOT = "/kv"
 NODE_DRAM_ROOT = "/dram"
 _DEVICE = 1
@@ -22,37 +22,37 @@ _FILE = stat.S_IFREG | 0o660
 
 
 class File:
-    """What a name stands for; ``writer`` is the process that made it."""
+    """A file; ``writer`` is the process that created it."""
 
-    __slots__ = ("content", "rotten", "writer", "written_s")
+    __slots__ = ("content", "corrupted", "writer", "written_s")
 
     def __init__(self, writer: str, now_s: float) -> None:
         self.writer = writer
         self.content = bytearray()
         self.written_s = now_s
         #: Whether bits of it were flipped since it was written.
-        self.rotten = False
+        self.corrupted = False
 
     def status(self) -> os.stat_result:
-        """Say what ``stat`` says."""
+        """Return what ``stat`` returns."""
         return _status(_FILE, len(self.content), self.written_s)
 
 
 class Disk:
-    """Files by their path, and what is right below each folder; methods raise ``OSError``.
+    """Files by path, and the entries of each folder; methods raise ``OSError``.
 
-    Without ``links`` it knows no hard links.
+    Without ``links`` it does not support hard links.
     """
 
     def __init__(self, *, links: bool) -> None:
         self.links = links
         self.files: dict[str, File] = {}
         self.folders: dict[str, dict[str, None]] = {"/": {}}
-        #: Names of which the adversary has refused the removal.
-        self.kept_by_force: set[str] = set()
+        #: Paths whose removal an injected fault has refused.
+        self.unlink_refused: set[str] = set()
 
     def status(self, path: str) -> os.stat_result:
-        """Say what ``stat`` says."""
+        """Return what ``stat`` returns."""
         if (file := self.files.get(path)) is not None:
             return file.status()
         if path in self.folders:
@@ -68,13 +68,13 @@ class Disk:
         raise self._no_such(path)
 
     def create(self, path: str, file: File) -> None:
-        """Give a new file its name."""
+        """Add a new file."""
         folder, name = self._free_place(path)
         folder[name] = None
         self.files[path] = file
 
     def link(self, source: str, target: str) -> None:
-        """Give a file another name; where there are no links the name is looked at all the same."""
+        """Add a hard link; without support for links the target is checked all the same."""
         file = self.file(source)
         self._free_place(target)
         if not self.links:
@@ -82,7 +82,7 @@ class Disk:
         self.create(target, file)
 
     def rename(self, source: str, target: str) -> None:
-        """Let a file have another name, that of a file which loses it maybe."""
+        """Rename a file, replacing the target if it exists."""
         file = self.file(source)
         folder, name = self._place(target)
         if target in self.folders:
@@ -92,7 +92,7 @@ class Disk:
         self.files[target] = file
 
     def unlink(self, path: str) -> None:
-        """Take a name away."""
+        """Remove a name."""
         self.file(path)
         folder, name = self._place(path)
         del folder[name], self.files[path]
@@ -119,18 +119,18 @@ class Disk:
         return list(self.folders[path])
 
     def blocks(self) -> Iterator[tuple[str, File]]:
-        """Yield all that has the name of a block."""
+        """Yield all files with the name of a block."""
         return ((path, f) for path, f in self.files.items() if path.endswith(BLOCK_SUFFIX))
 
     def half_written(self) -> Iterator[tuple[str, File]]:
-        """Yield all that has a temporary name."""
+        """Yield all files with a temporary name."""
         within = f"/{TEMPORARY_FOLDER}/"
         return ((path, file) for path, file in self.files.items() if within in path)
 
-    def left_by(self, writer: str) -> list[str]:
-        """Return the temporary names of one process that could have been removed."""
+    def temporaries_of(self, writer: str) -> list[str]:
+        """Return the temporary files of one process whose removal was not refused."""
         written = [path for path, file in self.half_written() if file.writer == writer]
-        return [path for path in written if path not in self.kept_by_force]
+        return [path for path in written if path not in self.unlink_refused]
 
     def _place(self, path: str) -> tuple[dict[str, None], str]:
         folder, _, name = path.rpartition("/")
@@ -162,20 +162,20 @@ class Entry:
         self.path = f"{folder}/{name}"
 
     def is_dir(self, *, follow_symlinks: bool = True) -> bool:
-        """Look."""
+        """See ``os.DirEntry``."""
         return self.path in self._disk.folders
 
     def is_file(self, *, follow_symlinks: bool = True) -> bool:
-        """Look."""
+        """See ``os.DirEntry``."""
         return self.path in self._disk.files
 
     def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
-        """Look."""
+        """See ``os.DirEntry``."""
         return self._disk.status(self.path)
 
 
 class Listing:
-    """The entries of a folder as they were; ``os.scandir``."""
+    """The entries of a folder at the time of the call; ``os.scandir``."""
 
     def __init__(self, disk: Disk, folder: str, names: Sequence[str]) -> None:
         self._entries = [Entry(disk, folder, name) for name in names]
@@ -184,11 +184,11 @@ class Listing:
         return iter(self._entries)
 
     def __exit__(self, *error: object) -> None:
-        """Nothing is held."""
+        """Nothing to close."""
 
 
 def object_path(name: str) -> str:
-    """Return where an object of the storage lies."""
+    """Return the path of an object of the storage."""
     return f"{ROOT}/{name}"
 
 

@@ -1,6 +1,7 @@
-"""What cluster a seed has.
+"""The cluster of a seed.
 
-What only some seeds have is drawn by itself, so that what the others play does not depend on it.
+Options that only some seeds have are drawn from random sources of their own, so that the runs of
+other seeds do not depend on them.
 """
 
 from random import Random
@@ -14,24 +15,24 @@ from dualpath.laboratory.chaos.simulation.cluster_settings import (
     ClusterSettings,
     TensorParallel,
 )
-from dualpath.laboratory.chaos.simulation.turns import TurnKind
+from dualpath.laboratory.chaos.simulation.turns import LeaderElection
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.router.settings import RouterSettings
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
-#: What engines of several ranks there are in a cluster that has some.
+#: Combinations for clusters with engines of several ranks.
 _TENSOR_PARALLEL = tuple(
     TensorParallel(prefill, decode, heads)
     for prefill, decode in ((2, 1), (1, 2), (2, 2))
     for heads in (1, 2)
 )
 
-#: A switch of roles whose engine is not back by then has lost it.
+#: A role switch whose engine is not back within this time counts the engine as lost.
 _SWITCH_S = 30.0
 
 
 def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSettings:
-    """Draw a cluster in which requests survive so many ``faults`` within their deadline."""
+    """Draw a cluster in which requests survive this number of ``faults`` within their deadline."""
     chance = world.chance
     router = RouterSettings(
         engine_timeout_s=2.0,
@@ -43,7 +44,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         engine_wait_s=20.0,
         request_deadline_s=deadline_s,
         max_attempts=3 if faults <= 1 else 1 + 2 * faults,
-        # In every seventh cluster nothing is kept in buffers: all hits are read.
+        # In every seventh cluster buffers cache nothing: all hits are read.
         dram_tier=world.seed % 7 != 5,
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
@@ -73,42 +74,47 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
 
 
 def _front_ends(seed: int) -> int:
-    """Let every fourth cluster have some, every second of these with a router that stands by."""
+    """Every fourth cluster has front ends, half of these with a standby router."""
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
 
 
-def _standby(seed: int) -> TurnKind:
-    """Let a second router stand by in every fourth cluster, in half of these by a lease."""
+def _standby(seed: int) -> LeaderElection:
+    """Every fourth cluster has a standby router, half of these elected by a lease."""
     if seed % 4 != 1:
-        return TurnKind.ONE
-    kinds = (TurnKind.LOCK, TurnKind.LOCK, TurnKind.ETCD, TurnKind.KUBERNETES)
+        return LeaderElection.ONE
+    kinds = (
+        LeaderElection.LOCK,
+        LeaderElection.LOCK,
+        LeaderElection.ETCD,
+        LeaderElection.KUBERNETES,
+    )
     return Random(f"turn of {seed}").choice(kinds)
 
 
 def _tensor_parallel(seed: int) -> TensorParallel:
-    """Let engines of every fourth cluster have ranks."""
+    """Every fourth cluster has engines of several ranks."""
     return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
 
 
 def _quota_blocks(seed: int) -> int:
-    """Let every third cluster have a storage with a quota; 0 is none."""
+    """Every third cluster has a storage quota; 0 is none."""
     return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0
 
 
 def _node_dram_blocks(seed: int) -> int:
-    """Let engines of a machine share DRAM in every fifth cluster; 0 is none."""
+    """In every fifth cluster engines of a machine share DRAM; 0 is none."""
     return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
-    """Let tools run while others need the buffers, which hold one long context and a bit."""
+    """Agents pause for tools while others need the buffers, which hold about one context."""
     return msgspec.structs.replace(
         settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
     )
 
 
 def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:
-    """Let every seventh cluster have engines that change their role."""
+    """Engines change their role in every seventh cluster."""
     chance = Random(f"roles of {seed}")
     prefill, decode = chance.choice(((2, 1), (1, 2)))
     router = msgspec.structs.replace(settings.router, role_switch_timeout_s=_SWITCH_S)

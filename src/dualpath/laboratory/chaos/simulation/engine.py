@@ -1,4 +1,4 @@
-"""An emulated engine in a simulated cluster, with everything real but time."""
+"""An emulated engine in a simulated cluster: the real code on simulated time."""
 
 import functools
 import itertools
@@ -10,15 +10,13 @@ from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.router_connection import RouterConnection
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.slots import SlotPool
 from dualpath.engine.surroundings import Surroundings
 from dualpath.engine.threads import TimeLimit
 from dualpath.laboratory.chaos.simulation.api import Call
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.control import EngineConnection
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.engine_files import EngineFiles
-from dualpath.laboratory.chaos.simulation.kept_watch import watch_fetches
 from dualpath.laboratory.chaos.simulation.ranks import SimFollower
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.emulated.admission import Admission
@@ -32,20 +30,20 @@ from dualpath.router.token_api.wire import GenerateRequest, decode_body
 from dualpath.transport.contract import Transport
 from dualpath.transport.memory import address_of
 
-#: Ranks without work have ended within it, or are killed.
+#: Idle ranks end within this time, or are killed.
 _RANKS_END_S = 10.0
 _LOOK_S = 0.05
 
 
 class SimEngine:
-    """An engine from the start of its process to its end; ``name`` says which start it is.
+    """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``, the others, if there are any, are ``followers``.
+    Its first rank runs in ``process``; the other ranks are ``followers``.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ClusterResources,
         settings: EmulatedSettings,
         start: int,
         host: str,
@@ -72,7 +70,7 @@ class SimEngine:
         self.followers = tuple(SimFollower(self, rank) for rank in others)
         self.threads.start("main", self._main)
 
-    # ------------------------------------------------------------------ the life of the process
+    # ------------------------------------------------------------------ start and end
 
     def _main(self) -> None:
         surroundings = Surroundings(
@@ -86,7 +84,7 @@ class SimEngine:
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
             this_process=lambda: self._known,
-            is_gone=functools.partial(self.shared.is_gone, self.host),
+            has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
         try:
@@ -96,7 +94,6 @@ class SimEngine:
             self.kill()
             return
         self._watch_hbm(plane)
-        watch_fetches(self.name, plane.manager, self.shared.world)
         self.plane = plane
         prefills = self.settings.engine.role is Role.PREFILL
         self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
@@ -105,15 +102,15 @@ class SimEngine:
         plane.membership.join(self.settings.engine.api_url, dp=self._dp)
 
     def _lead(self) -> ConnectedLeader | None:
-        """Return what leads to the other ranks; None if there are none."""
+        """Return the connection to the other ranks; None if there are none."""
         if not self.followers:
             return None
         return ConnectedLeader([follower.tie() for follower in self.followers], self.threads)
 
     def terminate(self) -> None:
-        """End as after SIGTERM: it drains, then HTTP ends, then the engine, then it leaves.
+        """End as after SIGTERM: drain, then end HTTP, then the engine, then the process.
 
-        One that has not come up ends at once.
+        An engine that has not started ends at once.
         """
         if self._ending:
             return
@@ -122,7 +119,7 @@ class SimEngine:
             return
         self._ending = True
         self.shared.world.note(self.name, "is asked to end")
-        self._on_a_thread("sigterm", self._end)
+        self._on_thread("sigterm", self._end)
 
     def _end(self) -> None:
         assert self._engine is not None
@@ -142,12 +139,12 @@ class SimEngine:
         self.shared.world.after(0.0, self.kill)
 
     def _exit(self) -> None:
-        """End at once: whoever calls this never goes on."""
+        """End the process at once; does not return."""
         self.kill()
         self.threads.sleep(0.0)
 
     def kill(self) -> None:
-        """End as after SIGKILL; ranks that follow end a while later."""
+        """End as after SIGKILL; the other ranks end a while later."""
         if not self.process.alive:
             return
         self.shared.world.note(self.name, "is dead")
@@ -166,27 +163,27 @@ class SimEngine:
         return self.process.alive and self._admission is not None and not self._leaving
 
     def serve(self, body: bytes, call: Call) -> None:
-        """Take up a request."""
-        self._on_a_thread("api", lambda: self._accept(body, call))
+        """Accept a request on a thread of its own."""
+        self._on_thread("api", lambda: self._accept(body, call))
 
     def aborted(self, abort: Callable[[], None]) -> None:
-        """A client has left."""
-        self._on_a_thread("abort", abort)
+        """The client has disconnected."""
+        self._on_thread("abort", abort)
 
-    def _on_a_thread(self, name: str, work: Callable[[], None]) -> None:
+    def _on_thread(self, name: str, work: Callable[[], None]) -> None:
         self.process.step(lambda: self.threads.start(name, work))
 
     def _accept(self, body: bytes, call: Call) -> None:
         assert self._admission is not None
         try:
-            asked = decode_body(body, GenerateRequest[Sampling])
-            transfer = self._admission.transfer(asked)
-            prefix = self._admission.prefix(asked, transfer)
+            request = decode_body(body, GenerateRequest[Sampling])
+            transfer = self._admission.transfer(request)
+            prefix = self._admission.prefix(request, transfer)
         except DualPathError as error:
-            self.shared.world.note(self.name, f"refuses {asked.request_id}: {error}")
+            self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
             call.deliver(error)
             return
-        call.begun(self._admission.submit(asked, transfer, prefix, call.deliver))
+        call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
 
     # ------------------------------------------------------------------ its surroundings
 
@@ -194,20 +191,20 @@ class SimEngine:
         shared = self.shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
-            self._look_at_transfers,
+            self._poll_transfers,
         )
         shared.agents[agent] = self
         return self.transport
 
-    def _look_at_transfers(self) -> None:
-        """What polls here needs not to do it all the time."""
+    def _poll_transfers(self) -> None:
+        """Poll transfers when one has ended, instead of all the time."""
         if self.plane is not None:
-            self.plane.manager._rank.movers.pump.call(lambda: None)
+            self.plane.manager.wake_pump()
 
     def _connect(self, settings: EngineSettings) -> RouterConnection:
         return EngineConnection(self.shared.control, self.threads)
 
-    # ------------------------------------------------------------------ whose memory is what
+    # ------------------------------------------------------------------ owners of memory
 
     def owner_of(self, region: str, piece: int) -> str | None:
         """Return who owns a piece of a region, None if nobody."""
@@ -216,9 +213,9 @@ class SimEngine:
         manager = self.plane.manager
         memory = region.partition(".")[0]
         if memory == BUFFER_REGION:
-            return _slot_owner(manager._buffer._pool, piece)
+            return manager.buffer.owner(piece)
         if memory == STAGING_REGION:
-            return "staging" if manager._staging._pool._leased[piece] else None
+            return "staging" if manager.staging.is_leased(piece) else None
         free = piece in self.plane.hbm._free
         return None if free else self._hbm_owners.get(piece)
 
@@ -226,31 +223,30 @@ class SimEngine:
         """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
         if self.plane is None or not self.process.alive:
             return
-        buffer = self.plane.manager._buffer
-        offset = address_of(destination) - buffer._memory.address
-        slot = offset // buffer.geometry.full_block_bytes
-        if buffer._pool._pins[slot] < 1:
+        buffer = self.plane.manager.buffer
+        slot = buffer.slot_at(address_of(destination))
+        if not buffer.is_pinned(slot):
             self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
 
     def _watch_hbm(self, plane: DataPlane) -> None:
-        take, numbers = plane.hbm.take, itertools.count()
+        allocate, numbers = plane.hbm.allocate, itertools.count()
 
-        def noted_take(blocks: int) -> tuple[int, ...] | None:
-            taken = take(blocks)
+        def noted_allocate(blocks: int) -> tuple[int, ...] | None:
+            taken = allocate(blocks)
             lease = f"hbm lease {next(numbers)}"
             self._hbm_owners.update(dict.fromkeys(taken or (), lease))
             return taken
 
-        plane.hbm.take = noted_take  # type: ignore[method-assign]
+        plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
 
     def kept(self) -> Iterator[tuple[BlockKey, bytes]]:
         """Yield what its buffer keeps for requests to come."""
         if self.plane is not None and self.process.alive:
             buffer = self.plane.manager.buffer
-            for slot, key in buffer._pool.kept.items():
+            for slot, key in buffer.cached_blocks():
                 yield key, bytes(buffer.view(slot))
 
-    def left_over(self) -> list[str]:
+    def held_when_idle(self) -> list[str]:
         """Return what it still holds though nobody is served."""
         if self.plane is None:
             return [f"{self.name} has not come up"]
@@ -262,25 +258,14 @@ class SimEngine:
             "tokens to read": (report.read_queue_tokens, 0),
             "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
-            "free staging": (manager._staging.free, manager._staging.capacity),
+            "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
             "open files": (self._files.open, 0),
             "half-written files": (len(self._files.half_written(self.name)), 0),
-            "retained blocks": (len(manager.buffer._pool.kept._retained), 0),
+            "retained blocks": (manager.buffer.retained, 0),
         }
         return [
             f"{self.name}: {what} {found}, not {right}"
             for what, (found, right) in counts.items()
             if found != right
         ]
-
-
-def _slot_owner(pool: SlotPool, slot: int) -> str | None:
-    """Return whose bytes may arrive in a slot: nobody's where its block is whole."""
-    if slot in pool.kept:
-        return None
-    for held in (pool._leases, pool._quarantine):
-        for request_id, slots in held.items():
-            if slot in slots:
-                return request_id
-    return None

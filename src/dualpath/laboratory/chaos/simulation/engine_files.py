@@ -1,4 +1,4 @@
-"""One simulated engine's access to the storage: the real code for files, on the simulated disk."""
+"""One simulated engine's access to the storage: the real file storage on the simulated disk."""
 
 from collections.abc import Callable
 
@@ -8,9 +8,9 @@ from dualpath.engine.settings import EngineSettings
 from dualpath.engine.surroundings import open_node_dram
 from dualpath.laboratory.chaos.simulation.blocks import Pace, SimStorage, SimTree
 from dualpath.laboratory.chaos.simulation.calls import SimCalls
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.disk import ROOT
-from dualpath.laboratory.chaos.simulation.storage_watch import WatchedCalls
+from dualpath.laboratory.chaos.simulation.storage_watch import CheckedCalls
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.node_dram import NodeDram
@@ -20,35 +20,37 @@ from dualpath.storage.posix_objects import PosixObjects
 
 
 class EngineFiles:
-    """``check`` hears of the memory that a block is about to be read into."""
+    """``check`` is called with the memory that a block is about to be read into."""
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ClusterResources,
         threads: SimThreads,
         known: HostProcess,
         check: Callable[[memoryview], None],
     ) -> None:
-        there = (threads, shared.storage_faults, known, shared.runs)
+        context = (threads, shared.storage_faults, known, shared.runs)
         self._shared = shared
-        self._block_calls = SimCalls(shared.disk, *there)
-        self._object_calls = WatchedCalls(shared.watch, shared.disk, *there)
-        self._dram_calls = SimCalls(shared.node_dram[known.host], *there)
+        self._block_calls = SimCalls(shared.disk, *context)
+        self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
+        self._dram_calls = SimCalls(shared.node_dram[known.host], *context)
         self._pace = Pace(threads, shared.storage_faults)
         self._check = check
 
     @property
     def open(self) -> int:
-        """How many files are open."""
+        """Number of open files."""
         calls = self._block_calls, self._object_calls, self._dram_calls
         return sum(each.descriptors for each in calls)
 
     def half_written(self, writer: str) -> list[str]:
-        """Return the temporary names of one process that could have been removed."""
-        return self._shared.disk.left_by(writer) + self._dram_calls.disk.left_by(writer)
+        """Return the temporary files of one process whose removal was not refused."""
+        return self._shared.disk.temporaries_of(writer) + self._dram_calls.disk.temporaries_of(
+            writer
+        )
 
     def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        """Open it; no call fails meanwhile, as the engine would only end and be started again."""
+        """Open the storage; without faults, which would only make the engine restart."""
         self._shared.namespaces[namespace] = None
         self._block_calls.reliable = True
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
@@ -58,12 +60,12 @@ class EngineFiles:
     def open_node_dram(
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
-        """Open what it shares with other engines of its machine, where it does."""
+        """Open the DRAM that it shares with other engines of its machine, if there is one."""
         self._dram_calls.reliable = True
         dram = open_node_dram(settings, namespace, self._dram_calls)
         self._dram_calls.reliable = False
         return dram
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
-        """Open what lies beside the blocks."""
+        """Open the objects that are stored with the blocks."""
         return SimTree(PosixObjects(ROOT, self._object_calls), self._pace)

@@ -1,4 +1,4 @@
-"""A process that clients ask, and their connections to it; it is a router or a front end."""
+"""A process that serves clients, a router or a front end, and the clients' connections to it."""
 
 import asyncio
 import functools
@@ -7,24 +7,26 @@ from collections.abc import Callable, Coroutine
 
 from dualpath.core.errors import DualPathError
 from dualpath.laboratory.chaos.simulation.clock import TRUE_CLOCK, Clock
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.front_end_service import FrontEndService
 
 _DELAYS_S = (0.0001, 0.0005, 0.002)
 
-#: What a client gets: tokens, an error, None at a good end, "reset" when the connection breaks.
+#: What a client receives: tokens, an error, None at a regular end, "reset" for a lost connection.
 Reply = TokenEvent | DualPathError | str | None
 
 
-class Entrance(ABC):
-    """A process from its start to its end; ``serves`` says whether clients reach it."""
+class ClientEndpoint(ABC):
+    """A process from its start to its end; ``serves``: whether clients can connect."""
 
-    def __init__(self, shared: Shared, name: str, host: str, clock: Clock = TRUE_CLOCK) -> None:
+    def __init__(
+        self, shared: ClusterResources, name: str, host: str, clock: Clock = TRUE_CLOCK
+    ) -> None:
         self.serves = False
-        #: Whether another has begun in its place, or may have: its clients ask again.
-        self.lost_turn = False
+        #: Whether another process leads, or may lead, instead: its clients must retry.
+        self.lost_leadership = False
         self.name = name
         self._shared = shared
         self.process, _ = shared.process(name, host)
@@ -36,33 +38,33 @@ class Entrance(ABC):
     @property
     @abstractmethod
     def service(self) -> FrontEndService:
-        """What clients ask."""
+        """The service for clients."""
 
     @abstractmethod
-    def left_over(self) -> list[str]:
-        """Return what it still holds though nobody is served."""
+    def held_when_idle(self) -> list[str]:
+        """Return descriptions of what it still holds without requests."""
 
     @abstractmethod
     def _died(self) -> None:
-        """It is dead: let the others notice."""
+        """Make the other processes notice its death."""
 
-    def ask(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
-        """Send a request; ``reply`` gets what comes."""
+    def request(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
+        """Send a client's request; ``reply`` is called with what the client receives."""
         exchange = Exchange(self, job, reply)
         self._exchanges[exchange] = None
         return exchange
 
     @property
     def clients(self) -> int:
-        """How many requests of clients are open."""
+        """Number of open client requests."""
         return len(self._exchanges)
 
-    def over(self, exchange: "Exchange") -> None:
+    def on_ended(self, exchange: "Exchange") -> None:
         """An exchange has ended."""
         self._exchanges.pop(exchange, None)
 
     def terminate(self) -> None:
-        """End as after SIGTERM: it drains, then it ends; a second time changes nothing."""
+        """End as after SIGTERM: drain, then end; idempotent."""
         if not self._ending:
             self._ending = True
             self._shared.world.note(self.name, "is asked to end")
@@ -73,7 +75,7 @@ class Entrance(ABC):
         await self._end("has drained")
 
     async def _end(self, why: str) -> None:
-        """End by itself; once, as a process has one end, whatever else would end it meanwhile."""
+        """End by itself; only the first call has an effect."""
         if self._over:
             return
         self._over = True
@@ -83,7 +85,7 @@ class Entrance(ABC):
 
     @abstractmethod
     async def _stop(self) -> None:
-        """End all that is under way, and leave."""
+        """Stop the service."""
 
     def kill(self) -> None:
         """End as after SIGKILL."""
@@ -102,11 +104,13 @@ class Entrance(ABC):
 
 
 class Exchange:
-    """A client's request on its connection."""
+    """One request of a client on its own connection."""
 
-    def __init__(self, entrance: "Entrance", job: Job, reply: Callable[[Reply], None]) -> None:
-        self.entrance = entrance
-        self._world = entrance.process.world
+    def __init__(
+        self, endpoint: "ClientEndpoint", job: Job, reply: Callable[[Reply], None]
+    ) -> None:
+        self.endpoint = endpoint
+        self._world = endpoint.process.world
         self._reply = reply
         self._free_s = 0.0
         self._left = False
@@ -114,33 +118,33 @@ class Exchange:
         self._later(functools.partial(self._begin, job))
 
     def leave(self) -> None:
-        """The client closes the connection."""
+        """Close the connection from the client's side."""
         self._left = True
         self._later(self._cancel)
 
     def send(self, reply: Reply) -> None:
-        """Send something to the client; what is sent arrives in order."""
+        """Send a reply to the client; replies arrive in order."""
         delay_s = self._world.pick(_DELAYS_S)
         self._free_s = max(self._free_s, self._world.now_s + delay_s)
         self._world.at(self._free_s, lambda: self._left or self._reply(reply))
 
     def _later(self, call: Callable[[], None]) -> None:
-        loop = self.entrance.loop
+        loop = self.endpoint.loop
         delay_s = self._world.pick(_DELAYS_S)
         self._world.after(delay_s, lambda: loop.call_soon(call))
 
     def _begin(self, job: Job) -> None:
         if self._left:
-            self.entrance.over(self)
+            self.endpoint.on_ended(self)
         else:
-            self._task = self.entrance.loop.create_task(self._serve(job))
+            self._task = self.endpoint.loop.create_task(self._serve(job))
 
     def _cancel(self) -> None:
         if self._task is not None:
             self._task.cancel()
 
     async def _serve(self, job: Job) -> None:
-        stream = self.entrance.service.submit(job)
+        stream = self.endpoint.service.submit(job)
         try:
             async for event in stream:
                 self.send(event)
@@ -149,4 +153,4 @@ class Exchange:
             self.send(error)
         finally:
             await stream.aclose()
-            self.entrance.over(self)
+            self.endpoint.on_ended(self)

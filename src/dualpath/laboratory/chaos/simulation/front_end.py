@@ -1,4 +1,4 @@
-"""One process of a front end in a simulated cluster, with its link to the scheduler."""
+"""One process of a simulated front end, with its link to the scheduler."""
 
 import asyncio
 import functools
@@ -8,8 +8,8 @@ import msgspec
 
 from dualpath.core.envelopes import decode_with
 from dualpath.laboratory.chaos.simulation.api import SimTokenApi
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
-from dualpath.laboratory.chaos.simulation.entrance import Entrance
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
+from dualpath.laboratory.chaos.simulation.entrance import ClientEndpoint
 from dualpath.laboratory.chaos.simulation.loop import ProcessLoop
 from dualpath.laboratory.chaos.simulation.wires import ADDRESS, Connection, Network
 from dualpath.laboratory.emulated.engine_client import EngineClient
@@ -31,34 +31,34 @@ class SimLink(Connection):
         super().__init__(network, loop.process)
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame, for when there is a scheduler."""
+        """Send a frame, once connected."""
         self._send(frame)
 
     async def receive(self) -> bytes:
         """Return the next frame."""
         return await self._inbox.get()
 
-    def _came(self, frame: bytes) -> None:
+    def _on_frame(self, frame: bytes) -> None:
         self.process.step(functools.partial(self._inbox.put_nowait, frame))
 
     def _connected(self) -> None:
-        """It has not to know."""
+        """Nothing to do: the session notices by itself."""
 
-    def _said(self, frame: bytes, *, to_router: bool) -> object:
+    def _decoded(self, frame: bytes, *, to_router: bool) -> object:
         if to_router:
             return decode_with(_TO_SCHEDULER, frame)
         return decode_with(_FROM_SCHEDULER, frame)
 
 
-class SimFrontEnd(Entrance):
-    """A front end from the start of its process to its end, of which ``ended`` is told.
+class SimFrontEnd(ClientEndpoint):
+    """A front end from the start of its process to its end, after which ``ended`` is called.
 
-    The scheduler knows it by ``name``, its process is ``process``.
+    ``name`` is its name at the scheduler, ``process`` that of its process.
     """
 
     def __init__(
         self,
-        shared: Shared,
+        shared: ClusterResources,
         settings: RouterSettings,
         name: str,
         process: str,
@@ -85,7 +85,7 @@ class SimFrontEnd(Entrance):
         return self._service
 
     def _watch_streams(self) -> None:
-        """What decodes gets its tokens from its engine: it goes on without a scheduler."""
+        """Check that decoding streams, whose tokens come from an engine, outlive the scheduler."""
         link = self.service.link
         ended = link._session._end
 
@@ -101,7 +101,7 @@ class SimFrontEnd(Entrance):
             for attempt in decoding:
                 if attempt.broken.done():
                     name = attempt.order.attempt_id
-                    self._shared.world.problem(f"{name} decoded, and ended with its scheduler")
+                    self._shared.world.problem(f"{name} ended with its scheduler while decoding")
 
         link._session._end = watched
 
@@ -113,15 +113,15 @@ class SimFrontEnd(Entrance):
         await self.service.stop()
 
     def _died(self) -> None:
-        # The scheduler hears nothing: a connection that is gone says so to nobody.
+        # The scheduler is not notified: a lost connection sends no message.
         self._ended()
 
-    def left_over(self) -> list[str]:
-        """Return what it still holds though nobody is served."""
+    def held_when_idle(self) -> list[str]:
+        """Return descriptions of what it still holds without requests."""
         link, (waiting, running) = self.service.link, self.service.front_end.counts()
         found = {
-            "requests that wait": waiting,
-            "requests that run": running,
+            "waiting requests": waiting,
+            "running requests": running,
             "attempts": len(link._attempts),
             "calls": len(link._calls),
             "attempts without a session": len(link._strays._due_s),

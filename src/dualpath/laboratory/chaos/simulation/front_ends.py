@@ -1,25 +1,29 @@
-"""The front ends of a simulated cluster, and the supervisor that starts them again."""
+"""The front ends of a simulated cluster, and the supervisor that restarts them."""
 
 import functools
 from collections.abc import Callable, Sequence
 
-from dualpath.laboratory.chaos.simulation.cluster_parts import Shared
+from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
 from dualpath.laboratory.chaos.simulation.front_end import SimFrontEnd
 from dualpath.router.settings import RouterSettings
 
-#: Until the next process of one that has ended is started.
+#: Delay until the next process of a front end is started.
 _PAUSES_S = (0.05, 0.3, 1.0, 2.5)
 
 
 class FrontEnds:
-    """``count`` of them, on machines that ``host`` gives each by its name.
+    """``count`` front ends; ``host`` returns the machine of each by its name.
 
-    In half of the clusters that have any a front end is given its name, and keeps it when its
-    process is another; in the others each process has a name of its own, as by default.
+    In half of the clusters with front ends a restarted process has the same front-end name; in the
+    others each process has its own, as by default.
     """
 
     def __init__(
-        self, shared: Shared, settings: RouterSettings, count: int, host: Callable[[str], str]
+        self,
+        shared: ClusterResources,
+        settings: RouterSettings,
+        count: int,
+        host: Callable[[str], str],
     ) -> None:
         self._shared = shared
         self._settings = settings
@@ -32,17 +36,17 @@ class FrontEnds:
 
     @property
     def alive(self) -> Sequence[SimFrontEnd]:
-        """Those whose processes live."""
+        """Front ends whose processes are alive."""
         return [one for one in self._now.values() if one.process.alive]
 
     @property
     def serving(self) -> Sequence[SimFrontEnd]:
-        """Those that clients reach."""
+        """Front ends to which clients can connect."""
         return [one for one in self._now.values() if one.serves]
 
-    def left_over(self) -> list[str]:
-        """Return what they still hold though nobody is served."""
-        return [what for one in self._now.values() for what in one.left_over()]
+    def held_when_idle(self) -> list[str]:
+        """Return descriptions of what they still hold without requests."""
+        return [what for one in self._now.values() for what in one.held_when_idle()]
 
     def _start(self, name: str) -> None:
         self._starts[name] = start = self._starts.get(name, 0) + 1

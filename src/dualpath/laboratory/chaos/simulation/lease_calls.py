@@ -1,4 +1,4 @@
-"""Calls of a simulated scheduler to a store of leases, and what goes wrong on their way."""
+"""Calls of a simulated scheduler to a store of leases, with faults."""
 
 import asyncio
 import functools
@@ -8,18 +8,18 @@ from typing import Any
 
 import msgspec
 
-from dualpath.laboratory.chaos.simulation.lease_server import LeaseServer, Said
+from dualpath.laboratory.chaos.simulation.lease_server import LeaseServer, Response
 from dualpath.laboratory.chaos.simulation.world import Process, World
 
 _DELAYS_S = (0.0005, 0.002, 0.02)
-#: More than a holder waits for an answer.
+#: Longer than a holder waits for an answer.
 _SLOW_S = (0.05, 0.2, 0.6)
 
 
 class LeaseFaults:
-    """How often calls are ``slow``, ``doubled`` on their way or go ``unanswered`` now.
+    """Current probabilities that calls are ``slow``, ``doubled`` or ``unanswered``.
 
-    Those of processes that are ``cut`` off, all if the store is ``unreachable``, do not arrive.
+    Calls of processes in ``cut`` do not arrive, and no calls if the store is ``unreachable``.
     """
 
     def __init__(self) -> None:
@@ -28,21 +28,21 @@ class LeaseFaults:
         self.cut: set[str] = set()
 
 
-class LeaseAnswer:
-    """As much of aiohttp's answer as clients of stores use."""
+class LeaseResponse:
+    """The part of aiohttp's response that the clients use."""
 
-    def __init__(self, said: Said) -> None:
-        self.status, self._said = said
+    def __init__(self, response: Response) -> None:
+        self.status, self._content = response
 
     async def json(self, content_type: str | None) -> dict[str, Any]:
-        """Return what was said."""
-        return self._said
+        """Return the decoded body."""
+        return self._content
 
 
 class LeaseSession:
-    """As much of ``aiohttp.ClientSession`` as clients of stores use.
+    """The part of ``aiohttp.ClientSession`` that the clients use.
 
-    A call that its process gives up has its effect all the same, perhaps later.
+    A cancelled call has its effect all the same, perhaps later.
     """
 
     def __init__(self, process: Process, server: LeaseServer, faults: LeaseFaults) -> None:
@@ -58,45 +58,47 @@ class LeaseSession:
         url: str,
         json: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
-    ) -> AsyncIterator[LeaseAnswer]:
-        """Call; raises ``OSError`` where the connection breaks."""
-        answered: asyncio.Future[Said] = asyncio.get_running_loop().create_future()
+    ) -> AsyncIterator[LeaseResponse]:
+        """Send a request; raises ``OSError`` if the connection is reset."""
+        answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         body = msgspec.json.encode(json or {})
         self._later(functools.partial(self._arrive, method, url, body, answered))
-        yield LeaseAnswer(await answered)
+        yield LeaseResponse(await answered)
 
     def post(self, url: str, json: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Call with POST."""
+        """Send a POST request."""
         return self.request("POST", url, json)
 
     async def close(self) -> None:
-        """Nothing is open."""
+        """Nothing to close."""
 
-    def _arrive(self, method: str, url: str, body: bytes, answered: "asyncio.Future[Said]") -> None:
-        self._world.moment()
+    def _arrive(
+        self, method: str, url: str, body: bytes, answered: "asyncio.Future[Response]"
+    ) -> None:
+        self._world.maybe_fault()
         if self._faults.unreachable or self._process.name in self._faults.cut:
             self._break_off(answered)
             return
-        said = self._server.answer(method, url, msgspec.json.decode(body))
+        response = self._server.answer(method, url, msgspec.json.decode(body))
         if self._happens(self._faults.doubled):
-            said = self._server.answer(method, url, msgspec.json.decode(body))
+            response = self._server.answer(method, url, msgspec.json.decode(body))
         if self._happens(self._faults.unanswered):
             self._break_off(answered)
             return
-        status, content = said[0], msgspec.json.encode(said[1])
-        self._tell(answered, lambda: answered.set_result((status, msgspec.json.decode(content))))
+        status, content = response[0], msgspec.json.encode(response[1])
+        self._reply(answered, lambda: answered.set_result((status, msgspec.json.decode(content))))
 
-    def _break_off(self, answered: "asyncio.Future[Said]") -> None:
-        """Break the connection, or say nothing, as where packets are dropped."""
+    def _break_off(self, answered: "asyncio.Future[Response]") -> None:
+        """Reset the connection, or never answer, as when packets are dropped."""
         if self._world.chance.random() < 0.5:
-            self._tell(answered, lambda: answered.set_exception(ConnectionResetError("reset")))
+            self._reply(answered, lambda: answered.set_exception(ConnectionResetError("reset")))
 
-    def _tell(self, answered: "asyncio.Future[Said]", how: Callable[[], None]) -> None:
-        def tell() -> None:
+    def _reply(self, answered: "asyncio.Future[Response]", how: Callable[[], None]) -> None:
+        def reply() -> None:
             if not answered.done():
                 how()
 
-        self._later(lambda: self._process.step(tell))
+        self._later(lambda: self._process.step(reply))
 
     def _later(self, call: Callable[[], object]) -> None:
         slow = self._happens(self._faults.slow)

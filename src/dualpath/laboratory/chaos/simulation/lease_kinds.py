@@ -1,45 +1,45 @@
-"""What goes wrong where schedulers take turns by a lease: with them, and with its store."""
+"""Faults of schedulers that are elected by a lease, and of the store of leases."""
 
 from collections.abc import Callable
 
-from dualpath.laboratory.chaos.simulation.adversary import Adversary, Kind, Part
+from dualpath.laboratory.chaos.simulation.adversary import Adversary, ClusterFeature, FaultKind
 
-#: How often calls of a store are late, come twice or are not answered, while they are.
+#: Probability that a call to the store is slow, doubled or unanswered during such a fault.
 _OFTEN = 0.5
-#: So long who has the lease stands still: until another has had the time to take it.
+#: How long the lease's holder is stopped: long enough for another to acquire the lease.
 _OUTLIVES_S = (1.5, 2.0, 3.0)
 
 
 def _terminate_router(adversary: Adversary) -> None:
-    """SIGTERM: it drains, and gives the lease up."""
+    """SIGTERM: it drains and releases the lease."""
     router = adversary.cluster.router
     if router.serves:
         router.terminate()
 
 
 def _outlive_lease(adversary: Adversary) -> None:
-    """SIGSTOP, and SIGCONT when the lease is another's."""
-    go_on = adversary.stop(adversary.cluster.router.process)
-    adversary.world.after(adversary.world.pick(_OUTLIVES_S), go_on)
+    """SIGSTOP, and SIGCONT after another has acquired the lease."""
+    resume = adversary.stop(adversary.cluster.router.process)
+    adversary.world.after(adversary.world.pick(_OUTLIVES_S), resume)
 
 
 def _cut_router(adversary: Adversary) -> Callable[[], None]:
-    """Let nothing of who has the lease reach the store."""
-    cut, name = adversary.cluster.shared.turns.faults.cut, adversary.cluster.router.name
+    """Cut the lease's holder off from the store."""
+    cut, name = adversary.cluster.shared.leadership.faults.cut, adversary.cluster.router.name
     adversary.world.note(name, "does not reach the store of leases")
     cut.add(name)
     return lambda: cut.discard(name)
 
 
 def _store(name: str, value: float) -> Callable[[Adversary], Callable[[], None]]:
-    return lambda adversary: adversary.set(adversary.cluster.shared.turns.faults, name, value)
+    return lambda adversary: adversary.set(adversary.cluster.shared.leadership.faults, name, value)
 
 
-def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) -> Kind:
-    return Kind(name, begin, needs=Part.LEASE)
+def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) -> FaultKind:
+    return FaultKind(name, begin, needs=ClusterFeature.LEASE)
 
 
-LEASE_KINDS = (
+LEASE_FAULT_KINDS = (
     _kind("terminate the router", _terminate_router),
     _kind("stop the router for longer than its lease", _outlive_lease),
     _kind("cut the router from the store of leases", _cut_router),

@@ -6,29 +6,29 @@ from typing import Any, Protocol
 
 from dualpath.laboratory.chaos.simulation.world import World
 
-#: A status, and what is said with it.
-Said = tuple[int, dict[str, Any]]
+#: A status and a body.
+Response = tuple[int, dict[str, Any]]
 
 _OK, _CREATED, _NOT_FOUND, _CONFLICT = 200, 201, 404, 409
-#: etcd looks that seldom which leases have run out.
+#: etcd revokes expired leases with this delay.
 _LATE_S = (0.0, 0.05, 0.5)
 
 
 class LeaseServer(Protocol):
-    """What answers calls about one lease."""
+    """A store with one lease."""
 
     @property
     def holder(self) -> str:
-        """Who has it by the store's own word, empty if nobody."""
+        """The holder by the store's own state, empty if there is none."""
         ...
 
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Said:
-        """Do what a call asks, and answer it."""
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Response:
+        """Execute a call and return the response."""
         ...
 
 
 class SimEtcd:
-    """One key, which goes with the lease that it was put with."""
+    """One key, which is deleted when the lease it was put with ends."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -39,13 +39,13 @@ class SimEtcd:
 
     @property
     def holder(self) -> str:
-        """Who put the key."""
-        self._run_out()
+        """The process that put the key."""
+        self._expire()
         return self._holder
 
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Said:
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Response:
         """Answer as etcd 3.4 does."""
-        self._run_out()
+        self._expire()
         match path.partition("/v3/")[2]:
             case "kv/range":
                 return _OK, {"kvs": [{"value": self._holder}]} if self._lease_id else {}
@@ -54,12 +54,12 @@ class SimEtcd:
             case "lease/grant":
                 lease_id = str(next(self._numbers))
                 self._lasts_s[lease_id] = float(body["TTL"])
-                self._kept_alive(lease_id)
+                self._renew(lease_id)
                 return _OK, {"ID": lease_id}
             case "lease/keepalive":
                 if body["ID"] not in self._ends_s:
                     return _OK, {"result": {"ID": body["ID"]}}
-                self._kept_alive(body["ID"])
+                self._renew(body["ID"])
                 return _OK, {"result": {"TTL": str(round(self._lasts_s[body["ID"]]))}}
             case "lease/revoke":
                 return (_OK, {}) if self._revoked(body["ID"]) else (_NOT_FOUND, {})
@@ -71,11 +71,11 @@ class SimEtcd:
         self._holder, self._lease_id = base64.b64decode(put["value"]).decode(), put["lease"]
         return {"succeeded": True}
 
-    def _kept_alive(self, lease_id: str) -> None:
+    def _renew(self, lease_id: str) -> None:
         late_s = self._world.pick(_LATE_S)
         self._ends_s[lease_id] = self._world.now_s + self._lasts_s[lease_id] + late_s
 
-    def _run_out(self) -> None:
+    def _expire(self) -> None:
         for lease_id in [one for one, end_s in self._ends_s.items() if end_s <= self._world.now_s]:
             self._revoked(lease_id)
 
@@ -86,7 +86,7 @@ class SimEtcd:
 
 
 class SimKubernetes:
-    """One Lease, each change of which names the version that it replaces."""
+    """One Lease object, whose updates name the version that they replace."""
 
     def __init__(self) -> None:
         self._versions = itertools.count(1)
@@ -94,10 +94,10 @@ class SimKubernetes:
 
     @property
     def holder(self) -> str:
-        """Whom the Lease names; it says nothing of time."""
+        """The holder in the Lease, whether it has expired or not."""
         return "" if self._lease is None else self._lease["spec"]["holderIdentity"]
 
-    def answer(self, method: str, path: str, body: dict[str, Any]) -> Said:
+    def answer(self, method: str, path: str, body: dict[str, Any]) -> Response:
         """Answer as the API server does."""
         if method == "POST":
             return (_CONFLICT, {}) if self._lease is not None else (_CREATED, self._changed(body))

@@ -1,7 +1,7 @@
-"""The event loop of one simulated process: asyncio's tasks and futures on the world's events.
+"""The event loop of one simulated process: asyncio's tasks and futures on simulated time.
 
-A loop of a process that stands still runs nothing, one of a process that was killed never again:
-no ``finally`` of it gives anything back, as with ``kill -9``.
+The loop of a stopped process runs nothing.  The loop of a killed process never runs again: none of
+its ``finally`` clauses is executed, as after ``kill -9``.
 """
 
 import asyncio
@@ -15,25 +15,25 @@ from typing import Any
 from dualpath.laboratory.chaos.simulation.clock import TRUE_CLOCK, Clock
 from dualpath.laboratory.chaos.simulation.world import Process, Timer
 
-#: Of what a loop could run at once, others may come after one in so many.
+#: Other processes run after one in this many ready callbacks, on average.
 _INTERRUPTED_OF = 16
 
 
 class ProcessLoop(asyncio.AbstractEventLoop):
-    """As much of an event loop as asyncio needs that has no sockets."""
+    """The part of an event loop that asyncio needs without sockets."""
 
     def __init__(self, process: Process, clock: Clock = TRUE_CLOCK) -> None:
         self.process = process
         self._clock = clock
         self._world = process.world
-        # Kept, also when the process is dead: a task that is thrown away runs its ``finally``.
+        # References are held also after a kill: a task that is collected runs its ``finally``.
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self._ready: deque[Handle] = deque()
-        self._turn_is_due = False
-        self._world.at_the_end(self._dispose)
+        self._is_scheduled = False
+        self._world.on_end(self._dispose)
 
     def time(self) -> float:
-        """Return what the process's clock shows."""
+        """Return the reading of the process's clock."""
         return self._clock.shows(self._world.now_s)
 
     def call_soon(  # type: ignore[override]
@@ -42,12 +42,12 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
     ) -> "Handle":
-        """Run after what is to be run now."""
+        """Schedule a callback after those that are ready."""
         handle = Handle(callback, args, context)
         self._ready.append(handle)
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            self._world.after(0.0, self._comes_to_turn)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._world.after(0.0, self._run_once)
         return handle
 
     call_soon_threadsafe = call_soon  # type: ignore[assignment]
@@ -59,7 +59,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
     ) -> "Handle":
-        """Run so much later."""
+        """Schedule a callback after a delay."""
         return self.call_at(self.time() + delay, callback, *args, context=context)
 
     def call_at(  # type: ignore[override]
@@ -69,10 +69,10 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         *args: Any,  # noqa: ANN401
         context: contextvars.Context | None = None,
     ) -> "Handle":
-        """Run at a time."""
+        """Schedule a callback at a time."""
         handle = Handle(callback, args, context)
         when_s = self._clock.when_s(when)
-        handle.timer = self._world.at(when_s, functools.partial(self._is_time, handle))
+        handle.timer = self._world.at(when_s, functools.partial(self._on_timer, handle))
         return handle
 
     def create_future(self) -> "asyncio.Future[Any]":
@@ -89,16 +89,16 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         """Return a task of this loop."""
         task = asyncio.Task(coro, loop=self, name=name, context=context)
         self._tasks[task] = None
-        task.add_done_callback(self._forget)
+        task.add_done_callback(self._remove)
         return task
 
-    def _forget(self, task: "asyncio.Task[Any]") -> None:
+    def _remove(self, task: "asyncio.Task[Any]") -> None:
         self._tasks.pop(task, None)
 
     def _dispose(self) -> None:
         self.process.alive = False
         for task in list(self._tasks):
-            with contextlib.suppress(RuntimeError):  # it waits once more in a ``finally``
+            with contextlib.suppress(RuntimeError):  # it awaits in a ``finally``
                 task.get_coro().close()
         self._tasks.clear()
 
@@ -108,7 +108,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         func: Callable[..., Any],
         *args: Any,  # noqa: ANN401
     ) -> "asyncio.Future[Any]":
-        """Call at once; nothing that runs in a simulated thread is called like this."""
+        """Call it at once; simulated threads do not use this."""
         future = self.create_future()
         try:
             future.set_result(func(*args))
@@ -117,7 +117,7 @@ class ProcessLoop(asyncio.AbstractEventLoop):
         return future
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """Note what nobody has caught."""
+        """Record an uncaught exception as a problem."""
         if self.process.alive:
             error = context.get("exception")
             self._world.problem(
@@ -125,28 +125,28 @@ class ProcessLoop(asyncio.AbstractEventLoop):
             )
 
     def get_debug(self) -> bool:
-        """No."""
+        """Return False."""
         return False
 
     def is_running(self) -> bool:
-        """As long as the process lives."""
+        """Whether the process is alive."""
         return self.process.alive
 
     def is_closed(self) -> bool:
-        """Once it does not."""
+        """Whether the process is dead."""
         return not self.process.alive
 
-    def _is_time(self, handle: "Handle") -> None:
+    def _on_timer(self, handle: "Handle") -> None:
         self._ready.append(handle)
-        if not self._turn_is_due:
-            self._turn_is_due = True
-            self._comes_to_turn()
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._run_once()
 
-    def _comes_to_turn(self) -> None:
-        self.process.step(self._turn)
+    def _run_once(self) -> None:
+        self.process.step(self._run_ready)
 
-    def _turn(self) -> None:
-        """Run what is ready, and what that makes ready."""
+    def _run_ready(self) -> None:
+        """Run ready callbacks, including those that become ready meanwhile."""
         ready, chance = self._ready, self._world.chance
         asyncio._set_running_loop(self)
         try:
@@ -156,9 +156,9 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                     break
         finally:
             asyncio._set_running_loop(None)
-        self._turn_is_due = bool(ready)
+        self._is_scheduled = bool(ready)
         if ready:
-            self._world.after(0.0, self._comes_to_turn)
+            self._world.after(0.0, self._run_once)
 
     def _run(self, handle: "Handle") -> None:
         callback, context = handle.callback, handle.context
@@ -171,11 +171,11 @@ class ProcessLoop(asyncio.AbstractEventLoop):
                 context.run(callback, *handle.args)
         except Exception as error:
             what = getattr(callback, "__qualname__", callback)
-            self.call_exception_handler({"message": f"{what} fails", "exception": error})
+            self.call_exception_handler({"message": f"{what} failed", "exception": error})
 
 
 class Handle:
-    """What a loop is to run; as much of ``asyncio.Handle`` as asyncio uses, and lighter."""
+    """A scheduled callback: the part of ``asyncio.Handle`` that asyncio uses."""
 
     __slots__ = ("args", "callback", "context", "timer")
 
@@ -191,11 +191,11 @@ class Handle:
         self.timer: Timer | None = None
 
     def cancel(self) -> None:
-        """Let it not be run; idempotent."""
+        """Cancel the callback; idempotent."""
         self.callback = None
         if self.timer is not None:
             self.timer.cancel()
 
     def cancelled(self) -> bool:
-        """Whether it is not to be run any more."""
+        """Whether it was cancelled."""
         return self.callback is None

@@ -1,4 +1,4 @@
-"""One bug that can be planted: what takes back something that keeps KV right or a cluster alive."""
+"""Planted bugs: each disables one mechanism that keeps KV right or the cluster alive."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -8,13 +8,13 @@ from unittest import mock
 import msgspec
 
 
-class Plant(msgspec.Struct, frozen=True):
-    """``what`` is taken back, in words; ``patch`` takes it back as long as it is entered."""
+class PlantedBug(msgspec.Struct, frozen=True):
+    """``what`` describes the bug; the context of ``patch`` plants it."""
 
     what: str
     patch: Callable[[], AbstractContextManager[object]]
 
 
-def instead(owner: object, name: str, other: object) -> Callable[[], Any]:
-    """Return what replaces an attribute for a while."""
+def replaced(owner: object, name: str, other: object) -> Callable[[], Any]:
+    """Return a factory of contexts that replace an attribute."""
     return lambda: mock.patch.object(owner, name, other)

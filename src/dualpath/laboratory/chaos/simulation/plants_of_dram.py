@@ -1,12 +1,12 @@
-"""Bugs to plant in what DRAM keeps: for agents' next turns, and for all engines of a machine."""
+"""Planted bugs of DRAM: blocks retained for agents' next turns, and blocks shared by engines."""
 
 from collections.abc import Callable
 
 from dualpath.core.blocks import BlockKey
 from dualpath.engine.read_queue import ReadQueue, ReadTask
 from dualpath.engine.retention import Retention
-from dualpath.engine.slots import NOBODY, SlotPool
-from dualpath.laboratory.chaos.simulation.plant import Plant, instead
+from dualpath.engine.slots import NO_REQUEST, SlotPool
+from dualpath.laboratory.chaos.simulation.plant import PlantedBug, replaced
 from dualpath.storage.contract import ReadOutcome
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 
@@ -14,23 +14,23 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 def _good_if_fetched(
     self: ReadQueue, task: ReadTask, position: int, slot: int, track: str
 ) -> ReadOutcome:
-    """``ReadQueue._read`` that finds good whatever is brought back."""
+    """``ReadQueue._read`` that reports every prefetched block as good."""
     outcome = _read(self, task, position, slot, track)
-    return ReadOutcome(outcome.bytes_read) if task.request_id == NOBODY else outcome
+    return ReadOutcome(outcome.bytes_read) if task.request_id == NO_REQUEST else outcome
 
 
-def _taken_from_nobody(self: SlotPool, key: BlockKey) -> int | None:
-    """``SlotPool.take_for`` that does not let go of the block whose slot it takes."""
-    if self._free or self._waiting or not self.kept.gives_way_to(key):
-        return _take_for(self, key)
-    slot = self.kept._next()
-    self.kept.wake(slot)
-    self._leased[slot], self._holder[slot] = 1, NOBODY
+def _allocated_without_eviction(self: SlotPool, key: BlockKey) -> int | None:
+    """``SlotPool.allocate_for`` that does not evict the block whose slot it leases."""
+    if self._free or self._waiting or not self.cached.would_evict_for(key):
+        return _allocate_for(self, key)
+    slot = self.cached._next()
+    self.cached.touch(slot)
+    self._ref_count[slot], self._writer[slot] = 1, NO_REQUEST
     return slot
 
 
 def _sharing(is_shared: Callable[[ReadOutcome, bool], bool]) -> Callable[..., ReadOutcome]:
-    """Return a ``NodeDramStorage.read`` that shares by how a read ended, and if it was whole."""
+    """Return a ``NodeDramStorage.read`` that shares a block if ``is_shared(outcome, whole)``."""
 
     def read(
         self: NodeDramStorage, key: BlockKey, destination: memoryview, *, whole: bool = True
@@ -45,32 +45,32 @@ def _sharing(is_shared: Callable[[ReadOutcome, bool], bool]) -> Callable[..., Re
     return read
 
 
-_read, _take_for = ReadQueue._read, SlotPool.take_for
+_read, _allocate_for = ReadQueue._read, SlotPool.allocate_for
 
-#: By name, in the order of the reference.
-DRAM_PLANTS: dict[str, Plant] = {
-    "order-unending": Plant(
-        "an order to keep blocks for an agent does not end by itself",
-        instead(Retention, "expire", lambda self, now_ns: None),
+#: By name, in the order of docs/reference/simulated-faults.md.
+DRAM_BUGS: dict[str, PlantedBug] = {
+    "retention-unending": PlantedBug(
+        "the retention of an agent's blocks does not expire",
+        replaced(Retention, "expire", lambda self, now_ns: None),
     ),
-    "fetched-unverified": Plant(
-        "what is brought back is kept, however its read has ended",
-        instead(ReadQueue, "_read", _good_if_fetched),
+    "prefetched-unverified": PlantedBug(
+        "a prefetched block is cached even if its read failed",
+        replaced(ReadQueue, "_read", _good_if_fetched),
     ),
-    "fetched-over-kept": Plant(
-        "what is brought back takes a slot whose block is still believed to be there",
-        instead(SlotPool, "take_for", _taken_from_nobody),
+    "prefetched-over-cached": PlantedBug(
+        "a prefetched block takes a slot whose block is not removed from the cache",
+        replaced(SlotPool, "allocate_for", _allocated_without_eviction),
     ),
-    "shared-unverified": Plant(
-        "what was read badly is shared with the engines of the machine",
-        instead(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
+    "shared-unverified": PlantedBug(
+        "a block whose read failed is shared with the engines of the machine",
+        replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
     ),
-    "shared-in-part": Plant(
-        "a block that was read without its window layers is shared as a whole one",
-        instead(NodeDramStorage, "read", _sharing(lambda outcome, whole: outcome.is_good)),
+    "shared-in-part": PlantedBug(
+        "a block that was read without its window layers is shared as complete",
+        replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: outcome.is_good)),
     ),
-    "shared-unbounded": Plant(
-        "what is shared grows, and nothing makes way",
-        instead(NodeDram, "_make_room", lambda self, key: None),
+    "shared-unbounded": PlantedBug(
+        "nothing is evicted from shared DRAM",
+        replaced(NodeDram, "_make_room", lambda self, key: None),
     ),
 }

@@ -1,10 +1,10 @@
-"""Bugs to plant where front ends are apart from the scheduler, and where roles change."""
+"""Planted bugs of separate front ends and of role changes."""
 
 from unittest import mock
 
 from dualpath.core.cluster import Role
 from dualpath.engine.membership import Membership
-from dualpath.laboratory.chaos.simulation.plant import Plant, instead
+from dualpath.laboratory.chaos.simulation.plant import PlantedBug, replaced
 from dualpath.router.control.engine_state import EngineState
 from dualpath.router.control.roles import Roles
 from dualpath.router.links.door import FrontEndDoor
@@ -27,41 +27,41 @@ def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
 
 
 _announce, _nodes = RemoteRequest._announce, Roles.nodes
-#: An attribute that is false whatever it is set to.
+#: An attribute that is always false.
 _NEVER = property(lambda self: False, lambda self, value: None)
 
-#: By name, in the order of the reference.
-FRONT_END_PLANTS: dict[str, Plant] = {
-    "guest-stays": Plant(
-        "what a front end had at the scheduler stays there when its session is over",
-        instead(Guest, "leave", lambda self, reason: None),
+#: By name, in the order of docs/reference/simulated-faults.md.
+FRONT_END_BUGS: dict[str, PlantedBug] = {
+    "front-end-attempts-stay": PlantedBug(
+        "a front end's attempts stay at the scheduler after its session has ended",
+        replaced(Guest, "leave", lambda self, reason: None),
     ),
-    "front-end-unwatched": Plant(
-        "a front end that falls silent is not lost",
-        instead(FrontEndDoor, "_look", lambda self: None),
+    "front-end-unwatched": PlantedBug(
+        "a silent front end is not declared lost",
+        replaced(FrontEndDoor, "_look", lambda self: None),
     ),
-    "calls-wait-on": Plant(
-        "a front end goes on waiting for what it asked of a scheduler that is lost",
-        instead(RemoteScheduling, "_ended", _engines_lost_only),
+    "calls-keep-waiting": PlantedBug(
+        "a front end keeps waiting for answers of a lost scheduler",
+        replaced(RemoteScheduling, "_ended", _engines_lost_only),
     ),
-    "decoding-ends": Plant(
-        "a stream that decodes ends with the scheduler that has placed it",
+    "decoding-ends": PlantedBug(
+        "a decoding stream ends with the scheduler that has placed it",
         lambda: mock.patch.object(RemoteAttempt, "decoding", _NEVER, create=True),
     ),
-    "unannounced": Plant(
-        "a front end does not tell the next scheduler of the requests that it has",
-        instead(RemoteRequest, "_announce", _announce_once),
+    "unannounced": PlantedBug(
+        "a front end does not report its requests to the next scheduler",
+        replaced(RemoteRequest, "_announce", _announce_once),
     ),
-    "undrained": Plant(
-        "an engine that is asked to end does not wait for what it has",
-        instead(Membership, "drain", lambda self, reason, drained: drained()),
+    "undrained": PlantedBug(
+        "a terminated engine does not drain its requests",
+        replaced(Membership, "drain", lambda self, reason, drained: drained()),
     ),
-    "last-of-role": Plant(
-        "the last engine of a role may change it",
-        instead(Roles, "nodes", _twice_as_many),
+    "last-of-role": PlantedBug(
+        "the last engine of a role may change its role",
+        replaced(Roles, "nodes", _twice_as_many),
     ),
-    "size-kept": Plant(
-        "a group is back when as many ranks are as have left, whatever its size is now",
-        instead(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
+    "size-kept": PlantedBug(
+        "a group counts as back with its old number of ranks, whatever its new size is",
+        replaced(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
     ),
 }

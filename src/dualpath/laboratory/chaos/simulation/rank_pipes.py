@@ -1,7 +1,7 @@
-"""Connections between the ranks of a simulated engine, as pipes between processes behave.
+"""Simulated connections between the ranks of an engine that behave like pipes.
 
-What is sent arrives in order, after a delay that chance decides, and is read once the reader runs.
-When one end's process is gone the other sees the end of the pipe, after all that was sent.
+Values arrive in order, after a random delay.  When the process at one end has exited, the other end
+sees the end of the pipe after all values that were sent.
 """
 
 import functools
@@ -16,7 +16,7 @@ _DELAYS_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 
 
 class RankPipe:
-    """One end, of a process with these threads; ``emulated.rank_connections.Connection``."""
+    """One end, in a process with these threads; ``emulated.rank_connections.Connection``."""
 
     def __init__(self, threads: SimThreads) -> None:
         self._threads = threads
@@ -24,7 +24,7 @@ class RankPipe:
         self._arrived: deque[bytes] = deque()
         self._over = False
         self._waiting: list[Waiting] = []
-        #: By when all that is under way to this end has arrived.
+        #: When all values in flight to this end have arrived.
         self._free_s = 0.0
         self._other = self
 
@@ -35,14 +35,14 @@ class RankPipe:
         ends[0]._other, ends[1]._other = ends[1], ends[0]
         return ends
 
-    def send(self, value: Any, /) -> None:  # noqa: ANN401 - whatever ranks say
-        """Send a copy; raises ``BrokenPipeError`` once the other end is known to be gone."""
+    def send(self, value: Any, /) -> None:  # noqa: ANN401 - any message
+        """Send a copy; raises ``BrokenPipeError`` once the other end is known to have exited."""
         if self._over:
-            raise BrokenPipeError("the process at the other end is gone")
+            raise BrokenPipeError("the process at the other end has exited")
         self._other._soon(functools.partial(self._other._arrived.append, pickle.dumps(value)))
 
-    def recv(self) -> Any:  # noqa: ANN401 - whatever ranks say
-        """Wait for the next; raises ``EOFError`` when all has come and the other end is gone."""
+    def recv(self) -> Any:  # noqa: ANN401 - any message
+        """Wait for the next value; raises ``EOFError`` at the end of the pipe."""
         while not self._arrived:
             if self._over:
                 raise EOFError
@@ -50,7 +50,7 @@ class RankPipe:
         return pickle.loads(self._arrived.popleft())
 
     def cut(self) -> None:
-        """This end's process is gone."""
+        """Close this end, whose process has exited."""
         self._other._soon(self._other._end)
 
     def _end(self) -> None:
@@ -61,7 +61,7 @@ class RankPipe:
         self._world.at(self._free_s, functools.partial(self._happen, happens))
 
     def _happen(self, happens: Callable[[], object]) -> None:
-        self._world.moment()
+        self._world.maybe_fault()
         happens()
         while self._waiting:
             self._waiting.pop(0).wake()

@@ -1,4 +1,4 @@
-"""Ranks of a simulated engine that follow its first: each is a process with an agent of its own."""
+"""Follower ranks of a simulated engine: each is a process with its own agent."""
 
 from typing import TYPE_CHECKING
 
@@ -8,15 +8,15 @@ from dualpath.engine.surroundings import Surroundings
 from dualpath.laboratory.chaos.simulation.data import SimTransport
 from dualpath.laboratory.chaos.simulation.rank_pipes import RankPipe
 from dualpath.laboratory.chaos.simulation.threads import SimThreads
-from dualpath.laboratory.emulated.follow import follow_with
-from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, Tie
+from dualpath.laboratory.emulated.follow import run_follower
+from dualpath.laboratory.emulated.rank_connections import ConnectedFollower, FollowerConnection
 from dualpath.laboratory.emulated.rank_plane import FollowerPlane
 from dualpath.transport.contract import Transport
 
 if TYPE_CHECKING:
     from dualpath.laboratory.chaos.simulation.engine import SimEngine
 
-#: Until a rank that lives on alone is killed: it has lost the process that had started it.
+#: Delay until a rank whose leader has died, and with it its parent process, is killed.
 _ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
 
 
@@ -36,9 +36,11 @@ class SimFollower:
         self._shared.world.note(self.name, "starts")
         self._threads.start("main", self._main)
 
-    def tie(self) -> Tie:
-        """Return what leads from the engine's first rank to this one."""
-        return Tie(self.rank, self._leaders, self._how_it_ended, self.engine.threads)
+    def tie(self) -> FollowerConnection:
+        """Return the connection from the engine's first rank to this one."""
+        return FollowerConnection(
+            self.rank, self._leaders, self._end_description, self.engine.threads
+        )
 
     def kill(self) -> None:
         """End as after SIGKILL."""
@@ -51,7 +53,7 @@ class SimFollower:
             self._shared.fabric.kill(self.transport.agent)
 
     def leader_died(self) -> None:
-        """The engine's first rank is dead: this one hears it, and is killed a while later."""
+        """The engine's first rank has died: this one is notified, and killed a while later."""
         self._leaders.cut()
         self._shared.world.after(self._shared.world.pick(_ORPHAN_S), self.kill)
 
@@ -68,13 +70,13 @@ class SimFollower:
         end = ConnectedFollower(self.rank, size, self._own, self._threads)
         try:
             self._plane = FollowerPlane(engine.settings, end, surroundings)
-            follow_with(self._plane, end)
+            run_follower(self._plane, end)
         except DualPathError as error:
             self._shared.world.note(self.name, f"ends: {error}")
         self.kill()
 
     def _exit(self) -> None:
-        """End at once: whoever calls this never goes on."""
+        """End the process at once; does not return."""
         self.kill()
         self._threads.sleep(0.0)
 
@@ -82,14 +84,14 @@ class SimFollower:
         shared = self._shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
-            self._look_at_transfers,
+            self._poll_transfers,
         )
         shared.agents[agent] = self.engine
         return self.transport
 
-    def _look_at_transfers(self) -> None:
+    def _poll_transfers(self) -> None:
         if self._plane is not None:
             self._plane.follower.rank.movers.pump.call(lambda: None)
 
-    def _how_it_ended(self) -> str:
+    def _end_description(self) -> str:
         return f"rank {self.rank} (process {self.name}) has ended"

@@ -1,7 +1,8 @@
-"""Sees what engines tell the janitor of a simulated storage, and that it keeps to what it knows.
+"""Checks that the janitor of a simulated storage respects the events it has read.
 
-A block may not go that was used or written in the last ``protect_s``, or that is pinned, where that
-was told before the janitor last looked; nor may one that lies before such a block in its chain.
+It must not evict a block that was used or written in the last ``protect_s``, or that is pinned, if
+that was recorded before the janitor last read the journal or the pins; nor a block that precedes
+such a block in its chain.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,14 +15,14 @@ from dualpath.laboratory.chaos.simulation.threads import SimThreads
 from dualpath.laboratory.chaos.simulation.world import World
 from dualpath.storage.block_header import HEADER_BYTES, decode_header
 from dualpath.storage.directory import key_of
-from dualpath.storage.journal import JOURNAL, Gone, Written, decode_segment
+from dualpath.storage.journal import JOURNAL, Removed, Written, decode_segment
 from dualpath.storage.pins import PINS
 
 _JOURNAL, _PINS = object_path(JOURNAL), object_path(PINS)
 
 
-class StorageWatch:
-    """What was told of blocks, and when; times in seconds of the world."""
+class JanitorChecker:
+    """The recorded events of blocks and their times, in seconds of the simulation."""
 
     def __init__(self, world: World, disk: Disk, protect_s: float) -> None:
         self.evicted = 0
@@ -29,36 +30,36 @@ class StorageWatch:
         self._disk = disk
         self._protect_s = protect_s
         self._parents: dict[BlockKey, BlockKey] = {}
-        #: Of each block the pairs of when a use was told and when it was.
+        #: For each block, pairs of when a use was recorded and when it happened.
         self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
-        #: The last blocks of pinned chains, and since when those are pinned that were known then.
+        #: Last blocks of pinned chains, and since when the then known blocks are pinned.
         self._pinned_ends: list[BlockKey] = []
         self._pinned_s: dict[BlockKey, float] = {}
 
-    def told(self, path: str) -> None:
-        """A segment of the journal has appeared."""
+    def on_journal_segment(self, path: str) -> None:
+        """A segment of the journal has been written."""
         segment = decode_segment(bytes(self._disk.files[path].content))
-        for news in segment.news if segment is not None else ():
+        for news in segment.events if segment is not None else ():
             if isinstance(news, Written) and news.parent:
                 self._parents[news.key] = news.parent
-        for news in segment.news if segment is not None else ():
-            if not isinstance(news, Gone):
+        for news in segment.events if segment is not None else ():
+            if not isinstance(news, Removed):
                 self._used(news.key, (self._world.now_s, news.time_s))
 
     def pin(self, key: BlockKey) -> None:
-        """A chain is pinned."""
+        """A chain has been pinned."""
         self._pinned_ends.append(key)
         for one in self._chain(key):
             self._pinned_s.setdefault(one, self._world.now_s)
 
     @property
     def pinned(self) -> set[BlockKey]:
-        """All blocks of pinned chains, by what was told of them until now."""
+        """All blocks of pinned chains, by the events recorded so far."""
         return {one for end in self._pinned_ends for one in self._chain(end)}
 
     @property
-    def may_stay(self) -> set[BlockKey]:
-        """Blocks that a janitor may take for pinned: it has read what stored ones say as well."""
+    def possibly_pinned(self) -> set[BlockKey]:
+        """Blocks that a janitor may regard as pinned: it also reads headers of stored blocks."""
         parents, stored = dict(self._parents), set()
         for path, file in self._disk.blocks():
             header, key = decode_header(bytes(file.content[:HEADER_BYTES])), key_of(path)
@@ -68,15 +69,16 @@ class StorageWatch:
                     parents.setdefault(key, header.origin.parent)
         return stored & {one for end in self._pinned_ends for one in chain_of(end, parents)}
 
-    def goes(self, key: BlockKey, by: str, news_s: float, pins_s: float) -> None:
-        """A janitor that has looked for news and pins at those times removes a block."""
+    def on_evicted(self, key: BlockKey, by: str, events_s: float, pins_s: float) -> None:
+        """A janitor removes a block; it last read events and pins at these times."""
         self.evicted += 1
         now_s, name = self._world.now_s, f"{by} evicts block {key.hex()[:8]}"
-        used_s = max((use for told, use in self._uses.get(key, ()) if told < news_s), default=0.0)
+        uses = self._uses.get(key, ())
+        used_s = max((use_s for recorded_s, use_s in uses if recorded_s < events_s), default=0.0)
         if now_s - used_s < self._protect_s:
-            self._world.problem(f"{name}, used {now_s - used_s:.3f} s ago, and knows it")
+            self._world.problem(f"{name} although it knows of a use {now_s - used_s:.3f} s ago")
         if self._pinned_s.get(key, now_s) < pins_s:
-            self._world.problem(f"{name}, which is pinned")
+            self._world.problem(f"{name} although it is pinned")
 
     def _used(self, key: BlockKey, use: tuple[float, float]) -> None:
         for one in self._chain(key):
@@ -90,7 +92,7 @@ class StorageWatch:
 
 
 def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list[BlockKey]:
-    """Return a block and all that are known to be before it, tail first."""
+    """Return a block and its known predecessors in the chain, last block first."""
     chain: list[BlockKey] = []
     while key is not None:
         chain.append(key)
@@ -98,12 +100,12 @@ def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list
     return chain
 
 
-class WatchedCalls(SimCalls):
-    """The system calls behind a process's objects, and its janitor's if it is."""
+class CheckedCalls(SimCalls):
+    """System calls of a process for objects, as janitor also for evicting blocks."""
 
     def __init__(
         self,
-        watch: StorageWatch,
+        checker: JanitorChecker,
         disk: Disk,
         threads: SimThreads,
         faults: StorageFaults,
@@ -111,25 +113,25 @@ class WatchedCalls(SimCalls):
         runs: Callable[[int], bool],
     ) -> None:
         super().__init__(disk, threads, faults, known, runs)
-        self._watch = watch
-        self._news_s = self._pins_s = 0.0
+        self._checker = checker
+        self._events_s = self._pins_s = 0.0
 
     def scandir(self, path: str, /) -> Listing:
-        """Note when news and pins were looked for last."""
+        """Record when the journal and the pins were last read."""
         if path == _JOURNAL:
-            self._news_s = self.world.now_s
+            self._events_s = self.world.now_s
         elif path == _PINS:
             self._pins_s = self.world.now_s
         return super().scandir(path)
 
     def rename(self, source: str, target: str, /) -> None:
-        """Note what was told."""
+        """Record events of the journal."""
         super().rename(source, target)
         if target.startswith(_JOURNAL):
-            self._watch.told(target)
+            self._checker.on_journal_segment(target)
 
     def unlink(self, path: str, /) -> None:
-        """Look whether a block may go."""
+        """Check an eviction."""
         super().unlink(path)
         if (key := key_of(path)) is not None:
-            self._watch.goes(key, self.writer, self._news_s, self._pins_s)
+            self._checker.on_evicted(key, self.writer, self._events_s, self._pins_s)

@@ -1,7 +1,7 @@
-"""Threads that run one at a time, each a greenlet that runs until it waits.
+"""Simulated threads: greenlets, of which one runs at a time until it waits.
 
-Which of the threads that could run is the next is left to chance, by small delays of every
-wake-up; and a thread may lose its turn where it takes or gives back a lock.
+Small random delays of every wake-up decide which of the ready threads runs next; and a thread may
+be preempted where it acquires or releases a lock.
 """
 
 import functools
@@ -13,14 +13,14 @@ from greenlet import GreenletExit, getcurrent, greenlet
 from dualpath.engine.threads import Condition, Event, Lock, Thread
 from dualpath.laboratory.chaos.simulation.world import Process, Timer
 
-#: How long a thread that is woken needs until it runs.
+#: Delay until a woken thread runs.
 _WAKE_UPS_S = (0.0, 0.0, 0.0, 0.0, 1e-6, 1e-5, 1e-4, 2e-3)
-#: A thread loses its turn at one of so many locks taken or given back, on average.
+#: A thread is preempted at one in this many acquisitions and releases of locks, on average.
 _PREEMPTED_OF = 50
 
 
 class SimThreads:
-    """The threads of one process, and what they wait with; ``engine.threads.Threads``."""
+    """The threads of one process and their synchronization; ``engine.threads.Threads``."""
 
     def __init__(self, process: Process) -> None:
         self.process = process
@@ -28,23 +28,23 @@ class SimThreads:
         self._chance: Random = self.world.chance
         self.hub = getcurrent()
         self._running: dict[greenlet, SimThread] = {}
-        #: Locks that may still be taken or given back before a thread loses its turn.
-        self.turns_left = 0
-        self.world.at_the_end(self._dispose)
+        #: Acquisitions and releases of locks until the running thread is preempted.
+        self.until_preempted = 0
+        self.world.on_end(self._dispose)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
-        """Start a thread; it runs later."""
+        """Start a thread, which runs later."""
         thread = SimThread(self, name, work)
         self._running[thread.greenlet] = thread
         self.wake(thread)
         return thread
 
     def is_current(self, thread: Thread) -> bool:
-        """Compare with the greenlet that runs."""
+        """Whether the thread is the one that runs."""
         return isinstance(thread, SimThread) and thread.greenlet is getcurrent()
 
     def lock(self) -> Lock:
-        """Return a lock at which a thread may lose its turn."""
+        """Return a lock at which a thread may be preempted."""
         return _SimLock(self)
 
     def condition(self) -> Condition:
@@ -56,42 +56,42 @@ class SimThreads:
         return _SimEvent(self)
 
     def now_ns(self) -> int:
-        """Return the world's time."""
+        """Return the time of the simulation."""
         return int(self.world.now_s * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Wait for nothing but time."""
+        """Sleep."""
         self.wait([], seconds)
 
-    # ------------------------------------------------------------------ for what threads wait with
+    # ------------------------------------------------------------------ for locks and events
 
     def is_hub(self) -> bool:
-        """Whether no thread runs, but the world itself."""
+        """Whether the event queue runs, not a thread."""
         return getcurrent() is self.hub
 
     def wait(self, queue: "list[Waiting]", timeout_s: float | None) -> bool:
-        """Let the running thread wait in a queue; False if its time is over first."""
+        """Make the running thread wait in a queue; False after a time-out."""
         waiting = Waiting(self, self._running[getcurrent()])
         queue.append(waiting)
         if timeout_s is not None:
-            waiting.timer = self.world.after(max(timeout_s, 0.0), waiting.time_over)
+            waiting.timer = self.world.after(max(timeout_s, 0.0), waiting.time_out)
         self._switch()
         if not waiting.woken and waiting in queue:
             queue.remove(waiting)
         return waiting.woken
 
-    def lose_turn(self) -> None:
-        """Let other threads run first."""
-        self.turns_left = int(self._chance.random() * 2 * _PREEMPTED_OF)
+    def preempt(self) -> None:
+        """Let other threads run before this one continues."""
+        self.until_preempted = int(self._chance.random() * 2 * _PREEMPTED_OF)
         if not self.is_hub() and self.process.alive:
             self.wake(self._running[getcurrent()])
             self._switch()
 
     def wake(self, thread: "SimThread") -> None:
-        """Let a thread run again, soon."""
-        self.world.after(self.world.pick(_WAKE_UPS_S), thread.goes_on)
+        """Schedule a thread to run again soon."""
+        self.world.after(self.world.pick(_WAKE_UPS_S), thread.resume)
 
-    def over(self, thread: "SimThread") -> None:
+    def on_ended(self, thread: "SimThread") -> None:
         """A thread has ended."""
         self._running.pop(thread.greenlet, None)
 
@@ -122,11 +122,11 @@ class SimThread:
         self._work = work
         self._over = _SimEvent(threads)
         self.greenlet = greenlet(self._run, threads.hub)
-        #: Lets it run, once its process does.
-        self.goes_on = functools.partial(threads.process.step, self.greenlet.switch)
+        #: Continues it; once its process is resumed, if that is stopped.
+        self.resume = functools.partial(threads.process.step, self.greenlet.switch)
 
     def is_alive(self) -> bool:
-        """Whether its work is not over."""
+        """Whether it has not ended."""
         return not self._over.is_set()
 
     def join(self, timeout: float | None = None) -> None:
@@ -142,12 +142,12 @@ class SimThread:
         except BaseException as error:
             who = f"thread {self.name} of {threads.process.name}"
             threads.world.problem(f"{who} died: {type(error).__name__}: {error}")
-        threads.over(self)
+        threads.on_ended(self)
         self._over.set()
 
 
 class Waiting:
-    """A thread that waits, and for how long at most."""
+    """A waiting thread with its time-out."""
 
     __slots__ = ("_thread", "_threads", "over", "timer", "woken")
 
@@ -159,18 +159,18 @@ class Waiting:
         self.timer: Timer | None = None
 
     def wake(self) -> None:
-        """What was waited for is there."""
+        """Wake the thread."""
         if not self.over:
             self.over = self.woken = True
             if self.timer is not None:
                 self.timer.cancel()
             self._threads.wake(self._thread)
 
-    def time_over(self) -> None:
-        """It did not come in time."""
+    def time_out(self) -> None:
+        """The wait has timed out."""
         if not self.over:
             self.over = True
-            self._thread.goes_on()
+            self._thread.resume()
 
 
 def _wake_first(queue: list[Waiting], count: int) -> None:
@@ -182,7 +182,7 @@ def _wake_first(queue: list[Waiting], count: int) -> None:
 
 
 class _SimLock:
-    """``turns_left`` is counted in place: nothing is called as often as this."""
+    """``until_preempted`` is counted inline, since locks are the most frequent operation."""
 
     def __init__(self, threads: SimThreads) -> None:
         self._threads = threads
@@ -191,9 +191,9 @@ class _SimLock:
 
     def __enter__(self) -> bool:
         threads = self._threads
-        threads.turns_left -= 1
-        if threads.turns_left < 0:
-            threads.lose_turn()
+        threads.until_preempted -= 1
+        if threads.until_preempted < 0:
+            threads.preempt()
         if self._held:
             self._queue_up()
         self._held = True
@@ -205,9 +205,9 @@ class _SimLock:
             _wake_first(self._queue, 1)
         if kind is None:
             threads = self._threads
-            threads.turns_left -= 1
-            if threads.turns_left < 0:
-                threads.lose_turn()
+            threads.until_preempted -= 1
+            if threads.until_preempted < 0:
+                threads.preempt()
 
     def _queue_up(self) -> None:
         threads = self._threads

@@ -1,8 +1,8 @@
-"""Connections of a simulated cluster to its router, as ZMQ's over TCP behave.
+"""Simulated connections to the router that behave as ZMQ's over TCP.
 
-What one end sends arrives in order, after a delay that chance decides.  A connection that is reset
-loses what is under way, both ways; the far end connects again by itself, under another identity,
-and what it could not send meanwhile goes out then, be it to the next router.
+Frames arrive in order, after a random delay.  A reset connection loses the frames in flight in both
+directions; the far end reconnects by itself with another identity and then sends the frames that it
+has queued meanwhile, possibly to the next router.
 """
 
 import asyncio
@@ -21,14 +21,14 @@ ADDRESS = "tcp://127.0.0.1:5700"
 
 _DELAYS_S = (0.0001, 0.0002, 0.0005, 0.002, 0.02)
 _RECONNECT_S = 0.1
-#: A socket that is closed sends what it has to send.
+#: A closed socket sends its queued frames within this time.
 _LINGERS_S = 0.05
-#: Characters of a message in a story.
-_TOLD = 300
+#: Maximum characters of a message in a log line.
+_LOGGED_CHARACTERS = 300
 
 
 class WireFaults:
-    """``duplicated`` is how often a frame comes twice now."""
+    """``duplicated`` is the current share of frames that arrive twice."""
 
     def __init__(self) -> None:
         self.duplicated = 0.0
@@ -37,7 +37,7 @@ class WireFaults:
 class Network:
     """All connections to one address of the router, and the sockets that listen there.
 
-    These are of one process; of two while one has lost its turn, and does not know it yet.
+    They belong to one process, or to two while an old leader has not yet noticed its lost lease.
     """
 
     def __init__(self, world: World, faults: WireFaults) -> None:
@@ -48,24 +48,24 @@ class Network:
         self._numbers = itertools.count(1)
 
     def listen(self, loop: ProcessLoop) -> "RouterSocket":
-        """Return the socket of a new router, which listens once it is open."""
+        """Return the socket of a new router; it listens after ``open``."""
         return RouterSocket(self, loop)
 
     def router_died(self, socket: "RouterSocket") -> None:
-        """Reset all connections to a router; they come back with the next one."""
-        socket.listens_no_more()
+        """Reset all connections to a router; they reconnect to the next one."""
+        socket.stop_listening()
         for connection in self.connections:
             if connection.socket in (socket, None):
                 connection.reset()
 
-    def reached(self) -> "RouterSocket | None":
-        """Return what takes a new connection."""
+    def accepting_socket(self) -> "RouterSocket | None":
+        """Return the socket that accepts a new connection."""
         if len(self.listening) > 1:
             return self.world.chance.choice(self.listening)
         return self.listening[0] if self.listening else None
 
     def identity(self) -> bytes:
-        """Return a new name of a connection."""
+        """Return a new identity of a connection."""
         return b"connection %d" % next(self._numbers)
 
 
@@ -81,7 +81,7 @@ class RouterSocket:
     async def open(
         self, host: str, port: int, secret: ClusterSecret | None, refusals: ControlRefusals
     ) -> str:
-        """Let engines connect from now on."""
+        """Accept connections from now on."""
         self._network.listening.append(self)
         return ADDRESS
 
@@ -90,33 +90,33 @@ class RouterSocket:
         return await self._arrived.get()
 
     def send(self, identity: bytes, frame: bytes) -> None:
-        """Send to a connection that is not reset."""
+        """Send a frame, unless the connection was reset."""
         connection = self.by_identity.get(identity)
         if connection is not None and self._loop.process.alive:
             connection.from_router.put(frame)
 
     async def close(self) -> None:
-        """Take no connection any more; those that are there end when what is under way has come."""
-        self.listens_no_more()
+        """Stop listening; open connections end after their frames in flight have arrived."""
+        self.stop_listening()
         self._network.world.after(_LINGERS_S, functools.partial(self._network.router_died, self))
 
-    def listens_no_more(self) -> None:
-        """Take no connection any more; idempotent."""
+    def stop_listening(self) -> None:
+        """Accept no more connections; idempotent."""
         if self in self._network.listening:
             self._network.listening.remove(self)
 
     def arrive(self, identity: bytes, frame: bytes) -> None:
-        """A frame comes from the far end."""
+        """A frame arrives from the far end."""
         self._loop.process.step(functools.partial(self._arrived.put_nowait, (identity, (frame,))))
 
 
 class Connection(ABC):
-    """The end of a connection that is not the router's; it lives as long as ``process``."""
+    """The far end of a connection to the router; it exists as long as ``process``."""
 
     def __init__(self, network: Network, process: Process) -> None:
         self.process = process
         self.stalled_until_s = 0.0
-        #: Where it leads; none while it is not connected.
+        #: The router's socket; None while it is not connected.
         self.socket: RouterSocket | None = None
         self.from_router = Wire(self, self._arrive)
         self._network = network
@@ -130,11 +130,11 @@ class Connection(ABC):
 
     @property
     def is_open(self) -> bool:
-        """Whether somebody is at this end."""
+        """Whether this end is open and its process alive."""
         return not self._closed and self.process.alive
 
     def reset(self) -> None:
-        """Lose what is under way."""
+        """Reset the connection: frames in flight are lost, and it reconnects later."""
         if self._identity is not None and self.socket is not None:
             self.socket.by_identity.pop(self._identity, None)
         self._identity = self.socket = None
@@ -143,41 +143,41 @@ class Connection(ABC):
         self._world.after(_RECONNECT_S, self._connect)
 
     def close(self) -> None:
-        """Send what is queued, then nothing."""
+        """Send queued frames, then nothing more."""
         self._closed = True
 
     def delay_s(self) -> float:
-        """Return how long the next frame takes."""
+        """Return the delay of the next frame."""
         delay_s = self._world.pick(_DELAYS_S)
         return max(delay_s, self.stalled_until_s - self._world.now_s)
 
-    def times(self) -> int:
-        """Return how often the next frame comes."""
+    def copies(self) -> int:
+        """Return how often the next frame arrives."""
         duplicated = self._network.faults.duplicated
         return 2 if duplicated and self._world.chance.random() < duplicated else 1
 
     def _send(self, frame: bytes) -> None:
-        """Queue a frame, for when there is a router."""
+        """Send a frame, once connected."""
         if self.process.alive:
             self._outbox.append(frame)
             self._flush()
 
     @abstractmethod
-    def _came(self, frame: bytes) -> None:
-        """Take a frame."""
+    def _on_frame(self, frame: bytes) -> None:
+        """Receive a frame."""
 
     @abstractmethod
     def _connected(self) -> None:
-        """There is a router, perhaps another one."""
+        """The connection has been established, perhaps to another router."""
 
     @abstractmethod
-    def _said(self, frame: bytes, *, to_router: bool) -> object:
-        """Return what a frame says, for people."""
+    def _decoded(self, frame: bytes, *, to_router: bool) -> object:
+        """Return a frame's message for the log."""
 
     def _connect(self) -> None:
         if self._identity is not None or not self.is_open:
             return
-        self.socket = self._network.reached()
+        self.socket = self._network.accepting_socket()
         if self.socket is None:
             self._world.after(_RECONNECT_S, self._connect)
             return
@@ -193,22 +193,22 @@ class Connection(ABC):
 
     def _reach_router(self, frame: bytes) -> None:
         if self._identity is not None and self.socket is not None:
-            self._tell("→", frame, to_router=True)
+            self._log("→", frame, to_router=True)
             self.socket.arrive(self._identity, frame)
 
     def _arrive(self, frame: bytes) -> None:
         if self.process.alive:
-            self._tell("←", frame, to_router=False)
-            self._came(frame)
+            self._log("←", frame, to_router=False)
+            self._on_frame(frame)
 
-    def _tell(self, arrow: str, frame: bytes, *, to_router: bool) -> None:
-        if self._world.telling:
-            said = str(self._said(frame, to_router=to_router))[:_TOLD]
-            self._world.detail(self.process.name, lambda: f"{arrow} router {said}")
+    def _log(self, arrow: str, frame: bytes, *, to_router: bool) -> None:
+        if self._world.verbose:
+            message = str(self._decoded(frame, to_router=to_router))[:_LOGGED_CHARACTERS]
+            self._world.detail(self.process.name, lambda: f"{arrow} router {message}")
 
 
 class Wire:
-    """One direction of a connection: frames in order, none of those under way when it is cut."""
+    """One direction of a connection: frames arrive in order; a cut loses those in flight."""
 
     def __init__(self, connection: Connection, arrived: Callable[[bytes], None]) -> None:
         self._connection = connection
@@ -224,12 +224,12 @@ class Wire:
 
         def arrive() -> None:
             if cuts == self._cuts:
-                world.moment()
+                world.maybe_fault()
                 self._arrived(frame)
 
-        for _ in range(self._connection.times()):
+        for _ in range(self._connection.copies()):
             world.at(self._free_s, arrive)
 
     def cut(self) -> None:
-        """Lose what is under way."""
+        """Lose the frames in flight."""
         self._cuts += 1

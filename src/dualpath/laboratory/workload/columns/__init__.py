@@ -1,1 +1,1 @@
-"""Agents as columns for the simulator: every round with its prompt, hit and answer in tokens."""
+"""Agents as arrays for the simulator: prompt, hit and generated tokens of every round."""

@@ -1,4 +1,4 @@
-"""Agents as columns: what each of them asks for, round by round, before a run begins."""
+"""The simulator's input: all rounds of all agents as arrays, known before a run starts."""
 
 from typing import NamedTuple
 
@@ -11,13 +11,13 @@ IntArray = NDArray[np.int64]
 
 
 class AgentTable(NamedTuple):
-    """N agents with R rounds in all, round-major per agent.
+    """N agents with R rounds in total; the rounds of an agent are consecutive.
 
-    ``first_round`` (N + 1) delimits each agent's rounds.  ``start_s`` (N) is when an agent
-    arrives; an agent with ``start_after_round`` (N) ≥ 0 starts ``start_s`` after that round (an
-    index into all rounds, of another agent) is over: a sub-agent.  Per round (R): prompt length,
-    leading tokens of it that are stored when it is submitted, tokens to generate (≥ 1) and the
-    tool delay before it.
+    ``first_round`` (N + 1) delimits each agent's rounds.  ``start_s`` (N) is the arrival time of an
+    agent.  An agent with ``start_after_round`` (N) ≥ 0 is a sub-agent: it starts ``start_s`` after
+    the end of that round (an index into all rounds) of another agent.  Arrays of size R: tokens of
+    the prompt, leading prompt tokens that are stored when the round is submitted, tokens to
+    generate (≥ 1), and the tool delay before the round.
     """
 
     first_round: IntArray
@@ -30,16 +30,16 @@ class AgentTable(NamedTuple):
 
     @property
     def agents(self) -> int:
-        """Number of agents, sub-agents included."""
+        """The number of agents, including sub-agents."""
         return self.start_s.size
 
     @property
     def rounds(self) -> int:
-        """Number of rounds of all agents."""
+        """The number of rounds of all agents."""
         return self.prompt_tokens.size
 
     def check(self) -> None:
-        """Raise ``TraceError`` naming the first agent and round that cannot be."""
+        """Raise ``TraceError`` for the first invalid agent or round."""
         if self.agents == 0 or self.rounds == 0:
             raise TraceError(
                 f"the workload has {self.agents} agents with {self.rounds} rounds; "

@@ -1,7 +1,7 @@
-"""Conversations as columns, before hits are rounded to blocks: multiplied and cut here.
+"""Conversations as arrays, before hits are rounded to blocks; agents are added and cut here.
 
-The conversations of a session lie together: its own first, then those of its sub-agents, every
-parent before its own.
+The conversations of a session are consecutive: its own first, then those of its sub-agents, with
+every parent before its children.
 """
 
 from typing import NamedTuple
@@ -19,14 +19,14 @@ from dualpath.laboratory.workload.conversation.prefixes import hit_tokens
 
 
 class ConversationColumns(NamedTuple):
-    """C conversations of S sessions with R rounds in all.
+    """C conversations of S sessions with R rounds in total.
 
     ``first_round`` (C + 1) delimits the rounds of each conversation and ``first_conversation``
     (S + 1) the conversations of each session.  ``parent_round`` (C) is the round after which a
-    sub-agent starts, -1 for a session's own conversation.  Per round (R): prompt and generated
+    sub-agent starts, -1 for a session's own conversation.  Arrays of size R: prompt and generated
     tokens, recorded tool delay, and the longest prefix of the prompt, in tokens, whose KV exists
     when the round is sent: ``own_reuse_tokens`` from the session's own earlier rounds,
-    ``reuse_tokens`` from all sessions that share.
+    ``reuse_tokens`` from all sessions that share KV.
     """
 
     first_conversation: IntArray
@@ -40,7 +40,7 @@ class ConversationColumns(NamedTuple):
 
     @property
     def sessions(self) -> int:
-        """Number of sessions."""
+        """The number of sessions."""
         return self.first_conversation.size - 1
 
     def first_round_of_session(self) -> IntArray:
@@ -64,10 +64,10 @@ def offsets(counts: IntArray) -> IntArray:
 def multiplied(
     columns: ConversationColumns, agents: int | None, seed: int, synthetic_append_tokens: int
 ) -> ConversationColumns:
-    """Return the first ``agents`` sessions, or more made as §A.3 does; all of them if None.
+    """Return the first ``agents`` sessions (None: all), with additional agents as in §A.3.
 
-    An additional agent is a sampled session behind one synthetic round of random tokens that
-    generates one token.  The sample is the one that ``dualpath replay`` draws.
+    An additional agent is a sampled session after one synthetic round of random tokens that
+    generates one token.  The sample is the same as in ``dualpath replay``.
     """
     if agents is None or agents == columns.sessions:
         return columns
@@ -84,7 +84,7 @@ def _gathered(
     additional: NDArray[np.bool_],
     synthetic_append_tokens: int,
 ) -> ConversationColumns:
-    """Return the ``chosen`` sessions, the ``additional`` ones behind a synthetic round."""
+    """Return the ``chosen`` sessions, the ``additional`` ones after a synthetic round."""
     begin = columns.first_round_of_session()
     extra = additional.astype(np.int64)
     counts = np.diff(begin)[chosen] + extra
@@ -105,7 +105,7 @@ def _gathered(
 
     prefix = synthetic_append_tokens + SYNTHETIC_GENERATED_TOKENS
     own_reuse = columns.own_reuse_tokens[source] + prefix * behind
-    # Right after the synthetic round the token it generated has no KV yet.
+    # In the round after the synthetic one, the token that it generated has no KV yet.
     own_reuse[synthetic + 1] = synthetic_append_tokens
     own_reuse[synthetic] = 0
     prompt = columns.prompt_tokens[source] + prefix * behind
@@ -130,11 +130,10 @@ def _gathered(
 
 
 def truncated(columns: ConversationColumns, max_context_tokens: int | None) -> ConversationColumns:
-    """Cut every conversation at ``max_context_tokens``, as ``Conversation.next_turn`` does.
+    """Cut every conversation at ``max_context_tokens``, like ``Conversation.next_turn``.
 
-    The round that crosses the limit generates up to it, or is left out where not even one token
-    fits; later rounds and sub-agents of rounds left out do not happen.  Sessions without a round
-    disappear.
+    The round that crosses the limit generates up to the limit, or is removed if not even one token
+    fits.  Later rounds and sub-agents of removed rounds are removed, and sessions without rounds.
     """
     if max_context_tokens is None:
         return columns
@@ -149,15 +148,15 @@ def truncated(columns: ConversationColumns, max_context_tokens: int | None) -> C
     ends[cut_conversations] = cut + (room[cut] >= 1)
     generated = columns.generated_tokens.copy()
     generated[cut] = room[cut]
-    return _kept(columns._replace(generated_tokens=generated), ends)
+    return _cut_at(columns._replace(generated_tokens=generated), ends)
 
 
-def _kept(columns: ConversationColumns, ends: IntArray) -> ConversationColumns:
+def _cut_at(columns: ConversationColumns, ends: IntArray) -> ConversationColumns:
     """Return the rounds before ``ends``, without conversations that never start."""
     starts = columns.first_round[:-1]
     counts = ends - starts
     for conversation in np.flatnonzero(columns.parent_round >= 0):
-        # Parents come first, so a parent that never starts is known by now.
+        # Parents come first, so a parent without rounds has already been handled.
         parent_round = columns.parent_round[conversation]
         parent = np.searchsorted(columns.first_round, parent_round, side="right") - 1
         if parent_round >= starts[parent] + counts[parent]:
@@ -183,8 +182,8 @@ def _kept(columns: ConversationColumns, ends: IntArray) -> ConversationColumns:
     )
 
 
-def refuse_beyond(columns: ConversationColumns, context_limit_tokens: int | None) -> None:
-    """Raise ``TraceError`` naming the first round longer than the model's context."""
+def check_context_limit(columns: ConversationColumns, context_limit_tokens: int | None) -> None:
+    """Raise ``TraceError`` for the first round longer than the model's context."""
     if context_limit_tokens is None:
         return
     needed = columns.prompt_tokens + columns.generated_tokens
@@ -195,7 +194,7 @@ def refuse_beyond(columns: ConversationColumns, context_limit_tokens: int | None
         raise TraceError(
             f"round {row - columns.first_round[conversation]} of agent {conversation} needs "
             f"{needed[row]} tokens, above the context limit of {context_limit_tokens}; "
-            f"{beyond.size} rounds are: "
+            f"{beyond.size} rounds exceed it: "
             "truncate the trajectories ({max_context_tokens}) or choose a model with more context"
         )
 
@@ -203,7 +202,7 @@ def refuse_beyond(columns: ConversationColumns, context_limit_tokens: int | None
 def agent_table(
     columns: ConversationColumns, block_tokens: int, tool_delay_scale: float
 ) -> AgentTable:
-    """Return the conversations as agents, all starting at 0; a hit is made of full blocks."""
+    """Return the conversations as agents that start at 0, with hits rounded to full blocks."""
     hit = hit_tokens(columns.reuse_tokens, columns.prompt_tokens, block_tokens)
     return AgentTable(
         first_round=columns.first_round,

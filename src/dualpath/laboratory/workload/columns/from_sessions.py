@@ -1,10 +1,10 @@
-"""Traces and generated trajectories as the simulator's ``AgentTable`` (§7.2, §A.3, §A.4).
+"""Converts traces and generated trajectories to the simulator's ``AgentTable`` (§7.2, §A.3, §A.4).
 
     agents = agents_from_sessions(read_trace("trace.jsonl"), WorkloadSettings(agents=2048))
 
-Prompts, cuts, scales and additional agents are those of ``dualpath replay`` with the same
-settings.  Hits are what a perfect store would give, from what every prompt really shares with
-earlier rounds: full blocks, never the whole prompt, and never the last generated token.
+Prompts, cuts, scales and additional agents are the same as in ``dualpath replay`` with the same
+settings.  Hits are those of an unlimited store, computed from what every prompt shares with earlier
+rounds: full blocks, never the whole prompt, and never the last generated token.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -16,8 +16,8 @@ from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.laboratory.workload.columns.conversations import (
     ConversationColumns,
     agent_table,
+    check_context_limit,
     multiplied,
-    refuse_beyond,
     truncated,
 )
 from dualpath.laboratory.workload.columns.rounds import RoundColumns, pure_appends, rounds_of
@@ -40,27 +40,32 @@ _Encode = Callable[[str], Sequence[int]]
 
 
 class WorkloadSettings(AgentSettings, frozen=True, kw_only=True):
-    """How sessions become agents of the simulator.
+    """How sessions are converted to agents of the simulator.
 
-    ``max_context_tokens`` truncates trajectories, while ``context_limit_tokens``, the model's,
-    refuses rounds beyond it; None for no limit.  With ``share_across_sessions`` sessions hit what
-    others stored: in rounds of lower number (``parallel``), or in all rounds of the sessions before
-    them (``sequential``).  Additional agents share with nobody, their first tokens being random.
+    ``max_context_tokens`` truncates trajectories, while rounds beyond ``context_limit_tokens``, the
+    model's limit, are refused; None for no limit.  With ``share_across_sessions`` sessions hit
+    blocks that others stored: in rounds of lower number (``parallel``), or in all rounds of earlier
+    sessions (``sequential``).  Additional agents share with no other, because they begin with
+    random tokens.
     """
 
     synthetic_append_tokens: Annotated[
-        int, Setting("of the first round of additional agents", ge=1, le=1 << 20, flag=False)
+        int,
+        Setting("tokens of the first round of additional agents", ge=1, le=1 << 20, flag=False),
     ] = SYNTHETIC_APPEND_TOKENS
     context_limit_tokens: Annotated[
-        int | None, Setting("the model's", ge=1, le=1 << 30, flag=False)
+        int | None, Setting("the model's context limit", ge=1, le=1 << 30, flag=False)
     ] = None
     tool_delay_scale: Annotated[
         float,
-        Setting("multiplies recorded delays, 0 leaves them out", ge=0, le=1e6, flag=False),
+        Setting("factor of recorded tool delays; 0: no delays", ge=0, le=1e6, flag=False),
     ] = 0.0
-    block_tokens: Annotated[int, Setting("in which hits come", ge=1, le=1 << 16, flag=False)] = 64
+    block_tokens: Annotated[
+        int, Setting("tokens of a block, the unit of hits", ge=1, le=1 << 16, flag=False)
+    ] = 64
     share_across_sessions: Annotated[
-        Sharing, Setting("sessions hit each other's blocks: side by side, or one after the other")
+        Sharing,
+        Setting("sessions hit each other's blocks: parallel or sequential sessions, or none"),
     ] = "none"
 
 
@@ -72,14 +77,14 @@ def agents_from_sessions(
 ) -> AgentTable:
     """Return the agents of a trace of any format; sub-agents follow their session's agent.
 
-    ``encode`` turns text into token ids as for a replay; without it a token is four bytes of
-    text (``approximate_encode``).  Sessions of which truncation leaves nothing are left out.
-    Raises ``ConfigError`` for settings that do not fit, ``TraceError`` for rounds beyond
-    ``context_limit_tokens`` and where no round is left.
+    ``encode`` converts text to token ids as in a replay; without it a token is four bytes of text
+    (``approximate_encode``).  Sessions without rounds after truncation are left out.  Raises
+    ``ConfigError`` for invalid settings, ``TraceError`` for rounds beyond ``context_limit_tokens``
+    and if no round is left.
     """
     settings = settings or WorkloadSettings()
     if not sessions:
-        raise ConfigError("there is no session to make agents of; give a trace that has some")
+        raise ConfigError("there are no sessions; give a trace that has some")
     chosen = sessions[: settings.agents]
     return _finished(_columns(chosen, settings, encode or approximate_encode), settings)
 
@@ -87,9 +92,9 @@ def agents_from_sessions(
 def agents_from_rounds(
     columns: RoundColumns, settings: WorkloadSettings | None = None
 ) -> AgentTable:
-    """Return the agents of trajectories of pure appends, as ``generate`` makes them.
+    """Return the agents of pure-append trajectories, as returned by ``generate``.
 
-    Raises what ``agents_from_sessions`` does.
+    Raises what ``agents_from_sessions`` raises.
     """
     settings = settings or WorkloadSettings()
     conversations = pure_appends(columns, settings)
@@ -99,15 +104,15 @@ def agents_from_rounds(
 
 
 def _finished(columns: ConversationColumns, settings: WorkloadSettings) -> AgentTable:
-    """Multiply, cut, refuse and round to blocks."""
+    """Add agents, truncate, check the context limit and round hits to blocks."""
     added_tokens = settings.synthetic_append_tokens
     columns = multiplied(columns, settings.agents, settings.seed, added_tokens)
     columns = truncated(columns, settings.max_context_tokens)
     if not columns.sessions:
         raise TraceError(
-            f"no round fits max_context_tokens {settings.max_context_tokens}; raise it"
+            f"no round fits into max_context_tokens {settings.max_context_tokens}; raise it"
         )
-    refuse_beyond(columns, settings.context_limit_tokens)
+    check_context_limit(columns, settings.context_limit_tokens)
     table = agent_table(columns, settings.block_tokens, settings.tool_delay_scale)
     table.check()
     return table
@@ -116,8 +121,8 @@ def _finished(columns: ConversationColumns, settings: WorkloadSettings) -> Agent
 def _columns(
     sessions: Sequence[Session], settings: WorkloadSettings, encode: _Encode
 ) -> ConversationColumns:
-    """Return all conversations with what their prompts could reuse."""
-    pure = [s for s in sessions if isinstance(s, TokenSession) and not s.kept_tokens]
+    """Return all conversations with the tokens that their prompts can reuse."""
+    pure = [s for s in sessions if isinstance(s, TokenSession) and not s.retained_tokens]
     if len(pure) == len(sessions):
         return pure_appends(rounds_of(pure), settings)
     contents = Contents(Vocabulary(seed=settings.seed, encode=encode))
@@ -132,9 +137,9 @@ def _columns(
 
 
 def _sharers(sessions: Sequence[Session]) -> Iterator[list[Session]]:
-    """Yield the sessions that may hit each other's blocks: texts, and block ids of one scope.
+    """Yield groups of sessions that may hit each other's blocks: texts, and shared block ids.
 
-    Token counts name nothing beyond their session, nor do most block ids.
+    Token counts, and block ids that are not shared, identify no content beyond their session.
     """
     yield [session for session in sessions if isinstance(session, TextSession)]
     yield [s for s in sessions if isinstance(s, BlockSession) and s.shared_ids]
@@ -143,7 +148,7 @@ def _sharers(sessions: Sequence[Session]) -> Iterator[list[Session]]:
 def _alone(
     session: Session, settings: WorkloadSettings, contents: Contents
 ) -> list[WalkedConversation]:
-    """Return the conversations of one session that shares with nobody."""
+    """Return the conversations of a session that shares no blocks with others."""
     match session:
         case TokenSession():
             return [planned(session, settings)]
@@ -151,5 +156,5 @@ def _alone(
             return walk([session.start(settings, contents)])[0]
     raise ConfigError(
         f"session {session.session_id} is a {type(session).__name__}, which has no recorded "
-        "rounds; give the sessions of a trace and the number of agents in the settings"
+        "rounds; pass the sessions of a trace, and the number of agents in the settings"
     )

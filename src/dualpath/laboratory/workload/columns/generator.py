@@ -1,10 +1,10 @@
-"""Trajectories whose means are those of Table 2 (§7.2).
+"""Generates trajectories with the means of Table 2 (§7.2).
 
-Turns × (Append + Gen) of Table 2 exceeds Total by 1.58 to 1.70, which no mean over all turns
-can do.  Read here is every column as a mean over trajectories, Append, Gen and Context being the
-trajectory's own mean over its turns.  Long trajectories then have short turns: with turns n and
-total T independent, E[n]·E[T/n] = Turns × (Append + Gen) fixes how far n spreads.  The form of
-that spread, the *tail*, is not in the table and has to be chosen and reported.
+In Table 2, Turns × (Append + Gen) exceeds Total by a factor of 1.58 to 1.70, which is impossible
+for means over all turns.  So every column is read as a mean over trajectories, where Append, Gen
+and Context are a trajectory's own mean over its turns.  Long trajectories then have short turns:
+with turns n and total T independent, E[n]·E[T/n] = Turns × (Append + Gen) determines the spread of
+n.  The distribution of n, the *tail*, is not in the table; it must be chosen and reported.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ Tail = Literal["gamma", "lognormal", "uniform"]
 
 
 class Dataset(msgspec.Struct, frozen=True):
-    """One row of Table 2: means over trajectories, all but ``turns`` in tokens."""
+    """One row of Table 2: means over trajectories, in tokens except ``turns``."""
 
     name: str
     max_tokens: int
@@ -38,7 +38,7 @@ class Dataset(msgspec.Struct, frozen=True):
     context_tokens: float
 
 
-#: Table 2, by its MaxLen.
+#: The rows of Table 2, by MaxLen.
 DATASETS = {
     "32K": Dataset("32K", 32 << 10, 60, 608, 148, 28639, 17183),
     "48K": Dataset("48K", 48 << 10, 106, 474, 172, 42607, 25120),
@@ -47,29 +47,38 @@ DATASETS = {
 
 
 class GeneratorSettings(Settings, frozen=True, kw_only=True):
-    """What Table 2 leaves open.
+    """Parameters that Table 2 does not determine.
 
     ``tail`` is the distribution of turns.  Each ``*_sigma`` is the standard deviation of the
     logarithm: of a trajectory's total before it is cut at MaxLen, of its first prompt, and of
-    appended and generated tokens from turn to turn.  ``first_prompt_share`` of the mean total,
-    None: what Context implies, about 17 to 20 %.  The sigmas from turn to turn are those of real
-    traces: within a session the logarithms of append and generation have standard deviations of
-    1.41 and 1.17 in mini_swe_gemini3, 1.87 and 0.88 in kv_cache_tester.
+    appended and generated tokens between turns.  ``first_prompt_share`` is the share of the first
+    prompt in the mean total; None derives it from Context, about 17 to 20 %.  The sigmas between
+    turns are those of real traces: within a session the logarithms of appended and generated
+    tokens have standard deviations of 1.41 and 1.17 in mini_swe_gemini3, 1.87 and 0.88 in
+    kv_cache_tester.
     """
 
-    trajectories: Annotated[int, Setting("how many", ge=10, le=1_000_000)] = 500
+    trajectories: Annotated[int, Setting("number of trajectories", ge=10, le=1_000_000)] = 500
     tail: Annotated[Tail, Setting("distribution of turns")] = "gamma"
-    total_sigma: Annotated[float, Setting("of a total before the cut", ge=0, le=3)] = 0.4
-    first_prompt_share: Annotated[float | None, Setting("of the mean total", ge=0.001, le=0.5)] = (
-        None
-    )
-    first_prompt_sigma: Annotated[float, Setting("of first prompts", ge=0, le=3)] = 0.25
-    append_sigma: Annotated[float, Setting("from turn to turn", ge=0, le=3)] = 1.4
-    generated_sigma: Annotated[float, Setting("from turn to turn", ge=0, le=3)] = 1.1
+    total_sigma: Annotated[
+        float, Setting("log standard deviation of total tokens before the cut", ge=0, le=3)
+    ] = 0.4
+    first_prompt_share: Annotated[
+        float | None, Setting("share of the first prompt in the mean total", ge=0.001, le=0.5)
+    ] = None
+    first_prompt_sigma: Annotated[
+        float, Setting("log standard deviation of first prompts", ge=0, le=3)
+    ] = 0.25
+    append_sigma: Annotated[
+        float, Setting("log standard deviation of appended tokens between turns", ge=0, le=3)
+    ] = 1.4
+    generated_sigma: Annotated[
+        float, Setting("log standard deviation of generated tokens between turns", ge=0, le=3)
+    ] = 1.1
 
 
 class _Budgets(msgspec.Struct):
-    """Per trajectory: turns, tokens in all, generated tokens, tokens of the first prompt."""
+    """Of each trajectory: turns, total tokens, generated tokens, tokens of the first prompt."""
 
     turns: IntArray
     total: FloatArray
@@ -82,11 +91,11 @@ def generate(
 ) -> RoundColumns:
     """Return ``settings.trajectories`` trajectories with the means of ``dataset``.
 
-    No trajectory exceeds ``dataset.max_tokens``.  Equal arguments give equal columns.
-    Raises ``ConfigError`` for settings out of range or a table that no such set has.
+    No trajectory exceeds ``dataset.max_tokens``.  Equal arguments return equal arrays.
+    Raises ``ConfigError`` for settings out of range, or means that no trajectories can have.
     """
     settings = settings or GeneratorSettings()
-    WorkloadSettings(seed=seed)  # refuses a seed that cannot be
+    WorkloadSettings(seed=seed)  # Refuses an invalid seed.
     rng = np.random.default_rng([seed, 3])
     count = settings.trajectories
     total = _totals(dataset, settings, _strata(rng, count))
@@ -117,10 +126,10 @@ def generate_agents(
     generator: GeneratorSettings | None = None,
     workload: WorkloadSettings | None = None,
 ) -> AgentTable:
-    """Return ``agents`` agents of ``dataset``; more than generated are made as in §A.3.
+    """Return ``agents`` agents of ``dataset``; agents beyond the generated ones are as in §A.3.
 
-    ``workload`` scales and cuts; its ``agents`` and ``seed`` are replaced, and trajectories are
-    truncated at the dataset's MaxLen unless it says otherwise.
+    ``workload`` sets scales and cuts.  Its ``agents`` and ``seed`` are replaced, and its
+    ``max_context_tokens`` defaults to the dataset's MaxLen.
     """
     workload = workload or WorkloadSettings()
     limit = workload.max_context_tokens
@@ -134,7 +143,7 @@ def generate_agents(
 
 
 def _totals(dataset: Dataset, settings: GeneratorSettings, quantiles: FloatArray) -> FloatArray:
-    """Return lognormal totals, cut at MaxLen, whose mean is Total."""
+    """Return lognormal totals, cut at MaxLen, with mean Total."""
     shape = np.exp(settings.total_sigma * _normal(quantiles))
 
     def mean(median: float) -> float:
@@ -145,11 +154,11 @@ def _totals(dataset: Dataset, settings: GeneratorSettings, quantiles: FloatArray
 
 
 def _turns(dataset: Dataset, tail: Tail, quantiles: FloatArray, total: FloatArray) -> IntArray:
-    """Return turns with mean Turns whose mean of total / turns is Append + Gen."""
+    """Return turns with mean Turns such that the mean of total / turns is Append + Gen."""
 
     def turns(spread: float) -> IntArray:
         shape = _SHAPES[tail](spread, quantiles)
-        # A turn appends and generates at least one token; rounding moves the mean by < 0.1 %.
+        # A turn appends and generates at least one token; rounding changes the mean by < 0.1 %.
         drawn = np.rint(shape * (dataset.turns / shape.mean()))
         whole: IntArray = np.clip(drawn, 2, total // 4).astype(np.int64)
         return whole
@@ -160,9 +169,10 @@ def _turns(dataset: Dataset, tail: Tail, quantiles: FloatArray, total: FloatArra
 
 
 def _settled(turns: IntArray, total: FloatArray, wanted: float) -> IntArray:
-    """Move single trajectories by a turn until the mean of total / turns is ``wanted``.
+    """Change single trajectories by one turn until the mean of total / turns is ``wanted``.
 
-    Whole turns make that mean jump, by some percent where the shortest trajectory has few.
+    With whole turns the mean is a step function, with steps of a few percent if the shortest
+    trajectory has few turns.
     """
     turns = turns.copy()
     for _ in range(20):
@@ -178,7 +188,7 @@ def _settled(turns: IntArray, total: FloatArray, wanted: float) -> IntArray:
 
 
 def _gamma(spread: float, quantiles: FloatArray) -> FloatArray:
-    """Return quantiles of a gamma distribution; ``spread`` = 1 / shape, E[n]·E[1/n] grows."""
+    """Return quantiles of a gamma distribution; E[n]·E[1/n] grows with ``spread`` = 1 / shape."""
     shape = 1 / spread
     logs = np.linspace(np.log(shape) - 40 * np.sqrt(spread) - 8, np.log(shape) + 4, 20001)
     density = np.exp(shape * logs - np.exp(logs) - (shape * np.log(shape) - shape))
@@ -192,7 +202,7 @@ def _lognormal_shape(spread: float, quantiles: FloatArray) -> FloatArray:
 
 
 def _uniform(spread: float, quantiles: FloatArray) -> FloatArray:
-    """Return quantiles of a uniform distribution of mean 1, from 1 - ``spread`` on."""
+    """Return quantiles of a uniform distribution from 1 - ``spread`` to 1 + ``spread``."""
     return 1 + spread * (2 * quantiles - 1)
 
 
@@ -206,7 +216,7 @@ _SHAPES: dict[Tail, Callable[[float, FloatArray], FloatArray]] = {
 def _rounds(
     budgets: _Budgets, first_round: IntArray, append_noise: FloatArray, generated_noise: FloatArray
 ) -> RoundColumns:
-    """Divide every trajectory's tokens over its rounds, at least one appended and generated."""
+    """Distribute every trajectory's tokens over its rounds, at least one appended and generated."""
     first = first_round[:-1]
     append_weight = append_noise.copy()
     append_weight[first] = 0
@@ -225,7 +235,7 @@ def _divided(weights: FloatArray, budgets: FloatArray, first_round: IntArray) ->
     sums = before[first_round[1:]] - before[first_round[:-1]]
     rate = np.repeat(np.floor(budgets) / sums, counts)
     start = np.repeat(before[first_round[:-1]], counts)
-    # Rounding running totals loses no token; the small term keeps the last one at its budget.
+    # Rounding running totals loses no token; the small term makes the last total reach its budget.
     upper = np.floor((before[1:] - start) * rate + 1e-6)
     lower = np.floor((before[:-1] - start) * rate + 1e-6)
     tokens: IntArray = (upper - lower).astype(np.int64)
@@ -242,10 +252,10 @@ def _mean_context(columns: RoundColumns) -> float:
 
 
 def _bisected(measure: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Return where the increasing ``measure`` is ``wanted``, within 1e-6 of the range."""
+    """Return x where the increasing ``measure(x)`` is ``wanted``, within 1e-6 of the range."""
     if not measure(low) <= wanted <= measure(high):
         raise ConfigError(
-            f"no trajectories have a mean of {wanted:g}: these settings reach "
+            f"no trajectories can have a mean of {wanted:g}: with these settings it can be "
             f"{measure(low):g} to {measure(high):g}; correct the dataset, its tail or its sigmas"
         )
     span = high - low

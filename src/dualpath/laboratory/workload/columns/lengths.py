@@ -1,4 +1,4 @@
-"""Sessions of any format as trajectories of token counts (§A.3)."""
+"""Converts sessions of any format to trajectories of token counts (§A.3)."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -13,16 +13,16 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 def as_lengths(
     sessions: Sequence[Session], encode: Callable[[str], Sequence[int]] = approximate_encode
 ) -> Iterator[TokenSession]:
-    """Yield token counts of sessions: how much every prompt keeps of what was sent, and appends.
+    """Yield sessions as token counts: how much of earlier tokens every prompt retains and appends.
 
-    What is kept comes from block ids or from the tokens of texts, which ``encode`` makes.
-    Sub-agents become sessions of their own; what they share with their parent is then appended.
+    Retained tokens are found from block ids or from the tokens of texts by ``encode``.  Sub-agents
+    become separate sessions, so tokens that they share with their parent count as appended.
     """
     for session in sessions:
         if isinstance(session, TokenSession):
             yield session
             continue
-        # One at a time: contents of a session are not kept for the next.
+        # One session at a time, to free the contents of each before the next.
         started = session.start(AgentSettings(), Contents(Vocabulary(encode=encode)))
         for number, walked in enumerate(walk([started])[0]):
             name = session.session_id if number == 0 else f"{session.session_id}/{number}"
@@ -31,17 +31,17 @@ def as_lengths(
 
 def _lengths(name: str, walked: WalkedConversation) -> TokenSession:
     rounds: list[Round] = []
-    kept_tokens: list[int | None] = []
+    retained_tokens: list[int | None] = []
     total = 0
     for index, (prompt, generated) in enumerate(
         zip(walked.prompt_tokens, walked.generated_tokens, strict=True)
     ):
         reuse = walked.own_reuse_tokens[index]
-        # The last token of an answer has no KV, and is kept all the same.
-        goes_on = 0 < total == reuse + 1 <= prompt
-        kept = total if goes_on else min(reuse, total, prompt - 1)
-        kept_tokens.append(None if kept == total else kept)
-        rounds.append(Round(prompt - kept, generated, walked.delay_s[index]))
+        # The last token of an answer is retained although it has no KV.
+        continues = 0 < total == reuse + 1 <= prompt
+        retained = total if continues else min(reuse, total, prompt - 1)
+        retained_tokens.append(None if retained == total else retained)
+        rounds.append(Round(prompt - retained, generated, walked.delay_s[index]))
         total = prompt + generated
-    edited = any(kept is not None for kept in kept_tokens)
-    return TokenSession(Trajectory(name, tuple(rounds)), tuple(kept_tokens) if edited else ())
+    edited = any(retained is not None for retained in retained_tokens)
+    return TokenSession(Trajectory(name, tuple(rounds)), tuple(retained_tokens) if edited else ())

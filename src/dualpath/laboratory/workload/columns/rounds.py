@@ -1,4 +1,4 @@
-"""Trajectories of token counts as columns, millions of rounds at a time."""
+"""Trajectories of token counts as arrays, for millions of rounds."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -13,9 +13,10 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 
 class RoundColumns(NamedTuple):
-    """Trajectories of pure appends (§A.3): N + 1 delimiters and R rounds of [append, generated].
+    """N pure-append trajectories (§A.3) with R rounds of [append, generated] in total.
 
-    ``append_tokens`` ≥ 0, at least 1 in first rounds; ``generated_tokens`` ≥ 1.
+    ``first_round`` (N + 1) delimits each trajectory's rounds.  ``append_tokens`` ≥ 0, at least 1 in
+    first rounds; ``generated_tokens`` ≥ 1.
     """
 
     first_round: IntArray
@@ -25,7 +26,7 @@ class RoundColumns(NamedTuple):
 
 
 def rounds_of(sessions: Sequence[TokenSession]) -> RoundColumns:
-    """Return pure-append sessions as columns."""
+    """Return pure-append sessions as arrays."""
     rounds = [session.trajectory.rounds for session in sessions]
     flat = [one for part in rounds for one in part]
     return RoundColumns(
@@ -37,9 +38,9 @@ def rounds_of(sessions: Sequence[TokenSession]) -> RoundColumns:
 
 
 def pure_appends(columns: RoundColumns, settings: AgentSettings) -> ConversationColumns:
-    """Return what ``TokenSession.planned`` plans, for pure appends only and all of them at once.
+    """Return the rounds of ``TokenSession.planned`` for all pure-append trajectories at once.
 
-    All context except its last token has KV.
+    All of the context except its last token has KV.
     """
     if settings.max_turns is not None:
         columns = _first_rounds(columns, settings.max_turns)
@@ -63,7 +64,7 @@ def pure_appends(columns: RoundColumns, settings: AgentSettings) -> Conversation
 
 
 def _scaled(tokens: IntArray, factor: float) -> IntArray:
-    """Return ``session.scaled`` of every number."""
+    """Apply ``session.scaled`` to every number."""
     if factor == 1.0:
         return tokens
     grown = np.maximum(np.rint(tokens * factor), 1).astype(np.int64)
@@ -73,10 +74,10 @@ def _scaled(tokens: IntArray, factor: float) -> IntArray:
 def _first_rounds(columns: RoundColumns, max_turns: int) -> RoundColumns:
     counts = np.diff(columns.first_round)
     place = np.arange(columns.append_tokens.size) - np.repeat(columns.first_round[:-1], counts)
-    kept = place < max_turns
+    first_rounds = place < max_turns
     return RoundColumns(
         offsets(np.minimum(counts, max_turns)),
-        columns.append_tokens[kept],
-        columns.generated_tokens[kept],
-        columns.delay_s[kept],
+        columns.append_tokens[first_rounds],
+        columns.generated_tokens[first_rounds],
+        columns.delay_s[first_rounds],
     )

@@ -1,4 +1,4 @@
-"""The shape of a workload, averaged both ways: over all turns, and over trajectories (Table 2)."""
+"""Statistics of a workload, averaged over all turns and over trajectories (Table 2)."""
 
 import msgspec
 import numpy as np
@@ -10,7 +10,7 @@ FloatArray = NDArray[np.float64]
 
 
 class RoundMeans(msgspec.Struct, frozen=True):
-    """Means of a round in tokens; ``hit_rate`` is 0 to 1."""
+    """Mean tokens of a round; ``hit_rate`` is 0 to 1."""
 
     append_tokens: float
     generated_tokens: float
@@ -20,12 +20,12 @@ class RoundMeans(msgspec.Struct, frozen=True):
 
 
 class WorkloadStatistics(msgspec.Struct, frozen=True):
-    """A workload in figures.
+    """Statistics of a workload.
 
-    ``trajectories`` counts conversations, sub-agents among them.  ``total_tokens`` is the mean
-    context after the last round.  ``per_turn`` averages all rounds, its hit rate being that of
-    all prompt tokens; ``per_trajectory`` averages the trajectories' own means, as Table 2 does.
-    Context is what a round repeats of earlier ones, append the rest of its prompt.
+    ``trajectories`` counts conversations, including sub-agents.  ``total_tokens`` is the mean
+    context after the last round.  ``per_turn`` averages over all rounds, with the hit rate of all
+    prompt tokens; ``per_trajectory`` averages the trajectories' own means, as in Table 2.
+    The context is the part of a prompt that repeats earlier rounds, append is the rest.
     """
 
     trajectories: int
@@ -43,7 +43,7 @@ class WorkloadStatistics(msgspec.Struct, frozen=True):
 
 
 def describe(table: AgentTable, block_tokens: int = 64) -> WorkloadStatistics:
-    """Return the figures of ``table``, whose hits are made of blocks of ``block_tokens``."""
+    """Return the statistics of ``table``, whose hits are multiples of ``block_tokens``."""
     turns = np.diff(table.first_round)
     last = table.first_round[1:] - 1
     ends = table.prompt_tokens.astype(np.int64) + table.generated_tokens
@@ -65,22 +65,22 @@ def describe(table: AgentTable, block_tokens: int = 64) -> WorkloadStatistics:
 
 
 def context_tokens(table: AgentTable, block_tokens: int = 64) -> IntArray:
-    """Return how much of every prompt repeats earlier rounds.
+    """Return how many tokens of every prompt repeat earlier rounds.
 
-    All of the round before and its answer where the hit says so, else the hit itself: then the
-    part of a block that repeats cannot be seen in full blocks.
+    If the hit covers the previous round's full blocks, this is the previous round's prompt and
+    answer, otherwise the hit itself: a repeated part of a block is not visible in full blocks.
     """
     ends = table.prompt_tokens.astype(np.int64) + table.generated_tokens
     before = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     before[table.first_round[:-1]] = 0
     prompt = table.prompt_tokens.astype(np.int64)
     hit = table.hit_tokens.astype(np.int64)
-    goes_on = (before <= prompt) & (hit + block_tokens >= before)
-    return np.where(goes_on, np.maximum(before, hit), hit)
+    continues = (before <= prompt) & (hit + block_tokens >= before)
+    return np.where(continues, np.maximum(before, hit), hit)
 
 
 def _means(table: AgentTable, block_tokens: int, starts: IntArray) -> RoundMeans:
-    """Return means of the parts that begin at ``starts``, averaged over the parts."""
+    """Return the means of the parts that begin at ``starts``, averaged over the parts."""
     counts = np.diff(np.append(starts, table.rounds))
     prompt = table.prompt_tokens.astype(np.int64)
     context = context_tokens(table, block_tokens)

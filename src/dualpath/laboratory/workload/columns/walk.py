@@ -1,10 +1,11 @@
-"""Walk through conversations round by round to find what each prompt could reuse (§A.4).
+"""Walks through conversations round by round to find what each prompt can reuse (§A.4).
 
-Within a session order is the round number: round i comes after all rounds i - 1, a sub-agent's
-rounds counting from the one it starts after, and rounds of one number do not see each other.
-Sessions that share are taken *in parallel*, that is by round number as well, or *one after the
-other*.  Both are approximations, as agents really run at different speeds; between them lies what
-a shared store gives.  A session without sub-agents that shares with nobody has no other order.
+Within a session rounds are ordered by number: round i comes after all rounds i - 1, a sub-agent's
+rounds are counted from the round it starts after, and rounds with the same number do not see each
+other.  Sessions that share blocks are walked *in parallel*, also by round number, or
+*sequentially*.  Both are approximations, because real agents run at different speeds; the hits of a
+shared store are between the two.  For a session without sub-agents that shares no blocks the order
+is exact.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ Sharing = Literal["none", "parallel", "sequential"]
 
 
 class WalkedConversation(msgspec.Struct):
-    """What was found for one conversation; ``parent`` and the round of it, or None."""
+    """The rounds of one conversation; for a sub-agent also its parent and the parent's round."""
 
     parent: "WalkedConversation | None" = None
     parent_round: int = -1
@@ -36,11 +37,13 @@ class WalkedConversation(msgspec.Struct):
 
     @property
     def rounds(self) -> int:
-        """Rounds walked so far."""
+        """The number of rounds walked so far."""
         return len(self.prompt_tokens)
 
-    def note(self, prompt: int, reuse: int, own_reuse: int, generated: int, delay_s: float) -> None:
-        """Add a round, in tokens."""
+    def add_round(
+        self, prompt: int, reuse: int, own_reuse: int, generated: int, delay_s: float
+    ) -> None:
+        """Add a round; lengths are in tokens."""
         self.prompt_tokens.append(prompt)
         self.reuse_tokens.append(reuse)
         self.own_reuse_tokens.append(own_reuse)
@@ -49,7 +52,7 @@ class WalkedConversation(msgspec.Struct):
 
 
 class _Active(NamedTuple):
-    """A conversation being walked, with the stores it looks into."""
+    """A conversation being walked, with the stores in which it looks up prefixes."""
 
     session: int
     conversation: Conversation
@@ -79,8 +82,8 @@ def walk(
 
 
 def _step(active: list[_Active], found: list[list[WalkedConversation]]) -> list[_Active]:
-    """Take all conversations one round further and return those that go on."""
-    taken = [one for one in active if _asked(one)]
+    """Advance all conversations by one round and return those that are not finished."""
+    taken = [one for one in active if _advance(one)]
     after: list[_Active] = []
     for one in taken:
         stored = _compared(one.conversation, one.conversation.record())
@@ -95,49 +98,51 @@ def _step(active: list[_Active], found: list[list[WalkedConversation]]) -> list[
     return after
 
 
-def _asked(one: _Active) -> bool:
-    """Note the next round of a conversation; return whether there is one."""
+def _advance(one: _Active) -> bool:
+    """Add the next round of a conversation; return whether there is one."""
     turn = one.conversation.next_turn()
     if turn is None:
         if one.conversation.truncated:
-            # In the place of the round that does not fit: behind a synthetic round it does not
-            # either, and ``conversations.truncated`` takes it away.
+            # A placeholder for the round that does not fit, also not after a synthetic round;
+            # ``conversations.truncated`` removes it.
             limit = one.conversation.settings.max_context_tokens
             assert limit is not None, "it has truncated the conversation"
-            one.walked.note(limit, 0, 0, 1, 0.0)
+            one.walked.add_round(limit, 0, 0, 1, 0.0)
         return False
     prompt = _compared(one.conversation, turn.prompt)
     own = reuse = one.own.common_tokens(prompt)
     if one.shared is not one.own:
         reuse = max(own, one.shared.common_tokens(prompt))
-    one.walked.note(turn.prompt.tokens, reuse, own, turn.generate_tokens, turn.delay_s)
+    one.walked.add_round(turn.prompt.tokens, reuse, own, turn.generate_tokens, turn.delay_s)
     return True
 
 
 def _compared(conversation: Conversation, sequence: Spans) -> Spans | TokenIds:
-    """Return what to compare: of texts the tokens, since texts that differ may begin alike."""
+    """Return what to compare: tokens of texts, because different texts may have a common prefix."""
     if isinstance(conversation, TextConversation):
         return conversation.tokens(sequence)
     return sequence
 
 
 def planned(session: TokenSession, settings: AgentSettings) -> WalkedConversation:
-    """Return the rounds of token counts, whose reuse needs no search."""
+    """Return the rounds of a session of token counts, for which reuse is known without search."""
     walked = WalkedConversation()
     limit = settings.max_context_tokens
     for one in session.planned(settings):
         prompt = one.context_tokens + one.append_tokens
-        walked.note(prompt, one.reuse_tokens, one.reuse_tokens, one.generated_tokens, one.delay_s)
+        walked.add_round(
+            prompt, one.reuse_tokens, one.reuse_tokens, one.generated_tokens, one.delay_s
+        )
         if limit is not None and prompt + one.generated_tokens > limit:
-            break  # the last round that may happen, which ``conversations.truncated`` cuts
+            break  # The last possible round, which ``conversations.truncated`` cuts.
     return walked
 
 
 def as_columns(sessions: Sequence[Sequence[WalkedConversation]]) -> ConversationColumns:
-    """Return walked conversations as columns; those without a round are left out."""
-    kept = [[one for one in session if one.rounds] for session in sessions]
-    kept = [session for session in kept if session]
-    flat = [one for session in kept for one in session]
+    """Return walked conversations as arrays; conversations without rounds are left out."""
+    walked = [[one for one in session if one.rounds] for session in sessions]
+    walked = [session for session in walked if session]
+    flat = [one for session in walked for one in session]
     first_round = offsets(np.asarray([one.rounds for one in flat], np.int64))
     begin = {id(one): int(row) for one, row in zip(flat, first_round, strict=False)}
 
@@ -145,7 +150,7 @@ def as_columns(sessions: Sequence[Sequence[WalkedConversation]]) -> Conversation
         return [value for one in flat for value in getattr(one, name)]
 
     return ConversationColumns(
-        first_conversation=offsets(np.asarray([len(session) for session in kept], np.int64)),
+        first_conversation=offsets(np.asarray([len(session) for session in walked], np.int64)),
         first_round=first_round,
         parent_round=np.asarray(
             [begin[id(x.parent)] + x.parent_round if x.parent else -1 for x in flat], np.int64

@@ -1,1 +1,1 @@
-"""Conversations: what an agent sends, turn by turn, from what was recorded and what came back."""
+"""Conversations: an agent's prompts turn by turn, from recorded turns and generated answers."""

@@ -1,4 +1,4 @@
-"""From recorded sessions to agents: as many as asked for."""
+"""Makes the requested number of agents from recorded sessions."""
 
 from collections.abc import Sequence
 
@@ -17,25 +17,25 @@ from dualpath.laboratory.workload.conversation.session import (
 )
 from dualpath.laboratory.workload.conversation.spans import Spans
 
-#: Length of the synthetic first round of additional agents; the paper does not say.  One Full
-#: Block is the least that makes all later block keys differ from the original's.
+#: Tokens of the synthetic first round of additional agents; the paper does not give a number.  One
+#: Full Block is the minimum that makes all later block keys differ from the original's.
 SYNTHETIC_APPEND_TOKENS = 64
-#: Tokens of the synthetic round that its server generates (§A.3: g_1 = 1).
+#: Tokens generated in the synthetic round (§A.3: g_1 = 1).
 SYNTHETIC_GENERATED_TOKENS = 1
 
 
 def make_agents(sessions: Sequence[Session], agents: int | None, seed: int) -> list[Session]:
-    """Return the first ``agents`` sessions, or all of them if None, and more where asked for.
+    """Return the first ``agents`` sessions (None: all), with additional agents if they are too few.
 
-    Additional agents are sampled existing trajectories with a synthetic round of random tokens
-    prepended, which generates one token (§A.3).
+    An additional agent is a sampled session with a synthetic round of random tokens prepended,
+    which generates one token (§A.3).
     """
     if agents is None:
         return list(sessions)
     if not 1 <= agents <= MAX_AGENTS:
-        raise ConfigError(f"agents is {agents}, must be 1 to {MAX_AGENTS}")
+        raise ConfigError(f"agents is {agents}; it must be 1 to {MAX_AGENTS}")
     if not sessions:
-        raise ConfigError("there is no session to make agents of; give a trace that has some")
+        raise ConfigError("there are no sessions; give a trace that has some")
     chosen = list(sessions[:agents])
     sampled = sampled_sessions(len(sessions), agents - len(chosen), seed)
     for copy, index in enumerate(sampled.tolist(), start=1):
@@ -45,39 +45,39 @@ def make_agents(sessions: Sequence[Session], agents: int | None, seed: int) -> l
 
 
 def sampled_sessions(sessions: int, additional: int, seed: int) -> NDArray[np.int64]:
-    """Return which of ``sessions`` each additional agent repeats."""
+    """Return the index of the session that each additional agent repeats."""
     return np.random.default_rng([seed, 1]).integers(0, sessions, additional)
 
 
 class AdditionalAgent(msgspec.Struct, frozen=True):
-    """A session with a synthetic round before it."""
+    """A session preceded by a synthetic round."""
 
     original: Session
 
     @property
     def session_id(self) -> str:
-        """Name given to this agent."""
+        """The id of this agent."""
         return self.original.session_id
 
     @property
     def turns(self) -> int:
-        """Recorded turns and the synthetic one."""
+        """The number of recorded turns plus the synthetic one."""
         return self.original.turns + 1
 
     def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
-        """Return a fresh run."""
+        """Return a new conversation."""
         return _PrefixedConversation(self.original.start(settings, contents), None)
 
     def renamed(self, session_id: str) -> Session:
-        """Return the same agent under another id."""
+        """Return the same agent with another id."""
         return AdditionalAgent(self.original.renamed(session_id))
 
 
 class _PrefixedConversation(Conversation):
-    """Puts ``prefix`` before every prompt of ``inner``; None: obtain it by a synthetic round."""
+    """Prepends ``prefix`` to every prompt of ``inner``; None: a synthetic round creates it."""
 
     def __init__(self, inner: Conversation, prefix: Spans | None) -> None:
-        # The inner conversation counts its own turns; the synthetic one comes on top.
+        # The inner conversation counts only its own turns, without the synthetic one.
         settings = msgspec.structs.replace(inner.settings, max_turns=None)
         super().__init__(inner.session_id, settings, inner.contents)
         self._inner = inner
@@ -97,14 +97,14 @@ class _PrefixedConversation(Conversation):
             context_tokens=self._prefix.tokens + turn.context_tokens,
         )
 
-    def _remember(self, turn: Turn, answer: Spans) -> None:
+    def _on_answer(self, turn: Turn, answer: Spans) -> None:
         if self._prefix is None:
             self._prefix = self._previous
         else:
-            self._inner.go_on(answer)
+            self._inner.record_spans(answer)
 
     def spawned(self) -> list[Conversation]:
-        """Return the inner conversation's sub-agents, behind the same prefix."""
+        """Return the inner conversation's sub-agents, after the same prefix."""
         if self._position < 2:
             return []
-        return [_PrefixedConversation(helper, self._prefix) for helper in self._inner.spawned()]
+        return [_PrefixedConversation(agent, self._prefix) for agent in self._inner.spawned()]

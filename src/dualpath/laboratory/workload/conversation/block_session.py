@@ -1,11 +1,11 @@
-"""Sessions of block ids (weka, Mooncake, …): equal ids are equal tokens, and nothing else is known.
+"""Sessions of block ids (weka, Mooncake, …): equal ids are equal tokens, which are not known.
 
-A block id stands for ``block_tokens`` tokens derived from the session's scope and the id.  One
-exception keeps the conversation true to §A.3: where a request extends the one before, its prompt
-goes on with the tokens the server really generated, so the *new* ids at those places take these
-tokens, once and for all.  Turn k+1 then hits prompt and generated tokens of turn k, as when
-recorded.  Ids that other sessions have as well keep their tokens: what one session's server
-generated, no other session could know.
+A block id stands for ``block_tokens`` tokens derived from the session's scope and the id.  There is
+one exception, as §A.3 requires: if a request extends the previous one, its prompt continues with
+the tokens that the server generated, so *new* ids at these positions are bound to these tokens from
+then on.  Turn k+1 then hits prompt and generated tokens of turn k, as when it was recorded.  Ids
+that also occur in other sessions are not bound, because other sessions do not know the tokens that
+were generated for this one.
 """
 
 from bisect import bisect_left, bisect_right, insort
@@ -26,7 +26,7 @@ from dualpath.laboratory.workload.conversation.session import (
 )
 from dualpath.laboratory.workload.conversation.spans import Spans
 
-#: Blocks without an id have ids of their own that no recorded id can equal: turn and place.
+#: Blocks without an id get ids from turn and position, above all recorded ids.
 _FIRST_TAIL = 1 << 40
 _TAILS_PER_TURN_BITS = 20
 
@@ -35,8 +35,8 @@ class BlockTurn(msgspec.Struct, frozen=True):
     """One request: ``id_ranges`` are inclusive (first, last) runs of block ids.
 
     ``prompt_tokens`` may exceed the blocks' tokens by a partial block, which has no id.
-    ``delay_s`` ≥ 0 was waited since the answer before; ``start_s`` is when the request was sent, in
-    seconds since the trace began, None where that is not known.
+    ``delay_s`` ≥ 0 is the time since the previous answer; ``start_s`` is the time at which the
+    request was sent, in seconds since the start of the trace, None if it is not known.
     """
 
     prompt_tokens: int
@@ -46,21 +46,21 @@ class BlockTurn(msgspec.Struct, frozen=True):
     start_s: float | None = None
 
     def block_ids(self) -> Spans:
-        """Return all ids in order, as if each were a token."""
+        """Return all ids in order as spans, with one token per id."""
         return Spans.of_runs(0, [(first, last + 1) for first, last in self.id_ranges])
 
 
 class SubAgent(msgspec.Struct, frozen=True):
-    """A session that starts after turn ``after_turn`` (-1: at once) and runs beside its parent."""
+    """A session that starts after turn ``after_turn`` of its parent (-1: at once)."""
 
     after_turn: int
     session: "BlockSession"
 
 
 class BlockSession(msgspec.Struct, frozen=True):
-    """A recorded session; ``scope`` names the space its ids live in, shared by its sub-agents.
+    """A recorded session; ``scope`` names the id space, which its sub-agents share.
 
-    ``shared_ids`` are those of its ids that other sessions of the same scope have as well.
+    ``shared_ids`` are its ids that also occur in other sessions of the same scope.
     """
 
     session_id: str
@@ -72,25 +72,25 @@ class BlockSession(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> int:
-        """Recorded requests, sub-agents included."""
+        """The number of recorded requests, including sub-agents."""
         return len(self.block_turns) + sum(sub.session.turns for sub in self.sub_agents)
 
     def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
-        """Return a fresh run."""
+        """Return a new conversation."""
         if settings.scale_append != 1.0:
             raise ConfigError(
-                f"scale_append is {settings.scale_append} but session {self.session_id} is made "
-                "of block ids, which cannot be stretched; use its [append, generated] rounds"
+                f"scale_append is {settings.scale_append}, but session {self.session_id} consists "
+                "of block ids, which cannot be scaled; use its [append, generated] rounds"
             )
         return BlockConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
-        """Return the same blocks under another id, hence with other tokens."""
+        """Return the same session with another id, and so with other tokens."""
         return msgspec.structs.replace(self, session_id=session_id, scope=session_id)
 
 
 class BlockConversation(Conversation):
-    """Sends block ids, putting generated tokens where a prompt goes on after them."""
+    """Composes prompts from block ids, with generated tokens where a prompt contains them."""
 
     def __init__(
         self,
@@ -99,17 +99,16 @@ class BlockConversation(Conversation):
         contents: Contents,
         parent: "BlockConversation | None" = None,
     ) -> None:
-        """Start before the first request; a sub-agent takes ``parent``'s blocks as they are."""
+        """Start before the first request; a sub-agent begins with its ``parent``'s blocks."""
         super().__init__(session.session_id, settings, contents)
         self._session = session
         scope = session.scope or session.session_id
         self._content: int = parent._content if parent else contents.blocks(scope)
         self._ids = Spans()
         self._prompt_tokens = 0
-        #: Ids sent before or elsewhere, whose contents are fixed.
+        #: Ids with fixed contents, because they were sent before or occur in other sessions.
         self._seen: set[int] = set(parent._seen if parent else session.shared_ids)
-        #: Runs of them that took generated tokens, by their first id: where they end, and what
-        #: they hold.
+        #: Runs of ids that are bound to generated tokens, by their first id: (end, tokens).
         self._bound: dict[int, tuple[int, Spans]] = dict(parent._bound) if parent else {}
         self._bound_firsts = sorted(self._bound)
         self._spawned_upto = -2
@@ -138,12 +137,12 @@ class BlockConversation(Conversation):
         return prompt
 
     def _gone_on(self, prompt_tokens: int, ids: Spans, new_ids: Spans, index: int) -> Spans:
-        """Return the prompt before with ``new_ids``, which may hold what the server generated."""
+        """Return the previous prompt followed by ``new_ids``, which may hold generated tokens."""
         block = self._session.block_tokens
         known = self._ids.tokens
         end = min(self._previous.tokens, prompt_tokens)
         new = list(self._new_places(new_ids, known, -(-end // block)))
-        # Whole blocks of the prompt before are as they were sent.
+        # Whole blocks of the previous prompt are sent unchanged.
         same = min(known, self._prompt_tokens // block)
         start = done = same * block
         own = self._own(ids, same, index)
@@ -159,14 +158,14 @@ class BlockConversation(Conversation):
         return prompt
 
     def _own(self, ids: Spans, place: int, index: int) -> Spans:
-        """Return what ids say of the blocks from ``place`` on; after them blocks without ids."""
+        """Return the tokens of ``ids`` from block ``place`` on, followed by blocks without ids."""
         block = self._session.block_tokens
         tail = (_FIRST_TAIL + (index << _TAILS_PER_TURN_BITS)) * block
         without_id = Spans.of(self._content, tail, tail + (block << _TAILS_PER_TURN_BITS))
         return Spans().then(*self._contents(ids.between(place, ids.tokens)), without_id)
 
     def _contents(self, ids: Spans) -> Iterator[Spans]:
-        """Yield the blocks of ``ids``: their own tokens or those they are bound to."""
+        """Yield the tokens of ``ids``: their own or those to which they are bound."""
         block = self._session.block_tokens
         for _, first, stop, _ in ids.spans:
             place = max(bisect_right(self._bound_firsts, first) - 1, 0)
@@ -181,10 +180,10 @@ class BlockConversation(Conversation):
             yield Spans.of(self._content, first * block, stop * block)
 
     def _new_places(self, new_ids: Spans, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of blocks among ``start`` ≤ place < ``stop`` whose tokens are open.
+        """Yield the runs of blocks with ``start`` ≤ place < ``stop`` whose ids can be bound.
 
-        ``new_ids`` are those from ``start`` on.  The tokens of an id sent before are fixed; those
-        of an id that comes twice would have to differ within this prompt.
+        ``new_ids`` are the ids from ``start`` on.  The tokens of an id that was sent before are
+        fixed.  An id that occurs twice cannot be bound, because its blocks would have to differ.
         """
         listed = list(chain(*(range(first, last) for _, first, last, _ in new_ids.spans)))
         fixed = self._seen.intersection(listed)
@@ -197,7 +196,7 @@ class BlockConversation(Conversation):
             start = place + 1
 
     def _bind(self, ids: Spans, start: int, stop: int, prompt: Spans) -> None:
-        """Fix the ids at ``start`` ≤ place < ``stop`` to what they hold in ``prompt``."""
+        """Bind the ids at ``start`` ≤ place < ``stop`` to their tokens in ``prompt``."""
         block = self._session.block_tokens
         for _, first_id, stop_id, end in ids.between(start, stop).spans:
             last = (start + end) * block
@@ -206,7 +205,7 @@ class BlockConversation(Conversation):
             insort(self._bound_firsts, first_id)
 
     def spawned(self) -> list[Conversation]:
-        """Return the sub-agents whose parent turn is done."""
+        """Return the sub-agents that start after the last turn."""
         done = self._position - 1
         due = [s for s in self._session.sub_agents if self._spawned_upto < s.after_turn <= done]
         self._spawned_upto = done

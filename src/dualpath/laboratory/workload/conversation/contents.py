@@ -1,4 +1,4 @@
-"""What prompts are made of, and the tokens of it for who sends or compares them."""
+"""The contents of prompts, and their tokens for sending or comparing them."""
 
 import zlib
 from collections.abc import Callable, Sequence
@@ -11,18 +11,18 @@ import numpy as np
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.laboratory.workload.conversation.spans import TOKEN, Spans, TokenIds
 
-#: Random token ids where the vocabulary is unknown: above the special tokens that most
-#: vocabularies keep at the low end, below the size of any tokenizer in common use.
+#: Range of random token ids for an unknown vocabulary: above the special tokens at the low end of
+#: most vocabularies, below the size of any common tokenizer.
 UNKNOWN_VOCABULARY = (1000, 30000)
-#: Tokens of answers that nobody has generated are numbered above all real ones.
+#: Token ids from here on, above all real ones, stand for answers that were not generated.
 FIRST_UNKNOWN = 1 << 31
 
 
 class Vocabulary(msgspec.Struct, frozen=True):
-    """Which tokens contents become.
+    """How contents are converted to tokens.
 
-    ``seed`` fixes all random tokens, drawn from ``low`` ≤ id < ``high``.  ``encode`` turns text
-    into token ids below 2**31 without adding special tokens; only text sessions need it.
+    ``seed`` determines all random tokens, with ``low`` ≤ id < ``high``.  ``encode`` converts text
+    to token ids below 2**31 without adding special tokens; only text sessions need it.
     """
 
     seed: int = 0
@@ -31,7 +31,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
     encode: Callable[[str], Sequence[int]] | None = None
 
     def check(self) -> None:
-        """Raise ``ConfigError`` where no token could be drawn."""
+        """Raise ``ConfigError`` for an empty or negative range."""
         if not 0 <= self.low < self.high:
             raise ConfigError(
                 f"random token range {self.low}..{self.high} is empty or negative; "
@@ -40,22 +40,22 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
 
 def token_range(vocab_size: int | None) -> tuple[int, int]:
-    """Return the (low, high) of random tokens for a vocabulary, skipping its low special ids."""
+    """Return the range (low, high) of random tokens, which excludes low ids of special tokens."""
     if vocab_size is None:
         return UNKNOWN_VOCABULARY
     if vocab_size < 2:
-        raise ConfigError(f"vocab_size is {vocab_size}, must be at least 2")
+        raise ConfigError(f"vocab_size is {vocab_size}; it must be at least 2")
     return min(UNKNOWN_VOCABULARY[0], vocab_size // 2), vocab_size
 
 
 class Contents:
-    """The contents of one or more sessions, numbered; tokens are made when first asked for.
+    """The numbered contents of one or more sessions; tokens are created at first use.
 
-    Contents of different numbers are different tokens, but for texts, which may begin alike.
+    Contents with different numbers have different tokens, except that texts may share a prefix.
     """
 
     def __init__(self, vocabulary: Vocabulary) -> None:
-        """Start with nothing."""
+        """Start without contents."""
         self._vocabulary = vocabulary
         self._made: list[bytes | Callable[[], bytes]] = []
         self._texts: dict[str, Spans] = {}
@@ -64,36 +64,36 @@ class Contents:
         self._unknown_tokens = 0
 
     def text(self, text: str) -> Spans:
-        """Return a text; raise ``ConfigError`` where there is no tokenizer."""
+        """Return a text; raises ``ConfigError`` without a tokenizer."""
         known = self._texts.get(text)
         if known is None:
             encode = self._vocabulary.encode
             if encode is None:
                 raise ConfigError(
-                    "the trace is text and no tokenizer was given; pass --tokenizer with the "
-                    "served model's folder"
+                    "the trace consists of text and no tokenizer was given; pass --tokenizer with "
+                    "the folder of the served model"
                 )
             raw = np.asarray(encode(text) if text else (), TOKEN).tobytes()
             known = self._texts[text] = self._added(raw, len(raw) // TOKEN.itemsize)
         return known
 
     def random(self, session_id: str, index: int, tokens: int) -> Spans:
-        """Return random tokens fixed by seed, session and ``index`` alone."""
+        """Return random tokens that depend only on seed, session and ``index``."""
         return self._added(partial(self._random, session_id, index, tokens), tokens)
 
     def answer(self, tokens: int, token_ids: Sequence[int] | None = None) -> Spans:
-        """Return an answer: ``token_ids``, or as many tokens, unlike all others."""
+        """Return an answer: ``token_ids``, or that many tokens that differ from all others."""
         if token_ids is None:
             return self._added(partial(self._unknown, tokens), tokens)
         return self._added(TokenIds.of(token_ids).raw, len(token_ids))
 
     def blocks(self, scope: str) -> int:
-        """Return the content that holds all blocks of ``scope``: id i at i · block tokens."""
+        """Return the content with all blocks of ``scope``: block i begins at i · block tokens."""
         number = self._blocks.get(scope)
         if number is None:
             number = self._blocks[scope] = len(self._made)
             self._made.append(b"")
-            # Below 2**63 after the shift, so that numpy takes it as an unsigned 64-bit integer.
+            # Below 2**63 after the shift, so that it fits an unsigned 64-bit integer of numpy.
             seeded = f"{self._vocabulary.seed}/{scope}".encode()
             self._salts[number] = np.uint64(zlib.crc32(seeded) << 30)
         return number
@@ -125,7 +125,7 @@ class Contents:
         if first + tokens > 1 << 32:
             raise TraceError(
                 f"the sessions generate more than {FIRST_UNKNOWN} tokens; "
-                "simulate fewer of them (agents) or shorter ones (max_turns)"
+                "simulate fewer (agents) or shorter (max_turns) sessions"
             )
         self._unknown_tokens += tokens
         return np.arange(first, first + tokens, dtype=TOKEN).tobytes()
@@ -137,7 +137,7 @@ class Contents:
 
 
 def _mixed(values: np.ndarray[Any, np.dtype[np.uint64]]) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """Scramble 64-bit integers one to one (the finaliser of SplitMix64)."""
+    """Apply the finaliser of SplitMix64, a bijection of 64-bit integers."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,10 +1,10 @@
-"""Agents met in the middle of their work, for models and runs that are small.
+"""Agents that start in the middle of a session, for small models and short runs.
 
-What an agent did before is its *history*: one prompt, sent and stored before a run begins.  The run
-replays turns that go on from there, so that few turns have the hit rate of a long session.  A
-history is short: the newest tokens of what the agent had, as if older ones had been trimmed.  An
-agent's own context is many times as long, so turns that append much would lower the hit rate below
-what the session really has: those windows are taken that append least.
+The earlier context of such an agent is its *history*: one prompt, sent and stored before the run
+starts.  The run replays the turns that follow, so that few turns have the hit rate of a long
+session.  The history is short: only the last tokens of the agent's context, as if older ones had
+been trimmed.  The real context is many times longer, so turns that append much would lower the hit
+rate below that of the session; so the windows of turns that append least are chosen.
 """
 
 from bisect import bisect_right
@@ -23,10 +23,10 @@ from dualpath.laboratory.workload.conversation.text_session import Message, Text
 from dualpath.laboratory.workload.conversation.token_session import TokenSession
 
 
-class Midway(msgspec.Struct, frozen=True):
-    """One agent: ``history`` is a session of one prompt, with which ``rest`` begins.
+class MidSessionAgent(msgspec.Struct, frozen=True):
+    """One agent: ``history`` is a session of one prompt, and ``rest`` continues that prompt.
 
-    Both have one id, so that a replay with the same ``run_id`` finds the history stored.
+    Both have the same id, so that a replay with the same ``run_id`` hits the stored history.
     """
 
     history: Session
@@ -34,9 +34,9 @@ class Midway(msgspec.Struct, frozen=True):
 
 
 class _Window(NamedTuple):
-    """Turns ``first`` and following of session ``place``, in which ``new_tokens`` are not shared.
+    """The window of turns from ``first`` on in session ``place``.
 
-    What is shared is so with the turn before each: the rest has to be computed.
+    ``new_tokens`` is the number of prompt tokens that are not shared with the previous turn.
     """
 
     new_tokens: int
@@ -44,17 +44,18 @@ class _Window(NamedTuple):
     first: int
 
 
-def met_midway(
+def mid_session_agents(
     sessions: Sequence[Session],
     agents: int,
     turns: int,
     history_tokens: int,
     encode: Callable[[str], Sequence[int]],
-) -> list[Midway]:
-    """Return ``agents`` agents with ``turns`` turns each, no turn of a session twice.
+) -> list[MidSessionAgent]:
+    """Return ``agents`` agents with ``turns`` turns each; no turn of a session is used twice.
 
-    A history is ``history_tokens`` long, one of text within a few tokens.  Text sessions and pure
-    appends of token counts can be met so.  Raises ``ConfigError`` where they are too few.
+    A history has ``history_tokens`` tokens, of text approximately.  Only text sessions and
+    pure-append sessions of token counts are supported.  Raises ``ConfigError`` if there are too few
+    windows.
     """
     count = cache(lambda text: len(encode(text)))
     found: list[_Window] = []
@@ -69,17 +70,17 @@ def met_midway(
     if len(chosen) < agents:
         raise ConfigError(
             f"{{agents}} is {agents}, but {len(sessions)} sessions have {len(chosen)} windows of "
-            f"{turns} turns that go on from at least {history_tokens} tokens; take fewer agents or "
-            "less {max_turns}, or name other sessions with --trace"
+            f"{turns} turns after at least {history_tokens} tokens; use fewer agents, a lower "
+            "{max_turns}, or other sessions with --trace"
         )
-    return [_met(sessions[w.place], w.first, turns, history_tokens, count) for w in chosen]
+    return [_agent(sessions[w.place], w.first, turns, history_tokens, count) for w in chosen]
 
 
 def _windows(
     place: int, session: Session, turns: int, history_tokens: int, count: Callable[[str], int]
 ) -> Iterator[_Window]:
     match session:
-        case TokenSession() if not session.kept_tokens:
+        case TokenSession() if not session.retained_tokens:
             rounds = session.trajectory.rounds
             ends = list(accumulate(r.append_tokens + r.generated_tokens for r in rounds))
             for first in range(1, len(rounds) - turns + 1):
@@ -90,8 +91,8 @@ def _windows(
             yield from _text_windows(place, session, turns, history_tokens, count)
         case _:
             raise ConfigError(
-                f"session {session.session_id} cannot be met in the middle; name sessions of text "
-                "or of [append, generated] rounds with --trace"
+                f"session {session.session_id} cannot be started in the middle; give sessions of "
+                "text or of [append, generated] rounds with --trace"
             )
 
 
@@ -102,43 +103,46 @@ def _text_windows(
     pairs = pairwise(session.text_turns)
     shared = [0, *(common_items(a.messages, b.messages) for a, b in pairs)]
     new_tokens = [
-        end[-1] - (end[kept - 1] if kept else 0) for end, kept in zip(ends, shared, strict=True)
+        end[-1] - (end[same - 1] if same else 0) for end, same in zip(ends, shared, strict=True)
     ]
     for first in range(1, len(ends) - turns + 1):
         window = slice(first, first + turns)
-        # An agent that edits what its history would consist of is not met there.
+        # Windows in which the agent edits messages of its history are skipped.
         if _cut(ends[first - 1], history_tokens) < min(shared[window]):
             yield _Window(sum(new_tokens[window]), place, first)
 
 
 def _cut(ends: Sequence[int], tokens: int) -> int:
-    """Return which message the last ``tokens`` tokens begin in; past all if there are fewer."""
+    """Return the index of the message in which the last ``tokens`` tokens begin.
+
+    It is beyond the last message if there are fewer tokens.
+    """
     return bisect_right(ends, ends[-1] - tokens) if ends[-1] >= tokens else len(ends)
 
 
-def _met(
+def _agent(
     session: Session, first: int, turns: int, history_tokens: int, count: Callable[[str], int]
-) -> Midway:
+) -> MidSessionAgent:
     name = f"{session.session_id}@{first}"
     if isinstance(session, TextSession):
-        return _text_met(session, name, slice(first, first + turns), history_tokens, count)
-    assert isinstance(session, TokenSession), "others have no windows"
-    begun, *going_on = session.trajectory.rounds[first : first + turns]
-    rounds = (Round(history_tokens + begun.append_tokens, begun.generated_tokens), *going_on)
-    return Midway(
-        # A session's tokens are drawn one after the other: the shorter prompt is a prefix.
+        return _text_agent(session, name, slice(first, first + turns), history_tokens, count)
+    assert isinstance(session, TokenSession), "other kinds have no windows"
+    begun, *others = session.trajectory.rounds[first : first + turns]
+    rounds = (Round(history_tokens + begun.append_tokens, begun.generated_tokens), *others)
+    return MidSessionAgent(
+        # A session's tokens are drawn in order, so the shorter prompt is a prefix of the longer.
         TokenSession(Trajectory(name, (Round(history_tokens, 1),))),
         TokenSession(Trajectory(name, rounds)),
     )
 
 
-def _text_met(
+def _text_agent(
     session: TextSession,
     name: str,
     window: slice,
     history_tokens: int,
     count: Callable[[str], int],
-) -> Midway:
+) -> MidSessionAgent:
     before = session.text_turns[window.start - 1]
     ends = list(accumulate(count(m.text) for m in before.messages))
     cut = _cut(ends, history_tokens)
@@ -152,4 +156,4 @@ def _text_met(
 
     history = msgspec.structs.replace(trimmed(before), generate_tokens=1, delay_s=0.0)
     rest = tuple(map(trimmed, session.text_turns[window]))
-    return Midway(TextSession(name, (history,)), TextSession(name, rest))
+    return MidSessionAgent(TextSession(name, (history,)), TextSession(name, rest))

@@ -1,8 +1,8 @@
-"""The longest stored prefix of a prompt, among many stored sequences (§A.4).
+"""Finds the longest stored prefix of a prompt among many stored sequences (§A.4).
 
-The hit length is "calculated in the client": the longest prefix, in Full Blocks, of what the same
-session has sent or received before.  It comes from comparing sequences, never from adding lengths
-up, because sessions that compact or edit their context are no pure appends.
+The hit length is "calculated in the client": the longest prefix, in Full Blocks, that the same
+session has sent or received before.  It is found by comparing sequences, not by adding lengths,
+because sessions that compact or edit their context are not pure appends.
 """
 
 from bisect import bisect_right
@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 class Comparable(Protocol):
     """A token sequence: ``spans.Spans`` or ``spans.TokenIds``.
 
-    Of three in ascending order, the outer two share no more than any neighbours do.
+    Of three sequences in ascending order, the first and last share at most the prefix that
+    neighbours share.
     """
 
     def __lt__(self, other: Self, /) -> bool:
-        """Return whether it comes before ``other``."""
+        """Return whether this sequence sorts before ``other``."""
 
     @property
     def tokens(self) -> int:
@@ -33,23 +34,23 @@ _Tokens = TypeVar("_Tokens", bound=Comparable)
 
 
 class StoredPrefixes(Generic[_Tokens]):
-    """Stored sequences, sorted: one that shares most with a prompt is a neighbour of its place."""
+    """Sorted sequences: the longest shared prefix is that of a neighbour in sort order."""
 
     def __init__(self) -> None:
         """Start empty."""
-        # No sequence here is a prefix of another one: longer ones replace their prefixes.
+        # No sequence is a prefix of another one, because longer ones replace their prefixes.
         self._sorted: list[_Tokens] = []
 
     def common_tokens(self, prompt: _Tokens) -> int:
-        """Return how many leading tokens of ``prompt`` some stored sequence begins with."""
+        """Return the length of the longest prefix that ``prompt`` shares with a stored sequence."""
         place = bisect_right(self._sorted, prompt)
         neighbours = self._sorted[max(place - 1, 0) : place + 1]
         return max((stored.common_tokens(prompt) for stored in neighbours), default=0)
 
     def add(self, sequence: _Tokens) -> None:
-        """Store a prompt with what was generated after it.
+        """Add a prompt followed by its generated tokens.
 
-        Leave the very last generated token out: it was never fed back, so it has no KV-cache.
+        The last generated token must be left out: it was never fed back, so it has no KV.
         """
         place = bisect_right(self._sorted, sequence)
         before, after = self._sorted[max(place - 1, 0) : place], self._sorted[place : place + 1]
@@ -71,10 +72,10 @@ def hit_tokens(stored: _Counts, prompt: _Counts, block_tokens: int) -> _Counts: 
 
 
 def hit_tokens(stored: int | _Counts, prompt: int | _Counts, block_tokens: int) -> int | _Counts:
-    """Return what a perfect store hits of prompts of which ``stored`` leading tokens have KV.
+    """Return the hit of prompts with ``stored`` leading tokens of KV in an unlimited store.
 
-    A multiple of ``block_tokens``, and less than the prompt: its last token is always computed,
-    as in ``BlockGeometry.max_hit_blocks``.
+    It is a multiple of ``block_tokens`` and shorter than the prompt, because the last token is
+    always computed, as in ``BlockGeometry.max_hit_blocks``.
     """
     most = np.minimum(stored, np.maximum(np.subtract(prompt, 1), 0))
     hit = most // block_tokens * block_tokens

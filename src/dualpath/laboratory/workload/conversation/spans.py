@@ -1,9 +1,9 @@
-"""Token sequences by where their tokens come from.
+"""Token sequences, represented by the origin of their tokens.
 
-A *content* is something a prompt is made of: a text, an answer, the tokens one round appends, all
-blocks of a session.  A sequence is a few *spans* of contents, so a prompt of 100,000 tokens is
-composed, cut and compared without any token; ``contents.Contents`` looks tokens up for who sends
-them.
+A *content* is a building block of prompts: a text, an answer, the tokens that one round appends, or
+all blocks of a session.  A sequence consists of a few *spans* of contents, so a prompt of 100,000
+tokens is composed, cut and compared without creating tokens; ``contents.Contents`` returns the
+tokens when a prompt is sent.
 
     question, answer = Spans.of(7, 0, 100), Spans.of(8, 0, 20)
     question.then(answer).common_tokens(question)  # 100
@@ -17,27 +17,27 @@ from operator import is_not, itemgetter, ne
 import msgspec
 import numpy as np
 
-#: Tokens compare as big-endian bytes in the order of their ids.
+#: As big-endian bytes, tokens compare in the order of their ids.
 TOKEN = np.dtype(">u4")
 
 
-#: (content, start, stop, end): tokens ``start`` ≤ i < ``stop`` of a content; ``end`` tokens of the
-#: sequence end with it.  A plain tuple, since simulated traces make them by the million.
+#: (content, start, stop, end): tokens ``start`` ≤ i < ``stop`` of a content; the span ends at token
+#: ``end`` of the sequence.  A plain tuple, because simulated traces create millions of them.
 Span = tuple[int, int, int, int]
 _END = itemgetter(3)
 
 
 class Spans(msgspec.Struct, frozen=True, order=True):
-    """A sequence of tokens.  Spans that go on are one, so equal sequences have equal spans.
+    """A sequence of tokens.  Adjacent spans are merged, so equal sequences have equal spans.
 
-    The order of ``<`` keeps sequences with long common prefixes together.
+    In the order of ``<`` sequences with long common prefixes are neighbours.
     """
 
     spans: tuple[Span, ...] = ()
 
     @classmethod
     def of(cls, content: int, start: int, stop: int) -> "Spans":
-        """Return tokens ``start`` ≤ i < ``stop`` of one content, perhaps none."""
+        """Return tokens ``start`` ≤ i < ``stop`` of one content, possibly none."""
         return cls(((content, start, stop, stop - start),)) if stop > start else cls()
 
     @classmethod
@@ -57,7 +57,7 @@ class Spans(msgspec.Struct, frozen=True, order=True):
         return self.spans[-1][3] if self.spans else 0
 
     def then(self, *others: "Spans") -> "Spans":
-        """Return this sequence with the others behind it."""
+        """Return this sequence followed by the others."""
         spans = list(self.spans)
         for other in others:
             if other.spans:
@@ -65,7 +65,7 @@ class Spans(msgspec.Struct, frozen=True, order=True):
         return Spans(tuple(spans))
 
     def first(self, tokens: int) -> "Spans":
-        """Return the leading ``tokens`` tokens, or all if there are fewer."""
+        """Return the first ``tokens`` tokens, or all if there are fewer."""
         if tokens >= self.tokens:
             return self
         if tokens < 1:
@@ -105,7 +105,7 @@ class Spans(msgspec.Struct, frozen=True, order=True):
 def common_items(left: tuple[object, ...], right: tuple[object, ...]) -> int:
     """Return how many leading items are equal."""
     shorter = min(len(left), len(right))
-    # Sequences that share a beginning mostly share the very objects, which is quickly seen.
+    # Sequences with a common prefix usually share objects, and ``is`` is a fast comparison.
     low = next(compress(count(), map(is_not, left, right)), shorter)
     if low == shorter or left[low] != right[low]:
         return low
@@ -114,7 +114,7 @@ def common_items(left: tuple[object, ...], right: tuple[object, ...]) -> int:
 
 
 def _append(spans: list[Span], others: tuple[Span, ...]) -> None:
-    """Put ``others`` behind ``spans``, its first span into the last one where it goes on."""
+    """Append ``others`` to ``spans``; its first span is merged into the last one if adjacent."""
     content, start, stop, end = others[0]
     shift = 0
     if spans:
@@ -127,13 +127,13 @@ def _append(spans: list[Span], others: tuple[Span, ...]) -> None:
 
 
 class TokenIds(msgspec.Struct, frozen=True, order=True):
-    """A sequence of tokens, really."""
+    """A sequence of token ids."""
 
     raw: bytes = b""
 
     @classmethod
     def of(cls, token_ids: Iterable[int]) -> "TokenIds":
-        """Return ``token_ids``, each 0 to 2**32 - 1."""
+        """Return the sequence of ``token_ids``, each 0 to 2**32 - 1."""
         return cls(np.asarray(list(token_ids), TOKEN).tobytes())
 
     @property
@@ -142,9 +142,9 @@ class TokenIds(msgspec.Struct, frozen=True, order=True):
         return len(self.raw) // TOKEN.itemsize
 
     def changed_from(self, tokens: int, others: "TokenIds") -> "TokenIds":
-        """Return the leading ``tokens`` tokens with the others behind them."""
-        kept = memoryview(self.raw)[: tokens * TOKEN.itemsize]
-        return TokenIds(b"".join((kept, others.raw)))
+        """Return the first ``tokens`` tokens followed by the others."""
+        first = memoryview(self.raw)[: tokens * TOKEN.itemsize]
+        return TokenIds(b"".join((first, others.raw)))
 
     def listed(self) -> list[int]:
         """Return the token ids."""

@@ -1,9 +1,9 @@
-"""Sessions of chat messages (mini-swe-agent, agentperf), sent the way §A.3 does.
+"""Sessions of chat messages (mini-swe-agent, agentperf), sent as in §A.3.
 
-The context is what was really sent plus the tokens the server really generated; only appended
-messages are tokenised, each by itself, so that a prefix once sent stays the same token for token.
-The recorded answer to the previous turn is replaced by the generated one; recorded text of other
-assistant messages is sent as it is.
+The context consists of the tokens that were sent and that the server generated.  Only appended
+messages are tokenised, each separately, so that the tokens of a sent prefix never change.  The
+recorded answer to the previous turn is replaced by the generated one; the recorded text of other
+assistant messages is sent unchanged.
 """
 
 from itertools import accumulate
@@ -21,8 +21,8 @@ from dualpath.laboratory.workload.conversation.session import (
 )
 from dualpath.laboratory.workload.conversation.spans import Spans, common_items
 
-#: ChatML, the template of SmolLM2 and Qwen; for other models its markers are plain text, which
-#: changes no length that matters here.
+#: ChatML, the template of SmolLM2 and Qwen.  For other models its markers are plain text, which
+#: changes lengths only slightly.
 MESSAGE_START = "<|im_start|>{role}\n"
 MESSAGE_END = "<|im_end|>\n"
 ASSISTANT = "assistant"
@@ -36,9 +36,9 @@ class Message(msgspec.Struct, frozen=True):
 
 
 class TextTurn(msgspec.Struct, frozen=True):
-    """A request: the whole recorded prompt and what came back.
+    """A request: the whole recorded prompt and its answer.
 
-    ``generate_tokens`` None means: as many as ``answer_text`` has in the model's own tokens.
+    ``generate_tokens`` None means the length of ``answer_text`` in the model's own tokens.
     """
 
     messages: tuple[Message, ...]
@@ -55,28 +55,28 @@ class TextSession(msgspec.Struct, frozen=True):
 
     @property
     def turns(self) -> int:
-        """Recorded requests."""
+        """The number of recorded requests."""
         return len(self.text_turns)
 
     def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
-        """Tokenise every message and return a fresh run."""
+        """Tokenise every message and return a new conversation."""
         return TextConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
-        """Return the same messages under another id."""
+        """Return the same session with another id."""
         return msgspec.structs.replace(self, session_id=session_id)
 
 
 class TextConversation(Conversation):
-    """Keeps what every message of the previous prompt was sent as."""
+    """Composes prompts from messages, reusing the sent tokens of unchanged messages."""
 
     def __init__(self, session: TextSession, settings: AgentSettings, contents: Contents) -> None:
-        """Tokenise up front, so that no tokenising falls into the measured time."""
+        """Tokenise all messages first, so that tokenising is not part of the measured time."""
         super().__init__(session.session_id, settings, contents)
         if settings.scale_append != 1.0:
             raise ConfigError(
-                f"scale_append is {settings.scale_append} but session {session.session_id} is "
-                "text, which cannot be stretched; replay it as [append, generated] rounds"
+                f"scale_append is {settings.scale_append}, but session {session.session_id} is "
+                "text, which cannot be scaled; replay it as [append, generated] rounds"
             )
         self._turns = session.text_turns
         self._sent: tuple[Message, ...] = ()
@@ -94,7 +94,7 @@ class TextConversation(Conversation):
         messages = recorded.messages
         known = common_items(self._sent, messages)
         context_tokens = self._ends[known - 1] if known else 0
-        kept = self._previous.first(context_tokens)
+        context = self._previous.first(context_tokens)
         pieces: list[Spans] = []
         answer_due = index > 0
         for place in range(known, len(messages)):
@@ -103,18 +103,18 @@ class TextConversation(Conversation):
                 answer_due = False
                 pieces.append(self._rendered(ASSISTANT, self._answer))
                 if known == len(self._sent) == place:
-                    # A pure append: the answer stands where it was generated.
+                    # A pure append: the answer is at the position at which it was generated.
                     context_tokens += self._opening(ASSISTANT).tokens + self._answer.tokens
             else:
                 pieces.append(self._rendered(message.role, self.contents.text(message.text)))
-        lengths = accumulate((piece.tokens for piece in pieces), initial=kept.tokens)
+        lengths = accumulate((piece.tokens for piece in pieces), initial=context.tokens)
         self._ends = [*self._ends[:known], *list(lengths)[1:]]
         self._sent = messages
         generate = scaled(self._lengths[index], self.settings.scale_generate)
-        prompt = kept.then(*pieces, self._opening(ASSISTANT))
+        prompt = context.then(*pieces, self._opening(ASSISTANT))
         return Turn(prompt, generate, context_tokens, recorded.delay_s)
 
-    def _remember(self, turn: Turn, answer: Spans) -> None:
+    def _on_answer(self, turn: Turn, answer: Spans) -> None:
         self._answer = answer
 
     def _opening(self, role: str) -> Spans:

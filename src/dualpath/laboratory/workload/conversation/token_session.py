@@ -20,8 +20,8 @@ from dualpath.laboratory.workload.conversation.spans import Spans
 class PlannedRound(NamedTuple):
     """A round in tokens, known before any answer.
 
-    Its prompt is the first ``context_tokens`` of prompt and answer of round ``source`` (-1: none
-    are kept) and ``append_tokens`` new ones.  ``reuse_tokens`` of the context have KV-cache.
+    Its prompt consists of the first ``context_tokens`` of prompt and answer of round ``source``
+    (-1: none) and ``append_tokens`` new ones.  ``reuse_tokens`` of the context have KV.
     """
 
     source: int
@@ -33,7 +33,7 @@ class PlannedRound(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Prompt and answer of a round (-1: of none) in tokens: really sent, and recorded."""
+    """Tokens of prompt and answer of a round (-1: of none): as sent, and as recorded."""
 
     round: int
     tokens: int
@@ -41,55 +41,55 @@ class _Sent(NamedTuple):
 
 
 class TokenSession(msgspec.Struct, frozen=True):
-    """A trajectory of lengths; its appended tokens are random, seeded per session and round.
+    """A trajectory of token counts; appended tokens are random, seeded by session and round.
 
-    ``kept_tokens[i]``, where given and not None, says that round i keeps only that many leading
-    tokens of what was sent before (a compaction or an edit); None is a pure append.
+    If ``retained_tokens[i]`` is given and not None, round i retains only that many first tokens of
+    what was sent before (a compaction or an edit); None is a pure append.
     """
 
     trajectory: Trajectory
-    kept_tokens: tuple[int | None, ...] = ()
+    retained_tokens: tuple[int | None, ...] = ()
 
     @property
     def session_id(self) -> str:
-        """Name of the trajectory."""
+        """The id of the trajectory."""
         return self.trajectory.session_id
 
     @property
     def turns(self) -> int:
-        """Recorded rounds."""
+        """The number of recorded rounds."""
         return len(self.trajectory.rounds)
 
     def start(self, settings: AgentSettings, contents: Contents) -> Conversation:
-        """Return a fresh run of the trajectory."""
+        """Return a new conversation."""
         return TokenConversation(self, settings, contents)
 
     def renamed(self, session_id: str) -> Session:
-        """Return the same rounds under another id, hence with other random tokens."""
+        """Return the same session with another id, and so with other random tokens."""
         trajectory = msgspec.structs.replace(self.trajectory, session_id=session_id)
         return msgspec.structs.replace(self, trajectory=trajectory)
 
     def planned(self, settings: AgentSettings) -> Iterator[PlannedRound]:
-        """Yield the rounds, scaled and not cut at ``max_context_tokens``.
+        """Yield the rounds, scaled but not cut at ``max_context_tokens``.
 
-        Prompt i+1 = context + A_{i+1}.  A round that keeps less than everything takes its context
-        from the previous round or, where that one is too short, from the longest so far: the
-        trace has lengths, not which request.
+        Prompt i+1 = context + A_{i+1}.  A round that retains only a part takes its context from the
+        previous round or, if that one is too short, from the longest round so far, because the
+        trace does not contain from which round it is.
         """
         previous = longest = _Sent(-1, 0, 0)
-        kept_tokens = self.kept_tokens
+        retained_tokens = self.retained_tokens
         for index, recorded in enumerate(self.trajectory.rounds[: settings.max_turns]):
-            kept = kept_tokens[index] if index < len(kept_tokens) else None
+            retained = retained_tokens[index] if index < len(retained_tokens) else None
             source = previous
-            if kept is not None and kept > source.recorded_tokens:
+            if retained is not None and retained > source.recorded_tokens:
                 source = longest
             context, before = source.tokens, source.recorded_tokens
-            if kept is not None and kept < before:
-                # Scaled or cut rounds are longer or shorter than recorded: keep the same share.
-                context, before = kept * context // before, kept
+            if retained is not None and retained < before:
+                # Scaled or cut rounds differ in length from recorded ones: retain the same share.
+                context, before = retained * context // before, retained
             append = scaled(recorded.append_tokens, settings.scale_append)
             generated = scaled(recorded.generated_tokens, settings.scale_generate)
-            # The last token of an answer has no KV-cache.
+            # The last token of an answer has no KV.
             reuse = min(context, max(source.tokens - 1, 0))
             yield PlannedRound(source.round, context, append, generated, reuse, recorded.delay_s)
             in_trace = before + recorded.append_tokens + recorded.generated_tokens
@@ -99,10 +99,10 @@ class TokenSession(msgspec.Struct, frozen=True):
 
 
 class TokenConversation(Conversation):
-    """The planned rounds; what they keep are the tokens the server really generated."""
+    """Composes the planned rounds; retained answers are the tokens that the server generated."""
 
     def __init__(self, session: TokenSession, settings: AgentSettings, contents: Contents) -> None:
-        """Start before round one."""
+        """Start before the first round."""
         super().__init__(session.session_id, settings, contents)
         self._rounds = list(session.planned(settings))
         self._last_use = {planned.source: index for index, planned in enumerate(self._rounds)}
@@ -123,6 +123,6 @@ class TokenConversation(Conversation):
             delay_s=planned.delay_s,
         )
 
-    def _remember(self, turn: Turn, answer: Spans) -> None:
+    def _on_answer(self, turn: Turn, answer: Spans) -> None:
         if self._position in self._last_use:
             self._sent[self._position] = self._previous

@@ -1,7 +1,7 @@
-"""Traces, read and written: one module per format, one contract.
+"""Reads and writes traces; each format is a module with the functions of ``TraceFormat``.
 
-To add a format, write a module with the functions of ``TraceFormat`` and give it a row of
-``FORMATS``: commands, messages and ``auto`` follow.
+To add a format, write such a module and add a row to ``FORMATS``, which commands, messages and
+``auto`` use.
 
     sessions = read_trace("trace.jsonl.xz")
     write_trace(sessions, "trace.mooncake.jsonl", "mooncake")
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from dualpath.laboratory.workload.conversation.session import Session
 
 Kind = Literal["lengths", "blocks", "text"]
-"""What sessions are made of: ``TokenSession``, ``BlockSession`` or ``TextSession``."""
+"""The kind of sessions: ``TokenSession``, ``BlockSession`` or ``TextSession``."""
 
-#: Modules of this folder, asked in this order by ``auto``, and what they write: None if they only
-#: read.  Imported when needed, so that commands can list them at no cost.  A hyphen in a name is
-#: an underscore in the module's.
+#: Modules of this folder in the order in which ``auto`` tries them, and the kind that they write;
+#: None if they only read.  They are imported when needed, so that commands can list them quickly.
+#: A hyphen in a name is an underscore in the module's name.
 FORMATS: dict[str, Kind | None] = {
     "rounds": "lengths",
     "agentperf": "text",
@@ -36,7 +36,7 @@ FORMATS: dict[str, Kind | None] = {
     "mini-swe": None,
 }
 AUTO = "auto"
-#: The names of ``conversation``'s classes, by what they are made of.
+#: Kinds by class name of sessions.
 _KINDS: dict[str, Kind] = {
     "TokenSession": "lengths",
     "BlockSession": "blocks",
@@ -45,30 +45,31 @@ _KINDS: dict[str, Kind] = {
 
 
 class TraceFormat(Protocol):
-    """What a format module has; ``write`` only where ``FORMATS`` says what."""
+    """The functions of a format module; ``write`` only if ``FORMATS`` has a kind for it."""
 
     def looks_like(self, parsed: object) -> bool:
-        """Return whether the first JSON document of a trace, parsed, is of this format."""
+        """Return whether a trace with this first JSON document, parsed, is of this format."""
 
     def read(
         self, documents: Iterable[Document], on_broken: OnBroken | None
     ) -> "Iterator[Session]":
-        """Yield the sessions; hand the errors of broken documents to ``on_broken``, or raise."""
+        """Yield the sessions; call ``on_broken`` with errors of broken documents, or raise them."""
 
     def write(self, sessions: Sequence[Any]) -> Iterator[bytes]:
-        """Yield the lines of at least one session, all of the format's kind."""
+        """Yield the lines of the sessions, at least one and all of the format's kind."""
 
 
 def writable(kind: Kind) -> tuple[str, ...]:
-    """Return the formats that sessions of a kind can be written in."""
+    """Return the formats in which sessions of a kind can be written."""
     return tuple(name for name, written in FORMATS.items() if written == kind)
 
 
 def write_trace(sessions: "Sequence[Session]", path: str | Path, format: str) -> None:
-    """Write sessions of one kind as a trace, whole or not at all.
+    """Write sessions of one kind as a trace, atomically.
 
-    Read again they are the same sessions, as far as the format can say it.  Raises ``TraceError``
-    where the format cannot hold them, there are none, or the file cannot be written.
+    Reading the file returns the same sessions, as far as the format can represent them.  Raises
+    ``TraceError`` if the format does not support them, there are none, or the file cannot be
+    written.
     """
     place = Path(path)
     kinds = {_KINDS[type(session).__name__] for session in sessions}
@@ -77,7 +78,7 @@ def write_trace(sessions: "Sequence[Session]", path: str | Path, format: str) ->
         known = " or ".join(name for kind in sorted(kinds) for name in writable(kind))
         raise TraceError(
             f"{place}: sessions of {' and '.join(sorted(kinds)) or 'nothing'} cannot be written as "
-            f"{format}; {f'give {{format}} {known}' if known else 'there is nothing to write'}"
+            f"{format}; {f'set {{format}} to {known}' if known else 'there is nothing to write'}"
         )
     partial = place.with_name(f".{place.name}.partial")
     try:
@@ -98,8 +99,8 @@ def read_trace(
     """Return the sessions of a trace file, folder or archive, at most ``limit`` of them.
 
     ``format`` is one of ``FORMATS`` or ``auto``.  Without ``on_broken`` the first broken line
-    raises ``TraceError`` with file, line, fault and remedy; with it, broken lines are left out
-    and each error is handed over.  Sessions get unique ids.
+    raises ``TraceError`` with file, line, fault and remedy; with it, broken lines are left out and
+    ``on_broken`` is called with each error.  Sessions get unique ids.
     """
     place = Path(path)
     texts = documents(place)
@@ -116,7 +117,7 @@ def read_trace(
 
 
 def detect_format(path: str | Path) -> str:
-    """Return the format that ``auto`` reads a trace as; raise ``TraceError`` if there is none."""
+    """Return the format that ``auto`` chooses for a trace; raises ``TraceError`` if none fits."""
     place = Path(path)
     return _detected(place, documents(place), lambda _: None)[0]
 
@@ -124,7 +125,7 @@ def detect_format(path: str | Path) -> str:
 def _detected(
     place: Path, texts: Iterator[Document], on_broken: OnBroken | None
 ) -> tuple[str, Iterator[Document]]:
-    """Name the format of the first document that parses, and give the documents back whole."""
+    """Return the format of the first document that parses, and all documents."""
     seen: list[Document] = []
     for document in texts:
         seen.append(document)
@@ -138,16 +139,16 @@ def _detected(
             if _format(name).looks_like(parsed):
                 return name, chain(seen, texts)
         raise TraceError(
-            f"{document.source}, line {document.line}: format not recognised; name it with "
+            f"{document.source}, line {document.line}: the format is not recognised; give it with "
             f"--trace-format ({', '.join(FORMATS)})"
         )
-    raise TraceError(f"{place}: holds no readable JSON; check the path")
+    raise TraceError(f"{place}: has no readable JSON; check the path")
 
 
 def _format(name: str) -> TraceFormat:
     if name not in FORMATS:
         known = ", ".join([AUTO, *FORMATS])
-        raise TraceError(f"trace format {name!r} is unknown; known are {known}")
+        raise TraceError(f"trace format {name!r} is unknown; give one of {known}")
     return cast(TraceFormat, import_module(f"{__name__}.{name.replace('-', '_')}"))
 
 

@@ -1,8 +1,8 @@
 """agentperf sessions: one line per request, with full messages, tools and tool delays.
 
-A conversation is the lines of one ``conversation_id``, ordered by ``conversation_idx``.  Read are
-a .jsonl file, a folder with ``traces/*.jsonl`` in it (``data/replays`` of the agentperf-local
-package, say), or an archive of such a folder, the package's own wheel included.
+A conversation consists of the lines with one ``conversation_id``, ordered by ``conversation_idx``.
+The input is a .jsonl file, a folder with ``traces/*.jsonl`` in it (for example ``data/replays`` of
+the agentperf-local package), or an archive of such a folder, such as the package's wheel.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -58,7 +58,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def write(sessions: Sequence[TextSession]) -> Iterator[bytes]:
-    """Yield one line per request; an answer of unknown length counts four bytes to a token."""
+    """Yield one line per request; the length of an answer is estimated if it is not known."""
     for session in sessions:
         following = [*(turn.delay_s for turn in session.text_turns[1:]), None]
         for index, turn in enumerate(session.text_turns):

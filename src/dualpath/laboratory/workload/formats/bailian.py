@@ -1,14 +1,15 @@
 """The Qwen-Bailian usage traces (github.com/alibaba-edu/qwen-bailian-usagetraces-anon).
 
 A line is a request with its whole prompt: ``{chat_id, parent_chat_id, timestamp, input_length,
-output_length, type, turn, hash_ids}``.  ``parent_chat_id`` is the turn before, -1 for none;
-``timestamp`` counts seconds since the trace began; ids stand for blocks of 16 tokens and mean the
-same in the whole file.  A turn with several successors goes on in the one that came first; the
-others are sub-agents that start after it.  Lines written here have two fields more, which others
-ignore: ``block_size``, and ``session_id``, by which a turn goes on in its own session.
+output_length, type, turn, hash_ids}``.  ``parent_chat_id`` is the previous turn, -1 for none;
+``timestamp`` is in seconds since the start of the trace; ids stand for blocks of 16 tokens and are
+valid in the whole file.  If a turn has several successors, the first one continues the
+conversation, and the others are sub-agents that start after it.  Lines written here have two more
+fields, which other readers ignore: ``block_size``, and ``session_id``, which identifies the
+successor in the same session.
 
-When an answer was complete is not recorded: the delay before a turn is the time since the turn
-before was *sent*, and so contains that turn's own time.
+The end of an answer is not recorded: the delay before a turn is the time since the previous turn
+was *sent*, and so includes that turn's own time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -63,12 +64,12 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     chats = sorted(each(documents, _parse, on_broken), key=lambda chat: chat.line.timestamp)
     begun_s = chats[0].line.timestamp if chats else 0.0
     threads: list[Thread] = []
-    #: By chat: its thread, its place there and when it was sent.
+    #: For each chat: its thread, its position there and the time at which it was sent.
     placed: dict[int, tuple[int, int, float]] = {}
     for chat in chats:
         line = chat.line
         if line.chat_id in placed:
-            error = chat.document.error(f"chat_id {line.chat_id} comes twice")
+            error = chat.document.error(f"chat_id {line.chat_id} occurs twice")
             if on_broken is None:
                 raise error
             on_broken(error)
@@ -91,17 +92,17 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def _thread_of(line: _Line, threads: list[Thread], parent: tuple[int, int, float] | None) -> int:
-    """Return the place of the thread that a turn goes on, or of a new one."""
+    """Return the index of the thread that a turn continues, or of a new one."""
     if parent is None:
         threads.append(Thread(line.session_id or str(line.chat_id)))
         return len(threads) - 1
     number, turn, _ = parent
     thread = threads[number]
     if line.session_id is None:
-        goes_on = turn + 1 == len(thread.requests)
+        continues = turn + 1 == len(thread.requests)
     else:
-        goes_on = line.session_id == thread.name
-    if goes_on:
+        continues = line.session_id == thread.name
+    if continues:
         return number
     name = line.session_id or f"{thread.name}/{line.chat_id}"
     threads.append(Thread(name, [], number, turn))
@@ -109,7 +110,7 @@ def _thread_of(line: _Line, threads: list[Thread], parent: tuple[int, int, float
 
 
 def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
-    """Yield a line per request, in the order in which they were sent."""
+    """Yield one line per request, in the order in which they were sent."""
     for timed in sorted(timed_turns(sessions), key=lambda timed: (timed.start_s, timed.turn_id)):
         line: dict[str, Any] = {
             "chat_id": timed.turn_id,

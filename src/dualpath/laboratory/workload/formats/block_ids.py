@@ -1,4 +1,4 @@
-"""Block ids of requests as traces list them, and how many tokens a block has."""
+"""Block ids of requests in traces, and the number of tokens of a block."""
 
 from collections.abc import Iterable, Iterator
 
@@ -9,17 +9,17 @@ Runs = tuple[tuple[int, int], ...]
 """Block ids in order, as inclusive (first, last) runs."""
 
 MAX_BLOCK_ID = 1 << 40
-#: Of Mooncake's own traces, and what aiperf takes.
+#: The block size of Mooncake's own traces, and aiperf's default.
 USUAL_BLOCK_TOKENS = 512
 
 
 def id_runs(document: Document, where: str, listed: Iterable[int | tuple[int, int]]) -> Runs:
-    """Return ids and inclusive runs of ids as runs; raise ``TraceError`` for what is none."""
+    """Return ids and inclusive runs of ids as runs; raises ``TraceError`` for invalid ones."""
     runs: list[tuple[int, int]] = []
     for item in listed:
         first, last = (item, item) if isinstance(item, int) else item
         if not 0 <= first <= last < MAX_BLOCK_ID or last - first >= MAX_TURN_TOKENS:
-            raise document.error(f"{where}: [{first}, {last}] is no run of block ids")
+            raise document.error(f"{where}: [{first}, {last}] is not a run of block ids")
         if runs and first == runs[-1][1] + 1:
             runs[-1] = (runs[-1][0], last)
         else:
@@ -28,23 +28,23 @@ def id_runs(document: Document, where: str, listed: Iterable[int | tuple[int, in
 
 
 def each_id(runs: Runs) -> Iterator[int]:
-    """Yield every id."""
+    """Yield all ids."""
     for first, last in runs:
         yield from range(first, last + 1)
 
 
 def count_ids(runs: Runs) -> int:
-    """Return how many ids there are."""
+    """Return the number of ids."""
     return sum(last - first + 1 for first, last in runs)
 
 
 def full_blocks(
     document: Document, where: str, runs: Runs, prompt_tokens: int, block_tokens: int
 ) -> Runs:
-    """Return the ids of full blocks alone.
+    """Return only the ids of full blocks.
 
-    Most exporters give the partial last block an id as well.  It changes with the next turn, as
-    the block goes on, so nothing can be hit by it.  Raises ``TraceError`` for more ids than that.
+    Most exporters also list an id for the partial last block.  That id changes when the next turn
+    fills the block, so it can never be hit.  Raises ``TraceError`` for more ids than that.
     """
     blocks = count_ids(runs)
     if blocks * block_tokens >= prompt_tokens + block_tokens:
@@ -52,23 +52,23 @@ def full_blocks(
             f"{where}: {blocks} blocks of {block_tokens} tokens exceed its prompt of "
             f"{prompt_tokens} tokens"
         )
-    kept: list[tuple[int, int]] = []
-    room = prompt_tokens // block_tokens
+    full: list[tuple[int, int]] = []
+    left = prompt_tokens // block_tokens
     for first, last in runs:
-        if room <= 0:
+        if left <= 0:
             break
-        kept.append((first, min(last, first + room - 1)))
-        room -= last - first + 1
-    return tuple(kept)
+        full.append((first, min(last, first + left - 1)))
+        left -= last - first + 1
+    return tuple(full)
 
 
 def block_size(place: str, counted: Iterable[tuple[int, int]]) -> int:
-    """Return the tokens of a block, from each request's prompt tokens and number of ids.
+    """Return the tokens of a block, derived from each request's (prompt tokens, number of ids).
 
-    Mooncake's format does not say it.  With an id for the partial last block, n blocks hold more
-    than n - 1 and at most n blocks' tokens; without one, at least n and less than n + 1.  Its own
-    traces have 512, which is taken where it fits, else the least power of two that does.  Raises
-    ``TraceError`` if no size fits all requests.
+    Mooncake's format does not contain it.  With an id for the partial last block, n ids stand for
+    more than n - 1 and at most n blocks of tokens; without one, for at least n and less than n + 1.
+    The result is 512, the size in Mooncake's own traces, if it fits, else the smallest power of two
+    that fits.  Raises ``TraceError`` if no size fits all requests.
     """
     some = [(tokens, ids) for tokens, ids in counted if ids]
     for partial in (1, 0):
@@ -84,6 +84,6 @@ def block_size(place: str, counted: Iterable[tuple[int, int]]) -> int:
             fits = least <= USUAL_BLOCK_TOKENS < below
             return USUAL_BLOCK_TOKENS if fits else power if power < below else least
     raise TraceError(
-        f"{place}: no number of tokens per block fits both lengths and numbers of block ids of all "
-        "requests; give every block of a prompt an id, all of one size"
+        f"{place}: no block size fits the prompt lengths and numbers of block ids of all requests; "
+        "list an id for every block of a prompt, with blocks of one size"
     )

@@ -1,4 +1,4 @@
-"""Trace files as documents: plain, .gz or .xz, alone, in a folder, or in a .tar or .zip (.whl)."""
+"""Reads trace files as JSON documents: plain, .gz or .xz, in folders, .tar or .zip (.whl) files."""
 
 import gzip
 import lzma
@@ -13,9 +13,9 @@ import msgspec
 
 from dualpath.core.errors import TraceError
 
-#: More tokens in one turn than any model takes; larger numbers are mistakes.
+#: Maximum tokens of one turn, more than any model supports; larger numbers are errors in the trace.
 MAX_TURN_TOKENS = 1 << 24
-#: A year; longer delays are mistakes.
+#: Maximum delay, one year; longer delays are errors in the trace.
 MAX_DELAY_S = 366 * 86400.0
 
 OnBroken = Callable[[TraceError], None]
@@ -25,8 +25,8 @@ _T = TypeVar("_T")
 _Stream = IO[bytes] | gzip.GzipFile | lzma.LZMAFile
 _ARCHIVE_SUFFIXES = (".zip", ".whl")
 _COMPRESSION_SUFFIXES = (".xz", ".gz")
-#: What the readers of archives raise for bytes that are none.  Some have errors of their own, and
-#: zipfile asks for what it does not have (a password, a method of compression).
+#: Errors that the readers of archives raise for invalid bytes.  Some have their own classes, and
+#: zipfile raises others for a missing password or an unsupported compression.
 _UNREADABLE = (
     *(OSError, EOFError, lzma.LZMAError, zlib.error, tarfile.TarError, zipfile.BadZipFile),
     *(NotImplementedError, RuntimeError, UnicodeDecodeError),
@@ -42,21 +42,21 @@ class Document(msgspec.Struct, frozen=True):
 
     @property
     def stem(self) -> str:
-        """File name without folders and suffixes."""
+        """The file name without folders and suffixes."""
         return PurePosixPath(self.source).name.split(".")[0]
 
     def error(self, what: str) -> TraceError:
-        """Return a ``TraceError`` that says where, what, and how to go on."""
+        """Return a ``TraceError`` with file, line, the fault and the remedy."""
         return TraceError(
             f"{self.source}, line {self.line}: {what}; correct the line, or pass --skip-broken "
             "to leave it out (it is counted and reported)"
         )
 
     def decode(self, as_type: type[_T]) -> _T:
-        """Parse as ``as_type``; raise ``TraceError`` naming the field that does not fit."""
+        """Parse as ``as_type``; raises ``TraceError`` naming the invalid field."""
         try:
             return msgspec.json.decode(self.text, type=as_type)
-        # RecursionError: nested deeper than any trace.
+        # RecursionError: too deeply nested JSON.
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise self.error(str(error)) from error
 
@@ -64,7 +64,7 @@ class Document(msgspec.Struct, frozen=True):
 def documents(path: Path) -> Iterator[Document]:
     """Yield every JSON text under ``path``, files in order of name.
 
-    Raises ``TraceError`` where the path is missing, unreadable or holds no trace file.
+    Raises ``TraceError`` if the path is missing, unreadable or contains no trace file.
     """
     try:
         found = False
@@ -75,7 +75,7 @@ def documents(path: Path) -> Iterator[Document]:
         raise TraceError(f"{path}: cannot be read ({error}); check the path and the file") from None
     if not found:
         raise TraceError(
-            f"{path}: holds no .jsonl or .json file; give a trace file, a folder of them, "
+            f"{path}: has no .jsonl or .json file; give a trace file, a folder of them, "
             "or a .tar or .zip archive of them"
         )
 
@@ -103,13 +103,13 @@ def _streams(path: Path) -> Iterator[tuple[str, _Stream]]:
 
 
 def _trace_names(names: list[str]) -> list[str]:
-    """Keep trace files; where folders called ``traces`` exist, only what lies in one.
+    """Return the trace files; if there are folders named ``traces``, only the files in them.
 
-    agentperf packages keep manifests and task lists beside their ``traces`` folder.
+    agentperf packages have manifests and task lists outside their ``traces`` folder.
     """
-    kept = [name for name in names if _plain_suffix(name) in (".jsonl", ".json")]
-    in_traces = [name for name in kept if "traces" in PurePosixPath(name).parts[:-1]]
-    return sorted(in_traces or kept)
+    json_files = [name for name in names if _plain_suffix(name) in (".jsonl", ".json")]
+    in_traces = [name for name in json_files if "traces" in PurePosixPath(name).parts[:-1]]
+    return sorted(in_traces or json_files)
 
 
 def _plain_suffix(name: str) -> str:
@@ -137,9 +137,9 @@ def _split(source: str, stream: _Stream) -> Iterator[Document]:
 def each(
     texts: Iterable[Document], parse: Callable[[Document], _T], on_broken: OnBroken | None
 ) -> Iterator[_T]:
-    """Yield ``parse(document)`` of each; hand the errors of broken ones to ``on_broken``.
+    """Yield ``parse(document)`` of each; call ``on_broken`` with the errors of broken documents.
 
-    Raises the first ``TraceError`` where ``on_broken`` is None.
+    Raises the first ``TraceError`` if ``on_broken`` is None.
     """
     for document in texts:
         try:

@@ -1,11 +1,11 @@
 """LMCache's agent traces (github.com/LMCache/lmcache-agent-trace): prompts and answers as text.
 
 A line is a request: ``{timestamp, input, output, session_id}``.  ``input`` is the whole prompt as
-one text and ``timestamp`` when it was sent, in microseconds since 1970 or in seconds since the
-trace began; lines of a session may be out of order.  What prompts share is in their text, as the
-repository's own analysis takes it: recorded answers do not stand in later prompts.
+one text.  ``timestamp`` is the time at which it was sent, in microseconds since 1970 or in seconds
+since the start of the trace; lines of a session may be out of order.  Shared prefixes are found in
+the text, as in the repository's own analysis; recorded answers do not occur in later prompts.
 
-The delay before a turn is the time since the turn before was sent, that turn's own time included.
+The delay before a turn is the time since the previous turn was sent, including that turn's time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from dualpath.laboratory.workload.conversation.session import Session
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.laboratory.workload.formats.lines import MAX_DELAY_S, Document, OnBroken, each
 
-#: No trace is longer than that in seconds; larger times are milli- or microseconds since 1970.
+#: Timestamps below the first are seconds, below the second milliseconds, others microseconds.
 _MOST_S, _MOST_MS = 1e11, 1e14
 
 
@@ -29,7 +29,7 @@ class _Line(msgspec.Struct):
 
     @property
     def at_s(self) -> float:
-        """When it was sent, in seconds."""
+        """The time at which the request was sent, in seconds."""
         if self.timestamp < _MOST_S:
             return self.timestamp
         return self.timestamp / (1e3 if self.timestamp < _MOST_MS else 1e6)
@@ -50,7 +50,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def write(sessions: Sequence[TextSession]) -> Iterator[bytes]:
-    """Yield a line per request, each a delay after the one before; several messages become one."""
+    """Yield one line per request, timed by their delays; several messages are joined to one."""
     for session in sessions:
         now_s = 0.0
         for turn in session.text_turns:

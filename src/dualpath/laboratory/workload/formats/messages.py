@@ -1,4 +1,4 @@
-"""OpenAI chat messages, flattened to a role and a text."""
+"""Converts OpenAI chat messages to a role and a text."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ class RawMessage(msgspec.Struct):
 
 
 def flatten(raw: RawMessage, tools: list[Any] | None = None) -> Message:
-    """Return role and text; tool calls, and tool schemas where given, follow as JSON lines."""
+    """Return role and text, followed by tool schemas (if given) and tool calls as lines of JSON."""
     if isinstance(raw.content, list):
         parts = [str(part.get("text", "")) for part in raw.content]
     else:

@@ -1,9 +1,9 @@
-"""mini-swe-agent runs: chat messages, each assistant message being one turn.
+"""mini-swe-agent runs: chat messages, of which each assistant message is one turn.
 
-Read are a ``.traj.json`` as the agent writes it (``{info, messages, trajectory_format}``) and the
+The input is a ``.traj.json`` as written by the agent (``{info, messages, trajectory_format}``) or a
 compact line ``{session_id, messages, turns}``.  The number of tokens to generate is the length of
-the recorded answer in the served model's tokens: recorded usage counts another model's tokens,
-reasoning included, which never comes back into the context.  No tool delays are recorded.
+the recorded answer in the served model's tokens: the recorded usage counts another model's tokens
+and includes reasoning, which is not part of later contexts.  No tool delays are recorded.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,7 +16,7 @@ from dualpath.laboratory.workload.conversation.text_session import ASSISTANT, Te
 from dualpath.laboratory.workload.formats.lines import Document, OnBroken, each
 from dualpath.laboratory.workload.formats.messages import RawMessage, flatten
 
-#: Written by the agent after its last answer; never sent to a model.
+#: Role of a message that the agent writes after its last answer; it is never sent to a model.
 _EXIT_ROLE = "exit"
 
 
@@ -45,6 +45,6 @@ def _session(document: Document) -> Session:
         if message.role == ASSISTANT and place > 0
     ]
     if not turns:
-        raise document.error("no assistant message follows a prompt, so there is no turn")
+        raise document.error("there is no turn: no assistant message follows a prompt")
     session_id = line.session_id or line.instance_id or document.stem
     return TextSession(session_id, tuple(turns))

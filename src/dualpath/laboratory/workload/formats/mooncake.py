@@ -1,19 +1,20 @@
-"""Mooncake's traces, with what aiperf and Dynamo add for sessions.
+"""Mooncake's traces, with the extensions of aiperf and Dynamo for sessions.
 
-A line is a request: ``{timestamp, input_length, output_length, hash_ids}``, ``timestamp`` in
-milliseconds and ``hash_ids`` one id per block of the whole prompt, the partial last one included;
-equal ids are equal tokens in all requests of the file (github.com/kvcache-ai/Mooncake,
-FAST25-release).  The number of tokens per block (512 there) is in no line; it is found from
-lengths and numbers of ids unless lines have a field ``block_size``.
+A line is a request: ``{timestamp, input_length, output_length, hash_ids}``.  ``timestamp`` is in
+milliseconds; ``hash_ids`` has one id per block of the whole prompt, including the partial last
+block; equal ids are equal tokens in the whole file (github.com/kvcache-ai/Mooncake,
+FAST25-release).  The block size (512 there) is not in the lines; it is derived from lengths and
+numbers of ids unless lines have a field ``block_size``.
 
-Lines of one ``session_id`` follow each other, ``delay`` (or ``delay_ms``) and ``tool_wait_ms``
-milliseconds after the answer before.  A session that first waits for a request of another
-(``wait_for``) is a sub-agent of it.  Lines may carry ``messages`` or ``text_input`` in place of a
-length (aiperf).  They hold all messages so far, or with ``message_mode`` "delta" the new ones.
+Lines with the same ``session_id`` are consecutive turns, each sent ``delay`` (or ``delay_ms``) plus
+``tool_wait_ms`` milliseconds after the previous answer.  A session whose first line waits for a
+request of another session (``wait_for``) is its sub-agent.  Lines may have ``messages`` or
+``text_input`` in place of a length (aiperf): all messages so far, or only the new ones with
+``message_mode`` "delta".
 
-Of lines with lengths aiperf takes each as what is *new* unless ``context_mode`` says otherwise,
-Dynamo as the whole prompt.  Decided here by content: whole prompts begin with the ids of an
-earlier one of the session; lines without ids, or with other ones, append.
+In lines with lengths, aiperf takes each length as *new* tokens unless ``context_mode`` is set,
+Dynamo as the whole prompt.  Here this is decided by content: whole prompts begin with the ids of an
+earlier prompt of the session; lines without ids, or with other ids, are appends.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -45,7 +46,7 @@ from dualpath.laboratory.workload.formats.threads import (
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
 _Delay = Annotated[float, msgspec.Meta(ge=0, le=MAX_DELAY_S * 1000)]
-#: As aiperf calls the two ways to read a line.
+#: aiperf's names for the two interpretations of a line.
 _DELTAS, _WHOLE_PROMPTS = "deltas_without_responses", "message_array_with_responses"
 
 
@@ -70,7 +71,7 @@ class _Line(msgspec.Struct):
 
     @property
     def at_s(self) -> float | None:
-        """When it was sent, in seconds of the trace's own clock."""
+        """The time at which the request was sent, in seconds of the trace's clock."""
         at_ms = self.created_time if self.timestamp is None else self.timestamp
         return None if at_ms is None else at_ms / 1000
 
@@ -91,7 +92,7 @@ def looks_like(parsed: object) -> bool:
 
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
-    """Yield the sessions in order of appearance; raise ``TraceError`` for ids that fit no size."""
+    """Yield the sessions in order of appearance; raises ``TraceError`` if no block size fits."""
     threads: dict[str, list[_Request]] = {}
     for request in each(documents, _parse, on_broken):
         session_id = request.line.session_id
@@ -111,9 +112,9 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
-    """Yield a line per request, sub-agents as sessions that wait for their parent's request.
+    """Yield one line per request; sub-agents are sessions that wait for their parent's request.
 
-    The first request of a session has its time, later ones the delay before them.
+    The first request of a session has a timestamp, later ones have a delay.
     """
     for timed in timed_turns(sessions):
         turn = timed.turn
@@ -142,18 +143,18 @@ def _parse(document: Document) -> _Request:
     if line.input_length is None and line.hash_ids and line.block_size:
         line.input_length = len(line.hash_ids) * line.block_size
     if line.input_length is None and given is None:
-        raise document.error("neither input_length nor messages nor text_input says what is sent")
+        raise document.error("input_length, messages and text_input are missing; one is needed")
     if line.input_length is not None and given is not None:
-        raise document.error(f"input_length and {given} contradict each other; give one of them")
+        raise document.error(f"input_length and {given} exclude each other; give one of them")
     if line.input_length == 0:
-        raise document.error("input_length is 0, must be at least 1")
+        raise document.error("input_length is 0; it must be at least 1")
     if line.output_length is None:
-        raise document.error("output_length is missing, so nothing says how many tokens come back")
+        raise document.error("output_length is missing, the number of tokens to generate")
     return _Request(document, line)
 
 
 def _set_times(threads: Iterable[Sequence[_Request]]) -> None:
-    """Set delays, from timestamps where there are no others, and times since the first request."""
+    """Set delays, from timestamps if no others are given, and times since the first request."""
     begun_s = min((r.line.at_s for t in threads for r in t if r.line.at_s is not None), default=0.0)
     for requests in threads:
         previous_s: float | None = None
@@ -169,7 +170,7 @@ def _set_times(threads: Iterable[Sequence[_Request]]) -> None:
 
 
 def _appends(requests: Sequence[_Request]) -> bool:
-    """Return whether the lines of a session hold what is new, and not whole prompts."""
+    """Return whether the lines of a session have only new tokens instead of whole prompts."""
     mode = requests[0].line.context_mode
     if mode is not None:
         return mode == _DELTAS
@@ -199,14 +200,14 @@ def _text_session(name: str, requests: Sequence[_Request]) -> TextSession:
         line = request.line
         if line.input_length is not None:
             raise request.document.error(
-                f"session {name} has text in other lines and a length here; give one of them in all"
+                f"session {name} has text in other lines and a length here; use one form in all"
             )
         raw = line.messages or [RawMessage("user", line.text_input)]
         messages = tuple(
             flatten(one, line.tools if place == 0 else None) for place, one in enumerate(raw)
         )
         if line.message_mode == "delta" and turns:
-            # The answer stands between; what is recorded of it is replaced by the generated one.
+            # The answer is between them; its recorded text is replaced by the generated answer.
             messages = (*before, Message("assistant", ""), *messages)
         before = messages
         generate = max(line.output_length or 1, 1)

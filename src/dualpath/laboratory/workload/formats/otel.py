@@ -1,18 +1,19 @@
-"""OpenTelemetry spans of gen-AI clients, as a collector's file exporter writes them (OTLP JSON).
+"""OpenTelemetry spans of gen-AI clients, as written by a collector's file exporter (OTLP JSON).
 
-A document is a ``TracesData``: ``{resourceSpans: [{scopeSpans: [{spans: […]}]}]}``, one to a line
-or one in a .json file (opentelemetry.io/docs/specs/otel/protocol/file-exporter).  A span is a
-request if it counts tokens and its ``gen_ai.operation.name``, where given, is an inference: agents'
-and tools' spans repeat their requests' counts.  Names are those of the semantic conventions for
-gen-AI, and ``gen_ai.usage.prompt_tokens`` and ``completion_tokens`` of earlier ones and of vLLM.
+A document is a ``TracesData``: ``{resourceSpans: [{scopeSpans: [{spans: […]}]}]}``, one per line or
+one per .json file (opentelemetry.io/docs/specs/otel/protocol/file-exporter).  A span is a request
+if it has token counts and its ``gen_ai.operation.name``, if given, is an inference: spans of agents
+and tools repeat the counts of their requests.  Attribute names are those of the semantic
+conventions for gen-AI, and ``gen_ai.usage.prompt_tokens`` and ``completion_tokens`` of earlier
+conventions and of vLLM.
 
-Spans of one ``gen_ai.conversation.id``, else of one trace, are a session, in order of time; delays
-are from the end of one to the begin of the next.  What prompts share is known
+The spans of one ``gen_ai.conversation.id``, or else of one trace, are a session, ordered by time;
+delays are from the end of a span to the start of the next.  Shared prefixes are found
 
 - from ``dualpath.block_ids`` with ``dualpath.block_tokens``, which ``dualpath record`` writes;
-- from ``gen_ai.input.messages`` where every span of a session has them (opt-in, text);
-- else from lengths alone, and that is a guess: a prompt at least as long as the one before with
-  its answer goes on after it; a shorter one shares ``gen_ai.usage.cache_read.input_tokens``.
+- from ``gen_ai.input.messages`` if every span of a session has them (opt-in, text);
+- else from lengths only, which is a guess: a prompt at least as long as the previous prompt and
+  answer continues them; a shorter one shares ``gen_ai.usage.cache_read.input_tokens``.
 """
 
 import hashlib
@@ -83,9 +84,10 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
-    """Yield a line per conversation, a span per request; times count from 1970.
+    """Yield one line per conversation with a span per request; times count from 1970.
 
-    A request ends as long before the next one as that was delayed, since its true end is not kept.
+    The end of a request is the start of the next minus its delay, because sessions do not contain
+    the real end.
     """
     turns = list(timed_turns(sessions))
     spans: dict[str, list[dict[str, Any]]] = {}
@@ -143,17 +145,17 @@ def _text_session(name: str, requests: Sequence[SpanRequest]) -> TextSession:
 
 def _token_session(name: str, requests: Sequence[SpanRequest]) -> TokenSession:
     rounds: list[Round] = []
-    kept_tokens: list[int | None] = []
+    retained_tokens: list[int | None] = []
     total = 0
     for one, delay_s in zip(requests, _delays_s(requests), strict=True):
-        goes_on = one.input_tokens >= total
-        kept = total if goes_on else min(one.cached_tokens, one.input_tokens)
-        kept_tokens.append(None if goes_on else kept)
+        continues = one.input_tokens >= total
+        retained = total if continues else min(one.cached_tokens, one.input_tokens)
+        retained_tokens.append(None if continues else retained)
         generated = max(one.output_tokens, 1)
-        rounds.append(Round(one.input_tokens - kept, generated, delay_s))
+        rounds.append(Round(one.input_tokens - retained, generated, delay_s))
         total = one.input_tokens + generated
-    edited = any(kept is not None for kept in kept_tokens)
-    return TokenSession(Trajectory(name, tuple(rounds)), tuple(kept_tokens) if edited else ())
+    edited = any(retained is not None for retained in retained_tokens)
+    return TokenSession(Trajectory(name, tuple(rounds)), tuple(retained_tokens) if edited else ())
 
 
 def _threads(hashed: dict[str, list[SpanRequest]]) -> list[Thread]:

@@ -1,4 +1,4 @@
-"""Which spans of an OTLP JSON document are requests, and what they say of tokens."""
+"""Finds the requests among the spans of an OTLP JSON document, and their token counts."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 MESSAGES = "gen_ai.input.messages"
 BLOCK_IDS = "dualpath.block_ids"
 BLOCK_TOKENS = "dualpath.block_tokens"
-#: Of conventions before version 1.27, and of vLLM.
+#: Names in conventions before version 1.27 and in vLLM.
 _EARLIER = {
     INPUT_TOKENS: "gen_ai.usage.prompt_tokens",
     OUTPUT_TOKENS: "gen_ai.usage.completion_tokens",
@@ -24,7 +24,7 @@ _INFERENCE = frozenset({"chat", "text_completion", "generate_content"})
 
 
 class Value(msgspec.Struct, omit_defaults=True, rename="camel"):
-    """An attribute's value, of the kinds that are looked at."""
+    """An attribute's value, with the kinds that are used here."""
 
     string_value: str | None = None
     # OTLP JSON writes 64-bit integers as strings; some exporters do not.
@@ -94,7 +94,7 @@ class _Message(msgspec.Struct):
 
 
 def span_requests(document: Document) -> list[SpanRequest]:
-    """Return the requests among the spans of a document; raise ``TraceError`` for absurd ones."""
+    """Return the requests among the spans of a document; raises ``TraceError`` for invalid ones."""
     found = []
     for resource in document.decode(_Traces).resource_spans:
         for scope in resource.scope_spans:
@@ -106,7 +106,7 @@ def span_requests(document: Document) -> list[SpanRequest]:
 
 
 def _request(document: Document, span: _Span) -> SpanRequest | None:
-    """Return the request that a span is, None for another kind of span."""
+    """Return the request that a span describes, None for other spans."""
     values = {one.key: one.value for one in span.attributes}
     operation = values.get(OPERATION, Value()).string_value
     counts = {key: values.get(key) or values.get(earlier) for key, earlier in _EARLIER.items()}
@@ -119,9 +119,9 @@ def _request(document: Document, span: _Span) -> SpanRequest | None:
         try:
             counted = int(0 if given is None else given)
         except ValueError:
-            raise document.error(f"{where}: {name} {given!r} is no integer") from None
+            raise document.error(f"{where}: {name} {given!r} is not an integer") from None
         if not least <= counted <= most:
-            raise document.error(f"{where}: {name} is {counted}, must be {least} to {most}")
+            raise document.error(f"{where}: {name} is {counted}; it must be {least} to {most}")
         return counted
 
     listed = values.get(BLOCK_IDS, Value()).array_value

@@ -1,11 +1,11 @@
-"""Rounds of lengths, the form of §A.3.
+"""Rounds of token counts, as in §A.3.
 
-A line is ``{"session_id": …, "rounds": [[append, generated], …]}`` or the bare list of pairs.
+A line is ``{"session_id": …, "rounds": [[append, generated], …]}`` or only the list of pairs.
 Rounds may also be objects ``{prompt, append, context, gen[, t, think_s, api_s]}`` as in the
-kv-cache-tester figures, whose ``context`` is how much of the prompt was sent before.
+kv-cache-tester figures, where ``context`` is the part of the prompt that was sent before.
 
-A recorded round that generated nothing (an aborted call) is replayed with one token, the least a
-server can be asked for.
+A recorded round that generated nothing (an aborted call) is replayed with one token, the minimum
+for a server.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -56,9 +56,11 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
 
 
 def write(sessions: Sequence[TokenSession]) -> Iterator[bytes]:
-    """Yield one line per session: pairs, or objects where a round keeps less or waits."""
+    """Yield one line per session: pairs, or objects if a round drops context or has a delay."""
     for session in sessions:
-        plain = not session.kept_tokens and not any(r.delay_s for r in session.trajectory.rounds)
+        plain = not session.retained_tokens and not any(
+            r.delay_s for r in session.trajectory.rounds
+        )
         rounds: list[Any] = (
             [(r.append_tokens, r.generated_tokens) for r in session.trajectory.rounds]
             if plain
@@ -70,8 +72,8 @@ def write(sessions: Sequence[TokenSession]) -> Iterator[bytes]:
 def _objects(session: TokenSession) -> Iterator[_RoundObject]:
     total = 0
     for index, one in enumerate(session.trajectory.rounds):
-        kept = session.kept_tokens[index] if index < len(session.kept_tokens) else None
-        context = total if kept is None else kept
+        retained = session.retained_tokens[index] if index < len(session.retained_tokens) else None
+        context = total if retained is None else retained
         prompt = context + one.append_tokens
         yield _RoundObject(prompt, one.append_tokens, context, one.generated_tokens, one.delay_s)
         total = prompt + one.generated_tokens
@@ -84,7 +86,7 @@ def _session(document: Document) -> Session:
         line = document.decode(_Line)
     session_id = line.session_id or f"{document.stem}-{document.line}"
     rounds: list[Round] = []
-    kept: list[int | None] = []
+    retained: list[int | None] = []
     total_tokens = 0
     for index, recorded in enumerate(line.rounds):
         if isinstance(recorded, _RoundObject):
@@ -94,16 +96,16 @@ def _session(document: Document) -> Session:
                     f"not prompt {recorded.prompt}"
                 )
             append, generated = recorded.append, recorded.gen
-            kept.append(None if recorded.context == total_tokens else recorded.context)
+            retained.append(None if recorded.context == total_tokens else recorded.context)
             total_tokens = recorded.prompt + generated
             delay_s = recorded.think_s or 0.0
         else:
             append, generated = recorded
-            kept.append(None)
+            retained.append(None)
             total_tokens += append + generated
             delay_s = 0.0
         if index == 0 and append == 0:
-            raise document.error("round 0 appends no token, so its prompt would be empty")
+            raise document.error("round 0 appends no tokens, so its prompt would be empty")
         rounds.append(Round(append, max(generated, 1), delay_s))
-    edited = any(tokens is not None for tokens in kept)
-    return TokenSession(Trajectory(session_id, tuple(rounds)), tuple(kept) if edited else ())
+    edited = any(tokens is not None for tokens in retained)
+    return TokenSession(Trajectory(session_id, tuple(rounds)), tuple(retained) if edited else ())

@@ -1,7 +1,7 @@
-"""Requests listed one by one, put together as sessions of block ids with their sub-agents.
+"""Builds sessions of block ids, with sub-agents, from traces that list single requests.
 
-A *thread* is one conversation: requests of which each goes on after the one before.  It may start
-beside another one, after a request of it.
+A *thread* is one conversation: requests that each continue the previous one.  It may be a sub-agent
+that starts after a request of another thread.
 """
 
 from collections import Counter
@@ -37,7 +37,7 @@ class ListedRequest(NamedTuple):
 
 
 class Thread(msgspec.Struct):
-    """Requests in order; ``parent`` is the place of another thread, earlier in the list."""
+    """Requests in order; ``parent`` is the index of another thread, earlier in the list."""
 
     name: str
     requests: list[ListedRequest] = []
@@ -46,20 +46,20 @@ class Thread(msgspec.Struct):
 
 
 def thread_sessions(
-    threads: Sequence[Thread], said_block_tokens: Set[int | None]
+    threads: Sequence[Thread], stated_block_tokens: Set[int | None]
 ) -> Iterator[BlockSession]:
     """Yield the sessions of threads that share one space of block ids.
 
-    Unless the requests say one size of blocks, it is found from them.  Raises ``TraceError`` where
-    ids and lengths do not fit together.
+    Unless the requests state exactly one block size, it is derived from them.  Raises
+    ``TraceError`` if ids and lengths are inconsistent.
     """
     requests = [request for thread in threads for request in thread.requests]
     if not requests:
         return
     place = requests[0].document.source
-    said = said_block_tokens - {None}
+    stated = stated_block_tokens - {None}
     counted = ((request.prompt_tokens, len(request.hash_ids)) for request in requests)
-    block_tokens = next(iter(said), None) if len(said) == 1 else None
+    block_tokens = next(iter(stated), None) if len(stated) == 1 else None
     if block_tokens is None:
         block_tokens = block_size(place, counted)
     small = _small_ids(requests)
@@ -84,7 +84,7 @@ def thread_sessions(
 
 
 def _small_ids(requests: Iterable[ListedRequest]) -> dict[int, int] | None:
-    """Number ids by appearance if some are hashes, too large or negative; else None."""
+    """Number ids by appearance if some are hashes, which are too large or negative; else None."""
     listed = {block_id: None for request in requests for block_id in request.hash_ids}
     if all(0 <= block_id < MAX_BLOCK_ID for block_id in listed):
         return None
@@ -106,7 +106,7 @@ def _turn(request: ListedRequest, block_tokens: int, small: dict[int, int] | Non
 
 
 def _with_shared_ids(sessions: Sequence[BlockSession]) -> Iterator[BlockSession]:
-    """Yield the sessions knowing which of their ids others have."""
+    """Yield the sessions with ``shared_ids`` set to the ids that others also have."""
     own = [frozenset(_ids(session)) for session in sessions]
     holders = Counter(block_id for ids in own for block_id in ids)
     shared = frozenset(block_id for block_id, count in holders.items() if count > 1)
@@ -122,12 +122,12 @@ def _ids(session: BlockSession) -> Iterator[int]:
 
 
 class TimedTurn(NamedTuple):
-    """A turn of a session or of a sub-agent of it, as a request of its own.
+    """A turn of a session, or of one of its sub-agents, as a single request.
 
-    ``turn_id`` numbers all turns of a trace; ``before`` is the ``turn_id`` that this one follows,
-    in its own conversation or, for the first of a sub-agent, in its parent's; None for none.
-    ``start_s`` is when it was sent, or, where that is not known, the earliest that its delays
-    allow.
+    ``turn_id`` numbers all turns of a trace.  ``before`` is the ``turn_id`` of the previous turn in
+    the same conversation or, for the first turn of a sub-agent, of its parent's turn; None for
+    none.  ``start_s`` is the time at which it was sent or, if unknown, the earliest time that its
+    delays allow.
     """
 
     turn_id: int
@@ -139,7 +139,7 @@ class TimedTurn(NamedTuple):
 
 
 def timed_turns(sessions: Iterable[BlockSession]) -> Iterator[TimedTurn]:
-    """Yield all turns: a conversation's in order, those of its sub-agents behind them."""
+    """Yield all turns: those of a conversation in order, followed by those of its sub-agents."""
     number = 0
     for session in sessions:
         for timed in _timed(session, None, 0.0, number):

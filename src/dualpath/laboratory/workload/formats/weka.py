@@ -1,9 +1,9 @@
 """The weka format (kv-cache-tester, aiperf, inference-perf): block ids and times, no text.
 
 One JSON document per session: ``{id, block_size, requests: [{t, type, in, out, hash_ids, …}]}``.
-``hash_ids`` lists ids of full blocks; an entry ``[first, last]`` is an inclusive run of ids, a
-lossless short form.  An entry of type ``subagent`` nests the requests of a helper that ran beside
-its parent from that point on; they become a sub-agent here and do not hold the parent up.
+``hash_ids`` lists ids of full blocks; an entry ``[first, last]`` is an inclusive run of ids.  An
+entry of type ``subagent`` contains the requests of a sub-agent that ran in parallel to its parent
+from that point on, so the parent does not wait for it.
 
 A recorded request that generated nothing is replayed with one token.
 """
@@ -36,8 +36,8 @@ class _Entry(msgspec.Struct):
     type: str = "n"
     prompt_tokens: _Tokens = msgspec.field(name="in", default=0)
     generated_tokens: _Tokens = msgspec.field(name="out", default=0)
-    # Ids are range-checked below: msgspec 0.22 reads wild memory where a bounded int and a
-    # tuple of fixed length meet in one union.
+    # Ids are range-checked below: msgspec 0.22 reads invalid memory for a union of a bounded int
+    # and a tuple of fixed length.
     hash_ids: list[int | tuple[int, int]] = []
     think_time: Annotated[float, msgspec.Meta(ge=0, le=MAX_DELAY_S)] | None = None
     agent_id: str | None = None
@@ -69,7 +69,7 @@ def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
 
 
 def _entries(session: BlockSession, begun_s: float) -> list[dict[str, Any]]:
-    """Return requests and, where they start, sub-agents; ``t`` counts from the session's begin."""
+    """Return requests, and sub-agents where they start; ``t`` counts from the session's start."""
     entries: list[dict[str, Any]] = []
     first_s = session.block_turns[0].start_s or 0.0
     now_s = begun_s
@@ -91,7 +91,7 @@ def _entries(session: BlockSession, begun_s: float) -> list[dict[str, Any]]:
             {
                 "t": now_s,
                 "type": _SUB_AGENT,
-                # As it is read, a name ends with the sub-agent's number.
+                # Names of sessions that were read end with the sub-agent's number.
                 "agent_id": sub_agent.session.session_id.rpartition("/")[2].removesuffix(
                     f"-{number}"
                 ),
@@ -112,22 +112,24 @@ def _session(
     document: Document, session_id: str, scope: str, block_tokens: int, entries: list[_Entry]
 ) -> BlockSession:
     turns: list[BlockTurn] = []
-    helpers: list[SubAgent] = []
+    sub_agents: list[SubAgent] = []
     for index, entry in enumerate(entries):
         if entry.type == _SUB_AGENT:
-            name = f"{session_id}/{entry.agent_id or f'agent-{index}'}-{len(helpers)}"
+            name = f"{session_id}/{entry.agent_id or f'agent-{index}'}-{len(sub_agents)}"
             nested = _session(document, name, scope, block_tokens, entry.requests)
-            helpers.append(SubAgent(len(turns) - 1, nested))
+            sub_agents.append(SubAgent(len(turns) - 1, nested))
         else:
             turns.append(_turn(document, index, block_tokens, entry))
     if not turns:
         raise document.error(f"session {session_id} has no request of its own")
-    return BlockSession(session_id, block_tokens, tuple(turns), tuple(helpers), scope)
+    return BlockSession(session_id, block_tokens, tuple(turns), tuple(sub_agents), scope)
 
 
 def _turn(document: Document, index: int, block_tokens: int, entry: _Entry) -> BlockTurn:
     if entry.prompt_tokens < 1:
-        raise document.error(f"request {index}: 'in' is {entry.prompt_tokens}, must be at least 1")
+        raise document.error(
+            f"request {index}: 'in' is {entry.prompt_tokens}; it must be at least 1"
+        )
     where = f"request {index}"
     runs = id_runs(document, where, entry.hash_ids)
     return BlockTurn(

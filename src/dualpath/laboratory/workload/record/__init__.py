@@ -1,1 +1,1 @@
-"""Live traffic as a trace: a proxy that sees requests pass, and the sessions that they make."""
+"""Records live traffic as a trace: a proxy for requests, and the sessions that they form."""

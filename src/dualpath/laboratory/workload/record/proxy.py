@@ -1,9 +1,9 @@
-"""A proxy before an OpenAI endpoint that notes completions as they pass.
+"""A proxy in front of an OpenAI endpoint that records completions.
 
-The endpoint is asked for token ids (vLLM's ``return_token_ids``); a client that did not ask for
-them does not get them.  Everything else passes as it is.  What cannot be recorded is passed on all
-the same, and counted: requests for several answers, refusals, streams that broke off, endpoints
-that send no token ids.
+The proxy requests token ids from the endpoint (vLLM's ``return_token_ids``) and removes them for
+clients that did not request them.  Everything else is forwarded unchanged.  Requests that cannot be
+recorded are also forwarded, and counted: requests for several answers, refused requests, broken
+streams, and answers of endpoints that send no token ids.
 """
 
 import asyncio
@@ -21,12 +21,12 @@ from dualpath.laboratory.workload.record.recorder import Exchange
 from dualpath.router.token_api.wire import STREAM_END, EventLines, server_event
 
 RECORDED_PATHS = ("/v1/completions", "/v1/chat/completions")
-MOST_BODY_BYTES = 256 << 20
-#: Of the connection to the endpoint; answers may take as long as they like.
+MAX_BODY_BYTES = 256 << 20
+#: Timeout for connecting to the endpoint; there is no timeout for answers.
 _CONNECT_S = 10.0
 _TOKEN_IDS = ("prompt_token_ids", "token_ids")
 _SESSION_HEADER = "X-Session-ID"
-#: Between two hosts only, or said anew.
+#: Headers that apply to one connection only, or that are set again.
 _NOT_FORWARDED = frozenset(
     {
         *("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"),
@@ -38,7 +38,7 @@ OnExchange = Callable[[Exchange], None]
 
 
 class _Answer:
-    """Token ids and text of an answer, gathered from whole bodies or chunks."""
+    """Token ids and text of an answer, collected from whole bodies or chunks."""
 
     def __init__(self) -> None:
         self.prompt: list[int] | None = None
@@ -46,35 +46,35 @@ class _Answer:
         self.text = ""
         self.answers: set[int] = set()
 
-    def take(self, body: dict[str, Any], strip: bool) -> None:
-        """Take what a body says, and with ``strip`` its token ids out of it."""
+    def add(self, body: dict[str, Any], strip: bool) -> None:
+        """Add the tokens and text of a body; with ``strip`` remove its token ids."""
         prompt = body.get("prompt_token_ids")
         for choice in body.get("choices") or ():
             prompt = choice.get("prompt_token_ids") or prompt
             self.generated += choice.get("token_ids") or ()
             self.answers.add(choice.get("index", 0))
-            said = choice.get("delta") or choice.get("message") or choice
-            self.text += said.get("content") or said.get("text") or ""
+            message = choice.get("delta") or choice.get("message") or choice
+            self.text += message.get("content") or message.get("text") or ""
         self.prompt = self.prompt or prompt
         if strip:
             for holder in (body, *(body.get("choices") or ())):
                 for name in _TOKEN_IDS:
                     holder.pop(name, None)
 
-    def taken(self, payload: bytes, strip: bool) -> bytes:
-        """Take an event of a stream and return it as it goes on."""
+    def add_event(self, payload: bytes, strip: bool) -> bytes:
+        """Add an event of a stream; return the event to forward."""
         try:
             event = msgspec.json.decode(payload)
         except msgspec.DecodeError:
             event = None
         if not isinstance(event, dict):
             return b"data: " + payload + b"\n\n"
-        self.take(event, strip)
+        self.add(event, strip)
         return server_event(event)
 
 
 class RecordingProxy:
-    """Passes requests on to ``endpoint`` and hands completed ones to ``on_exchange``."""
+    """Forwards requests to ``endpoint`` and calls ``on_exchange`` with completed ones."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class RecordingProxy:
         *,
         texts: bool = False,
     ) -> None:
-        """Connect to nobody yet; ``clock`` gives seconds, with ``texts`` texts are kept."""
+        """Create a proxy; ``clock`` returns seconds, and with ``texts`` texts are recorded."""
         self._endpoint = endpoint.rstrip("/")
         self._on_exchange = on_exchange
         self._clock = clock
@@ -94,14 +94,14 @@ class RecordingProxy:
 
     def app(self) -> web.Application:
         """Return the application; it owns the connections to the endpoint."""
-        app = web.Application(client_max_size=MOST_BODY_BYTES)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
         app.cleanup_ctx.append(self._connected)
         app.router.add_route("*", "/{path:.*}", self._pass)
         return app
 
     async def _connected(self, app: web.Application) -> AsyncIterator[None]:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        # Bodies stay as they are: compressed ones could not be looked at.
+        # Bodies are not decompressed; recorded ones are requested without compression.
         async with aiohttp.ClientSession(
             timeout=timeout, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
         ) as self._http:
@@ -109,52 +109,56 @@ class RecordingProxy:
 
     async def _pass(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
-        asked = self._asked(request, body)
+        completion = self._completion_body(request, body)
         start_s = self._clock()
         headers = {name: value for name, value in request.headers.items() if _forwarded(name)} | {
             "Accept-Encoding": "identity"
         }
-        data = body if asked is None else msgspec.json.encode(asked | {"return_token_ids": True})
+        data = (
+            body
+            if completion is None
+            else msgspec.json.encode(completion | {"return_token_ids": True})
+        )
         async with AsyncExitStack() as stack:
-            asking = self._http.request(
+            sending = self._http.request(
                 request.method, self._endpoint + request.path_qs, data=data, headers=headers
             )
             try:
-                response = await stack.enter_async_context(asking)
+                response = await stack.enter_async_context(sending)
             except (aiohttp.ClientError, OSError) as error:
                 return _unreachable(self._endpoint, error)
-            if asked is None or response.status != 200:
+            if completion is None or response.status != 200:
                 self.not_recorded += request.path in RECORDED_PATHS
                 return (await _passed(request, response))[0]
             answer = _Answer()
-            strip = not asked.get("return_token_ids")
+            strip = not completion.get("return_token_ids")
             if "text/event-stream" in response.headers.get("Content-Type", ""):
                 made, whole = await _streamed(request, response, answer, strip)
             else:
                 made, whole = await _at_once(request, response, answer, strip)
-        self._note(request, asked, answer, start_s, whole)
+        self._note(request, completion, answer, start_s, whole)
         return made
 
-    def _asked(self, request: web.Request, body: bytes) -> dict[str, Any] | None:
-        """Return the body of a completion, None for anything else."""
+    def _completion_body(self, request: web.Request, body: bytes) -> dict[str, Any] | None:
+        """Return the body of a completion request, None for other requests."""
         if request.method != "POST" or request.path not in RECORDED_PATHS:
             return None
         try:
-            asked = msgspec.json.decode(body)
+            completion = msgspec.json.decode(body)
         except msgspec.DecodeError:
             return None
-        return asked if isinstance(asked, dict) else None
+        return completion if isinstance(completion, dict) else None
 
     def _note(
         self,
         request: web.Request,
-        asked: dict[str, Any],
+        completion: dict[str, Any],
         answer: _Answer,
         start_s: float,
         whole: bool,
     ) -> None:
-        prompt = answer.prompt or _listed_tokens(asked.get("prompt"))
-        messages = _messages(asked) if self._texts else ()
+        prompt = answer.prompt or _listed_tokens(completion.get("prompt"))
+        messages = _messages(completion) if self._texts else ()
         if not (whole and len(answer.answers) == 1 and prompt and answer.generated) or (
             messages is None
         ):
@@ -163,9 +167,9 @@ class RecordingProxy:
         self.recorded += 1
         self._on_exchange(
             Exchange(
-                tenant=str(asked.get("cache_salt") or ""),
+                tenant=str(completion.get("cache_salt") or ""),
                 session_id=str(
-                    asked.get("session_id") or request.headers.get(_SESSION_HEADER) or ""
+                    completion.get("session_id") or request.headers.get(_SESSION_HEADER) or ""
                 ),
                 prompt_token_ids=prompt,
                 generated_token_ids=answer.generated,
@@ -182,12 +186,12 @@ def _forwarded(name: str) -> bool:
 
 
 def _unreachable(endpoint: str, error: Exception) -> web.Response:
-    message = f"{endpoint}: no answer ({error}); is the server up there?"
+    message = f"{endpoint}: no answer ({error}); check that the server is running"
     return web.json_response({"error": {"message": message, "code": 502}}, status=502)
 
 
 def _like(response: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Return an answer with the endpoint's status and headers, without a body."""
+    """Return a response with the endpoint's status and headers, without a body."""
     made = web.StreamResponse(status=response.status, reason=response.reason)
     for name, value in response.headers.items():
         if _forwarded(name) or name.lower() == "content-encoding":
@@ -198,7 +202,7 @@ def _like(response: aiohttp.ClientResponse) -> web.StreamResponse:
 async def _passed(
     request: web.Request, response: aiohttp.ClientResponse
 ) -> tuple[web.StreamResponse, bool]:
-    """Pass an answer on, byte for byte as it comes."""
+    """Forward an answer unchanged."""
     made = _like(response)
     await made.prepare(request)
     return made, await _until_broken(request, _copied(response, made))
@@ -207,7 +211,7 @@ async def _passed(
 async def _streamed(
     request: web.Request, response: aiohttp.ClientResponse, answer: _Answer, strip: bool
 ) -> tuple[web.StreamResponse, bool]:
-    """Pass a stream on, event by event; return it and whether it came to its end."""
+    """Forward a stream event by event; return the response and whether it is complete."""
     made = _like(response)
     await made.prepare(request)
     return made, await _until_broken(request, _events(response, made, answer, strip))
@@ -225,7 +229,7 @@ async def _events(
     lines = EventLines()
     async for received in response.content.iter_any():
         for payload in lines.feed(received):
-            await made.write(answer.taken(payload, strip))
+            await made.write(answer.add_event(payload, strip))
         if lines.ended:
             await made.write(STREAM_END)
             return True
@@ -233,7 +237,7 @@ async def _events(
 
 
 async def _until_broken(request: web.Request, passing: Coroutine[Any, Any, bool]) -> bool:
-    """Return whether all of an answer was passed on; a client sees that a part is missing."""
+    """Return whether an answer was forwarded completely; if not, abort the client connection."""
     try:
         if await passing:
             return True
@@ -249,12 +253,12 @@ async def _at_once(
 ) -> tuple[web.StreamResponse, bool]:
     body = await response.read()
     try:
-        said = msgspec.json.decode(body)
+        decoded = msgspec.json.decode(body)
     except msgspec.DecodeError:
-        said = None
-    if isinstance(said, dict):
-        answer.take(said, strip)
-        body = msgspec.json.encode(said)
+        decoded = None
+    if isinstance(decoded, dict):
+        answer.add(decoded, strip)
+        body = msgspec.json.encode(decoded)
     made = _like(response)
     await made.prepare(request)
     await made.write(body)
@@ -262,27 +266,27 @@ async def _at_once(
 
 
 def _listed_tokens(prompt: object) -> list[int]:
-    """Return a prompt that was sent as token ids, and of any other nothing."""
+    """Return a prompt that was sent as token ids, an empty list for other prompts."""
     if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
         return prompt
     return []
 
 
-def _messages(asked: dict[str, Any]) -> tuple[Message, ...] | None:
-    """Return what was asked as texts; None where that is no text."""
-    if "messages" not in asked:
-        prompt = asked.get("prompt")
+def _messages(completion: dict[str, Any]) -> tuple[Message, ...] | None:
+    """Return the prompt as messages; None if it is not text."""
+    if "messages" not in completion:
+        prompt = completion.get("prompt")
         return (Message("user", prompt),) if isinstance(prompt, str) else None
     try:
-        raw = msgspec.convert(asked["messages"], list[RawMessage])
+        raw = msgspec.convert(completion["messages"], list[RawMessage])
     except msgspec.ValidationError:
         return None
-    tools = asked.get("tools")
+    tools = completion.get("tools")
     return tuple(flatten(one, tools if place == 0 else None) for place, one in enumerate(raw))
 
 
 async def serve(proxy: RecordingProxy, host: str, port: int, stop: asyncio.Event) -> None:
-    """Listen at ``host:port`` until ``stop``; raises ``OSError`` where that cannot be had."""
+    """Listen at ``host:port`` until ``stop``; raises ``OSError`` if that fails."""
     runner = web.AppRunner(proxy.app())
     await runner.setup()
     try:

@@ -1,9 +1,10 @@
-"""Requests that were served, put together as sessions; no token and no hash is kept in them.
+"""Groups served requests into sessions, which contain neither tokens nor hashes.
 
-A session is known by the name its client gives it, or by its tokens: a prompt that begins with all
-full blocks of an earlier prompt, or of an earlier one and its answer, goes on after it
-(``policy.agent_sessions``).  Clients' names may say who somebody is, so sessions are numbered.
-Block ids are numbered by appearance.  Keys, which could be guessed from known text, stay here.
+A session is identified by the client's name for it, or by its tokens: a prompt that begins with all
+full blocks of an earlier prompt, or of an earlier prompt and its answer, continues that session
+(``policy.agent_sessions``).  Clients' names may identify persons, so recorded sessions are
+numbered.  Block ids are numbered by appearance.  Block keys, from which known text could be
+confirmed, are not recorded.
 """
 
 from collections.abc import Sequence
@@ -15,15 +16,15 @@ from dualpath.laboratory.workload.conversation.block_session import BlockSession
 from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.policy.agent_sessions import SessionMemory
 
-#: Of sessions that may go on; older ones begin anew then.
-_MOST_REMEMBERED_BLOCKS = 10_000_000
+#: Blocks of sessions that can be continued; older sessions are forgotten, and start again as new.
+_MAX_REMEMBERED_BLOCKS = 10_000_000
 
 
 class Exchange(msgspec.Struct, frozen=True, kw_only=True):
-    """One request and its answer, in tokens; times in seconds of one clock.
+    """One request and its answer in tokens; times are in seconds of one clock.
 
-    ``tenant`` separates caches (vLLM's ``cache_salt``); ``session_id`` is the client's name for the
-    session, "" for none.  ``messages`` and ``answer_text`` are empty unless texts are recorded.
+    ``tenant`` is vLLM's ``cache_salt``; ``session_id`` is the client's name for the session, "" for
+    none.  ``messages`` and ``answer_text`` are empty unless texts are recorded.
     """
 
     tenant: str = ""
@@ -47,17 +48,17 @@ class _Turn(msgspec.Struct):
 
 
 class Recorder:
-    """Owns what was served so far; one owner, knows no clock."""
+    """Records the served requests; not thread-safe, and reads no clock."""
 
     def __init__(self, block_tokens: int) -> None:
-        """Start with nothing; ``block_tokens`` is the size of a block in the trace."""
+        """Start without requests; ``block_tokens`` is the size of a block in the trace."""
         self._block_tokens = block_tokens
-        self._memory = SessionMemory(_MOST_REMEMBERED_BLOCKS)
+        self._memory = SessionMemory(_MAX_REMEMBERED_BLOCKS)
         self._ids: dict[tuple[str, BlockKey], int] = {}
         self._sessions: dict[tuple[str, str], list[_Turn]] = {}
 
     def add(self, exchange: Exchange) -> None:
-        """Note a request that was answered, in the order of answers."""
+        """Add an answered request; requests must be added in the order of their answers."""
         prompt = list(exchange.prompt_token_ids)
         # The last token of an answer has no KV.
         served = [*prompt, *exchange.generated_token_ids][:-1]
@@ -81,7 +82,7 @@ class Recorder:
         )
 
     def block_sessions(self) -> list[BlockSession]:
-        """Return the sessions by their block ids, in order of their first request."""
+        """Return the sessions with their block ids, in order of their first request."""
         begun_s = min((t.start_s for turns in self._sessions.values() for t in turns), default=0.0)
         return [
             BlockSession(
@@ -102,7 +103,7 @@ class Recorder:
         ]
 
     def text_sessions(self) -> list[TextSession]:
-        """Return the sessions by their texts, in the same order."""
+        """Return the sessions with their texts, in the same order."""
         return [
             TextSession(
                 name,
@@ -115,7 +116,7 @@ class Recorder:
         ]
 
     def _ordered(self) -> list[tuple[str, list[tuple[_Turn, float]]]]:
-        """Return numbered sessions, their turns by time with the delay before each."""
+        """Return numbered sessions, with turns in order of time and the delay before each."""
         sessions = [sorted(turns, key=lambda t: t.start_s) for turns in self._sessions.values()]
         sessions.sort(key=lambda turns: turns[0].start_s)
         ordered = []

@@ -1,1 +1,1 @@
-"""The replay client: agents against an endpoint, every turn measured."""
+"""The replay client: runs agents against an endpoint and measures every turn."""

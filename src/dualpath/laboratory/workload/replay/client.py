@@ -1,10 +1,10 @@
-"""The replay client: agents against an OpenAI endpoint, measured turn by turn (§7.2, §A.3).
+"""The replay client: runs agents against an OpenAI endpoint and measures turns (§7.2, §A.3).
 
     result = await replay(read_trace("trace.jsonl"), "http://127.0.0.1:8000", ReplayOptions())
 
-Each agent sends its next turn as soon as it has the last answer, or after the recorded tool
-delay.  A failed turn is not retried: it is recorded with its message and ends its agent, the
-others go on.
+Each agent sends its next turn as soon as it has the last answer, or after the recorded tool delay.
+A failed turn is not retried: it is recorded with its error and ends its agent; other agents
+continue.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ from dualpath.laboratory.workload.replay.run import ReplayRun
 from dualpath.laboratory.workload.replay.server import (
     DEFAULT_BLOCK_TOKENS,
     Status,
-    counters_moved,
+    counter_changes,
     served_model,
     status,
 )
@@ -47,7 +47,7 @@ class RealClock:
         return time.monotonic()
 
     async def sleep(self, delay_s: float) -> None:
-        """Wait."""
+        """Wait for ``delay_s`` seconds."""
         await asyncio.sleep(delay_s)
 
 
@@ -61,27 +61,26 @@ async def replay(
     progress: Progress | None = None,
     clock: Clock | None = None,
 ) -> ReplayResult:
-    """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the figures.
+    """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the measurements.
 
-    ``encode`` turns text into token ids, needed by text sessions only.  ``histories`` are sessions
-    of one prompt that an earlier run with the same ``run_id`` has stored: an agent of the same id
-    can hit it.  Failed turns are in the
-    result, not raised.  The endpoint is shown the environment's ``VLLM_API_KEY``.  Raises
-    ``ConfigError`` for settings that cannot work and ``EngineLostError`` where the endpoint does
-    not answer at the start.
+    ``encode`` converts text to token ids; only text sessions need it.  ``histories`` are sessions
+    of one prompt that an earlier run with the same ``run_id`` has stored, so that the agent with
+    the same id can hit it.  Failed turns are in the result and raise no error.  Requests carry the
+    environment's ``VLLM_API_KEY``.  Raises ``ConfigError`` for invalid settings and
+    ``EngineLostError`` if the endpoint does not answer at the start.
     """
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint {endpoint!r} is no http:// or https:// URL")
+        raise ConfigError(f"endpoint {endpoint!r} is not an http:// or https:// URL")
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     agents = make_agents(sessions, options.agents, options.seed)
     arrivals_s = arrival_times_s(len(agents), options.agents_per_s, options.seed)
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=options.read_timeout_s
     )
-    # No connection limit: waiting for a connection would hide queueing from the server.
+    # No connection limit, because requests must queue at the server, not at the client.
     connector = aiohttp.TCPConnector(limit=0)
-    shown = client_headers()
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=shown) as http:
+    keys = client_headers()
+    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=keys) as http:
         model, model_limit = await served_model(http, endpoint, options.model)
         before = await status(http, endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))
@@ -98,18 +97,18 @@ async def replay(
         machine=this_machine(),
         summary=summarise(run.turns, run.sessions, run.last_answer_s),
         trace=trace_shape(run.turns),
-        server=counters_moved(before, after),
+        server=counter_changes(before, after),
         sessions=run.sessions,
         turns=run.turns,
     )
 
 
 async def _status_after(http: aiohttp.ClientSession, endpoint: str) -> Status | None:
-    """Return the status, or None with a warning: a server that died must not cost the result."""
+    """Return the status, None with a warning if the server fails: the result is still valid."""
     try:
         return await status(http, endpoint)
     except DualPathError as error:
-        logging.getLogger(__name__).warning("no counters after the run: %s", error)
+        logging.getLogger(__name__).warning("counters after the run are missing: %s", error)
         return None
 
 

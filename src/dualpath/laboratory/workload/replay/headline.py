@@ -1,8 +1,8 @@
-"""What a comparison of modes comes to, in the few lines that are read first.
+"""The headline of a comparison of modes: speed-up over Basic, its ceiling, and the share gained.
 
-The share of Basic's waiting for loads that a mode takes away, (Basic − mode) / (Basic − Oracle), is
-set by the paths and hardly by the machine: the speed-up falls where computing is slow, and so does
-its ceiling, Oracle.
+The share of Basic's waiting for loads that a mode removes, (Basic − mode) / (Basic − Oracle), is
+determined by the data paths and depends little on the machine.  The speed-up, and its ceiling,
+Oracle's, are lower on machines that compute slowly.
 """
 
 from collections.abc import Sequence
@@ -11,14 +11,15 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.report.style import MODE_STYLES
 
-#: Whose result stands in the first line: the first of these that was run.
+#: The headline is about the first of these modes that was run.
 _SUBJECTS = (Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN, Mode.LAYERWISE)
 
 
 def headline(results: Sequence[ReplayResult]) -> tuple[str, ...]:
-    """Return the speed-up over Basic, its ceiling and the share; empty without such a comparison.
+    """Return lines on the speed-up over Basic, its ceiling and the share.
 
-    A mode that is missing is named, with what cannot be said for want of it.
+    They are empty without Basic and Oracle; if one of them is missing, the lines name it and the
+    figures that are missing for that reason.
     """
     by_mode = {run.setting.mode: run for run in reversed(results) if not run.failed}
     subject = next((mode for mode in _SUBJECTS if mode in by_mode), None)
@@ -27,7 +28,7 @@ def headline(results: Sequence[ReplayResult]) -> tuple[str, ...]:
     name, run = MODE_STYLES[subject].title, by_mode[subject]
     jct_s = run.summary.jct_s
     count = run.summary.sessions
-    agents = f"{count} agent{'' if count == 1 else 's'} done in {jct_s:.1f} s"
+    agents = f"{count} agent{'' if count == 1 else 's'} finished in {jct_s:.1f} s"
     if Mode.BASIC not in by_mode:
         slower = jct_s / by_mode[Mode.ORACLE].summary.jct_s
         return (
@@ -47,10 +48,10 @@ def _ceiling(name: str, basic_s: float, jct_s: float, oracle_s: float) -> tuple[
         f"{oracle_s:.1f} s."
     )
     if basic_s <= oracle_s:
-        return (f"{ceiling} Basic did not wait for loads: there was nothing to gain.",)
+        return (f"{ceiling} Basic did not wait for loads, so no speed-up was possible.",)
     share = (basic_s - jct_s) / (basic_s - oracle_s)
     return (
         ceiling,
-        f"{name} takes away {share:.0%} of Basic's waiting for loads: "
-        f"(Basic - {name}) / (Basic - Oracle), which hardly depends on the machine.",
+        f"{name} removes {share:.0%} of Basic's waiting for loads: "
+        f"(Basic - {name}) / (Basic - Oracle), which depends little on the machine.",
     )

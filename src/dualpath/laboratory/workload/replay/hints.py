@@ -1,4 +1,4 @@
-"""What agents of a replay say of their sessions beside the turns themselves."""
+"""Hints about sessions that agents of a replay send in addition to their turns."""
 
 import asyncio
 import logging
@@ -7,42 +7,42 @@ from urllib.parse import quote
 import aiohttp
 import msgspec
 
-from dualpath.laboratory.workload.replay.result import HintsGiven
+from dualpath.laboratory.workload.replay.result import SentHints
 
-#: A hint that takes longer is of no use.
+#: Timeout of a hint, after which it is useless.
 _TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
 
 
-class Hinter:
+class HintSender:
     """Sends hints to an endpoint of dualpath's router.
 
-    A hint that fails is logged and forgotten: it must not cost the turn.
+    A failed hint is only logged, because it must not fail the turn.
     """
 
-    def __init__(self, http: aiohttp.ClientSession, endpoint: str, given: HintsGiven) -> None:
+    def __init__(self, http: aiohttp.ClientSession, endpoint: str, given: SentHints) -> None:
         self._http = http
         self._sessions = f"{endpoint}/dualpath/v1/sessions"
         self._given = given
 
-    def name(self, conversation_id: str) -> str | None:
-        """Return the name that a turn carries, None if it carries none."""
-        return None if self._given is HintsGiven.NONE else conversation_id
+    def session_name(self, conversation_id: str) -> str | None:
+        """Return the session name to send with a turn, None for none."""
+        return None if self._given is SentHints.NONE else conversation_id
 
     async def tool_begins(
         self, conversation_id: str, cache_salt: str | None, runs_s: float
     ) -> None:
-        """Say that the next turn comes in so many seconds."""
-        if self._given is HintsGiven.PAUSES:
-            await self._say("POST", conversation_id, {"next_turn_s": runs_s}, cache_salt)
+        """Send the hint that the next turn follows in ``runs_s`` seconds."""
+        if self._given is SentHints.PAUSES:
+            await self._send("POST", conversation_id, {"next_turn_s": runs_s}, cache_salt)
 
-    async def over(self, conversation_id: str, cache_salt: str | None) -> None:
-        """Say that no turn follows."""
-        if self._given is not HintsGiven.NONE:
-            await self._say("DELETE", conversation_id, {}, cache_salt)
+    async def session_ended(self, conversation_id: str, cache_salt: str | None) -> None:
+        """Send the hint that the session has ended."""
+        if self._given is not SentHints.NONE:
+            await self._send("DELETE", conversation_id, {}, cache_salt)
 
-    async def _say(
+    async def _send(
         self, method: str, conversation_id: str, hints: dict[str, float], cache_salt: str | None
     ) -> None:
         body: dict[str, object] = {**hints}

@@ -8,7 +8,7 @@ import msgspec
 
 
 class ClientMachine(msgspec.Struct, frozen=True):
-    """The machine the client ran on; memory in bytes, 0 where unknown."""
+    """The machine on which the client ran; memory in bytes."""
 
     cpu_count: int
     cpu_model: str
@@ -18,7 +18,7 @@ class ClientMachine(msgspec.Struct, frozen=True):
 
     @property
     def cores(self) -> str:
-        """What decides how fast it computes."""
+        """The number and model of its cores."""
         return f"{self.cpu_count} cores ({self.cpu_model})"
 
 

@@ -1,4 +1,4 @@
-"""From turns to the figures of §7: JCT, TTFT, TTST, TPOT, hits, and the trace's own means."""
+"""Computes the metrics of §7 from turns: JCT, TTFT, TTST, TPOT, hits, and means of the trace."""
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean
@@ -16,7 +16,7 @@ from dualpath.laboratory.workload.replay.result import (
 
 
 def distribution(values: Iterable[float | None]) -> Distribution | None:
-    """Return mean and percentiles of the values that are not None; None if there are none."""
+    """Return mean and percentiles of the values except None; None without values."""
     known = np.asarray([value for value in values if value is not None], dtype=float)
     if not len(known):
         return None
@@ -34,7 +34,7 @@ def distribution(values: Iterable[float | None]) -> Distribution | None:
 def summarise(
     turns: Sequence[TurnRecord], sessions: Sequence[SessionRecord], jct_s: float
 ) -> Summary:
-    """Return the figures of one run; ``jct_s`` is from the run's start to its last answer."""
+    """Return the metrics of one run; ``jct_s`` is from the run's start to its last answer."""
     good = [turn for turn in turns if turn.error is None]
     prompt_tokens = sum(turn.prompt_tokens for turn in good)
     ideal = sum(turn.ideal_hit_tokens for turn in good)
@@ -64,7 +64,7 @@ def summarise(
 
 
 def trace_shape(turns: Iterable[TurnRecord]) -> TraceShape | None:
-    """Return the means of what was replayed, per turn and per trajectory; None without turns."""
+    """Return the means of the replayed turns, per turn and per trajectory; None without turns."""
     trajectories: dict[str, list[TurnRecord]] = {}
     for turn in turns:
         if turn.error is None:

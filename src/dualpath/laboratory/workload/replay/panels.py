@@ -1,4 +1,4 @@
-"""The plots of a comparison: completion times, distributions of latencies, turns, bytes."""
+"""The plots of a comparison: completion times, latency distributions, turns and bytes."""
 
 from collections.abc import Callable, Sequence
 
@@ -41,7 +41,7 @@ def _distribution(
     results: Sequence[ReplayResult],
     of: Callable[[TurnRecord], float | None],
 ) -> Panel:
-    """Return the cumulative distribution of a turn's time, one line per run."""
+    """Return the cumulative distribution of a latency of turns, one line per run."""
 
     def curve(result: ReplayResult) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         known_ms = np.sort([v * 1000 for turn in result.turns if (v := of(turn)) is not None])
@@ -51,7 +51,7 @@ def _distribution(
 
 
 def _turns(results: Sequence[ReplayResult]) -> Panel:
-    """Return how many turns were answered by which time, one line per run."""
+    """Return the number of answered turns over time, one line per run."""
 
     def curve(result: ReplayResult) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         ends_s = [t.start_s + t.latency_s for t in result.turns if t.latency_s is not None]
@@ -63,7 +63,7 @@ def _turns(results: Sequence[ReplayResult]) -> Panel:
 
 
 def _parts_of_turns(results: Sequence[ReplayResult]) -> Panel:
-    """Return what a turn's time goes into on average: one bar per run, cut where tokens arrive."""
+    """Return the mean time of a turn, split at the first and second token: one bar per run."""
     answered = [[t for t in run.turns if t.latency_s and t.ttft_s] for run in results]
     names = tuple(labels(results))
     cuts: tuple[tuple[str, Callable[[TurnRecord], float]], ...] = (

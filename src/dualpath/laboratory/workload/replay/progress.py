@@ -1,4 +1,4 @@
-"""How far a replay is: one live line on a terminal, plain lines elsewhere, all on stderr."""
+"""Shows the progress of a replay on stderr: one live line on a terminal, else plain lines."""
 
 import sys
 from collections.abc import Callable
@@ -15,7 +15,7 @@ PLAIN_INTERVAL_S = 5.0
 
 
 class ProgressState(msgspec.Struct, frozen=True):
-    """Counts so far; ``turns_total`` is the recorded number, an upper bound where cut."""
+    """Counts so far; ``turns_total`` is the recorded number, an upper bound with truncation."""
 
     elapsed_s: float
     sessions_done: int
@@ -64,7 +64,7 @@ class ConsoleProgress:
         console: Console | None = None,
         left_s: Callable[[ProgressState], float] | None = None,
     ) -> None:
-        """``label`` stands before every line, the mode for instance; ``left_s`` makes its end."""
+        """Prefix every line with ``label``; ``left_s`` estimates the remaining seconds."""
         self._console = console or Console(file=sys.stderr)
         self._label = label
         self._left_s = left_s
@@ -84,7 +84,7 @@ class ConsoleProgress:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Leave the last state standing."""
+        """Leave the last state visible."""
         if self._console.is_terminal:
             self._live.stop()
         elif self._last is not None:

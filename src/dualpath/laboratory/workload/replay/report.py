@@ -1,4 +1,4 @@
-"""Several runs side by side: columns are runs (modes), rows are the figures of §7.
+"""The report of several runs: columns are runs (modes), rows are the metrics of §7.
 
 print_report(compare([basic, dualpath, oracle]))
 """
@@ -13,7 +13,7 @@ from dualpath.laboratory.workload.replay.result import ReplayResult
 from dualpath.laboratory.workload.replay.rows import MEGA, figures_table, labels
 from dualpath.report.model import Notes, Plots, Report
 
-#: Settings that have to be equal for two columns to be comparable.
+#: Settings that must be equal for runs to be comparable.
 _MUST_AGREE = (
     "trace",
     "model",
@@ -35,13 +35,13 @@ def compare(
     title: str = "dualpath replay",
     further_notes: Sequence[str] = (),
 ) -> Report:
-    """Return the report of one or more runs: what it comes to, one plot, figures, notes, plots.
+    """Return the report of one or more runs: headline, first plot, table, notes, other plots.
 
-    Its notes state throttle, trace, seed, setting and machine; its warnings what forbids a
-    comparison or spoils a run. Raises ``ConfigError`` without any run.
+    The notes state throttle, trace, seed, settings and machine.  The warnings state why runs are
+    not comparable or not valid. Raises ``ConfigError`` without any run.
     """
     if not results:
-        raise ConfigError("there is no run to report; give at least one result")
+        raise ConfigError("there are no runs to report; give at least one result")
     first, *others = panels(results)
     return Report(
         name="replay",
@@ -109,7 +109,7 @@ def _throttle_note(results: Sequence[ReplayResult]) -> str:
     reading = [result for result in results if result.setting.mode != Mode.ORACLE] or results
     rates = {result.setting.snic_bytes_per_s for result in reading}
     if rates == {None}:
-        return "Storage: no throttle stated by the server."
+        return "Storage: the server reports no throttle."
     texts = [
         "not throttled" if rate is None else f"throttled to {rate / MEGA:.3g} MB/s per node"
         for rate in sorted(rates, key=lambda rate: rate or 0)
@@ -119,7 +119,7 @@ def _throttle_note(results: Sequence[ReplayResult]) -> str:
 
 def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
     warnings: list[str] = []
-    # Oracle reads nothing: whether its storage is throttled changes nothing.
+    # Oracle reads nothing, so the throttle of its storage is irrelevant.
     reading = [result for result in results if result.setting.mode != Mode.ORACLE]
     for names, runs in ((_MUST_AGREE, results), (("snic_bytes_per_s",), reading)):
         for name in names:

@@ -1,4 +1,4 @@
-"""What a replay reports: one versioned schema, in Python and as JSON."""
+"""The result of a replay: one versioned schema, in Python and as JSON."""
 
 import enum
 from pathlib import Path
@@ -10,29 +10,29 @@ from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.replay.machine import ClientMachine
 from dualpath.report.files import as_json, write_file
 
-#: Raised whenever a field changes its meaning.
+#: The version is increased when the meaning of a field changes.
 SCHEMA = "dualpath.replay/1"
 
 
 class ToolDelays(enum.StrEnum):
-    """Whether recorded tool times are waited for; dropping them inflates hit rates and load."""
+    """Whether agents wait for recorded tool times; without them hit rates and load are higher."""
 
     NONE = "none"
     RECORDED = "recorded"
 
 
-class HintsGiven(enum.StrEnum):
-    """What agents say of their sessions beside the turns (``core.session_hints``)."""
+class SentHints(enum.StrEnum):
+    """Hints that agents send about their sessions (``core.session_hints``)."""
 
     NONE = "none"
     NAMES = "names"
-    """Each turn its session's name, and its end."""
+    """The session's name with each turn, and its end."""
     PAUSES = "pauses"
-    """As a tool begins also how long it will run, as recorded: nobody knows it better."""
+    """Also the recorded run time of a tool when it starts."""
 
 
 class Isolation(enum.StrEnum):
-    """Who may hit whose blocks, by means of ``cache_salt``.
+    """The scope in which requests hit each other's blocks, set by ``cache_salt``.
 
     ``SESSION`` is the paper's rule (§A.4): hits only within a trajectory, none from earlier runs.
     """
@@ -43,9 +43,9 @@ class Isolation(enum.StrEnum):
 
 
 class ReplaySetting(msgspec.Struct, frozen=True):
-    """Everything needed to judge or repeat a run.
+    """The settings of a run, for judging and repeating it.
 
-    ``mode``, ``mode_note`` and ``snic_bytes_per_s`` come from the server, None where it does not
+    ``mode``, ``mode_note`` and ``snic_bytes_per_s`` are reported by the server, None if it does not
     report them; ``snic_bytes_per_s`` None also means that storage was not throttled.
     """
 
@@ -64,7 +64,7 @@ class ReplaySetting(msgspec.Struct, frozen=True):
     seed: int
     tool_delays: ToolDelays
     isolation: Isolation
-    session_hints: HintsGiven
+    session_hints: SentHints
     max_context_tokens: int | None
     max_turns: int | None
     scale_append: float
@@ -74,7 +74,7 @@ class ReplaySetting(msgspec.Struct, frozen=True):
 
 
 class TurnRecord(msgspec.Struct, frozen=True):
-    """One request as the client saw it; times in seconds, ``start_s`` since the run's start.
+    """One request, measured at the client; times in seconds, ``start_s`` since the run's start.
 
     ``ttft_s``: from just before the request is sent to the first generated token's arrival.
     ``ttst_s``: from the first token's arrival to the second's; None with fewer than 2 tokens.
@@ -83,9 +83,9 @@ class TurnRecord(msgspec.Struct, frozen=True):
     ``latency_s``: from just before the request is sent to the last token's arrival.
     Tokens that arrive in one chunk arrive at one time.  All four are None for a failed turn.
 
-    ``ideal_hit_tokens`` is the longest prefix in Full Blocks of what the session had sent and
-    received; ``hit_tokens`` is what the server says (``cached_tokens``), None where it does not.
-    ``generated_digest``: 16 hex digits of the generated ids, to compare runs token by token.
+    ``ideal_hit_tokens`` is the longest prefix, in Full Blocks, that the session had sent or
+    received before; ``hit_tokens`` is reported by the server (``cached_tokens``), else None.
+    ``generated_digest``: 16 hex digits of a hash of the generated ids, to compare runs.
     """
 
     session_id: str
@@ -129,7 +129,7 @@ class Distribution(msgspec.Struct, frozen=True):
 
 
 class TraceMeans(msgspec.Struct, frozen=True):
-    """Mean tokens of a turn, as in Table 2."""
+    """Mean token counts of a turn, as in Table 2."""
 
     append_tokens: float
     generated_tokens: float
@@ -138,9 +138,10 @@ class TraceMeans(msgspec.Struct, frozen=True):
 
 
 class TraceShape(msgspec.Struct, frozen=True):
-    """What was replayed, averaged both ways (they differ much; Table 2 averages trajectories).
+    """Means of the replayed turns, of two kinds that differ much.
 
-    ``per_turn`` averages all turns; ``per_trajectory`` averages the trajectories' own means.
+    ``per_turn`` averages over all turns; ``per_trajectory`` averages the trajectories' own means,
+    as in Table 2.
     """
 
     turns_per_trajectory: float
@@ -150,9 +151,10 @@ class TraceShape(msgspec.Struct, frozen=True):
 
 
 class Summary(msgspec.Struct, frozen=True):
-    """The figures of §7.2: JCT of the whole task, and latencies over all successful turns.
+    """The metrics of §7.2: JCT of the whole task, and latencies over all successful turns.
 
-    Hit rates are tokens over prompt tokens; the actual ones are None where the server is silent.
+    Hit rates are hit tokens divided by prompt tokens; the actual ones are None if the server does
+    not report them.
     """
 
     jct_s: float
@@ -176,7 +178,7 @@ class Summary(msgspec.Struct, frozen=True):
 
 
 class ServerCounters(msgspec.Struct, frozen=True):
-    """How far the server's own counters moved during the run; ``other`` holds unknown ones."""
+    """Increases of the server's counters during the run; ``other`` has those not listed here."""
 
     hit_tokens: int | None = None
     recomputed_tokens: int | None = None
@@ -186,7 +188,7 @@ class ServerCounters(msgspec.Struct, frozen=True):
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """One run, complete; ``server`` is None for an endpoint without ``/dualpath/v1/status``."""
+    """A complete run; ``server`` is None for an endpoint without ``/dualpath/v1/status``."""
 
     setting: ReplaySetting
     machine: ClientMachine
@@ -199,17 +201,17 @@ class ReplayResult(msgspec.Struct, frozen=True):
 
     @property
     def failed(self) -> bool:
-        """Whether any turn failed, or nothing was replayed at all."""
+        """Whether any turn failed, or no turn was replayed."""
         return self.summary.turns_failed > 0 or self.summary.turns == 0
 
 
 def write_result(result: ReplayResult, path: str | Path) -> None:
-    """Write ``result`` as JSON; raises ``ConfigError`` where that cannot be."""
+    """Write ``result`` as JSON; raises ``ConfigError`` if the file cannot be written."""
     write_file(path, as_json(result))
 
 
 def read_result(path: str | Path) -> ReplayResult:
-    """Read a result written by ``write_result``; raise ``ConfigError`` where it is none."""
+    """Read a result written by ``write_result``; raises ``ConfigError`` for other files."""
     try:
         raw = Path(path).read_bytes()
         schema = msgspec.json.decode(raw, type=_SchemaOnly).schema
@@ -218,8 +220,10 @@ def read_result(path: str | Path) -> ReplayResult:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: is no replay result ({error}); give a run's --out") from None
-    raise ConfigError(f"{path}: schema is {schema!r}, this version reads {SCHEMA!r}; run it again")
+        raise ConfigError(f"{path}: is not a replay result ({error}); give a run's --out") from None
+    raise ConfigError(
+        f"{path}: schema is {schema!r}, but this version reads {SCHEMA!r}; repeat the run"
+    )
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""The figures of replays side by side: one row per figure, one column per run (§7)."""
+"""The table of a comparison of replays: one row per metric, one column per run (§7)."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +13,7 @@ _Rows = SideBySide[ReplayResult]
 
 
 def figures_table(results: Sequence[ReplayResult]) -> Table:
-    """Return every figure that is known for at least one run."""
+    """Return the table of all metrics that are known for at least one run."""
     rows = SideBySide(labels(results), results)
     basic, oracle = _of_mode(results, Mode.BASIC), _of_mode(results, Mode.ORACLE)
     _add_times(rows, basic, oracle)
@@ -87,21 +87,21 @@ def _add_bytes(rows: _Rows, results: Sequence[ReplayResult]) -> None:
 
 
 def counted_bytes(result: ReplayResult, field: str) -> dict[str, int]:
-    """Return what the server counted by path or SNIC; empty where it did not."""
+    """Return the server's byte counts by path or SNIC; empty if it has none."""
     return getattr(result.server, field, None) or {}
 
 
 def byte_keys(results: Sequence[ReplayResult], field: str) -> list[str]:
-    """Return the names of all paths (or SNICs) that any run counted, in order."""
+    """Return the names of all paths (or SNICs) in any run's counts, in order."""
     keys: dict[str, None] = {}
     for result in results:
         keys.update(dict.fromkeys(counted_bytes(result, field)))
-    # Prefill before decode, whatever order the server counts in.
+    # Prefill before decode, independent of the server's order.
     return sorted(keys, key=lambda key: (not key.startswith("pe"), key))
 
 
 def byte_label(key: str) -> str:
-    """Return a counter's name as it is read: ``pe_path`` is the PE path."""
+    """Return a counter's name for readers: ``pe_path`` is "PE path"."""
     words = key.split("_")
     return " ".join(word.upper() if word in ("pe", "de") else word for word in words)
 
@@ -117,7 +117,7 @@ def _add_turns(rows: _Rows, results: Sequence[ReplayResult]) -> None:
 
 
 def _equal_responses(first: ReplayResult, other: ReplayResult) -> str | None:
-    """Compare generated token ids turn by turn; Oracle's are meaningless and not compared."""
+    """Compare generated token ids turn by turn, except Oracle's, which are invalid."""
     if Mode.ORACLE in (first.setting.mode, other.setting.mode):
         return None
     digests = {(t.conversation_id, t.turn): t.generated_digest for t in first.turns}

@@ -1,4 +1,4 @@
-"""One replay in progress: its agents, their turns and what was measured of each."""
+"""A running replay: its agents, their turns and the measurements of each turn."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ from dualpath.laboratory.workload.conversation.session import (
     Turn,
 )
 from dualpath.laboratory.workload.conversation.spans import TokenIds
-from dualpath.laboratory.workload.replay.hints import Hinter
+from dualpath.laboratory.workload.replay.hints import HintSender
 from dualpath.laboratory.workload.replay.progress import Progress, ProgressState
 from dualpath.laboratory.workload.replay.result import (
     Isolation,
@@ -32,7 +32,7 @@ from dualpath.laboratory.workload.replay.stream import Clock, Completion, comple
 
 
 class _Agent(msgspec.Struct):
-    """One running session: what it and its sub-agents share."""
+    """A running session: the state that it shares with its sub-agents."""
 
     session_id: str
     cache_salt: str | None
@@ -43,7 +43,7 @@ class _Agent(msgspec.Struct):
 
 
 class ReplayRun:
-    """One run in progress; owns the records."""
+    """A running replay; it owns the records."""
 
     def __init__(
         self,
@@ -53,14 +53,14 @@ class ReplayRun:
         clock: Clock,
         progress: Progress,
     ) -> None:
-        """Nothing is sent yet; an empty ``run_id`` is replaced by a random one."""
+        """Prepare a run without sending anything; an empty ``run_id`` becomes a random one."""
         self.turns: list[TurnRecord] = []
         self.sessions: list[SessionRecord] = []
         self.last_answer_s = 0.0
         self._http = http
         self._setting = setting
         self._url = f"{setting.endpoint}/v1/completions"
-        self._hinter = Hinter(http, setting.endpoint, setting.session_hints)
+        self._hints = HintSender(http, setting.endpoint, setting.session_hints)
         self._run_id = run_id or uuid.uuid4().hex[:12]
         self._clock = clock
         self._progress = progress
@@ -80,7 +80,7 @@ class ReplayRun:
     ) -> None:
         """Run every agent to its end; the prompts of ``histories`` were stored before."""
         before = {history.session_id: history for history in histories}
-        # An agent and its history draw on the same contents: equal texts are equal tokens.
+        # An agent and its history use the same contents, so that equal texts are equal tokens.
         contents = [Contents(vocabulary) for _ in agents]
         conversations = [
             agent.start(settings, own) for agent, own in zip(agents, contents, strict=True)
@@ -124,14 +124,14 @@ class ReplayRun:
         self._show()
 
     async def _converse(self, agent: _Agent, conversation: Conversation) -> None:
-        """Run a conversation, its sub-agents beside it, until all of them are over."""
+        """Run a conversation and, in parallel, its sub-agents, until all have ended."""
         index = 0
-        async with asyncio.TaskGroup() as helpers:
+        async with asyncio.TaskGroup() as tasks:
             while not agent.failed and (turn := conversation.next_turn()) is not None:
                 waits = self._setting.tool_delays is ToolDelays.RECORDED and turn.delay_s > 0
                 if waits:
                     salt, name = agent.cache_salt, conversation.session_id
-                    helpers.create_task(self._hinter.tool_begins(name, salt, turn.delay_s))
+                    tasks.create_task(self._hints.tool_begins(name, salt, turn.delay_s))
                     await self._clock.sleep(turn.delay_s)
                 generated = await self._one_turn(agent, conversation, index, turn)
                 index += 1
@@ -139,16 +139,16 @@ class ReplayRun:
                     agent.failed = True
                     return
                 agent.stored.add(conversation.tokens(conversation.record(generated)))
-                for helper in conversation.spawned():
-                    helpers.create_task(self._converse(agent, helper))
+                for sub_agent in conversation.spawned():
+                    tasks.create_task(self._converse(agent, sub_agent))
             agent.truncated = agent.truncated or conversation.truncated
         if index:
-            await self._hinter.over(conversation.session_id, agent.cache_salt)
+            await self._hints.session_ended(conversation.session_id, agent.cache_salt)
 
     async def _one_turn(
         self, agent: _Agent, conversation: Conversation, index: int, turn: Turn
     ) -> list[int] | None:
-        """Send one turn and record it; return the generated tokens, None where it failed."""
+        """Send one turn and record it; return the generated tokens, None if it failed."""
         prompt = conversation.tokens(turn.prompt)
         stored_tokens = agent.stored.common_tokens(prompt)
         body = completion_body(
@@ -156,7 +156,7 @@ class ReplayRun:
             prompt.listed(),
             turn.generate_tokens,
             agent.cache_salt,
-            self._hinter.name(conversation.session_id),
+            self._hints.session_name(conversation.session_id),
         )
         sent_s = self._clock.now()
         record = TurnRecord(
@@ -182,7 +182,7 @@ class ReplayRun:
     def _cache_salt(self, session_id: str) -> str | None:
         match self._setting.isolation:
             case Isolation.SESSION:
-                # Hashed: session ids may be longer than vLLM allows a salt to be.
+                # Hashed, because session ids may be longer than vLLM's limit for salts.
                 name = f"{self._run_id}/{session_id}"
                 return hashlib.sha256(name.encode()).hexdigest()[:32]
             case Isolation.RUN:
@@ -220,7 +220,7 @@ class ReplayRun:
 def _stored(
     history: Session | None, settings: AgentSettings, contents: Contents
 ) -> StoredPrefixes[TokenIds]:
-    """Return what an agent can hit before its first turn."""
+    """Return the stored prefixes that an agent can hit in its first turn."""
     stored = StoredPrefixes[TokenIds]()
     if history is not None:
         conversation = history.start(settings, contents)
@@ -230,7 +230,7 @@ def _stored(
 
 
 def _measured(record: TurnRecord, completion: Completion, sent_s: float) -> TurnRecord:
-    """Fill in the times defined in ``TurnRecord``."""
+    """Set the times defined in ``TurnRecord``."""
     arrivals_s = completion.arrivals_s
     count = len(arrivals_s)
     ids = np.asarray(completion.token_ids, dtype="<u4").tobytes()

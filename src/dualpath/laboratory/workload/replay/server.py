@@ -1,4 +1,4 @@
-"""What an endpoint says about itself: ``/v1/models`` and ``/dualpath/v1/status``."""
+"""Reads ``/v1/models`` and ``/dualpath/v1/status`` of an endpoint."""
 
 from typing import Any, TypeVar
 
@@ -10,12 +10,12 @@ from dualpath.laboratory.workload.replay.result import ServerCounters
 
 _T = TypeVar("_T")
 
-#: The paper's block size, taken where the endpoint does not report its own.
+#: The paper's block size, used if the endpoint does not report its own.
 DEFAULT_BLOCK_TOKENS = 64
 
 
 class EngineStatus(msgspec.Struct, frozen=True):
-    """One engine that has registered; ``api_url`` is its own HTTP server."""
+    """One registered engine; ``api_url`` is the URL of its own HTTP server."""
 
     engine_id: str
     api_url: str
@@ -23,7 +23,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 
 
 class Status(msgspec.Struct, frozen=True):
-    """The parts of ``/dualpath/v1/status`` that clients use; unknown fields are ignored."""
+    """The fields of ``/dualpath/v1/status`` that clients use; other fields are ignored."""
 
     mode: str | None = None
     mode_note: str | None = None
@@ -46,14 +46,14 @@ class _Models(msgspec.Struct):
 async def served_model(
     http: aiohttp.ClientSession, endpoint: str, wanted: str | None
 ) -> tuple[str, int | None]:
-    """Return name and context limit in tokens of ``wanted`` or of the first model served.
+    """Return name and context limit in tokens of ``wanted`` or of the first served model.
 
-    Raises ``ConfigError`` where it is not served, ``EngineLostError`` where nothing answers.
+    Raises ``ConfigError`` if it is not served, ``EngineLostError`` if the endpoint does not answer.
     """
     url = f"{endpoint}/v1/models"
     models = await _get(http, url, _Models)
     if models is None or not models.data:
-        raise ConfigError(f"{url}: lists no model; is {endpoint} an OpenAI endpoint?")
+        raise ConfigError(f"{url}: lists no model; check that {endpoint} is an OpenAI endpoint")
     for model in models.data:
         if wanted in (None, model.id):
             return model.id, model.max_model_len
@@ -62,7 +62,7 @@ async def served_model(
 
 
 async def status(http: aiohttp.ClientSession, endpoint: str) -> Status | None:
-    """Return the endpoint's status, or None where it has none (a plain vLLM server)."""
+    """Return the endpoint's status, None if it has none (a plain vLLM server)."""
     return await _get(http, f"{endpoint}/dualpath/v1/status", Status)
 
 
@@ -76,15 +76,17 @@ async def _get(http: aiohttp.ClientSession, url: str, as_type: type[_T]) -> _T |
             if response.status != 200:
                 raise ConfigError(f"{url}: HTTP {response.status}: {text[:200]}")
     except (aiohttp.ClientError, TimeoutError) as error:
-        raise EngineLostError(f"{url}: no answer ({error}); is the server up there?") from error
+        raise EngineLostError(
+            f"{url}: no answer ({error}); check that the server is running"
+        ) from error
     try:
         return msgspec.json.decode(text, type=as_type)
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{url}: answered something else than expected ({error})") from error
+        raise ConfigError(f"{url}: the answer has an unexpected form ({error})") from error
 
 
-def counters_moved(before: Status | None, after: Status | None) -> ServerCounters | None:
-    """Return how far each counter moved between two statuses; None where either is missing."""
+def counter_changes(before: Status | None, after: Status | None) -> ServerCounters | None:
+    """Return the increase of each counter between two statuses; None if either is missing."""
     if before is None or after is None:
         return None
     moved = _difference(before.counters, after.counters)

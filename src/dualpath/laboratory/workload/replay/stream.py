@@ -1,8 +1,8 @@
-"""One streamed ``POST /v1/completions``, token ids in and token ids out.
+"""Sends one streamed ``POST /v1/completions``, with token ids in and out.
 
-Asked for are vLLM's extensions ``ignore_eos`` (exactly ``max_tokens`` come) and
-``return_token_ids`` (each chunk carries ``choices[0].token_ids``), and the final usage chunk.
-``min_tokens`` is left out: it would mask the end token's logit and so change what is generated.
+The request uses vLLM's extensions ``ignore_eos`` (exactly ``max_tokens`` are generated) and
+``return_token_ids`` (each chunk has ``choices[0].token_ids``), and the final usage chunk.
+``min_tokens`` is not used: it would mask the logit of the end token and so change the output.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _ERROR_TEXT_CHARS = 500
 
 
 class Clock(Protocol):
-    """Time as an argument: seconds from any origin, never going back."""
+    """A monotonic clock in seconds from any origin."""
 
     def now(self) -> float:
         """Return the current time in seconds."""
@@ -33,7 +33,7 @@ class Clock(Protocol):
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What came back: ``arrivals_s[i]`` is the clock time at which ``token_ids[i]`` arrived."""
+    """The answer: ``arrivals_s[i]`` is the clock time at which ``token_ids[i]`` arrived."""
 
     token_ids: list[int]
     arrivals_s: list[float]
@@ -107,7 +107,7 @@ async def complete(
 
     Raises ``BadRequestError`` (HTTP 4xx), ``EngineLostError`` (no or broken connection),
     ``DeadlineError`` (the session's read timeout passed without a byte) and ``DualPathError``
-    (anything else the server says, and a stream with fewer or more tokens than asked for).
+    (other errors of the server, and a stream with a different number of tokens than requested).
     """
     headers = {"Content-Type": "application/json"}
     try:
@@ -117,16 +117,17 @@ async def complete(
             completion = await _collect(response, clock)
     except TimeoutError:
         raise DeadlineError(
-            f"{url}: no answer within the read timeout; raise {{read_timeout_s}} or look at the "
+            f"{url}: no answer within the read timeout; raise {{read_timeout_s}} or check the "
             "server"
         ) from None
     except aiohttp.ClientError as error:
-        raise EngineLostError(f"{url}: connection failed ({error}); is the server up?") from error
+        raise EngineLostError(
+            f"{url}: the connection failed ({error}); check that the server is running"
+        ) from error
     if len(completion.token_ids) != body.max_tokens:
         raise DualPathError(
-            f"{url}: {len(completion.token_ids)} of {body.max_tokens} tokens came back; the "
-            "server must honour ignore_eos and have room for the whole context "
-            "({max_context_tokens})"
+            f"{url}: {len(completion.token_ids)} of {body.max_tokens} tokens were generated; the "
+            "server must support ignore_eos and the whole context ({max_context_tokens})"
         )
     return completion
 
@@ -143,7 +144,7 @@ async def _collect(response: aiohttp.ClientResponse, clock: Clock) -> Completion
                 if choice.token_ids is None and choice.text:
                     raise DualPathError(
                         f"{response.url}: a chunk has text but no token_ids; the server must "
-                        "honour return_token_ids, as vLLM does"
+                        "support return_token_ids, as vLLM does"
                     )
                 if choice.token_ids:
                     token_ids += choice.token_ids

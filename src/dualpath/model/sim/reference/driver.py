@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
-from dualpath.core.request import KeptPrefix, Request
+from dualpath.core.request import CachedPrefix, Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.layout import ClusterLayout
@@ -120,8 +120,8 @@ class SchedulerDriver:
             prompt_tokens=int(self._agents.prompt_tokens[round_index]),
             hit_tokens=hit_tokens,
             max_new_tokens=int(self._agents.generated_tokens[round_index]),
-            kept=tuple(
-                KeptPrefix(str(engine), min(blocks, hit_blocks))
+            cached=tuple(
+                CachedPrefix(str(engine), min(blocks, hit_blocks))
                 for engine, blocks in kept_blocks.items()
                 if hit_blocks
             ),

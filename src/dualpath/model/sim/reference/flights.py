@@ -44,7 +44,7 @@ class Flight:
         self.pe_first = self.pe_blocks = self.de_blocks = 0
         self.kept_tokens = dict.fromkeys(Role, 0)
         for run in assignment.reads:
-            if run.kept:
+            if run.cached:
                 self.kept_tokens[run.side] += run.tokens(block_tokens, hit_tokens)
             if run.side is Role.DECODE:
                 self.de_blocks += run.blocks.count
