@@ -183,16 +183,16 @@ def test_a_process_may_die_when_half_of_a_block_is_written(
     sizes: list[int] = []
 
     def look(step: Step) -> None:
-        (half,) = (storage.path / "tmp").iterdir()
+        (half,) = (disk_storage.path / "tmp").iterdir()
         sizes.append(half.stat().st_size)
 
     expected: list[Step] = []
     FaultyDisk(DiskFault, look, expected.__contains__, random.Random(0)).install()
-    storage = opened(tmp_path)
+    disk_storage = opened(tmp_path)
     expected.append(Step.PERSISTING)
-    assert storage.write(KEYS[:1], DATA[:1]) == 1
+    assert disk_storage.write(KEYS[:1], DATA[:1]) == 1
     assert min(sizes) < 4096 < max(sizes) < 4096 + GEOMETRY.full_block_bytes
-    assert read(storage, 0) is None
+    assert read(disk_storage, 0) is None
 
 
 @pytest.mark.parametrize("fault", sorted(CORRUPTIONS))

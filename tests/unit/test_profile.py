@@ -119,7 +119,7 @@ def test_the_written_file_is_a_model_of_the_simulator(tmp_path):
     assert costs.decode == profile.costs.decode
     assert costs.name == 'a "quoted" name'
     text = file.read_text()
-    for said in ("ClientMachine: ", "a device", "an engine", "quota_flops_per_s = ", "cannot tell"):
+    for said in ("Machine: ", "a device", "an engine", "quota_flops_per_s = ", "cannot separate"):
         assert said in text
 
 

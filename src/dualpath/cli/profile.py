@@ -79,7 +79,7 @@ def render(
     quota = profile.quota_flops_per_s
     head = [
         "Costs of one engine, measured by `dualpath profile`. Seconds; see docs/simulator.md.",
-        f"ClientMachine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
+        f"Machine: {machine.cpu_count} CPUs ({machine.cpu_model}), "
         f"{machine.memory_bytes / 2**30:.0f} GiB, {machine.platform}; device {facts.device}.",
         f"Engine: {facts.software}.",
         "feed_forward_token_s is the whole time per token: timing whole passes cannot separate "
