@@ -1,7 +1,6 @@
 """What `dualpath simulate` and `dualpath plan` are given: machine, model, workload, files."""
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -10,7 +9,6 @@ from dualpath.cli.model_choice import KvDtype
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.extras import extra
 from dualpath.core.settings import Setting, Settings, declared
 from dualpath.laboratory.emulated.settings import CostsName, GpuName
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.gpu import GpuRates
     from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
-Core = Literal["compiled", "reference"]
+Core = Literal["auto", "compiled", "reference"]
 
 #: Agents of a generated dataset where none are asked for: the trajectories of §7.2.
 DATASET_AGENTS = 500
@@ -46,7 +44,13 @@ class MachineSettings(Settings, frozen=True, kw_only=True):
 class CoreSettings(Settings, frozen=True):
     """Which simulator runs."""
 
-    core: Annotated[Core, Setting("of the simulator; both give the same numbers")] = "compiled"
+    core: Annotated[
+        Core,
+        Setting(
+            "of the simulator; both give the same numbers. compiled is for large runs of the "
+            "paper's system, reference plays everything; auto: whichever is faster"
+        ),
+    ] = "auto"
 
 
 class TraceSettings(Settings, frozen=True, kw_only=True):
@@ -222,12 +226,11 @@ def arriving(agents: "AgentTable", agents_per_s: float | None, seed: int) -> "Ag
 
 def checked_core(args: argparse.Namespace) -> Core:
     """Return the core asked for; raises ``ConfigError`` if it cannot run here."""
+    from dualpath.model.sim.run import check_compiled
+
     core = flag_settings(args, CoreSettings).core
-    if core == "compiled" and importlib.util.find_spec("numba") is None:
-        raise ConfigError(
-            f"the compiled core needs numba; {extra('simulate').remedy}, or give "
-            "--core reference, which is slower and gives the same numbers"
-        )
+    if core == "compiled":
+        check_compiled()
     return core
 
 

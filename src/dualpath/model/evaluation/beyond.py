@@ -4,7 +4,6 @@ An addition is one entry of ``VARIANTS``: a mode and changed fields of ``Cluster
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +19,10 @@ from dualpath.model.evaluation.role_gains import (
     shape_gains,
     shape_table,
 )
-from dualpath.model.evaluation.runs import Runs, Simulate
+from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.serving import METHOD, online_spec
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 from dualpath.model.evaluation.speedups import mean
-from dualpath.model.sim.run import simulate
 from dualpath.report.model import Panel, Series, Table, cell
 
 TITLE = "What additions gain over DualPath"
@@ -91,8 +89,6 @@ class Variant(NamedTuple):
 
 
 VARIANTS = (Variant("split read", Mode.SPLIT),)
-#: The core in which nodes can move.
-REFERENCE: Simulate = partial(simulate, core="reference")
 BASE = Variant("DualPath", Mode.DUALPATH)
 BOUND = Variant("Oracle", Mode.ORACLE)
 
@@ -117,19 +113,15 @@ def existing_traces(folder: Path) -> dict[str, Path]:
     return {name: folder / file for name, file in TRACE_FILES.items() if (folder / file).is_file()}
 
 
-def build(
-    runs: Runs,
-    traces: Mapping[str, Path],
-    reference: Simulate = REFERENCE,
-) -> FigureReport:
-    """Run every case with every addition; ``reference`` is the core in which nodes can move."""
+def build(runs: Runs, traces: Mapping[str, Path]) -> FigureReport:
+    """Run every case with every addition."""
     settings = runs.settings
     cases = _cases(runs, list(traces))
     offline = [_offline_gains(runs, case, spec) for case, spec in cases]
     serving = [_online_gains(runs, rate) for rate in ONLINE_APS]
     distinct = _one_per_system_and_trace(cases)
     shapes = shape_gains(runs, distinct)
-    moving = move_gains(runs, distinct, reference)
+    moving = move_gains(runs, distinct)
     absent = [name for name in TRACE_FILES if name not in traces]
     return FigureReport(
         name="beyond",

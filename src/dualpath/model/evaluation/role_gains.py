@@ -10,11 +10,11 @@ from collections.abc import Sequence
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.errors import DualPathError
 from dualpath.model.catalog.costs import DEFAULT_GPU
 from dualpath.model.catalog.load import load_gpu, load_model
 from dualpath.model.evaluation.planner import reshaped
-from dualpath.model.evaluation.runs import Runs, Simulate
+from dualpath.model.evaluation.runs import Runs
 from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec
 from dualpath.model.sim.result import RoleMove
 from dualpath.policy.rebalance import RebalanceSettings
@@ -71,7 +71,7 @@ class MoveGain(msgspec.Struct, frozen=True):
 
 
 def rebalanced_agents(settings: EvaluationSettings) -> int:
-    """Agents of the moving runs: the reference core, the only one that can, is slow."""
+    """Agents of the moving runs, which only the reference core plays."""
     return 32 if settings.quick else 512
 
 
@@ -89,7 +89,7 @@ def shape_gains(runs: Runs, cases: Sequence[Case]) -> list[ShapeGain]:
     return gains
 
 
-def move_gains(runs: Runs, cases: Sequence[Case], reference: Simulate) -> list[MoveGain]:
+def move_gains(runs: Runs, cases: Sequence[Case]) -> list[MoveGain]:
     """Run every case with fixed and with moving roles, from both starts."""
     gains = []
     for _, many in cases:
@@ -99,7 +99,7 @@ def move_gains(runs: Runs, cases: Sequence[Case], reference: Simulate) -> list[M
         spec = msgspec.structs.replace(many, agents=rebalanced_agents(runs.settings))
         case = f"{spec.system.title}, {spec.workload}"
         for start in dict.fromkeys((own, own[::-1])):
-            gains.append(_move_gain(runs, case, spec, start, reference))
+            gains.append(_move_gain(runs, case, spec, start))
     return gains
 
 
@@ -139,7 +139,7 @@ def move_table(gains: Sequence[MoveGain], settings: EvaluationSettings) -> Table
     return Table(title, columns, rows)
 
 
-def _move_gain(runs: Runs, case: str, spec: RunSpec, start: Shape, reference: Simulate) -> MoveGain:
+def _move_gain(runs: Runs, case: str, spec: RunSpec, start: Shape) -> MoveGain:
     try:
         started = _reshaped(runs, spec, start)
         fixed_s = runs.offline(started).jct_s
@@ -147,10 +147,7 @@ def _move_gain(runs: Runs, case: str, spec: RunSpec, start: Shape, reference: Si
         return MoveGain(case, start)
     overrides = (*started.overrides, ("rebalancing", REBALANCING))
     moving = msgspec.structs.replace(started, overrides=overrides)
-    window_s = runs.settings.window_s
-    result = reference(runs.setup(moving), runs.agents(spec), until_s=None, window_s=window_s)
-    if (result.turns.finished_ns < 0).any():
-        raise ConfigError(f"{moving.title}: the run ended with rounds unfinished; raise its end")
+    result = runs.result(moving)
     return MoveGain(case, start, fixed_s, result.jct_s, result.moves)
 
 

@@ -68,7 +68,7 @@ class Runs:
     def offline(self, spec: RunSpec) -> OfflineRun:
         """Return the numbers of a run whose agents start all at once."""
         if spec not in self._offline:
-            self._offline[spec] = offline_run(self._run(spec), self.settings)
+            self._offline[spec] = offline_run(self.result(spec), self.settings)
         return self._offline[spec]
 
     def online(self, spec: RunSpec) -> OnlineRun:
@@ -76,7 +76,7 @@ class Runs:
         if spec.agents_per_s is None or spec.until_s is None:
             raise ConfigError(f"{spec.title}: an online run needs a rate and an end; give both")
         if spec not in self._online:
-            self._online[spec] = online_run(self._run(spec), spec.until_s)
+            self._online[spec] = online_run(self.result(spec), spec.until_s)
         return self._online[spec]
 
     def agents(self, spec: RunSpec) -> AgentTable:
@@ -96,7 +96,8 @@ class Runs:
             self._tables[key] = self._inputs.agents(spec, self.settings.seed)
         return self._tables[key]
 
-    def _run(self, spec: RunSpec) -> SimulationResult:
+    def result(self, spec: RunSpec) -> SimulationResult:
+        """Make a run and return all of it; it is not kept."""
         self._on_run(spec)
         result = self._simulate(
             self._inputs.setup(spec),

@@ -11,16 +11,20 @@ from dualpath.model.sim.derived import check
 from dualpath.model.sim.reference.core import ReferenceCore
 from dualpath.model.sim.result import Progress, SimulationResult
 from dualpath.model.sim.rules import to_ns
-from dualpath.model.sim.settings import Setup
+from dualpath.model.sim.settings import ClusterSettings, Setup
 
-Core = Literal["compiled", "reference"]
+Core = Literal["auto", "compiled", "reference"]
+
+#: ``auto`` runs up to so many rounds on the reference core, in about as long as importing numba and
+#: loading what it has compiled takes twice; compiling takes half a minute once.
+SMALL_RUN_ROUNDS = 30_000
 
 
 def simulate(
     setup: Setup,
     agents: AgentTable,
     *,
-    core: Core = "compiled",
+    core: Core = "auto",
     record_decisions: bool = False,
     until_s: float | None = None,
     window_s: float = 1.0,
@@ -28,31 +32,24 @@ def simulate(
 ) -> SimulationResult:
     """Run ``agents`` on the simulated cluster and return every round's times.
 
-    Both cores give the same numbers to the last bit; only the reference core lets nodes change
-    their role (``ClusterSettings.rebalancing``).  ``until_s`` stops the run at that virtual
-    time.  Raises ``ConfigError`` for a setup that cannot be or cannot hold the largest round, and
-    ``TraceError`` for rounds that cannot be or exceed the model's context limit.
+    Both cores give the same numbers to the last bit.  The compiled core knows the paper's system
+    alone; ``auto`` takes it for large runs where numba is installed, and the reference core
+    otherwise.  ``until_s`` stops the run at that virtual time.  Raises ``ConfigError`` for an
+    impossible setup, one that cannot hold the largest round, and one that the chosen core does not
+    know; ``TraceError`` for impossible rounds and those that exceed the model's context limit.
     """
     check(setup, agents)
     if not window_s > 0:
         raise ConfigError(f"window_s is {window_s}, must be above 0; leave it at 1")
     until_ns = None if until_s is None else to_ns(until_s)
-    if core == "reference":
+    if core == "compiled":
+        check_compiled(setup.cluster)
+    elif core == "reference" or agents.rounds <= SMALL_RUN_ROUNDS or not _can_compile(setup):
         reference = ReferenceCore(
             setup, agents, record_decisions=record_decisions, window_ns=to_ns(window_s)
         )
         return reference.run(until_ns, progress)
-    if setup.cluster.rebalancing is not None:
-        raise ConfigError(
-            "rebalancing is set, but core is 'compiled', whose nodes keep their roles; "
-            "use core='reference' or leave rebalancing out"
-        )
-    if importlib.util.find_spec("numba") is None:
-        raise ConfigError(
-            "the compiled core needs numba, which is not installed; "
-            f"{extra('simulate').remedy}, or use the reference core"
-        )
-    # Imported here, since compiling costs seconds and numba is optional.
+    # Imported here, since importing numba takes a second and compiling longer.
     compiled_core = importlib.import_module("dualpath.model.sim.compiled.core")
     result: SimulationResult = compiled_core.run_compiled(
         setup,
@@ -63,3 +60,37 @@ def simulate(
         progress=progress,
     )
     return result
+
+
+def check_compiled(cluster: ClusterSettings | None = None) -> None:
+    """Raise ``ConfigError`` if the compiled core cannot run here, or not on this cluster."""
+    if not _numba_is_installed():
+        raise ConfigError(
+            f"{{core}} compiled needs numba, which is not installed; {extra('simulate').remedy}, "
+            "or use {core} reference, which is slower and gives the same numbers"
+        )
+    if cluster is not None and (unknown := _beyond_the_paper(cluster)):
+        raise ConfigError(
+            f"{', '.join(f'{{{name}}}' for name in unknown)} is set, which {{core}} compiled does "
+            "not know: it plays the paper's system alone; leave {core} at auto or use "
+            "{core} reference"
+        )
+
+
+def _can_compile(setup: Setup) -> bool:
+    return not _beyond_the_paper(setup.cluster) and _numba_is_installed()
+
+
+def _beyond_the_paper(cluster: ClusterSettings) -> list[str]:
+    """Return the settings of a cluster that only the reference core knows."""
+    beyond = {
+        "dram_tier_bytes": cluster.dram_tier_bytes is not None,
+        "recompute_limit_s": cluster.recompute_limit_s > 0,
+        "rebalancing": cluster.rebalancing is not None,
+        "snic_sharing": cluster.snic_sharing != "fifo",
+    }
+    return [name for name, is_set in beyond.items() if is_set]
+
+
+def _numba_is_installed() -> bool:
+    return importlib.util.find_spec("numba") is not None

@@ -4,7 +4,21 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.compiled.columns import (
+from dualpath.model.sim.compiled.jit import cached, hold
+from dualpath.model.sim.compiled.machine import look_ahead, pop
+from dualpath.model.sim.compiled.rounds import (
+    arrive,
+    computed,
+    decode_ended,
+    fetch,
+    filled,
+    part_read,
+    read,
+    sent,
+    start_pass,
+    submit_round,
+)
+from dualpath.model.sim.compiled.tables import (
     ARRIVE,
     BATCHES,
     COMPUTED,
@@ -18,6 +32,7 @@ from dualpath.model.sim.compiled.columns import (
     HEAP_TIME,
     KIND_BITS,
     KIND_MASK,
+    MOST_WINDOWS,
     NONE,
     NOW,
     NUMBER_SHIFT,
@@ -26,31 +41,22 @@ from dualpath.model.sim.compiled.columns import (
     READ,
     READ_OVER,
     SENT,
-    SNIC_END,
     START_PASS,
     SUBJECT_MASK,
     SUBMIT,
-    TIER_HITS,
     WINDOWS,
-)
-from dualpath.model.sim.compiled.constants import Constants, Rounds, constants, rounds, whole_ns
-from dualpath.model.sim.compiled.decoding import decode_ended, filled
-from dualpath.model.sim.compiled.events import pop
-from dualpath.model.sim.compiled.jit import hold
-from dualpath.model.sim.compiled.kernels import cached
-from dualpath.model.sim.compiled.links import end_equal
-from dualpath.model.sim.compiled.lookahead import look_ahead
-from dualpath.model.sim.compiled.machine_tables import (
-    MOST_WINDOWS,
+    Constants,
     MachineTables,
+    Rounds,
+    SchedulerState,
     World,
+    constants,
     new_machine,
+    new_scheduler,
+    rounds,
+    whole_ns,
 )
-from dualpath.model.sim.compiled.prefilling import computed, sent, start_pass
-from dualpath.model.sim.compiled.reading import part_read, read
-from dualpath.model.sim.compiled.submitting import arrive, fetch, submit_round
-from dualpath.model.sim.compiled.tables import SchedulerState, new_scheduler
-from dualpath.model.sim.derived import keeps, limits
+from dualpath.model.sim.derived import limits
 from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.result import (
     Batches,
@@ -63,9 +69,9 @@ from dualpath.model.sim.result import (
 from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 
-#: Why the loop came back.
+#: Why the loop returned.
 OVER, STOPPED, PAUSED, FULL = range(4)
-#: Events between two signs of life; so few batches at most begin meanwhile.
+#: Events between two calls of ``progress``; at most as many batches begin in between.
 PAUSE_EVENTS = 20_000
 NEVER_NS = 1 << 62
 
@@ -106,8 +112,6 @@ def run_events(
             read(p, subject)
         elif kind == READ_OVER:
             part_read(p, subject)
-        elif kind == SNIC_END:
-            end_equal(p, subject, event >> NUMBER_SHIFT)
         elif kind == START_PASS:
             start_pass(p, subject, False)
         elif kind == COMPUTED:
@@ -150,7 +154,6 @@ def run_compiled(
         scheduler_settings(setup, derived),
         engine_specs(setup, derived, layout),
         agents.agents,
-        keeps=keeps(setup),
     )
     machine = new_machine(setup, agents, record_decisions=record_decisions)
     numbers, columns = constants(setup, window_ns), rounds(agents)
@@ -215,12 +218,11 @@ def _result(
         end_ns=end_ns,
         stopped=stopped,
         events=int(counters[HANDLED]),
-        dram_tier_hit_tokens=int(counters[TIER_HITS]),
     )
 
 
 def _mark_unsubmitted(machine: MachineTables, agents: AgentTable) -> None:
-    """Set the times of rounds that were never submitted, which nobody has set."""
+    """Set the times of rounds that were never submitted, which no event has set."""
     latest = np.repeat(machine.round_of, np.diff(agents.first_round))
     machine.times[np.arange(agents.rounds) > latest] = NONE
 
@@ -229,5 +231,5 @@ def _decisions(machine: MachineTables) -> Decisions:
     rows = machine.decisions[: int(machine.counters[DECISIONS])]
     wide = [rows[:, column].astype(np.int64) for column in range(5)]
     pe, de, read = (rows[:, column].astype(np.int8) for column in range(5, 8))
-    kept = [rows[:, column].astype(np.int64) for column in (8, 9)]
-    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], pe, de, read, *kept)
+    cached = np.zeros((2, len(rows)), np.int64)
+    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], pe, de, read, *cached)

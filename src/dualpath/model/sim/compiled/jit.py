@@ -1,12 +1,26 @@
-"""How functions of the compiled core are compiled: numba with its types left to the type checker.
+"""How the compiled core is compiled: numba, the shared rules, and the cache on disk.
 
-``lean`` and ``inlined`` switch numba's reference counting off.  A state of a dozen arrays would be
-counted up and down at every call, atomically, at twenty times the cost of the rest.  Such functions
-may take and slice arrays, but not make any; those that do are ``compiled`` and should take few of
-them.  Divisions are numpy's: a division by zero is not looked for.
+*Rules.*  The functions on plain numbers and arrays in ``KERNEL_MODULES`` are called by the live
+scheduler and by both cores.  ``register_jitable`` lets compiled code call them and leaves them as
+they are for Python.
+
+*No reference counting.*  ``lean`` and ``inlined`` switch numba's reference counting off, which
+would count a state of two dozen arrays up and down at every call, atomically, at twenty times the
+cost of the rest.  Such functions may take and slice arrays, but not create any; those that do are
+``compiled`` and should take few of them.  Divisions are numpy's: division by zero is not checked.
+
+*Cache.*  numba caches a function by its file's time stamp and line number, and does not look at the
+files of the functions that it calls.  So ``cached`` names the function by a digest of everything
+compiled into it, and its file is the package's ``__init__.py``, which does not change.  The digest
+is of the syntax trees, without comments, docstrings and positions.
 """
 
-from collections.abc import Callable
+import ast
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
@@ -15,8 +29,35 @@ from numba.core import cgutils, types
 from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.extending import intrinsic
+from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
+
+from dualpath.core import blocks
+from dualpath.model.sim import carried, derived, result, rules
+from dualpath.plan import counts
+from dualpath.policy import (
+    accounts,
+    baselines,
+    batching,
+    decode,
+    events,
+    kept,
+    prefill,
+    read_side,
+)
+
+#: Modules of functions on plain numbers that compiled code calls.
+KERNEL_MODULES = (
+    *(blocks, counts, carried, rules),
+    *(accounts, baselines, batching, decode, kept, prefill, read_side),
+)
+#: Modules whose constants compiled code uses.
+CONSTANT_MODULES = (derived, events, result)
+
+for _module in KERNEL_MODULES:
+    for _, _function in inspect.getmembers(_module, inspect.isfunction):
+        if _function.__module__ == _module.__name__:
+            register_jitable(_function)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -152,3 +193,49 @@ def _prefetch(_typing: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: 
 
 prefetch = cast(Callable[[NDArray[Any], int, int], None], _prefetch)
 """Let the cache line of ``array[row, column]`` (``array[row]`` of a vector) come from memory."""
+
+
+def cached(function: Callable[..., int]) -> Any:  # noqa: ANN401  # numba's types are untyped
+    """Compile a function that creates no arrays, once for all processes that share a cache."""
+    package = sys.modules[__package__]
+    code = function.__code__.replace(co_filename=str(package.__file__), co_firstlineno=1)
+    named = FunctionType(code, function.__globals__, f"{function.__name__}_{source_digest()}")
+    named.__module__, named.__qualname__ = function.__module__, named.__name__
+    options = {"_nrt": False, "error_model": "numpy"}
+    try:
+        return numba.njit(cache=True, **options)(named)
+    except RuntimeError:
+        # No directory can be written to: every process compiles for itself.
+        return numba.njit(**options)(named)
+
+
+def source_digest() -> str:
+    """Return a digest of all that is compiled: equal for sources that differ in texts alone."""
+    digest = hashlib.sha256()
+    for module in (*KERNEL_MODULES, *CONSTANT_MODULES, *_own_modules()):
+        digest.update(module.__name__.encode())
+        # The classes of the policy are not compiled.
+        skipped = () if module.__package__ == __package__ else (ast.ClassDef,)
+        digest.update(_meaning(inspect.getsource(module), skipped).encode())
+    return digest.hexdigest()[:16]
+
+
+def _own_modules() -> Iterator[ModuleType]:
+    names = ("jit", "tables", "scheduler", "machine", "rounds", "core")
+    return (sys.modules[f"{__package__}.{name}"] for name in names)
+
+
+def _meaning(source: str, skipped: tuple[type[ast.stmt], ...]) -> str:
+    """Return a source's syntax tree without docstrings, comments and positions."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+            node.body = [
+                statement
+                for statement in node.body
+                if not isinstance(statement, skipped)
+                and not (
+                    isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                )
+            ]
+    return ast.dump(tree)

@@ -11,7 +11,7 @@ from dualpath.core.request import KeptPrefix, Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.layout import ClusterLayout
-from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.reference.machine import EventQueue
 from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
 from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup

@@ -1,6 +1,12 @@
-"""Links and buffers of all nodes, charged with the steps of a request's plan (§4.1, §4.2)."""
+"""The simulated machine: event queue, links and buffers of all nodes (§2.3, §4.1, §4.2)."""
 
-from typing import NamedTuple
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dualpath.core.cluster import Role
 from dualpath.model.sim.derived import (
@@ -13,12 +19,298 @@ from dualpath.model.sim.derived import (
     keeps,
 )
 from dualpath.model.sim.layout import node_of
-from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.links import EqualSnic, FifoSnic, Server, WindowedBytes
-from dualpath.model.sim.reference.memories import NodeBuffer
-from dualpath.model.sim.rules import to_ns
+from dualpath.model.sim.rules import (
+    REUSE_WINDOW,
+    adopted_blocks,
+    count_use,
+    equal_served_bytes,
+    equal_wait_ns,
+    extended_blocks,
+    kept_after_eviction,
+    last_window,
+    room_blocks,
+    serve,
+    to_ns,
+)
 from dualpath.model.sim.settings import Setup
 from dualpath.plan.movements import Link
+from dualpath.policy.reuse import ReuseForecast
+
+Action = Callable[..., None]
+
+
+class EventQueue:
+    """Pending actions under virtual time; ``now_ns`` moves when the next one runs."""
+
+    def __init__(self) -> None:
+        self.now_ns = 0
+        self.handled = 0
+        self._pushed = 0
+        self._pending: list[tuple[int, int, Action, tuple[Any, ...]]] = []
+
+    def at(self, time_ns: int, action: Action, *arguments: Any) -> None:  # noqa: ANN401
+        """Let an action run at ``time_ns`` ≥ now, after all pushed before for that time."""
+        heapq.heappush(self._pending, (time_ns, self._pushed, action, arguments))
+        self._pushed += 1
+
+    def next_ns(self) -> int | None:
+        """When the next action runs, None without any."""
+        return self._pending[0][0] if self._pending else None
+
+    def run_next(self) -> None:
+        """Run the next action."""
+        self.now_ns, _, action, arguments = heapq.heappop(self._pending)
+        self.handled += 1
+        action(*arguments)
+
+
+# Links: servers that carry bytes first come, first served, and storage NICs.
+
+Done = Callable[[], None]
+
+
+class WindowedBytes:
+    """Bytes per window of time and node: transfers, each spread evenly over the time it took."""
+
+    def __init__(self, window_ns: int, nodes: int) -> None:
+        self._window_ns = window_ns
+        self._nodes = nodes
+        self._rows: list[list[float]] = []
+
+    def add(self, node: int, start_ns: int, end_ns: int, transfer_bytes: float) -> None:
+        """Count a transfer that lasted from ``start_ns`` to ``end_ns``."""
+        last = last_window(start_ns, end_ns, self._window_ns)
+        while len(self._rows) <= last:
+            self._rows.append([0.0] * self._nodes)
+        count_use(self._rows, node, start_ns, end_ns, last, transfer_bytes, self._window_ns)
+
+    def table(self, windows: int) -> NDArray[np.float64]:
+        """Return bytes as windows × nodes, with at least ``windows`` rows."""
+        table = np.zeros((max(windows, len(self._rows)), self._nodes))
+        if self._rows:
+            table[: len(self._rows)] = self._rows
+        return table
+
+
+class Server:
+    """A link direction or a memory: what is charged later is carried later."""
+
+    def __init__(
+        self, bytes_per_s: float, usage: WindowedBytes | None = None, node: int = 0
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._usage = usage
+        self._node = node
+        self.busy_until_ns = 0
+
+    def charge(self, now_ns: int, transfer_bytes: float) -> int:
+        """Queue a transfer and return when it is over."""
+        start_ns, self.busy_until_ns = serve(
+            now_ns, self.busy_until_ns, transfer_bytes, self._bytes_per_s
+        )
+        if self._usage is not None:
+            self._usage.add(self._node, start_ns, self.busy_until_ns, transfer_bytes)
+        return self.busy_until_ns
+
+
+class FifoSnic:
+    """A storage NIC that serves one read after the other at full rate."""
+
+    def __init__(self, events: EventQueue, server: Server, latency_ns: int) -> None:
+        self._events = events
+        self._server = server
+        self._latency_ns = latency_ns
+
+    def read(self, read_bytes: float, done: Done) -> None:
+        """Queue a read now; ``done`` runs when its last byte is in DRAM."""
+        end_ns = self._server.charge(self._events.now_ns, read_bytes)
+        self._events.at(end_ns + self._latency_ns, done)
+
+
+class EqualSnic:
+    """A storage NIC that serves all reads at once, each at an equal part of its rate.
+
+    ``served_bytes`` is what each read under way since the beginning would have got: a read ends
+    when it has grown by the read's bytes (processor sharing in virtual time).
+    """
+
+    def __init__(
+        self,
+        events: EventQueue,
+        bytes_per_s: float,
+        latency_ns: int,
+        usage: WindowedBytes,
+        node: int,
+    ) -> None:
+        self._events = events
+        self._bytes_per_s = bytes_per_s
+        self._latency_ns = latency_ns
+        self._usage = usage
+        self._node = node
+        self._served_bytes = 0.0
+        self._since_ns = 0
+        self._reads: list[tuple[float, int, Done]] = []
+        self._count = 0
+        self._version = 0
+
+    def read(self, read_bytes: float, done: Done) -> None:
+        """Begin a read now; ``done`` runs when its last byte is in DRAM."""
+        self._advance()
+        heapq.heappush(self._reads, (self._served_bytes + read_bytes, self._count, done))
+        self._count += 1
+        self._expect_next()
+
+    def _advance(self) -> None:
+        now_ns = self._events.now_ns
+        if self._reads:
+            carried = equal_served_bytes(now_ns - self._since_ns, self._bytes_per_s)
+            self._served_bytes += carried / len(self._reads)
+            self._usage.add(self._node, self._since_ns, now_ns, carried)
+        self._since_ns = now_ns
+
+    def _expect_next(self) -> None:
+        self._version += 1
+        left = self._reads[0][0] - self._served_bytes
+        wait_ns = equal_wait_ns(left, len(self._reads), self._bytes_per_s)
+        self._events.at(self._events.now_ns + wait_ns, self._end_next, self._version)
+
+    def _end_next(self, version: int) -> None:
+        if version != self._version:
+            return
+        self._advance()
+        end_bytes, _, done = heapq.heappop(self._reads)
+        self._served_bytes = max(self._served_bytes, end_bytes)
+        self._events.at(self._events.now_ns + self._latency_ns, done)
+        if self._reads:
+            self._expect_next()
+
+
+# Buffers: granted first come, first served (§4.1); what they cache is the DRAM tier.
+
+Granted = Callable[[int], None]
+"""Called with the number of blocks that were kept and are the request's now."""
+
+
+class Wanted(NamedTuple):
+    """Room for ``blocks`` of an agent's context from ``first`` on.
+
+    Of these the first ``kept`` are believed to lie in the buffer already.
+    """
+
+    agent: int
+    first: int
+    blocks: int
+    kept: int
+
+
+class KeptRuns:
+    """What a buffer keeps for agents' next rounds: the head of each context, by latest use."""
+
+    def __init__(self) -> None:
+        self.total_blocks = 0
+        self._blocks: OrderedDict[int, int] = OrderedDict()
+        self._reuse = ReuseForecast(REUSE_WINDOW)
+        self._uses = 0
+        self._used: dict[int, int] = {}
+        self._interval: dict[int, int] = {}
+
+    def of(self, agent: int) -> int:
+        """Return how many blocks at the head of an agent's context are kept."""
+        return self._blocks.get(agent, 0)
+
+    def adopt(self, wanted: Wanted) -> int:
+        """Let a request have what is kept of its blocks; return how many that are."""
+        adopted = adopted_blocks(self.of(wanted.agent), wanted.first, wanted.kept)
+        if adopted:
+            self._set(wanted.agent, wanted.first)
+        return adopted
+
+    def use(self, agent: int) -> None:
+        """Note that an agent's next request has come, whether anything is kept for it or not."""
+        self._uses += 1
+        if agent in self._used:
+            interval = self._uses - self._used[agent]
+            self._reuse.learn(interval, self._interval.get(agent, 0))
+            self._interval[agent] = interval
+        self._used[agent] = self._uses
+
+    def keep(self, agent: int, first: int, end: int) -> None:
+        """Keep blocks [first, end) that a request has given back, if their head is kept as well."""
+        blocks = extended_blocks(self.of(agent), first, end)
+        if blocks:
+            self._set(agent, blocks)
+            self._blocks.move_to_end(agent)
+
+    def shrink(self, most_blocks: int) -> None:
+        """Evict until no more are kept, the tail first of an agent's (``policy.reuse``)."""
+        while self.total_blocks > most_blocks:
+            agent = self._next_to_leave()
+            excess = self.total_blocks - most_blocks
+            self._set(agent, kept_after_eviction(self.of(agent), excess))
+
+    def _next_to_leave(self) -> int:
+        oldest, reuse = next(iter(self._blocks)), self._reuse
+        age = self._uses - self._used[oldest]
+        if not reuse.believed or reuse.given_up(age, self._interval.get(oldest, 0)):
+            return oldest
+        used, interval, unknown = self._used, self._interval, reuse.expected(0)
+        return max(reversed(self._blocks), key=lambda a: used[a] + (interval.get(a) or unknown))
+
+    def _set(self, agent: int, blocks: int) -> None:
+        self.total_blocks += blocks - self.of(agent)
+        if blocks:
+            self._blocks[agent] = blocks
+        else:
+            self._blocks.pop(agent, None)
+
+
+class NodeBuffer:
+    """Buffer space of one node in one role; with ``keeps`` its unused part is a DRAM tier."""
+
+    def __init__(self, capacity_bytes: float, block_bytes: float, *, keeps: bool) -> None:
+        self.kept = KeptRuns()
+        self._keeps = keeps
+        self._free_bytes = capacity_bytes
+        self._block_bytes = block_bytes
+        self._waiting: deque[tuple[Wanted, Granted]] = deque()
+
+    def reserve(self, wanted: Wanted, granted: Granted) -> None:
+        """Run ``granted`` when there is room: at once if nobody waits and there is."""
+        self._waiting.append((wanted, granted))
+        self._grant()
+
+    def release(self, agent: int, first: int, blocks: int, whole: int) -> None:
+        """Give back ``blocks`` from ``first`` on, the first ``whole`` full ones, to be kept."""
+        self._free_bytes += blocks * self._block_bytes
+        if self._keeps:
+            self.kept.keep(agent, first, first + whole)
+        self._grant()
+
+    def keep(self, agent: int, first: int, end: int) -> None:
+        """Keep blocks that were written beyond any reservation: generated ones."""
+        if self._keeps:
+            self.kept.keep(agent, first, end)
+            self._shrink()
+
+    def _grant(self) -> None:
+        while self._waiting:
+            wanted, granted = self._waiting[0]
+            need_bytes = wanted.blocks * self._block_bytes
+            if need_bytes > self._free_bytes:
+                return
+            self._waiting.popleft()
+            self._free_bytes -= need_bytes
+            adopted = self.kept.adopt(wanted)
+            if self._keeps:
+                self.kept.use(wanted.agent)
+                self._shrink()
+            granted(adopted)
+
+    def _shrink(self) -> None:
+        self.kept.shrink(room_blocks(self._free_bytes, self._block_bytes))
+
+
+# The machine: links and buffers, charged with the steps of a request's plan (§4.1, §4.2).
 
 
 class _Path(NamedTuple):
@@ -35,9 +327,10 @@ class SimulatedMachine:
         cluster = setup.cluster
         self._events = events
         self._block_bytes = limits.block_bytes
-        self._cluster = cluster
         self._copies = copies(setup)
         nodes, engines = range(cluster.nodes), range(cluster.engines)
+        self._node_of = [node_of(cluster, engine) for engine in engines]
+        self._engines_of = [[e for e in engines if self._node_of[e] == node] for node in nodes]
         self.snic_read_use = WindowedBytes(window_ns, cluster.nodes)
         self.snic_write_use = WindowedBytes(window_ns, cluster.nodes)
         self.cnic_use = WindowedBytes(window_ns, cluster.nodes)
@@ -51,7 +344,7 @@ class SimulatedMachine:
         self._paths = [self._path(movement.links) for movement in CHARGED]
         at_prefill, at_decode = buffer_bytes(setup)
         self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
-        self._keeps = keeps(setup)
+        self.keeps = keeps(setup)
         self.buffers = [
             self._buffer(Role.PREFILL if node < cluster.prefill_nodes else Role.DECODE)
             for node in nodes
@@ -63,22 +356,26 @@ class SimulatedMachine:
 
     def buffer(self, engine: int) -> NodeBuffer:
         """Return the buffer of an engine's node."""
-        return self.buffers[self.node(engine)]
+        return self.buffers[self._node_of[engine]]
 
     def kept_blocks(self, agent: int) -> dict[int, int]:
         """Return how many blocks at the head of an agent's context each engine's node keeps."""
-        if not self._keeps:
+        if not self.keeps:
             return {}
-        engines = range(self._cluster.engines)
-        return {engine: kept for engine in engines if (kept := self.buffer(engine).kept.of(agent))}
+        return {
+            engine: kept
+            for buffer, engines in zip(self.buffers, self._engines_of, strict=True)
+            if (kept := buffer.kept.of(agent))
+            for engine in engines
+        }
 
     def node(self, engine: int) -> int:
         """Return the node of an engine."""
-        return node_of(self._cluster, engine)
+        return self._node_of[engine]
 
     def snic(self, engine: int) -> FifoSnic | EqualSnic:
         """Return the storage NIC of an engine's node."""
-        return self._snics[self.node(engine)]
+        return self._snics[self._node_of[engine]]
 
     def charge_read(self, engine: int, side: Role, read_bytes: float) -> None:
         """Charge what a storage read loads besides its SNIC."""
@@ -99,7 +396,7 @@ class SimulatedMachine:
         return end_ns
 
     def _buffer(self, role: Role) -> NodeBuffer:
-        return NodeBuffer(self._buffer_bytes[role], self._block_bytes, keeps=self._keeps)
+        return NodeBuffer(self._buffer_bytes[role], self._block_bytes, keeps=self.keeps)
 
     def _path(self, links: tuple[Link, ...]) -> _Path:
         """Look up the servers of a kind of step; storage reads have a queue of their own."""

@@ -15,8 +15,7 @@ from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.reference.driver import SchedulerDriver
-from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.machine import SimulatedMachine
+from dualpath.model.sim.reference.machine import EventQueue, SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove

@@ -5,7 +5,7 @@ import numpy as np
 from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.reference.machine import SimulatedMachine
-from dualpath.model.sim.reference.prefill import Pass
+from dualpath.model.sim.reference.units import Pass
 from dualpath.model.sim.result import (
     Batches,
     Decisions,
