@@ -14,10 +14,9 @@ from dualpath.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath.model.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
-    from dualpath.model.evaluation.calibration import Calibration
     from dualpath.model.evaluation.report import FigureReport
     from dualpath.model.evaluation.runs import Runs
-    from dualpath.model.evaluation.settings import RunSpec
+    from dualpath.model.evaluation.settings import Calibration, RunSpec
     from dualpath.model.sim.run import Core
 
 FIGURE_NAMES = (
@@ -66,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from dualpath.model.evaluation.beyond import existing_traces
-    from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
+    from dualpath.model.evaluation.document import write_document, write_figure
     from dualpath.model.evaluation.report import as_report, comparison_table
-    from dualpath.model.evaluation.write import write_document, write_figure
+    from dualpath.model.evaluation.settings import AS_WRITTEN, AT_48K
     from dualpath.report import markdown
     from dualpath.report.files import require_plots
 

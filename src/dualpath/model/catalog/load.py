@@ -10,10 +10,9 @@ from typing import TypeVar
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.families import KvCacheDtype, geometry_of
+from dualpath.model.catalog.families import KvCacheDtype, decode_config, geometry_of
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
-from dualpath.model.catalog.hub_config import decode_config
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
 T = TypeVar("T")

@@ -23,8 +23,8 @@ from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.evaluation.comparison import RunSummary, summarise
-from dualpath.model.evaluation.online import TTFT_LIMIT_S, ending, measured
-from dualpath.model.evaluation.rate_search import RateSearch, within
+from dualpath.model.evaluation.runs import TTFT_LIMIT_S, ending, measured
+from dualpath.model.evaluation.serving import RateSearch, within
 from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings, Setup

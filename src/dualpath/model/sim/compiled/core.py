@@ -56,8 +56,7 @@ from dualpath.model.sim.compiled.tables import (
     rounds,
     whole_ns,
 )
-from dualpath.model.sim.derived import limits
-from dualpath.model.sim.layout import cluster_layout
+from dualpath.model.sim.derived import cluster_layout, engine_specs, limits, scheduler_settings
 from dualpath.model.sim.result import (
     Batches,
     Decisions,
@@ -66,7 +65,6 @@ from dualpath.model.sim.result import (
     SimulationResult,
     TurnTimes,
 )
-from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 
 #: Why the loop returned.

@@ -33,7 +33,7 @@ from numba.extending import intrinsic, register_jitable
 from numpy.typing import NDArray
 
 from dualpath.core import blocks
-from dualpath.model.sim import carried, derived, result, rules
+from dualpath.model.sim import derived, result, rules
 from dualpath.plan import counts
 from dualpath.policy import (
     accounts,
@@ -48,7 +48,7 @@ from dualpath.policy import (
 
 #: Modules of functions on plain numbers that compiled code calls.
 KERNEL_MODULES = (
-    *(blocks, counts, carried, rules),
+    *(blocks, counts, rules),
     *(accounts, baselines, batching, decode, kept, prefill, read_side),
 )
 #: Modules whose constants compiled code uses.

@@ -1,13 +1,12 @@
 """The compiled core's events: the life of a round, in the order of ``docs/simulator.md``.
 
-The reference core (``sim.reference``) does the same with objects; both count by ``rules``,
-``carried`` and ``plan.counts``.
+The reference core (``sim.reference``) does the same with objects; both count by ``rules`` and
+``plan.counts``.
 """
 
 import numpy as np
 
 from dualpath.core.blocks import holding_blocks
-from dualpath.model.sim.carried import fill_bytes, load_bytes, read_bytes, send_bytes
 from dualpath.model.sim.compiled.jit import inlined, lean, prefetch
 from dualpath.model.sim.compiled.machine import (
     charge_path,
@@ -117,12 +116,16 @@ from dualpath.model.sim.rules import (
     chunk_limit_tokens,
     decode_context_tokens,
     decode_step_ns,
+    fill_bytes,
     first_group,
     joining_step,
+    load_bytes,
     next_multiple_ns,
     pass_end_ns,
     pass_s,
+    read_bytes,
     seen_tokens,
+    send_bytes,
     steps_ns,
     to_ns,
 )

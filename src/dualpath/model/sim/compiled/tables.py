@@ -20,8 +20,16 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.derived import CHARGED, Limits, buffer_bytes, copies, layer_kinds, limits
-from dualpath.model.sim.layout import ClusterLayout, cluster_layout
+from dualpath.model.sim.derived import (
+    CHARGED,
+    ClusterLayout,
+    Limits,
+    buffer_bytes,
+    cluster_layout,
+    copies,
+    layer_kinds,
+    limits,
+)
 from dualpath.model.sim.result import FloatArray, IntArray, TurnTimes
 from dualpath.model.sim.rules import to_ns
 from dualpath.model.sim.settings import Setup
@@ -459,7 +467,7 @@ Number = TypeVar("Number", np.int32, np.int64, np.float32)
 
 
 class Constants(NamedTuple):
-    """Numbers of a setup; ``layer_kinds`` as ``sim.carried``."""
+    """Numbers of a setup; ``layer_kinds`` as ``rules.LayerKinds``."""
 
     cluster_nodes: int
     prefill_nodes: int

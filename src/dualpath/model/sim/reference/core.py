@@ -7,15 +7,6 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.carried import (
-    LayerKinds,
-    fill_bytes,
-    load_bytes,
-    read_bytes,
-    send_bytes,
-    whole_at_decode,
-    whole_at_prefill,
-)
 from dualpath.model.sim.derived import (
     FILL_PATH,
     LOAD_DE_PATH,
@@ -24,17 +15,27 @@ from dualpath.model.sim.derived import (
     PERSIST_PROMPT_PATH,
     RELOAD_PATH,
     SEND_PATH,
+    cluster_layout,
     layer_kinds,
     limits,
 )
-from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.reference.driver import SchedulerDriver
 from dualpath.model.sim.reference.machine import EventQueue, SimulatedMachine, Wanted
 from dualpath.model.sim.reference.rebalancing import Rebalancing
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Chunk, Pass, PrefillWork, Units
 from dualpath.model.sim.result import Progress, SimulationResult
-from dualpath.model.sim.rules import pass_end_ns, to_ns
+from dualpath.model.sim.rules import (
+    LayerKinds,
+    fill_bytes,
+    load_bytes,
+    pass_end_ns,
+    read_bytes,
+    send_bytes,
+    to_ns,
+    whole_at_decode,
+    whole_at_prefill,
+)
 from dualpath.model.sim.settings import Setup
 from dualpath.plan.counts import chunk_blocks, kv_tokens, new_full_blocks
 from dualpath.policy.events import Assignment

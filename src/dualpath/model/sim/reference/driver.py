@@ -9,11 +9,9 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import KeptPrefix, Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.derived import Limits
-from dualpath.model.sim.layout import ClusterLayout
+from dualpath.model.sim.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
 from dualpath.model.sim.reference.machine import EventQueue
 from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
-from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.events import Assignment, EngineReport, Granted
 from dualpath.policy.role_loads import RoleQueue

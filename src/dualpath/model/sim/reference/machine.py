@@ -17,8 +17,8 @@ from dualpath.model.sim.derived import (
     buffer_bytes,
     copies,
     keeps,
+    node_of,
 )
-from dualpath.model.sim.layout import node_of
 from dualpath.model.sim.rules import (
     REUSE_WINDOW,
     adopted_blocks,

@@ -6,8 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from dualpath.core.cluster import Role
-from dualpath.model.sim.derived import Limits
-from dualpath.model.sim.layout import ClusterLayout
+from dualpath.model.sim.derived import ClusterLayout, Limits
 from dualpath.model.sim.reference.machine import EventQueue
 from dualpath.model.sim.rules import (
     chunk_limit_tokens,
