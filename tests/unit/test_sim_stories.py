@@ -207,7 +207,7 @@ def test_a_dram_tier_spares_the_storage_nics():
     assert with_tier.jct_s < without.jct_s
     # Its DE has all of a context, and hands it to the PE layer by layer.
     decisions = decisions_of(with_tier)
-    np.testing.assert_array_equal(decisions.decode_kept_tokens, agents.hit_tokens)
+    np.testing.assert_array_equal(decisions.decode_cached_tokens, agents.hit_tokens)
     assert {READ_REASONS[code] for code in decisions.read_reason[1:]} == {"kept"}
 
 
@@ -231,7 +231,7 @@ def test_a_small_buffer_keeps_the_heads_of_contexts_used_last():
     agents = agents_of(rounds, rounds, start_s=[0.0, 3.0], delay_s=6.0)
     setup = small_setup(decode_buffer_bytes=15 * 64e3, dram_tier_bytes=0.0)
     result = simulate(setup, agents, record_decisions=True)
-    kept = column(result, "decode_kept_tokens")
+    kept = column(result, "decode_cached_tokens")
     hits = agents.hit_tokens
     # The second agent's round came between: of the first's 10 blocks the tail had to go.
     assert 0 < kept[1] < hits[1]
@@ -244,7 +244,7 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all():
     setup = small_setup(decode_buffer_bytes=60 * 64e3, dram_tier_bytes=0.0)
     result = simulate(setup, agents, record_decisions=True)
     decisions = decisions_of(result)
-    believed = decisions.decode_kept_tokens.sum() + decisions.prefill_kept_tokens.sum()
+    believed = decisions.decode_cached_tokens.sum() + decisions.prefill_cached_tokens.sum()
     assert 0 < result.dram_tier_hit_tokens < believed
     read = result.links.snic_read_bytes.sum() / 1000.0
     assert read == pytest.approx(agents.hit_tokens.sum() - result.dram_tier_hit_tokens)

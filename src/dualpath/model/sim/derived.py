@@ -1,4 +1,4 @@
-"""What both cores derive from a setup before a run: tokens, bytes, checks."""
+"""What both cores derive from a setup before a run: limits, engines and groups, checks."""
 
 from typing import NamedTuple
 
@@ -78,8 +78,8 @@ def buffer_bytes(setup: Setup) -> tuple[float, float]:
     return cluster.prefill_buffer_bytes + more, cluster.decode_buffer_bytes + more
 
 
-def keeps(setup: Setup) -> bool:
-    """Return whether buffers keep KV in their unused part: in Oracle there is none."""
+def has_dram_tier(setup: Setup) -> bool:
+    """Return whether buffers cache KV in their unused part; Oracle has none."""
     return setup.cluster.dram_tier_bytes is not None and setup.mode.moves_bytes
 
 
@@ -161,10 +161,7 @@ class Group(NamedTuple):
 
 
 class ClusterLayout(NamedTuple):
-    """Groups in the order in which they fetch, and units of each role in order of engine.
-
-    ``node_of`` says on which node an engine is.
-    """
+    """Groups in the order in which they fetch, and units of each role in order of engine."""
 
     groups: tuple[Group, ...]
     prefill_units: tuple[range, ...]

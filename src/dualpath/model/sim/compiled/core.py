@@ -1,4 +1,4 @@
-"""The compiled core: the main loop, and the way in and out of its tables."""
+"""The compiled core: its main loop, and how a setup enters its tables and a result leaves them."""
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def run_events(
     until_ns: int,
     most_events: int,
 ) -> int:
-    """Handle events until there are none, the next is too late, or it is time for a pause."""
+    """Handle events until none is left, the next is after ``until_ns``, or ``most_events`` are."""
     p = hold(World(machine, constants, rounds, scheduler))
     heap, counters = machine.heap, machine.counters
     room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[0] - 64
@@ -124,7 +124,7 @@ def run_events(
 
 
 def _push_starts(machine: MachineTables, columns: Rounds, agents: AgentTable) -> None:
-    """Let every agent that waits for nobody submit its first round."""
+    """Push the first rounds of all agents that wait for no other agent's round."""
     starting = np.flatnonzero(agents.start_after_round < 0)
     delays_s = columns.delay_s[columns.first_round[starting]]
     times_ns = columns.start_ns[starting] + whole_ns(delays_s)
@@ -146,7 +146,7 @@ def run_compiled(
     until_ns: int | None,
     progress: Progress | None,
 ) -> SimulationResult:
-    """Run until nothing is left to happen, or nothing before ``until_ns``."""
+    """Run until no event is left, or none up to ``until_ns``."""
     derived, layout = limits(setup), cluster_layout(setup.cluster)
     scheduler = new_scheduler(
         scheduler_settings(setup, derived),
@@ -200,7 +200,7 @@ def _result(
     if windows > MOST_WINDOWS:
         raise ConfigError(
             f"the run lasts {windows} windows of {numbers.window_ns / 1e9:g} s, at most "
-            f"{MOST_WINDOWS} are kept; raise window_s"
+            f"{MOST_WINDOWS} are stored; raise window_s"
         )
     if stopped:
         _mark_unsubmitted(machine, agents)

@@ -63,54 +63,29 @@ Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
+_LEAN: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
+
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function as numba does by default, also when a lean function calls it."""
+    """Compile a function with reference counting, also when a lean function calls it."""
     dispatcher: Callable[Parameters, Result] = numba.njit(_nrt=True)(function)
     return dispatcher
 
 
 def lean(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function that makes no arrays."""
-    return _once(numba.njit(_nrt=False, error_model="numpy")(function))
-
-
-def inlined(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function that makes no arrays into each of its callers, without a call."""
-    return _once(numba.njit(_nrt=False, error_model="numpy", forceinline=True)(function))
-
-
-def _once(dispatcher: Any) -> Any:  # noqa: ANN401  # numba's types are untyped
-    """Compile no more than compiled callers need, which is most of the compiler's time.
-
-    They hand over all integers as 64 bits, so that there are no versions for other widths; and what
-    takes a held tuple needs no way in from Python.
-    """
-    template = dispatcher.get_call_template
-
-    def get_call_template(arguments: Any, keywords: Any) -> Any:  # noqa: ANN401
-        options, before = dispatcher.targetoptions, dict(dispatcher.targetoptions)
-        if any(isinstance(argument, _Held) for argument in arguments):
-            options.update(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-        try:
-            return template(
-                tuple(_wide(argument) for argument in arguments),
-                {name: _wide(argument) for name, argument in keywords.items()},
-            )
-        finally:
-            options.clear()
-            options.update(before)
-
-    dispatcher.get_call_template = get_call_template
+    """Compile a function that creates no arrays."""
+    dispatcher: Callable[Parameters, Result] = numba.njit(**_LEAN)(function)
     return dispatcher
 
 
-def _wide(argument: Any) -> Any:  # noqa: ANN401
-    return types.int64 if isinstance(argument, types.Integer) else argument
+def inlined(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Compile a function that creates no arrays into each of its callers, without a call."""
+    dispatcher: Callable[Parameters, Result] = numba.njit(forceinline=True, **_LEAN)(function)
+    return dispatcher
 
 
 class _Held(types.Type):
-    """A named tuple in memory; its attributes are read when they are used."""
+    """A pointer to a named tuple in memory; its attributes are read when they are used."""
 
     def __init__(self, value: Any) -> None:  # noqa: ANN401  # numba's types are untyped
         self.value = value
@@ -165,9 +140,9 @@ def _hold(_typing: Any, value: Any) -> Any:  # noqa: ANN401
 hold = cast(Callable[[Value], Value], _hold)
 """Put a named tuple on a compiled function's stack, where it lives until that function returns.
 
-A tuple of many arrays costs every call hundreds of words to copy, and the compiler minutes; what is
-held is one pointer, has the same attributes, and what a callee does not look at is never loaded.
-A named tuple inside is held as well.
+A tuple of many arrays costs every call hundreds of words to copy, and the compiler minutes.  A held
+tuple is one pointer with the same attributes, which are loaded when they are used.  A named tuple
+inside it is held as well.
 """
 
 
@@ -192,7 +167,7 @@ def _prefetch(_typing: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: 
 
 
 prefetch = cast(Callable[[NDArray[Any], int, int], None], _prefetch)
-"""Let the cache line of ``array[row, column]`` (``array[row]`` of a vector) come from memory."""
+"""Load the cache line of ``array[row, column]`` (``array[row]`` of a vector) from memory."""
 
 
 def cached(function: Callable[..., int]) -> Any:  # noqa: ANN401  # numba's types are untyped
@@ -201,12 +176,11 @@ def cached(function: Callable[..., int]) -> Any:  # noqa: ANN401  # numba's type
     code = function.__code__.replace(co_filename=str(package.__file__), co_firstlineno=1)
     named = FunctionType(code, function.__globals__, f"{function.__name__}_{source_digest()}")
     named.__module__, named.__qualname__ = function.__module__, named.__name__
-    options = {"_nrt": False, "error_model": "numpy"}
     try:
-        return numba.njit(cache=True, **options)(named)
+        return numba.njit(cache=True, **_LEAN)(named)
     except RuntimeError:
         # No directory can be written to: every process compiles for itself.
-        return numba.njit(**options)(named)
+        return numba.njit(**_LEAN)(named)
 
 
 def source_digest() -> str:

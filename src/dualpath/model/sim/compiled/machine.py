@@ -45,7 +45,7 @@ FANOUT = 4
 
 @lean
 def push(heap: IntArray, counters: IntArray, time_ns: int, kind: int, subject: int) -> int:
-    """Let an event happen at ``time_ns``, after all pushed before for that time.
+    """Let an event happen at ``time_ns``, after all that were pushed earlier for that time.
 
     Returns the number of the push.
     """
@@ -178,7 +178,7 @@ def _charge_snic_write(p: World, node: int, transfer_bytes: float) -> int:
 
 @lean
 def charge_path(p: World, path: int, pe: int, de: int, step_bytes: float) -> int:
-    """Charge a kind of step at all its servers and return when the last is through."""
+    """Charge a kind of step at all its servers and return when the last has carried it."""
     paths, end_ns = p.machine.paths, p.machine.counters[NOW]
     if step_bytes <= 0:
         return end_ns
@@ -218,7 +218,7 @@ def read_storage(p: World, node: int, read: int, read_bytes: float) -> None:
 
 @lean
 def look_ahead(p: World) -> None:
-    """Ask for what the next event will need, and for what shows what those after it will."""
+    """Prefetch the rows of the next event, and those that name the rows of the events after it."""
     m = p.machine
     heap = m.heap
     for place in range(1, FANOUT + 1):
@@ -240,7 +240,7 @@ def look_ahead(p: World) -> None:
 
 @lean
 def _agent_of(event: int) -> int:
-    """Return whom an event is about, NONE if that is no agent."""
+    """Return the agent of an event, NONE if it has none."""
     kind, subject = event & KIND_MASK, event >> KIND_BITS & SUBJECT_MASK
     if kind == READ_OVER:
         return subject >> 1
@@ -249,7 +249,7 @@ def _agent_of(event: int) -> int:
 
 @lean
 def fetch_rows(p: World, agent: int) -> None:
-    """Ask for what is kept of an agent and its live round."""
+    """Prefetch the rows of an agent and of its live round."""
     m = p.machine
     prefetch(m.flights, agent, 0)
     prefetch(p.scheduler.requests, agent, 0)
@@ -261,7 +261,7 @@ def fetch_rows(p: World, agent: int) -> None:
 
 @lean
 def fetch_next_round(p: World, agent: int) -> None:
-    """Ask for what the columns say of an agent's next round, and where its times are kept."""
+    """Prefetch the columns of an agent's next round, and the row of its times."""
     columns, r = p.rounds, p.machine.round_of[agent] + 1
     prefetch(columns.delay_s, r, 0)
     prefetch(columns.prompt, r, 0)
@@ -273,14 +273,14 @@ def fetch_next_round(p: World, agent: int) -> None:
 
 @lean
 def fetch_assigned(p: World, count: int) -> None:
-    """Ask for the rows of all agents in the latest assignments."""
+    """Prefetch the rows of all agents in the latest assignments."""
     for row in range(count):
         fetch_rows(p, p.scheduler.assigned[row, A_REQUEST])
 
 
 @lean
 def fetch_queues(p: World, unit: int) -> None:
-    """Ask for the rows of the first agents in a unit's queues."""
+    """Prefetch the rows of the first agents in a unit's queues."""
     m = p.machine
     first = m.units[unit, U_FIRST]
     for engine in range(first, first + m.units[unit, U_COUNT]):
@@ -292,7 +292,7 @@ def fetch_queues(p: World, unit: int) -> None:
 
 @lean
 def fetch_chunks(p: World, unit: int) -> None:
-    """Ask for the rows of all agents in a unit's pass."""
+    """Prefetch the rows of all agents in a unit's pass."""
     m = p.machine
     agent = m.units[unit, U_CHUNK_HEAD]
     while agent != NONE:

@@ -218,7 +218,7 @@ def _report(p: World, group: int) -> None:
 
 @lean
 def _take(p: World, row: int) -> None:
-    """Count an assignment in at both engines and reserve its buffers."""
+    """Count an assignment at both engines and reserve its buffers."""
     m, s = p.machine, p.scheduler
     assigned, flights, engines = s.assigned, m.flights, m.engines
     agent = assigned[row, A_REQUEST]
@@ -293,7 +293,7 @@ def release_decode(p: World, agent: int) -> None:
 
 @lean
 def reserve(p: World, node: int, agent: int) -> None:
-    """Let a round wait for room at its DE's node, then at its PE's."""
+    """Queue a round for room at its DE's node, then at its PE's."""
     _wait_at(p, node, agent)
     _grant_decode(p, node)
 
@@ -311,7 +311,7 @@ def _wait_at(p: World, node: int, agent: int) -> None:
 
 @lean
 def _next_granted(p: World, node: int) -> int:
-    """Take the first who waits at a node if there is room, else NONE."""
+    """Take the first agent that waits at a node if there is room, else return NONE."""
     m = p.machine
     flights = m.flights
     agent = m.waiting[node, WAITING_HEAD]
@@ -643,7 +643,7 @@ def _prefilled(p: World, agent: int) -> None:
     flights = m.flights
     pe, de, prompt = flights[agent, PE], flights[agent, DE], flights[agent, PROMPT]
     prefill_done(p.scheduler, agent)
-    count_out(p, pe, prompt, 0)
+    uncount(p, pe, prompt, 0)
     if not c.oracle:
         release_prefill(p, agent)
         new_blocks = new_full_blocks(flights[agent, HIT], prompt, c.block_tokens)
@@ -814,8 +814,8 @@ def _expect_end(p: World, unit: int) -> None:
 
 
 @lean
-def count_out(p: World, engine: int, tokens: int, hbm_tokens: int) -> None:
-    """Count a request out at an engine."""
+def uncount(p: World, engine: int, tokens: int, hbm_tokens: int) -> None:
+    """Remove a request from an engine's load."""
     engines = p.machine.engines
     engines[engine, REQUESTS] -= 1
     engines[engine, TOKENS] -= tokens
@@ -825,7 +825,7 @@ def count_out(p: World, engine: int, tokens: int, hbm_tokens: int) -> None:
 
 @lean
 def persist(p: World, path: int, agent: int, de: int, blocks: int) -> None:
-    """Let an agent's new blocks start on their way to storage."""
+    """Start writing an agent's new blocks to storage."""
     stored_ns = charge_path(p, path, de, de, blocks * p.constants.block_bytes)
     p.machine.stored_ns[agent] = max(p.machine.stored_ns[agent], stored_ns)
 
@@ -841,7 +841,7 @@ def finish(p: World, agent: int) -> None:
     m.counters[FINISHED] += 1
     finished(p.scheduler, agent)
     tokens = decode_tokens(prompt, generated, p.scheduler.rules.generated_reserve_tokens)
-    count_out(p, de, tokens, tokens)
+    uncount(p, de, tokens, tokens)
     stored = kv_tokens(prompt, generated)
     if not c.oracle:
         blocks = new_full_blocks(prompt, stored, c.block_tokens)

@@ -220,7 +220,7 @@ def _drop_counted(state: SchedulerState, engine: int, assign_seq: int) -> None:
 
 @inlined
 def hold(state: SchedulerState, request: int, role: int, engine: int) -> None:
-    """Charge a request to an engine that does not know of it yet."""
+    """Charge a request to an engine that has not been assigned it yet."""
     state.requests[request, ENGINE + role] = engine
     accounts.hold(state.engines, engine, state.requests[request, LENGTH + role])
 
@@ -277,7 +277,7 @@ def uncounted(state: SchedulerState, request: int, role: int) -> bool:
 # charges what it places to the ledger and lists it in ``state.work[PLACED]``, in the order in which
 # the live placer returns it.
 
-#: Waiting requests a kernel call of Algorithm 1 looks at: first so many, then ever more.
+#: Waiting requests given to a kernel call of Algorithm 1: first so many, then twice as many.
 FIRST_WINDOW, LAST_WINDOW = 4, 256
 
 
@@ -286,17 +286,17 @@ def place_on_prefill(state: SchedulerState, group: int) -> int:
     """Serve the waiting queue by Algorithm 1 (``FifoPrefillPlacer.fetch``)."""
     count, window = 0, FIRST_WINDOW
     while state.queues[PREFILL, QUEUE_FIRST] != NONE:
-        looked_at = _look(state, PREFILL, PREFILL, window)
-        placed = _place_window(state, group, looked_at, count)
+        listed = _list_waiting(state, PREFILL, PREFILL, window)
+        placed = _place_window(state, group, listed, count)
         count += placed
-        if placed < looked_at:
+        if placed < listed:
             break
         window = min(2 * window, LAST_WINDOW)
     return count
 
 
 @inlined
-def _look(state: SchedulerState, role: int, queue: int, most: int) -> int:
+def _list_waiting(state: SchedulerState, role: int, queue: int, most: int) -> int:
     """Write the lengths at the head of a queue into the work table; return how many."""
     request, count = state.queues[queue, QUEUE_FIRST], 0
     while request != NONE and count < most:
@@ -367,7 +367,7 @@ def place_on_decode(state: SchedulerState, group: int) -> int:
     queue = private_queue(first)
     if state.queues[queue, QUEUE_FIRST] == NONE:
         return 0
-    bound = _look_at_upper_bound_set(
+    bound = _list_upper_bound_set(
         state, queue, unfragmented_hbm(state.engines[FREE_HBM, first:end])
     )
     if bound == 0:
@@ -433,7 +433,7 @@ def _drain_global_queue(state: SchedulerState) -> None:
 
 
 @inlined
-def _look_at_upper_bound_set(state: SchedulerState, queue: int, left: int) -> int:
+def _list_upper_bound_set(state: SchedulerState, queue: int, left: int) -> int:
     """Write the lengths of R (``upper_bound_set``) into the work table; return how many."""
     request, count = state.queues[queue, QUEUE_FIRST], 0
     while request != NONE:
@@ -450,7 +450,7 @@ def _look_at_upper_bound_set(state: SchedulerState, queue: int, left: int) -> in
 
 @lean
 def place_in_turn(state: SchedulerState, role: int, group: int) -> int:
-    """Deal, then place what lies before the group's engines (``InTurnPlacer.fetch``)."""
+    """Deal, then place the requests that wait for the group's engines (``InTurnPlacer.fetch``)."""
     _deal(state, role)
     count = 0
     reason = PE_IN_TURN if role == PREFILL else DE_IN_TURN
@@ -498,7 +498,7 @@ def _deal(state: SchedulerState, role: int) -> None:
 
 @inlined
 def _next_in_turn(state: SchedulerState, role: int, length: int) -> int:
-    """Return the engine whose turn it is and could ever hold the request."""
+    """Return the next engine in turn that is large enough for the request."""
     start, end = 0, state.first_decode_engine
     if role == DECODE:
         start, end = end, state.engines.shape[1]

@@ -1,4 +1,4 @@
-"""The life of a round on the simulated cluster; read it beside ``docs/simulator.md``."""
+"""The reference core: the life of a round, stage by stage as in ``docs/simulator.md``."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -20,7 +20,7 @@ from dualpath.model.sim.derived import (
     limits,
 )
 from dualpath.model.sim.reference.driver import SchedulerDriver
-from dualpath.model.sim.reference.machine import EventQueue, SimulatedMachine, Wanted
+from dualpath.model.sim.reference.machine import EventQueue, Reservation, SimulatedMachine
 from dualpath.model.sim.reference.rebalancing import Rebalancing
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Chunk, Pass, PrefillWork, Units
@@ -42,15 +42,15 @@ from dualpath.policy.events import Assignment
 
 
 class Flight:
-    """A round from its assignment on; ``parts_left`` of its reads are still to come.
+    """A round from its assignment on; ``parts_left`` of its reads are not over yet.
 
-    By side: ``kept_tokens`` its buffer was believed to keep, ``read_tokens`` it reads, which is
-    more where the buffer had not kept them after all.
+    By side: ``cached_tokens`` are those that the scheduler expected in the side's buffer,
+    ``read_tokens`` those that the side reads, which are more where the buffer has evicted some.
     """
 
     __slots__ = (
         *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "assignment", "de"),
-        *("de_blocks", "kept_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
+        *("de_blocks", "cached_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
     )
 
     def __init__(
@@ -67,14 +67,14 @@ class Flight:
         self._hit_tokens, self._prompt_tokens = hit_tokens, prompt_tokens
         self._kinds, self._block_tokens = kinds, block_tokens
         self.pe_first = self.pe_blocks = self.de_blocks = 0
-        self.kept_tokens = dict.fromkeys(Role, 0)
+        self.cached_tokens = dict.fromkeys(Role, 0)
         for run in assignment.reads:
             if run.kept:
-                self.kept_tokens[run.side] += run.tokens(block_tokens, hit_tokens)
+                self.cached_tokens[run.side] += run.tokens(block_tokens, hit_tokens)
             if run.side is Role.DECODE:
                 self.de_blocks += run.blocks.count
             else:
-                # A run that is read follows one that is kept.
+                # A run that is read follows a cached one.
                 self.pe_first = run.blocks.first if not self.pe_blocks else self.pe_first
                 self.pe_blocks += run.blocks.count
         self.read_tokens = {
@@ -85,7 +85,7 @@ class Flight:
 
     @property
     def prompt_blocks(self) -> int:
-        """Blocks of the whole prompt."""
+        """The blocks of the whole prompt."""
         return holding_blocks(self._prompt_tokens, self._block_tokens)
 
     @property
@@ -97,12 +97,12 @@ class Flight:
         return self.pe if side is Role.PREFILL else self.de
 
     def _found_blocks(self, side: Role) -> int:
-        """Blocks that a side's buffer had kept when it was granted: it reads the others."""
+        """Return how many blocks a side's buffer had cached when granted; it reads the others."""
         blocks = self.pe_blocks if side is Role.PREFILL else self.de_blocks
         return blocks - holding_blocks(self.read_tokens[side], self._block_tokens)
 
     def read_bytes(self, side: Role) -> float:
-        """Bytes that a side reads from storage."""
+        """Return the bytes that a side reads from storage."""
         return read_bytes(
             self._kinds,
             side is Role.DECODE,
@@ -114,7 +114,7 @@ class Flight:
         )
 
     def load_bytes(self, chunk: Chunk, *, resident: bool) -> tuple[float, float, float]:
-        """Bytes before a chunk: hits from the PE's buffer, from the DE's, and earlier chunks."""
+        """Return the bytes loaded before a chunk: hits at the PE, at the DE, earlier chunks."""
         return load_bytes(
             self._kinds,
             chunk.cached // self._block_tokens,
@@ -126,7 +126,7 @@ class Flight:
         )
 
     def send_bytes(self, chunk: Chunk) -> float:
-        """Bytes that go to the DE after a chunk."""
+        """Return the bytes sent to the DE after a chunk."""
         return send_bytes(
             self._kinds,
             chunk_blocks(chunk.cached, chunk.bsz, self._block_tokens),
@@ -139,11 +139,11 @@ class Flight:
         )
 
     def fill_bytes(self) -> float:
-        """Bytes that enter the DE's HBM."""
+        """Return the bytes that enter the DE's HBM."""
         return fill_bytes(self._kinds, self._prompt_tokens, self._block_tokens)
 
     def whole_at_prefill(self) -> int:
-        """Blocks of the PE's run, its first, that its buffer may keep."""
+        """Return how many blocks, from the first of the PE's run on, its buffer may cache."""
         return whole_at_prefill(
             self._kinds,
             self._found_blocks(Role.PREFILL),
@@ -154,7 +154,7 @@ class Flight:
         )
 
     def whole_at_decode(self) -> int:
-        """Blocks of the prompt, its first, that the DE's buffer may keep."""
+        """Return how many blocks, from the first of the prompt on, the DE's buffer may cache."""
         return whole_at_decode(
             self._kinds,
             self._found_blocks(Role.DECODE),
@@ -166,12 +166,12 @@ class Flight:
         )
 
 
-#: Progress is reported every so many events.
+#: ``progress`` is called once in so many events.
 PROGRESS_EVENTS = 20_000
 
 
 class ReferenceCore:
-    """One run; see ``run``."""
+    """One run of the simulator."""
 
     def __init__(
         self, setup: Setup, agents: AgentTable, *, record_decisions: bool, window_ns: int
@@ -215,7 +215,7 @@ class ReferenceCore:
         self._read_columns()
 
     def _read_columns(self) -> None:
-        """Lists are read faster than arrays."""
+        """Copy the columns of the agent table to lists, which Python reads faster than arrays."""
         agents = self._agents
         self._prompt = agents.prompt_tokens.tolist()
         self._hit = agents.hit_tokens.tolist()
@@ -232,7 +232,7 @@ class ReferenceCore:
         self._children: dict[int, list[int]] = defaultdict(list)
 
     def run(self, until_ns: int | None, progress: Progress | None) -> SimulationResult:
-        """Run until nothing is left to happen, or nothing before ``until_ns``."""
+        """Run until no event is left, or none up to ``until_ns``."""
         first_round = self._agents.first_round.tolist()
         parents = self._agents.start_after_round.tolist()
         for agent, start_s in enumerate(self._agents.start_s.tolist()):
@@ -270,7 +270,7 @@ class ReferenceCore:
             self._arrive(r)
 
     def _arrive(self, r: int) -> None:
-        self._driver.submit(r, self._machine.kept_blocks(self._agent_of[r]))
+        self._driver.submit(r, self._machine.cached_blocks(self._agent_of[r]))
 
     # 2. Fetch, then 3. buffers.
 
@@ -278,54 +278,54 @@ class ReferenceCore:
         self._hit[r] -= assignment.recompute_tokens
         hit, prompt = self._hit[r], self._prompt[r]
         flight = Flight(assignment, hit, prompt, self._kinds, self._block_tokens)
-        self._flights[r], kept = flight, flight.kept_tokens
-        self._record.assigned(r, assignment, kept, self._events.now_ns)
+        self._flights[r], cached = flight, flight.cached_tokens
+        self._record.assigned(r, assignment, cached, self._events.now_ns)
         if self._oracle:
             self._record.granted_ns[r] = self._events.now_ns
             self._loaded(r)
             return
-        kept_blocks = holding_blocks(kept[Role.DECODE], self._block_tokens)
+        cached_blocks = holding_blocks(cached[Role.DECODE], self._block_tokens)
         self._machine.buffer(flight.de).reserve(
-            Wanted(self._agent_of[r], 0, flight.prompt_blocks, kept_blocks),
+            Reservation(self._agent_of[r], 0, flight.prompt_blocks, cached_blocks),
             lambda adopted: self._de_buffer_granted(r, flight, adopted),
         )
 
     def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
-        if any(flight.kept_tokens.values()):
-            flight = self._kept_now(r, flight, adopted_blocks)
+        if any(flight.cached_tokens.values()):
+            flight = self._replanned(r, flight, adopted_blocks)
         if flight.pe_blocks:
-            kept_blocks = holding_blocks(flight.kept_tokens[Role.PREFILL], self._block_tokens)
+            cached_blocks = holding_blocks(flight.cached_tokens[Role.PREFILL], self._block_tokens)
             self._machine.buffer(flight.pe).reserve(
-                Wanted(self._agent_of[r], flight.pe_first, flight.pe_blocks, kept_blocks),
+                Reservation(self._agent_of[r], flight.pe_first, flight.pe_blocks, cached_blocks),
                 lambda adopted: self._pe_buffer_granted(r, flight, adopted),
             )
         else:
             self._granted(r, flight)
 
     def _pe_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
-        if gone := self._adopted(flight, Role.PREFILL, adopted_blocks):
-            flight.read_tokens[Role.PREFILL] += gone
-            self._driver.read_more(flight.pe, gone)
+        if evicted := self._adopted(flight, Role.PREFILL, adopted_blocks):
+            flight.read_tokens[Role.PREFILL] += evicted
+            self._driver.read_more(flight.pe, evicted)
         self._granted(r, flight)
 
     def _adopted(self, flight: Flight, side: Role, blocks: int) -> int:
-        """Count what a side keeps of what it was believed to; return how many tokens are gone."""
-        believed = flight.kept_tokens[side]
-        found = min(blocks * self._block_tokens, believed)
+        """Count a side's hits in DRAM; return how many of the expected tokens it has evicted."""
+        expected = flight.cached_tokens[side]
+        found = min(blocks * self._block_tokens, expected)
         self._tier_hit_tokens += found
-        return believed - found
+        return expected - found
 
-    def _kept_now(self, r: int, flight: Flight, at_decode: int) -> Flight:
-        """Let a round's hit come from elsewhere where its engines keep less than was believed."""
-        at_prefill = self._machine.buffer(flight.pe).kept.of(self._agent_of[r])
-        kept_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
-        anew = self._driver.granted(flight.assignment, kept_blocks)
-        if anew is flight.assignment:
+    def _replanned(self, r: int, flight: Flight, at_decode: int) -> Flight:
+        """Return a round's flight, re-planned if its engines cache less than was expected."""
+        at_prefill = self._machine.buffer(flight.pe).cached.of(self._agent_of[r])
+        cached_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
+        changed = self._driver.granted(flight.assignment, cached_blocks)
+        if changed is flight.assignment:
             return flight
-        self._hit[r] -= anew.recompute_tokens - flight.assignment.recompute_tokens
+        self._hit[r] -= changed.recompute_tokens - flight.assignment.recompute_tokens
         self._flights[r] = Flight(
-            anew, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
+            changed, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
         )
         return self._flights[r]
 
@@ -370,7 +370,7 @@ class ReferenceCore:
         unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
         unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
         if not unit.busy:
-            # After whatever else happens at this moment: rounds that become ready together
+            # After all other events of this moment, so that rounds that become ready together
             # enter the same pass.
             unit.busy = True
             row = self._prefill_unit_of[flight.pe]
@@ -448,7 +448,7 @@ class ReferenceCore:
         flight = self._flights[r]
         self._driver.prefill_done(r, flight.assignment)
         if not self._oracle:
-            self._give_back_prefill(r, flight)
+            self._release_prefill(r, flight)
             stored = self._hit[r] + flight.assignment.recompute_tokens
             new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
@@ -465,14 +465,14 @@ class ReferenceCore:
         record, first_ns = self._record, self._record.first_token_ns[r]
         record.decoding_ns[r] = record.second_token_ns[r] = first_ns
         if not self._oracle:
-            self._give_back_decode(r, flight)
+            self._release_decode(r, flight)
         self._finished(r)
 
     # 8. Decode.
 
     def _filled(self, r: int, flight: Flight) -> None:
         if not self._oracle:
-            self._give_back_decode(r, flight)
+            self._release_decode(r, flight)
         self._decode(r, flight)
 
     def _decode(self, r: int, flight: Flight) -> None:
@@ -493,7 +493,7 @@ class ReferenceCore:
             new_blocks = new_full_blocks(self._prompt[r], stored, self._block_tokens)
             self._persist(r, PERSIST_GENERATED_PATH, flight.de, new_blocks)
             full = self._prompt[r] // self._block_tokens
-            self._machine.buffer(flight.de).keep(agent, full, full + new_blocks)
+            self._machine.buffer(flight.de).cache(agent, full, full + new_blocks)
         if r < self._last_round[agent]:
             self._events.at(now_ns + self._delay_ns[r + 1], self._submit, r + 1)
         for child in self._children.get(r, ()):
@@ -506,15 +506,15 @@ class ReferenceCore:
         stored_ns = self._machine.charge(path, de, de, blocks * self._limits.block_bytes)
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
-    def _give_back_prefill(self, r: int, flight: Flight) -> None:
+    def _release_prefill(self, r: int, flight: Flight) -> None:
         if flight.pe_blocks:
             agent = self._agent_of[r]
-            whole = flight.whole_at_prefill() if self._machine.keeps else 0
+            whole = flight.whole_at_prefill() if self._machine.has_dram_tier else 0
             buffer = self._machine.buffer(flight.pe)
             buffer.release(agent, flight.pe_first, flight.pe_blocks, whole)
 
-    def _give_back_decode(self, r: int, flight: Flight) -> None:
+    def _release_decode(self, r: int, flight: Flight) -> None:
         agent = self._agent_of[r]
-        whole = flight.whole_at_decode() if self._machine.keeps else 0
+        whole = flight.whole_at_decode() if self._machine.has_dram_tier else 0
         buffer = self._machine.buffer(flight.de)
         buffer.release(agent, 0, flight.prompt_blocks, whole)

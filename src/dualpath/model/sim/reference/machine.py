@@ -16,17 +16,17 @@ from dualpath.model.sim.derived import (
     Limits,
     buffer_bytes,
     copies,
-    keeps,
+    has_dram_tier,
     node_of,
 )
 from dualpath.model.sim.rules import (
     REUSE_WINDOW,
     adopted_blocks,
+    cached_after_eviction,
     count_use,
     equal_served_bytes,
     equal_wait_ns,
     extended_blocks,
-    kept_after_eviction,
     last_window,
     room_blocks,
     serve,
@@ -40,7 +40,7 @@ Action = Callable[..., None]
 
 
 class EventQueue:
-    """Pending actions under virtual time; ``now_ns`` moves when the next one runs."""
+    """Pending actions by virtual time; running one moves ``now_ns`` to its time."""
 
     def __init__(self) -> None:
         self.now_ns = 0
@@ -49,12 +49,12 @@ class EventQueue:
         self._pending: list[tuple[int, int, Action, tuple[Any, ...]]] = []
 
     def at(self, time_ns: int, action: Action, *arguments: Any) -> None:  # noqa: ANN401
-        """Let an action run at ``time_ns`` ≥ now, after all pushed before for that time."""
+        """Let an action run at ``time_ns`` ≥ now, after all pushed earlier for that time."""
         heapq.heappush(self._pending, (time_ns, self._pushed, action, arguments))
         self._pushed += 1
 
     def next_ns(self) -> int | None:
-        """When the next action runs, None without any."""
+        """Return when the next action runs, None without one."""
         return self._pending[0][0] if self._pending else None
 
     def run_next(self) -> None:
@@ -70,7 +70,7 @@ Done = Callable[[], None]
 
 
 class WindowedBytes:
-    """Bytes per window of time and node: transfers, each spread evenly over the time it took."""
+    """Bytes per window of time and node; each transfer is spread evenly over the time it took."""
 
     def __init__(self, window_ns: int, nodes: int) -> None:
         self._window_ns = window_ns
@@ -93,7 +93,7 @@ class WindowedBytes:
 
 
 class Server:
-    """A link direction or a memory: what is charged later is carried later."""
+    """One direction of a link, or a memory: it carries transfers one after the other."""
 
     def __init__(
         self, bytes_per_s: float, usage: WindowedBytes | None = None, node: int = 0
@@ -130,8 +130,8 @@ class FifoSnic:
 class EqualSnic:
     """A storage NIC that serves all reads at once, each at an equal part of its rate.
 
-    ``served_bytes`` is what each read under way since the beginning would have got: a read ends
-    when it has grown by the read's bytes (processor sharing in virtual time).
+    ``_served_bytes`` is how much a read would have got that was there from the beginning.  A read
+    ends when this number has grown by the read's bytes (processor sharing in virtual time).
     """
 
     def __init__(
@@ -188,23 +188,23 @@ class EqualSnic:
 # Buffers: granted first come, first served (§4.1); what they cache is the DRAM tier.
 
 Granted = Callable[[int], None]
-"""Called with the number of blocks that were kept and are the request's now."""
+"""Called with the number of cached blocks that the request takes over."""
 
 
-class Wanted(NamedTuple):
-    """Room for ``blocks`` of an agent's context from ``first`` on.
+class Reservation(NamedTuple):
+    """Room for ``blocks`` blocks of an agent's context from block ``first`` on.
 
-    Of these the first ``kept`` are believed to lie in the buffer already.
+    The scheduler expects the first ``cached`` of them to be in the buffer already.
     """
 
     agent: int
     first: int
     blocks: int
-    kept: int
+    cached: int
 
 
-class KeptRuns:
-    """What a buffer keeps for agents' next rounds: the head of each context, by latest use."""
+class CachedContexts:
+    """The blocks that a buffer caches: the head of each agent's context, in order of last use."""
 
     def __init__(self) -> None:
         self.total_blocks = 0
@@ -215,18 +215,18 @@ class KeptRuns:
         self._interval: dict[int, int] = {}
 
     def of(self, agent: int) -> int:
-        """Return how many blocks at the head of an agent's context are kept."""
+        """Return how many blocks at the head of an agent's context are cached."""
         return self._blocks.get(agent, 0)
 
-    def adopt(self, wanted: Wanted) -> int:
-        """Let a request have what is kept of its blocks; return how many that are."""
-        adopted = adopted_blocks(self.of(wanted.agent), wanted.first, wanted.kept)
+    def adopt(self, reservation: Reservation) -> int:
+        """Move the cached blocks of a reservation to its request; return how many they are."""
+        adopted = adopted_blocks(self.of(reservation.agent), reservation.first, reservation.cached)
         if adopted:
-            self._set(wanted.agent, wanted.first)
+            self._set(reservation.agent, reservation.first)
         return adopted
 
     def use(self, agent: int) -> None:
-        """Note that an agent's next request has come, whether anything is kept for it or not."""
+        """Record that an agent's next request has arrived, with cached blocks or without."""
         self._uses += 1
         if agent in self._used:
             interval = self._uses - self._used[agent]
@@ -234,21 +234,21 @@ class KeptRuns:
             self._interval[agent] = interval
         self._used[agent] = self._uses
 
-    def keep(self, agent: int, first: int, end: int) -> None:
-        """Keep blocks [first, end) that a request has given back, if their head is kept as well."""
+    def cache(self, agent: int, first: int, end: int) -> None:
+        """Cache blocks [first, end) if the context before them is cached as well."""
         blocks = extended_blocks(self.of(agent), first, end)
         if blocks:
             self._set(agent, blocks)
             self._blocks.move_to_end(agent)
 
     def shrink(self, most_blocks: int) -> None:
-        """Evict until no more are kept, the tail first of an agent's (``policy.reuse``)."""
+        """Evict down to ``most_blocks``, of each context the tail first (``policy.reuse``)."""
         while self.total_blocks > most_blocks:
-            agent = self._next_to_leave()
+            agent = self._next_evicted()
             excess = self.total_blocks - most_blocks
-            self._set(agent, kept_after_eviction(self.of(agent), excess))
+            self._set(agent, cached_after_eviction(self.of(agent), excess))
 
-    def _next_to_leave(self) -> int:
+    def _next_evicted(self) -> int:
         oldest, reuse = next(iter(self._blocks)), self._reuse
         age = self._uses - self._used[oldest]
         if not reuse.believed or reuse.given_up(age, self._interval.get(oldest, 0)):
@@ -265,63 +265,63 @@ class KeptRuns:
 
 
 class NodeBuffer:
-    """Buffer space of one node in one role; with ``keeps`` its unused part is a DRAM tier."""
+    """The buffer of one node in one role; with ``has_dram_tier`` its unused part caches KV."""
 
-    def __init__(self, capacity_bytes: float, block_bytes: float, *, keeps: bool) -> None:
-        self.kept = KeptRuns()
-        self._keeps = keeps
+    def __init__(self, capacity_bytes: float, block_bytes: float, *, has_dram_tier: bool) -> None:
+        self.cached = CachedContexts()
+        self._has_dram_tier = has_dram_tier
         self._free_bytes = capacity_bytes
         self._block_bytes = block_bytes
-        self._waiting: deque[tuple[Wanted, Granted]] = deque()
+        self._waiting: deque[tuple[Reservation, Granted]] = deque()
 
-    def reserve(self, wanted: Wanted, granted: Granted) -> None:
-        """Run ``granted`` when there is room: at once if nobody waits and there is."""
-        self._waiting.append((wanted, granted))
+    def reserve(self, reservation: Reservation, granted: Granted) -> None:
+        """Call ``granted`` when there is room and all earlier reservations are granted."""
+        self._waiting.append((reservation, granted))
         self._grant()
 
     def release(self, agent: int, first: int, blocks: int, whole: int) -> None:
-        """Give back ``blocks`` from ``first`` on, the first ``whole`` full ones, to be kept."""
+        """Free ``blocks`` from block ``first`` on; the first ``whole`` of them can be cached."""
         self._free_bytes += blocks * self._block_bytes
-        if self._keeps:
-            self.kept.keep(agent, first, first + whole)
+        if self._has_dram_tier:
+            self.cached.cache(agent, first, first + whole)
         self._grant()
 
-    def keep(self, agent: int, first: int, end: int) -> None:
-        """Keep blocks that were written beyond any reservation: generated ones."""
-        if self._keeps:
-            self.kept.keep(agent, first, end)
+    def cache(self, agent: int, first: int, end: int) -> None:
+        """Cache blocks that no reservation covers: generated ones."""
+        if self._has_dram_tier:
+            self.cached.cache(agent, first, end)
             self._shrink()
 
     def _grant(self) -> None:
         while self._waiting:
-            wanted, granted = self._waiting[0]
-            need_bytes = wanted.blocks * self._block_bytes
+            reservation, granted = self._waiting[0]
+            need_bytes = reservation.blocks * self._block_bytes
             if need_bytes > self._free_bytes:
                 return
             self._waiting.popleft()
             self._free_bytes -= need_bytes
-            adopted = self.kept.adopt(wanted)
-            if self._keeps:
-                self.kept.use(wanted.agent)
+            adopted = self.cached.adopt(reservation)
+            if self._has_dram_tier:
+                self.cached.use(reservation.agent)
                 self._shrink()
             granted(adopted)
 
     def _shrink(self) -> None:
-        self.kept.shrink(room_blocks(self._free_bytes, self._block_bytes))
+        self.cached.shrink(room_blocks(self._free_bytes, self._block_bytes))
 
 
 # The machine: links and buffers, charged with the steps of a request's plan (§4.1, §4.2).
 
 
 class _Path(NamedTuple):
-    """Servers that a kind of step loads, by PE and by DE."""
+    """The servers that a kind of step uses, by PE and by DE."""
 
     at_pe: list[tuple[Server, ...]]
     at_de: list[tuple[Server, ...]]
 
 
 class SimulatedMachine:
-    """Everything that carries or holds KV; engines and nodes by index."""
+    """All links and buffers of the cluster; engines and nodes are given by number."""
 
     def __init__(self, setup: Setup, limits: Limits, events: EventQueue, window_ns: int) -> None:
         cluster = setup.cluster
@@ -344,28 +344,28 @@ class SimulatedMachine:
         self._paths = [self._path(movement.links) for movement in CHARGED]
         at_prefill, at_decode = buffer_bytes(setup)
         self._buffer_bytes = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
-        self.keeps = keeps(setup)
+        self.has_dram_tier = has_dram_tier(setup)
         self.buffers = [
             self._buffer(Role.PREFILL if node < cluster.prefill_nodes else Role.DECODE)
             for node in nodes
         ]
 
     def change_role(self, node: int, role: Role) -> None:
-        """Give a node without work the buffer of another role; its links stay what they are."""
+        """Give an idle node the empty buffer of another role; its links stay as they are."""
         self.buffers[node] = self._buffer(role)
 
     def buffer(self, engine: int) -> NodeBuffer:
         """Return the buffer of an engine's node."""
         return self.buffers[self._node_of[engine]]
 
-    def kept_blocks(self, agent: int) -> dict[int, int]:
-        """Return how many blocks at the head of an agent's context each engine's node keeps."""
-        if not self.keeps:
+    def cached_blocks(self, agent: int) -> dict[int, int]:
+        """Return, by engine, how many blocks at the head of an agent's context its node caches."""
+        if not self.has_dram_tier:
             return {}
         return {
-            engine: kept
+            engine: cached
             for buffer, engines in zip(self.buffers, self._engines_of, strict=True)
-            if (kept := buffer.kept.of(agent))
+            if (cached := buffer.cached.of(agent))
             for engine in engines
         }
 
@@ -378,12 +378,12 @@ class SimulatedMachine:
         return self._snics[self._node_of[engine]]
 
     def charge_read(self, engine: int, side: Role, read_bytes: float) -> None:
-        """Charge what a storage read loads besides its SNIC."""
+        """Charge the links that a storage read uses besides its SNIC."""
         path = READ_PE_PATH if side is Role.PREFILL else READ_DE_PATH
         self.charge(path, engine, engine, read_bytes)
 
     def charge(self, path: int, pe: int, de: int, step_bytes: float) -> int:
-        """Let a step of this kind (``derived.CHARGED``) begin now; return when it is over."""
+        """Start a step of this kind (a place in ``derived.CHARGED``) now; return when it ends."""
         end_ns = now_ns = self._events.now_ns
         if step_bytes <= 0:
             return now_ns
@@ -396,10 +396,12 @@ class SimulatedMachine:
         return end_ns
 
     def _buffer(self, role: Role) -> NodeBuffer:
-        return NodeBuffer(self._buffer_bytes[role], self._block_bytes, keeps=self.keeps)
+        return NodeBuffer(
+            self._buffer_bytes[role], self._block_bytes, has_dram_tier=self.has_dram_tier
+        )
 
     def _path(self, links: tuple[Link, ...]) -> _Path:
-        """Look up the servers of a kind of step; storage reads have a queue of their own."""
+        """Return the servers of a kind of step, without the SNICs, which have their own queues."""
         servers = self._servers_of_link()
         at_pe = [servers[link] for link in links if link in servers and link.startswith("pe")]
         at_de = [servers[link] for link in links if link in servers and link.startswith("de")]
@@ -410,7 +412,7 @@ class SimulatedMachine:
         )
 
     def _servers_of_link(self) -> dict[Link, list[Server]]:
-        """Return, per link, the server of every engine."""
+        """Return the servers of each kind of link, by engine."""
         nodes = [self.node(engine) for engine in range(len(self._cnic_read))]
         dram = [self._dram[node] for node in nodes]
         return {
@@ -424,7 +426,7 @@ class SimulatedMachine:
         }
 
     def _cnic(self, setup: Setup, engine: int) -> Server:
-        """Return one direction of an engine's NICs, those of its GPUs together."""
+        """Return one direction of the compute NICs of an engine's GPUs, as one server."""
         cluster, node = setup.cluster, self.node(engine)
         role = Role.PREFILL if node < cluster.prefill_nodes else Role.DECODE
         bytes_per_s = cluster.cnic_bytes_per_s * cluster.gpus_per_engine(role)

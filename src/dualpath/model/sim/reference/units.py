@@ -22,7 +22,7 @@ from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeE
 
 
 class PrefillWork:
-    """A loaded request at its PE; ``done_tokens`` have KV, of which hits came from storage."""
+    """A loaded request at its PE; ``done_tokens`` of its prompt have KV, hits included."""
 
     __slots__ = ("done_tokens", "hit_tokens", "prompt_tokens", "round")
 
@@ -82,7 +82,7 @@ class PrefillUnit:
         self.queues[engine - self.first].append(work)
 
     def leave(self, engines: int) -> None:
-        """So many engines without work are gone; a pass is the work of those that are left."""
+        """Remove so many idle engines; the others make the passes."""
         self._left += engines
 
     def form_pass(self) -> Pass | None:
@@ -137,9 +137,9 @@ Finished = Callable[[int], None]
 class DecodeUnit:
     """Lock-step decoding of ``engines`` engines.
 
-    ``_tokens`` is the virtual time: how many tokens a request there from the beginning would
-    have got.  A request that joins waits for the end of the current step.  The step time follows
-    from the unit's requests and their contexts and is constant between joins and leaves.
+    ``_tokens`` is the virtual time: how many tokens a request would have got that was there from
+    the beginning.  A request that joins waits for the end of the current step.  The step time
+    follows from the unit's requests and their contexts and is constant between joins and leaves.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class DecodeUnit:
         return self._events.now_ns + steps_ns(first + 1 - self._tokens, self._step_ns)
 
     def leave(self, engines: int) -> None:
-        """So many engines without requests are gone; the steps of the others take longer."""
+        """Remove so many idle engines; the steps of the others take longer."""
         self._advance()
         self._engines -= engines
         if self._engines:
@@ -220,7 +220,7 @@ class DecodeUnit:
 
 
 class Units:
-    """All units, and which of them an engine belongs to; units that are empty stay in the lists."""
+    """All units, and the unit of each engine; units without engines stay in the lists."""
 
     def __init__(
         self,
@@ -244,7 +244,7 @@ class Units:
             self._add(unit, Role.DECODE)
 
     def leave(self, engines: range, role: Role) -> None:
-        """Take engines without work out of their units."""
+        """Remove idle engines from their units."""
         for engine in engines:
             if role is Role.PREFILL:
                 self.prefill[self.prefill_of.pop(engine)].leave(1)
@@ -252,7 +252,7 @@ class Units:
                 self.decode[self.decode_of.pop(engine)].leave(1)
 
     def join(self, engines: range, role: Role) -> None:
-        """Let a node's engines step in a role: together with lock-step, else each for itself."""
+        """Add a node's engines to a role: as one unit with lock-step, else as one unit each."""
         if self._setup.cluster.lockstep:
             self._add(engines, role)
         else:
