@@ -1,6 +1,6 @@
 """What both cores derive from a setup before a run: limits, engines and groups, checks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -201,18 +201,19 @@ def _runs(first: int, end: int, group: int) -> list[range]:
 
 
 def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
-    """Return the scheduler's settings."""
+    """Return the scheduler's settings: those of the cluster with the same name, and what follows.
+
+    A new rule's setting is a field of ``ClusterSettings``; nothing is added here.
+    """
     cluster = setup.cluster
-    return SchedulerSettings(
-        mode=setup.mode,
-        alpha_tokens=limits.alpha_tokens,
-        beta_tokens=limits.beta_tokens,
-        block_tokens=cluster.block_tokens,
-        threshold_factor=cluster.threshold_factor,
-        generated_reserve_tokens=cluster.generated_reserve_tokens,
-        recompute_limit_s=cluster.recompute_limit_s,
-        computed_weight=setup.model.computed_weight,
-    )
+    names = [name for name in SchedulerSettings.__struct_fields__ if hasattr(cluster, name)]
+    derived: dict[str, Any] = {
+        "mode": setup.mode,
+        "alpha_tokens": limits.alpha_tokens,
+        "beta_tokens": limits.beta_tokens,
+        "computed_weight": setup.model.computed_weight,
+    }
+    return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
 
 
 def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:

@@ -73,7 +73,7 @@ def check_compiled(cluster: ClusterSettings | None = None) -> None:
             f"{{core}} compiled needs numba, which is not installed; {extra('simulate').remedy}, "
             "or use {core} reference, which is slower and gives the same numbers"
         )
-    if cluster is not None and (unknown := _beyond_the_paper(cluster)):
+    if cluster is not None and (unknown := cluster.beyond_the_paper):
         raise ConfigError(
             f"{', '.join(f'{{{name}}}' for name in unknown)} is set, which {{core}} compiled does "
             "not know: it plays the paper's system alone; leave {core} at auto or use "
@@ -83,20 +83,9 @@ def check_compiled(cluster: ClusterSettings | None = None) -> None:
 
 def _compiles(cluster: ClusterSettings, rounds: int) -> bool:
     """Return whether the compiled core knows a run and is faster, loading it included."""
-    if _beyond_the_paper(cluster) or not _numba_is_installed():
+    if cluster.beyond_the_paper or not _numba_is_installed():
         return False
     return rounds > SMALL_RUN_ROUNDS or _COMPILED_CORE in sys.modules
-
-
-def _beyond_the_paper(cluster: ClusterSettings) -> list[str]:
-    """Return the settings of a cluster that only the reference core knows."""
-    beyond = {
-        "dram_tier_bytes": cluster.dram_tier_bytes is not None,
-        "recompute_limit_s": cluster.recompute_limit_s > 0,
-        "rebalancing": cluster.rebalancing is not None,
-        "snic_sharing": cluster.snic_sharing != "fifo",
-    }
-    return [name for name, is_set in beyond.items() if is_set]
 
 
 def _numba_is_installed() -> bool:

@@ -173,6 +173,17 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             )
 
     @property
+    def beyond_the_paper(self) -> list[str]:
+        """The settings in use that only the reference core plays (``sim.run``)."""
+        used = {
+            "snic_sharing": self.snic_sharing != "fifo",
+            "dram_tier_bytes": self.dram_tier_bytes is not None,
+            "recompute_limit_s": self.recompute_limit_s > 0,
+            "rebalancing": self.rebalancing is not None,
+        }
+        return [name for name, is_used in used.items() if is_used]
+
+    @property
     def _alike(self) -> bool:
         """Whether nodes of both roles have equal engines; their groups may differ."""
         same = self.prefill_tp == self.decode_tp

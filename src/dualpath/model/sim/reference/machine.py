@@ -79,10 +79,15 @@ class WindowedBytes:
 
     def add(self, node: int, start_ns: int, end_ns: int, transfer_bytes: float) -> None:
         """Count a transfer that lasted from ``start_ns`` to ``end_ns``."""
+        rows, window = self._rows, start_ns // self._window_ns
+        if end_ns <= (window + 1) * self._window_ns and window < len(rows):
+            # The usual case, faster than the general one: a transfer within one window.
+            rows[window][node] += transfer_bytes
+            return
         last = last_window(start_ns, end_ns, self._window_ns)
-        while len(self._rows) <= last:
-            self._rows.append([0.0] * self._nodes)
-        count_use(self._rows, node, start_ns, end_ns, last, transfer_bytes, self._window_ns)
+        while len(rows) <= last:
+            rows.append([0.0] * self._nodes)
+        count_use(rows, node, start_ns, end_ns, last, transfer_bytes, self._window_ns)
 
     def table(self, windows: int) -> NDArray[np.float64]:
         """Return bytes as windows × nodes, with at least ``windows`` rows."""
