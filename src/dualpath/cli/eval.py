@@ -53,7 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--traces",
         metavar="DIR",
-        help="folder with real traces for `beyond`; what is not there is left out, saying so",
+        help="folder with real traces for `beyond`; missing traces are left out and named",
     )
 
 
@@ -136,7 +136,7 @@ def _runs(
 
 
 class _Progress:
-    """Says on stderr which run begins, and the CPU time so far."""
+    """Prints to stderr which run begins, and the CPU time so far."""
 
     def __init__(self) -> None:
         self._made = 0

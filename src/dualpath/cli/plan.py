@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "dualpath.plan/1"
 _DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
-search of them) and say which is best: the shortest JCT of all agents at once, or the highest rate
+search of them) and print the best: the shortest JCT of all agents at once, or the highest rate
 of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
 §7.4. Groups stay as large as the cluster file says, or as large as the role."""
 _EPILOG = """\
@@ -163,7 +163,7 @@ class _Inputs:
         return simulate(setup, agents, core=self._core, until_s=until_s)
 
     def note(self) -> str:
-        """Return what was asked of the cluster."""
+        """Describe the workload."""
         if self._settings.objective == "jct":
             return workload_note(self.trace, self.agents(None))
         return (

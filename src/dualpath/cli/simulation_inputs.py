@@ -1,4 +1,4 @@
-"""What `dualpath simulate` and `dualpath plan` are given: machine, model, workload, files."""
+"""Inputs that `dualpath simulate` and `dualpath plan` share: machine, model, workload, files."""
 
 import argparse
 from collections.abc import Callable, Sequence
@@ -30,19 +30,20 @@ DATASET_AGENTS = 500
 
 
 class MachineSettings(Settings, frozen=True, kw_only=True):
-    """The modelled machine: a cluster, what of it is changed, a model."""
+    """The modelled machine: a cluster, changes of its settings, a model."""
 
     cluster: Annotated[str, Setting("cluster file or catalog name", metavar="C.toml|NAME")]
     model: CostsName
     gpu: GpuName = "hopper"
     kv_cache_dtype: KvDtype = "auto"
     hbm_from_weights: Annotated[
-        bool, Setting("HBM for KV is what the model's weights leave of the GPU, not the cluster's")
+        bool,
+        Setting("HBM for KV is the GPU's beside the model's weights, not the cluster's setting"),
     ] = False
 
 
 class CoreSettings(Settings, frozen=True):
-    """Which simulator runs."""
+    """Which core of the simulator runs."""
 
     core: Annotated[
         Core,
@@ -54,7 +55,7 @@ class CoreSettings(Settings, frozen=True):
 
 
 class TraceSettings(Settings, frozen=True, kw_only=True):
-    """Where the agents come from."""
+    """The source of the agents."""
 
     trace: Annotated[
         str,
@@ -78,12 +79,12 @@ class DelaySettings(Settings, frozen=True):
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
-    """Add what describes cluster, model and core; ``nodes`` with the cluster's shape."""
+    """Add the arguments of cluster, model and core; ``nodes``: with the cluster's shape."""
     from dualpath.model.sim.settings import ClusterSettings
 
     add_settings(parser, MachineSettings, title="machine")
     add_settings(parser, CoreSettings)
-    # What is not given is the cluster file's.
+    # Values that are not given are the cluster file's.
     unset = dict.fromkeys((field.name for field in declared(ClusterSettings)), None)
     title = "settings in the place of the cluster file's"
     if nodes:
@@ -93,7 +94,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser, *, nodes: bool = True
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what describes the agents; `dualpath plan` has the same."""
+    """Add the arguments of the agents."""
     add_settings(parser, TraceSettings, title="workload")
     add_settings(parser, WorkloadSettings, title="agents")
     add_settings(parser, DelaySettings)
@@ -163,7 +164,7 @@ def load_weights(args: argparse.Namespace) -> "tuple[ModelGeometry, GpuRates] | 
 
 
 class Trace(NamedTuple):
-    """The workload read once; ``agents`` makes as many of it as asked for."""
+    """The workload, read once; ``agents`` makes a given number of agents from it."""
 
     asked: TraceSettings
     sessions: "Sequence[Session]"
@@ -235,7 +236,7 @@ def checked_core(args: argparse.Namespace) -> Core:
 
 
 def workload_note(trace: Trace, agents: "AgentTable", agents_per_s: float | None = None) -> str:
-    """Return what was asked of the cluster, in one sentence."""
+    """Describe the workload in one sentence."""
     arrivals = "all at once" if agents_per_s is None else f"at {agents_per_s:g} per s"
     asked, settings = trace.asked, trace.settings
     changes = [

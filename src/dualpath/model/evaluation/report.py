@@ -1,4 +1,4 @@
-"""One figure of the paper: its runs as tables and curves, beside what the paper says of it."""
+"""One figure of the paper: its runs as tables and curves, beside the paper's numbers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -163,7 +163,7 @@ class Compared(msgspec.Struct, frozen=True):
 
 
 class Statement(msgspec.Struct, frozen=True):
-    """Something the text says without a number, whether it holds in the model, and the evidence."""
+    """A statement of the paper without a number, and whether it holds in the model."""
 
     section: str
     text: str
@@ -234,7 +234,7 @@ def comparison_table(
     quick: bool = False,
     at_48k: Sequence[Compared] = (),
 ) -> Table:
-    """Return model, paper and relative error of each number; ``quick`` says so in the title.
+    """Return model, paper and relative error of each number; ``quick`` is noted in the title.
 
     With ``at_48k``, the numbers of the second calibration, they have columns of their own.
     """
@@ -280,7 +280,7 @@ def _judged(one: Compared) -> tuple[str, str, str]:
 
 
 def statement_table(statements: Sequence[Statement]) -> Table:
-    """Return what the text says without numbers."""
+    """Return the paper's statements without numbers."""
     rows = tuple((s.text, s.section, "yes" if s.holds else "no", s.evidence) for s in statements)
     return Table("Said without a number", ("statement", "section", "holds", "evidence"), rows)
 
@@ -297,7 +297,7 @@ def quantity(value: float | None, unit: str) -> str:
     return cell(value, forms[unit])
 
 
-#: By key; numbers that are missed without a reason here say so.
+#: Why numbers are missed, by key; the page states which of them have no reason here.
 REASONS = {
     "fig8.speedup_mean": "The paper's three equal pairs and its largest speed-up of 2.46x allow no "
     "mean below 1.87x in any one setting, so its average is over settings that the text does not "

@@ -96,7 +96,7 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 def timeline(result: SimulationResult, bins: int) -> Timeline:
-    """Return the timeline of a run whose rounds have all finished."""
+    """Return the timeline of a run in which all rounds have finished."""
     turns, agents = result.turns, result.agents
     width_ns = max(-(-int(turns.finished_ns.max() + 1) // bins), 1)
     first = _bins(turns.first_token_ns, width_ns)
@@ -191,7 +191,7 @@ TPOT_LIMIT_S = 0.05
 WINDOW_S = 150.0
 LOOKBACK_S = 1800.0
 VARIATION = 0.05
-#: The rule is looked at this often.
+#: The rule is evaluated this often.
 STEP_S = 1.0
 #: Shadows of Fig. 10: the lowest and highest mean over pieces of the last window.
 PIECE_S = 10.0
@@ -280,7 +280,7 @@ def ending(first_token_s: FloatArray, ttft_s: FloatArray, horizon_s: float) -> E
 
 
 def measured(at_s: FloatArray, values: FloatArray, end_s: float) -> Measured:
-    """Return the mean of ``values`` whose time lies in the last window, and their fluctuation."""
+    """Return the mean of ``values`` in the last window of time, and their fluctuation."""
     chosen = (at_s > end_s - WINDOW_S) & (at_s <= end_s) & ~np.isnan(values)
     if not chosen.any():
         return Measured(None, None, None)
@@ -345,8 +345,8 @@ def _seconds(times_ns: NDArray[np.int64]) -> FloatArray:
     return np.where(times_ns >= 0, times_ns / NS_PER_S, np.nan)
 
 
-#: Agent tables kept: the modes of one comparison follow each other and share one.
-_TABLES_KEPT = 2
+#: Agent tables in the cache: the modes of one comparison follow each other and share one.
+_CACHED_TABLES = 2
 
 
 class Inputs(Protocol):
@@ -398,13 +398,13 @@ class Runs:
         return self._inputs.setup(spec)
 
     def offline(self, spec: RunSpec) -> OfflineRun:
-        """Return the numbers of a run whose agents start all at once."""
+        """Return the numbers of a run in which all agents start at once."""
         if spec not in self._offline:
             self._offline[spec] = offline_run(self.result(spec), self.settings)
         return self._offline[spec]
 
     def online(self, spec: RunSpec) -> OnlineRun:
-        """Return the numbers of a run whose agents arrive until ``spec.until_s``."""
+        """Return the numbers of a run in which agents arrive until ``spec.until_s``."""
         if spec.agents_per_s is None or spec.until_s is None:
             raise ConfigError(f"{spec.title}: an online run needs a rate and an end; give both")
         if spec not in self._online:
@@ -423,13 +423,13 @@ class Runs:
             spec.unseen_generation,
         )
         if key not in self._tables:
-            while len(self._tables) >= _TABLES_KEPT:
+            while len(self._tables) >= _CACHED_TABLES:
                 del self._tables[next(iter(self._tables))]
             self._tables[key] = self._inputs.agents(spec, self.settings.seed)
         return self._tables[key]
 
     def result(self, spec: RunSpec) -> SimulationResult:
-        """Make a run and return all of it; it is not kept."""
+        """Make a run and return its whole result, which is not cached."""
         self._on_run(spec)
         result = self._simulate(
             self._inputs.setup(spec),

@@ -1,4 +1,4 @@
-"""Online runs that Fig. 10, 11, 12 and Table 3 share."""
+"""Online serving: the highest arrival rate within the latency objectives (Fig. 10 to 12)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from math import inf, sqrt
@@ -12,9 +12,9 @@ from dualpath.model.evaluation.settings import EvaluationSettings, RunSpec, Syst
 
 
 class Bracket(NamedTuple):
-    """What is known of a capacity: it is at least ``met`` (0: of no rate) and below ``missed``.
+    """Bounds of a capacity: it is at least ``met`` and below ``missed``.
 
-    ``missed`` None: no rate missed the SLO.
+    ``met`` is 0 while no rate has met the SLO, ``missed`` None while none has missed it.
     """
 
     met: float = 0.0
@@ -22,13 +22,13 @@ class Bracket(NamedTuple):
 
 
 Middle = Callable[[float, float], float | None]
-"""From a rate met and one missed to one between them, None where they are close enough."""
+"""From a rate that met the SLO and one that missed it to one in between, None if they are close."""
 
 
 def within(precision: float) -> Middle:
-    """Return the rule that ends where the rate missed is at most ``1 + precision`` of that met.
+    """Return the rule that ends when ``missed`` is at most ``1 + precision`` times ``met``.
 
-    What is halved is their ratio, so that small capacities are found as exactly as large ones.
+    It bisects their ratio, so that small capacities are found as exactly as large ones.
     """
 
     def middle(met: float, missed: float) -> float | None:
@@ -40,14 +40,15 @@ def within(precision: float) -> Middle:
 class RateSearch:
     """Finds the highest rate that meets an SLO, where higher rates are harder.
 
-    From ``first_rate`` it doubles until a rate misses the SLO, or halves until one meets it, not
-    beyond ``least_rate`` and ``most_rate``; then it halves the bracket until ``middle`` calls it
-    narrow. ``known`` is a bracket to begin with instead, whose ends are not tried.
+    From ``first_rate`` it doubles until a rate misses the SLO, or halves until one meets it, within
+    ``least_rate`` and ``most_rate``; then it bisects the bracket until ``middle`` returns None.
+    With ``known`` the search begins with that bracket, and its ends are not tried.
 
-    A run may err. So each end of the last bracket is tried until ``agreeing_runs`` of its runs
-    agree, and most of them count; where that turns an end over the search goes on from there. With
-    two, one wrong answer changes no result, whenever it comes: it makes its rate an end of the
-    bracket, and every later answer makes the bracket end there. ``most_runs`` bounds all.
+    A run may err.  So each end of the last bracket is tried until ``agreeing_runs`` of its runs
+    agree, and the majority counts; if that reverses an end, the search continues from there.  With
+    two agreeing runs a single wrong answer never changes the result: it makes its rate an end of
+    the bracket, and every later answer keeps the bracket's end there until that rate is tried
+    again.  ``most_runs`` bounds all runs.
     """
 
     def __init__(
@@ -72,17 +73,17 @@ class RateSearch:
 
     @property
     def answers(self) -> Mapping[float, Sequence[bool]]:
-        """Whether the SLO was met, by rate and run; rates stand as they were first tried."""
+        """Whether the SLO was met, by rate and run; rates are in the order of their first run."""
         return self._answers
 
     @property
     def runs(self) -> int:
-        """How many runs there were."""
+        """The number of runs so far."""
         return sum(map(len, self._answers.values()))
 
     @property
     def bracket(self) -> Bracket:
-        """What is known by now; a rate whose runs are divided is neither met nor missed."""
+        """The bracket so far; a rate with a tie of its runs is neither met nor missed."""
         known = self._known or Bracket()
         verdicts = {rate: _verdict(answers) for rate, answers in self._answers.items()}
         met = [rate for rate, verdict in verdicts.items() if verdict is True]
@@ -91,7 +92,7 @@ class RateSearch:
 
     @property
     def overturned(self) -> tuple[float, ...]:
-        """The rates where most runs say otherwise than the first."""
+        """The rates at which the majority of runs contradicts the first one."""
         return tuple(
             rate
             for rate, answers in self._answers.items()
@@ -100,7 +101,7 @@ class RateSearch:
 
     @property
     def cut_short(self) -> bool:
-        """Whether ``most_runs`` ended the search before it was through."""
+        """Whether ``most_runs`` ended the search early."""
         return self.runs >= self._most_runs and self._wanted() is not None
 
     def next_rate(self) -> float | None:
@@ -108,7 +109,7 @@ class RateSearch:
         return self._wanted() if self.runs < self._most_runs else None
 
     def answer(self, rate: float, met: bool) -> None:
-        """Note whether a run at ``next_rate`` met the SLO."""
+        """Record whether a run at ``next_rate`` met the SLO."""
         self._answers.setdefault(rate, []).append(met)
 
     def run(self, meets_slo: Callable[[float], bool]) -> Bracket:
@@ -125,7 +126,7 @@ class RateSearch:
         return self._unconfirmed() if narrower is None else narrower
 
     def _narrower(self) -> float | None:
-        """Return a rate that makes the bracket narrower, None where it is narrow or cannot be."""
+        """Return a rate that narrows the bracket, None if it is narrow enough or no rate can."""
         met, missed = self.bracket
         if missed is None:
             higher = min(2 * met or self._first_rate, self._most_rate)
@@ -146,12 +147,12 @@ class RateSearch:
 
 
 def _verdict(answers: Sequence[bool]) -> bool | None:
-    """Return what most runs at a rate say, None where they are divided."""
-    ayes, noes = answers.count(True), answers.count(False)
-    return None if ayes == noes else ayes > noes
+    """Return the majority of the runs at a rate, None for a tie."""
+    met, missed = answers.count(True), answers.count(False)
+    return None if met == missed else met > missed
 
 
-#: Finer than the paper's figures can tell.
+#: Finer than the paper's figures show.
 RESOLUTION_APS = 0.01
 
 
@@ -213,7 +214,7 @@ def ratio(ours: Sequence[float]) -> float | None:
 WORKLOAD = "64K"
 #: Most experiments that end by a rule have ended by then.
 FIRST_LOOK_S = 3000.0
-#: What every online figure says of how it was made.
+#: How every online figure was made, for its page.
 METHOD = (
     "Poisson arrivals from an empty system, no tool delays. An experiment ends when the mean TTFT "
     "over a sliding 150 s exceeds 4 s, or is within 5 % of what it was 30 minutes before; numbers "

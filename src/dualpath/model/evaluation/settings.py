@@ -80,7 +80,9 @@ class EvaluationSettings(Settings, frozen=True, kw_only=True):
     """
 
     seed: Annotated[int, Setting("of trajectories and arrivals", ge=0, lt=2**63)] = 1
-    quick: Annotated[bool, Setting("small grids: to look at, not to compare")] = False
+    quick: Annotated[
+        bool, Setting("small grids, for a first look; not comparable with the paper")
+    ] = False
     tail: Annotated[
         Tail, Setting("distribution of turns over trajectories, which Table 2 leaves open")
     ] = "gamma"
@@ -129,7 +131,7 @@ class EvaluationSettings(Settings, frozen=True, kw_only=True):
 
 
 class PlanSettings(Settings, frozen=True, kw_only=True):
-    """What is searched.  Latencies are means (§7.4); the rule looks back 30 minutes."""
+    """What is searched.  Latencies are means (§7.4); a run is compared with 30 minutes before."""
 
     total_nodes: Annotated[
         int, Setting("nodes to divide into prefill and decode nodes", ge=2, le=MOST_NODES)
@@ -157,7 +159,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
 
     ``table3_length`` is the dataset of the offline rows of Table 3 and Fig. 15.
     ``prefill_efficiency`` is by name of the model, ``cluster`` fields of ``ClusterSettings`` of
-    every cluster.  ``fitted`` says what was fitted to which numbers, for the reader.
+    every cluster.  ``fitted`` describes for the reader what was fitted to which numbers.
     """
 
     table3_length: Reading
