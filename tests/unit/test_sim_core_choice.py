@@ -73,3 +73,18 @@ def test_without_numba_a_large_run_takes_the_reference_core(monkeypatch):
     monkeypatch.setattr(run, "SMALL_RUN_ROUNDS", 0)
     monkeypatch.setattr(run.importlib.util, "find_spec", lambda name: None)
     assert (simulate(small_setup(), AGENTS).turns.finished_ns > 0).all()
+
+
+def test_only_code_changes_what_the_compiled_loop_is_cached_by(monkeypatch):
+    """Comments, docstrings and positions do not: nothing is compiled again for them."""
+    jit = pytest.importorskip("dualpath.model.sim.compiled.jit")
+    pytest.importorskip("dualpath.model.sim.compiled.core")
+    source, digest = jit.inspect.getsource, jit.source_digest()
+    for added, changes in (
+        ('"""Another page."""\n\n# A comment.\n', False),
+        ("def of_no_use():\n    return 1\n", True),
+    ):
+        monkeypatch.setattr(
+            jit.inspect, "getsource", lambda module, added=added: added + source(module)
+        )
+        assert (jit.source_digest() != digest) == changes
