@@ -106,7 +106,7 @@ def test_one_disturbed_time_does_not_bend_the_costs():
 
 def test_too_few_points_are_refused():
     one = Measurement(FACTS, (PassTime(0, 64, 1.0),), (StepTime(1, 64.0, 1.0),))
-    with pytest.raises(ConfigError, match="1 measured prefill passes cannot tell 3"):
+    with pytest.raises(ConfigError, match="1 measured prefill passes do not determine 3"):
         fit_profile(one, "small", (0, 64))
 
 

@@ -1,10 +1,10 @@
 """Costs for the simulator: a model's geometry × a GPU's rates × how engines share its weights.
 
 Tensor parallelism divides an engine's attention by heads, projections and feed-forward layers by
-its GPUs.  Not divided is what vLLM keeps on each GPU: indexers, down-projections and KV of latent
-attention, KV heads that are fewer than GPUs; nor what a decode step takes per layer and request.
-Two all-reduces per layer are added that nothing hides, at the rate of the all-to-all within a node:
-both are assumptions.
+its GPUs.  Not divided are the parts that vLLM has on each GPU (indexers, down-projections and KV of
+latent attention, KV heads that are fewer than GPUs) and the time of a decode step per layer and
+request.  Two all-reduces per layer are added, at the rate of the all-to-all within a node, which no
+computation hides: both are assumptions.
 """
 
 import math
@@ -52,7 +52,7 @@ def load_model_costs(
     """Return the costs of a model on a GPU in a cluster.
 
     ``name_or_path`` is a model of the catalog, a file of another model's geometry, or a TOML file
-    of measured ``ModelCosts``, which knows its own times: ``gpu`` is not looked at then.
+    of measured ``ModelCosts``, which contains the times, so that ``gpu`` is not used.
     Raises ``ConfigError``.
     """
     described = load_described(name_or_path, kv_cache_dtype)
@@ -103,7 +103,7 @@ def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
 def _window_layers(geometry: ModelGeometry) -> tuple[WindowLayers, ...]:
     by_window: dict[int, float] = {}
     for part in geometry.attention:
-        if window := part.kept_tokens:
+        if window := part.stored_tokens:
             held = part.layers * part.kv_bytes_per_token
             by_window[window] = by_window.get(window, 0.0) + held
     return tuple(
@@ -205,7 +205,7 @@ def _attention_times(
     gpus: int,
     memory_bytes_per_s: float | None = None,
 ) -> _Attention:
-    """Fold all attention layers into the one form the simulator knows.
+    """Combine all attention layers into the one form that the simulator has.
 
     A sparse model's window is its indexer's choice; layers that see everything go to the indexer's
     coefficient then.  A sliding window is taken as full, its cost per query constant.  With
@@ -223,7 +223,7 @@ def _attention_times(
         if isinstance(part, LatentAttention) and part.indexer is not None:
             if window and window != part.window_tokens:
                 raise ConfigError(
-                    f"indexers keep {window} and {part.window_tokens} tokens; "
+                    f"indexers select {window} and {part.window_tokens} tokens; "
                     "the simulator takes one number, make them equal"
                 )
             window = part.window_tokens
@@ -373,8 +373,8 @@ def fit_profile(measurement: Measurement, name: str, round_tokens: tuple[int, in
     """Return the costs that fit a measurement.
 
     ``round_tokens`` is (context, append) of the round by which ``prefill_tokens_per_s`` is
-    stated, hits included, one round per pass.  Raises ``ConfigError`` for points that cannot tell
-    the coefficients apart.
+    stated, hits included, one round per pass.  Raises ``ConfigError`` for points that do not
+    determine the coefficients.
     """
     prefill, prefill_errors = _fit_prefill(measurement.passes)
     decode, decode_errors = _fit_decode(measurement.steps)
@@ -431,7 +431,7 @@ def _fit(what: str, rows: Sequence[tuple[float, ...]], seconds: Sequence[float])
     columns = matrix.shape[1] if matrix.ndim == 2 else 0
     if not columns or not (measured > 0).all() or np.linalg.matrix_rank(matrix) < columns:
         raise ConfigError(
-            f"{len(rows)} measured {what} cannot tell {columns or 3} coefficients apart; measure "
+            f"{len(rows)} measured {what} do not determine {columns or 3} coefficients; measure "
             "at least two sizes in either direction, all with times above 0"
         )
     relative = matrix / measured[:, None]

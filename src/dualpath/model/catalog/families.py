@@ -1,9 +1,9 @@
 """Families of models: from the keys of a ``config.json`` to a geometry.
 
-A family is known by its ``model_type`` and says which attention and which feed-forward layers its
-keys describe.  Nothing is guessed: what a family is not known to have is refused by name, and any
-other model can be described in a TOML file.  Layers of multi-token prediction are counted in
-``draft_layers`` only, as speculative decoding is a choice of whoever serves (§A.4 disables it), and
+A family is identified by its ``model_type``; it determines which attention and feed-forward layers
+the keys describe.  Nothing is guessed: keys that a family does not have are refused by name, and
+any other model can be described in a TOML file.  Layers of multi-token prediction are counted in
+``draft_layers`` only, since speculative decoding is the operator's choice (§A.4 disables it), and
 so is a multi-modal model's encoder.
 """
 
@@ -35,7 +35,7 @@ _MXFP4_BYTES = 0.53125
 
 FULL_LAYER = "full_attention"
 WINDOW_LAYER = "sliding_attention"
-#: DeepSeek's sparse attention keeps every token's KV, as full attention does.
+#: DeepSeek's sparse attention stores every token's KV, as full attention does.
 _KEEPING_LAYERS = {FULL_LAYER, "indexed_attention"}
 Layers = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 
@@ -143,10 +143,10 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.num_hidden_layers - self.num_hidden_layers // pattern
         if self.sliding_window and self.use_sliding_window:
             raise ConfigError(
-                f"use_sliding_window is true, but no layer_types say which layers have the window "
+                f"use_sliding_window is true, but no layer_types list the layers with the window "
                 f"of {self.sliding_window}; add layer_types"
             )
-        # Qwen gives a window that it does not use unless use_sliding_window says so.
+        # Qwen's window is not used unless use_sliding_window is true.
         if self.sliding_window and self.use_sliding_window is None and not self._is_qwen:
             return self.num_hidden_layers
         return 0
@@ -159,7 +159,7 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
     def leading_dense_layers(self) -> int:
         """Layers without experts of a model that has them first, by either key.
 
-        Raises ``ConfigError`` where the keys say something else of some layer.
+        Raises ``ConfigError`` where the keys contradict each other.
         """
         dense, kinds = self.first_k_dense_replace or 0, self.mlp_layer_types
         if kinds is not None:
@@ -187,9 +187,9 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
         return kinds.count(WINDOW_LAYER)
 
 
-#: Why such models are refused.
+#: Why models with such layers are refused.
 STATE_LAYERS = (
-    "only full and sliding-window attention keep KV per token; layers with a state keep one per "
+    "only full and sliding-window attention store KV per token; layers with a state have one per "
     "prefix, which dualpath does not store"
 )
 
@@ -208,7 +208,7 @@ def known(table: dict[str, T], name: str, key: str) -> T:
 def decode_config(content: bytes) -> HubConfig:
     """Return a ``config.json``'s keys; of a multi-modal model those of its text model.
 
-    Raises ``ConfigError``, or msgspec's errors for what is no such file.
+    Raises ``ConfigError``, or msgspec's errors for another kind of file.
     """
     document = msgspec.json.decode(content, type=dict[str, Any])
     text = document.get("text_config")
@@ -225,7 +225,7 @@ _OUTER_KEYS = ("quantization_config", "torch_dtype", "dtype", "tie_word_embeddin
 KvCacheDtype = Literal["auto", "fp8"]
 """As vLLM's ``--kv-cache-dtype``: the model's own type, or FP8."""
 
-#: Every how many layers of Gemma 3 one sees everything, where the file does not say.
+#: In Gemma 3 every n-th layer sees everything; n where the file does not state it.
 _GEMMA3_PATTERN = 6
 #: An indexer's key is FP8 with a scale of 4 bytes per so many values
 #: (vLLM: ``DeepseekV32IndexerCache``).
@@ -309,7 +309,7 @@ def _gemma3(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention,
 def _latent(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention, ...]:
     indexer = _indexer(config)
     fp8, plain, rank = kv_cache_dtype == "fp8", config.value_bytes, config.need("kv_lora_rank")
-    # Sparse attention keeps the rotary part in BF16 and a scale; dense FP8 has one scale for all.
+    # Sparse attention stores the rotary part in BF16 and a scale; dense FP8 has one scale for all.
     packed = fp8 and indexer is not None
     return (
         LatentAttention(

@@ -1,6 +1,6 @@
-"""What a model's geometry says about its KV-cache and its computation (paper §3, Table 1).
+"""A model's geometry, and the KV-cache and computation that follow from it (paper §3, Table 1).
 
-Bytes and FLOP follow from dimensions; nothing is fitted or measured but ``prefill_efficiency``.
+Bytes and FLOP follow from dimensions; only ``prefill_efficiency`` is fitted.
 The cache-compute ratio of Table 1 is, for a prompt of ``append`` new tokens behind ``context``
 stored ones,
 
@@ -35,8 +35,8 @@ class GroupedQueryAttention(
 ):
     """``layers`` layers in which ``heads`` query heads share ``kv_heads`` keys and values.
 
-    A query sees the last ``window_tokens`` keys, 0 for all of them; layers with a window keep no
-    more than it.  ``kv_value_bytes`` per stored number.
+    A query sees the last ``window_tokens`` keys, 0 for all of them; layers with a window store
+    no more than that.  ``kv_value_bytes`` per stored number.
     """
 
     layers: Count
@@ -53,7 +53,7 @@ class GroupedQueryAttention(
 
     @property
     def part_bytes_per_token(self) -> tuple[float, ...]:
-        """The parts of one layer: vLLM keeps key and value of a token side by side."""
+        """The parts of one layer: vLLM stores key and value of a token side by side."""
         return (self.kv_bytes_per_token,)
 
     @property
@@ -62,8 +62,8 @@ class GroupedQueryAttention(
         return self.kv_bytes_per_token
 
     @property
-    def kept_tokens(self) -> int:
-        """How many of the last tokens keep their KV, 0 for all."""
+    def stored_tokens(self) -> int:
+        """How many of the last tokens have stored KV, 0 for all."""
         return self.window_tokens
 
     @property
@@ -157,8 +157,8 @@ class LatentAttention(
         return self.part_bytes_per_token[0]
 
     @property
-    def kept_tokens(self) -> int:
-        """0: whatever the indexer chooses from, every token keeps its KV."""
+    def stored_tokens(self) -> int:
+        """0: every token has stored KV, since the indexer chooses from all."""
         return 0
 
     @property
@@ -322,9 +322,11 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
 
     @property
     def kv_bytes_per_token(self) -> float:
-        """KV of one token over the layers that keep every token: what grows with the context."""
+        """KV of one token over the layers that store every token, which grows with the context."""
         return sum(
-            part.layers * part.kv_bytes_per_token for part in self.attention if not part.kept_tokens
+            part.layers * part.kv_bytes_per_token
+            for part in self.attention
+            if not part.stored_tokens
         )
 
     @property
@@ -345,7 +347,7 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         for run in self.attention:
             sizes = tuple(round(size * block_tokens) for size in run.part_bytes_per_token)
             parts += [sizes] * run.layers
-            windows += [run.kept_tokens] * run.layers
+            windows += [run.stored_tokens] * run.layers
         return BlockGeometry(block_tokens, tuple(parts), tuple(windows) if any(windows) else ())
 
     # Parameters
