@@ -90,7 +90,7 @@ SUBMITTED, UNASSIGNED, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
 
 #: Rows of ``work``: requests placed by a fetch; their lengths for a kernel, the rows it returns and
 #: why; and NOTHING_KEPT for every request, as the policy's kernels want it.
-PLACED, LENGTHS, ROWS, WHY, NO_KEPT_ROWS = range(5)
+PLACED, LENGTHS, ROWS, WHY, NO_CACHED_ROWS = range(5)
 WORK_ROWS = 5
 
 #: Columns of ``assigned``; reasons are places of the tuples in ``policy.events``.
@@ -125,7 +125,7 @@ class SchedulerState(NamedTuple):
     """Tables as described above.
 
     ``snic_tokens_per_s`` of every engine.  ``sides`` is the side of the next read per PE and DE
-    (§7.5's round robin).  ``no_kept`` is a table in which no engine keeps KV of any request.
+    (§7.5's round robin).  ``no_cached`` is a table in which no engine keeps KV of any request.
     ``work`` is scratch space.  ``assigned`` holds the assignments of the latest fetch.
     """
 
@@ -137,7 +137,7 @@ class SchedulerState(NamedTuple):
     requests: NDArray[np.int32]
     queues: IntArray
     sides: NDArray[np.int8]
-    no_kept: NDArray[np.int32]
+    no_cached: NDArray[np.int32]
     counters: IntArray
     work: IntArray
     assigned: IntArray
@@ -161,7 +161,7 @@ def new_scheduler(
     counters = np.zeros(5, np.int64)
     counters[LAST_DEALT : LAST_DEALT + 2] = NONE
     work = np.zeros((WORK_ROWS, requests), np.int64)
-    work[NO_KEPT_ROWS] = NOTHING_KEPT
+    work[NO_CACHED_ROWS] = NOTHING_KEPT
     return SchedulerState(
         rules=Rules(
             in_turn=places_in_turn(settings),
@@ -179,7 +179,7 @@ def new_scheduler(
         requests=aligned_rows(requests, REQUEST_COLUMNS),
         queues=_queues(COMMON_QUEUES + len(specs)),
         sides=np.full((prefill, len(specs) - prefill), NONE, np.int8),
-        no_kept=np.zeros((1, len(specs)), np.int32),
+        no_cached=np.zeros((1, len(specs)), np.int32),
         counters=counters,
         work=work,
         assigned=np.zeros((requests, ASSIGNED_COLUMNS), np.int64),
