@@ -8,6 +8,7 @@ from tests.simulated import agents_of, growing_agent, small_setup
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.model.sim import rules as run_rules
 from dualpath.model.sim import run
 from dualpath.model.sim.run import simulate
 from dualpath.policy.rebalance import RebalanceSettings
@@ -77,14 +78,19 @@ def test_without_numba_a_large_run_takes_the_reference_core(monkeypatch):
 
 def test_only_code_changes_what_the_compiled_loop_is_cached_by(monkeypatch):
     """Comments, docstrings and positions do not: nothing is compiled again for them."""
-    jit = pytest.importorskip("dualpath.model.sim.compiled.jit")
-    pytest.importorskip("dualpath.model.sim.compiled.core")
-    source, digest = jit.inspect.getsource, jit.source_digest()
-    for added, changes in (
-        ('"""Another page."""\n\n# A comment.\n', False),
-        ("def of_no_use():\n    return 1\n", True),
+    pytest.importorskip("numba")
+    from dualpath.model.sim.compiled import core, jit
+
+    source, digest = jit.inspect.getsource, jit.digest(core.run_events.py_func)
+    for old, new, changes in (
+        ('"""Round a duration', '"""A docstring.\n\n    """\n    # A comment.\n    """', False),
+        ("def to_ns(", "def of_no_use():\n    return 1\n\n\ndef to_ns(", False),
+        ("NS_PER_S + 0.5)", "NS_PER_S + 0.25)", True),
     ):
+        assert old in source(run_rules)
         monkeypatch.setattr(
-            jit.inspect, "getsource", lambda module, added=added: added + source(module)
+            jit.inspect,
+            "getsource",
+            lambda module, old=old, new=new: source(module).replace(old, new),
         )
-        assert (jit.source_digest() != digest) == changes
+        assert (jit.digest(core.run_events.py_func) != digest) == changes

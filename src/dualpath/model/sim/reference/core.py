@@ -243,12 +243,9 @@ class ReferenceCore:
                 start_ns = to_ns(start_s) + self._delay_ns[round_index]
                 self._events.at(start_ns, self._submit, round_index)
         events, stopped = self._events, False
-        while (next_ns := events.next_ns()) is not None:
-            if until_ns is not None and next_ns > until_ns:
-                stopped = True
-                break
-            events.run_next()
-            if progress is not None and events.handled % PROGRESS_EVENTS == 0:
+        while not stopped and events.next_ns() is not None:
+            stopped = not events.run(until_ns, PROGRESS_EVENTS)
+            if progress is not None and not stopped and events.handled % PROGRESS_EVENTS == 0:
                 progress(self._record.finished, self._agents.rounds, events.now_ns / 1e9)
         return self._record.result(
             self._setup,

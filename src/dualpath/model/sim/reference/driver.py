@@ -90,8 +90,11 @@ class SchedulerDriver:
         events: EventQueue,
         assigned: Callable[[int, Assignment], None],
     ) -> None:
-        self._setup = setup
-        self._agents = agents
+        self._block_tokens = setup.cluster.block_tokens
+        # Lists, which Python reads faster than arrays.
+        self._prompt_tokens = agents.prompt_tokens.tolist()
+        self._hit_tokens = agents.hit_tokens.tolist()
+        self._generated_tokens = agents.generated_tokens.tolist()
         self._events = events
         self._assigned = assigned
         self._interval_ns = to_ns(setup.cluster.fetch_interval_s)
@@ -111,17 +114,20 @@ class SchedulerDriver:
 
     def submit(self, round_index: int, cached_blocks: dict[int, int]) -> None:
         """Let a round wait; engines' DRAM holds ``cached_blocks`` at the head of its context."""
-        hit_tokens = int(self._agents.hit_tokens[round_index])
-        hit_blocks = holding_blocks(hit_tokens, self._setup.cluster.block_tokens)
+        hit_tokens = self._hit_tokens[round_index]
+        hit_blocks = holding_blocks(hit_tokens, self._block_tokens)
         request = Request(
             request_id=str(round_index),
-            prompt_tokens=int(self._agents.prompt_tokens[round_index]),
+            prompt_tokens=self._prompt_tokens[round_index],
             hit_tokens=hit_tokens,
-            max_new_tokens=int(self._agents.generated_tokens[round_index]),
+            max_new_tokens=self._generated_tokens[round_index],
             kept=tuple(
-                KeptPrefix(str(engine), min(blocks, hit_blocks))
-                for engine, blocks in cached_blocks.items()
+                [
+                    KeptPrefix(self._specs[engine].engine_id, min(blocks, hit_blocks))
+                    for engine, blocks in cached_blocks.items()
+                ]
                 if hit_blocks
+                else ()
             ),
         )
         self._scheduler.submit(request)

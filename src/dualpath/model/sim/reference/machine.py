@@ -57,11 +57,18 @@ class EventQueue:
         """Return when the next action runs, None without one."""
         return self._pending[0][0] if self._pending else None
 
-    def run_next(self) -> None:
-        """Run the next action."""
-        self.now_ns, _, action, arguments = heapq.heappop(self._pending)
-        self.handled += 1
-        action(*arguments)
+    def run(self, until_ns: int | None, most: int) -> bool:
+        """Run up to ``most`` actions; return False once the next one is after ``until_ns``."""
+        pending, pop = self._pending, heapq.heappop
+        for _ in range(most):
+            if not pending:
+                break
+            if until_ns is not None and pending[0][0] > until_ns:
+                return False
+            self.now_ns, _, action, arguments = pop(pending)
+            self.handled += 1
+            action(*arguments)
+        return True
 
 
 # Links: servers that carry bytes first come, first served, and storage NICs.
