@@ -18,7 +18,7 @@ from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
 from dualpath.model.catalog.costs import load_model_costs
 from dualpath.model.catalog.load import load_cluster
-from dualpath.model.evaluation.balance import attention_balance, snic_balance, tail_begins_s
+from dualpath.model.evaluation.runs import attention_balance, snic_balance, tail_begins_s
 from dualpath.model.sim.result import SimulationResult
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup

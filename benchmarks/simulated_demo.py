@@ -127,7 +127,7 @@ def predict(
     setups = {mode: Setup(cluster=cluster, model=model, mode=mode) for mode in MODES}
     return Prediction(
         figures={
-            mode: [_figures(simulate(setup, table, core="reference")) for table in tables]
+            mode: [_figures(simulate(setup, table)) for table in tables]
             for mode, setup in setups.items()
         }
     )
@@ -199,7 +199,7 @@ def predict_demo(
     memories = cluster_settings(DEFAULT_MODE, DemoSettings(), Path(), "", Path(), 0.0)
     load_bytes = int(agents.hit_tokens.sum()) * model.kv_bytes_per_token
     setup = Setup(cluster=cluster, model=model, mode=Mode.ORACLE)
-    oracle_jct_s = simulate(setup, agents, core="reference").jct_s
+    oracle_jct_s = simulate(setup, agents).jct_s
     demo_cluster = msgspec.structs.replace(
         cluster,
         snic_bytes_per_s=load_bytes / (LOAD_SHARE * oracle_jct_s * cluster.prefill_nodes),

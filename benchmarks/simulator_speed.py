@@ -1,9 +1,10 @@
-"""CPU-seconds and memory of the simulator on one core, compared with its limits.
+"""CPU-seconds and memory of the simulator on one core, beside its limits.
 
 Run: ``python benchmarks/simulator_speed.py [scale] [small] [scaling] [peer] [--dynamo DIRECTORY]``;
-without names every part runs.  ``scale`` is the paper's largest cluster (§7.6), ``small`` its
-2P4D with both cores, ``scaling`` doubles agents and nodes together, ``peer`` replays one trace
-file here and in Dynamo's simulator, whose environment ``peers/dynamo_simulator/set_up.sh`` creates.
+without names every part runs.  ``scale`` is the paper's largest cluster (§7.6), ``small`` its 2P4D
+on both cores and, on the reference core, with a DRAM tier, ``scaling`` doubles agents and nodes
+together, ``peer`` replays one trace file here and in Dynamo's simulator, in the environment that
+``peers/dynamo_simulator/set_up.sh`` makes.
 
 Every figure is measured in a new child process on one core.  A first run with a few agents
 compiles; this run, generating the workload and reading the trace are reported separately.
@@ -67,6 +68,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     repeats: int = 1
     core: Literal["compiled", "reference"] = "compiled"
+    dram_tier_bytes: float | None = None
     trace: str | None = None
     limit_cpu_s: float | None = None
     limit_bytes: float | None = None
@@ -74,7 +76,9 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def title(self) -> str:
         """Cluster, agents and core."""
-        return f"{self.prefill_nodes}P{self.decode_nodes}D, {self.agents:,} agents, {self.core}"
+        tier = "" if self.dram_tier_bytes is None else f", DRAM tier of {self.dram_tier_bytes:g} B"
+        nodes = f"{self.prefill_nodes}P{self.decode_nodes}D"
+        return f"{nodes}, {self.agents:,} agents{tier}, {self.core}"
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
@@ -102,7 +106,10 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 
 def _setup(case: Case) -> Setup:
     cluster = msgspec.structs.replace(
-        load_cluster(CLUSTER), prefill_nodes=case.prefill_nodes, decode_nodes=case.decode_nodes
+        load_cluster(CLUSTER),
+        prefill_nodes=case.prefill_nodes,
+        decode_nodes=case.decode_nodes,
+        dram_tier_bytes=case.dram_tier_bytes,
     )
     return Setup(cluster=cluster, model=load_model_costs(MODEL, DEFAULT_GPU, cluster), mode=MODE)
 
@@ -214,12 +221,16 @@ def scale_cases(seed: int, repeats: int) -> list[Case]:
 
 
 def small_cases(seed: int, repeats: int) -> list[Case]:
-    """Return 2P4D with both cores."""
+    """Return 2P4D with both cores, on the reference core with a DRAM tier as well."""
     case = Case(
         prefill_nodes=2, decode_nodes=4, agents=2048, seed=seed, repeats=repeats, limit_cpu_s=0.5
     )
     reference = msgspec.structs.replace(case, core="reference", repeats=1, limit_cpu_s=30)
-    return [case, reference]
+    tiers = [
+        msgspec.structs.replace(reference, dram_tier_bytes=size, limit_cpu_s=120)
+        for size in (0.0, 200e9)
+    ]
+    return [case, reference, *tiers]
 
 
 def scaling_table(seed: int, repeats: int) -> str:

@@ -10,5 +10,5 @@ from dualpath.model.sim.settings import Setup
 cluster = load_cluster("paper-660b")
 model = load_model_costs("ds-v3.2", "hopper", cluster)
 agents = generate_agents(DATASETS["32K"], agents=16, seed=1)
-run = simulate(Setup(cluster=cluster, model=model, mode=Mode.DUALPATH), agents, core="reference")
+run = simulate(Setup(cluster=cluster, model=model, mode=Mode.DUALPATH), agents)
 print(f"simulated: JCT {run.jct_s:.0f} s, mean TTFT {run.ttft_s().mean():.2f} s")

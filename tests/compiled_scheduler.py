@@ -4,7 +4,7 @@ That is how the loop of ``sim.compiled.core`` calls it.  On a tuple of arrays th
 each function would be compiled once more, which takes longer than all that is tested with it.
 """
 
-from dualpath.model.sim.compiled import ledger, scheduler
+from dualpath.model.sim.compiled import scheduler
 from dualpath.model.sim.compiled.jit import hold, lean
 from dualpath.model.sim.compiled.tables import SchedulerState
 
@@ -15,11 +15,6 @@ def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: 
 
 
 @lean
-def keep(state: SchedulerState, request: int, engine: int, tokens: int) -> None:
-    scheduler.keep(hold(state), request, engine, tokens)
-
-
-@lean
 def fetch_prefill(state: SchedulerState, group: int) -> int:
     return scheduler.fetch_prefill(hold(state), group)
 
@@ -27,13 +22,6 @@ def fetch_prefill(state: SchedulerState, group: int) -> int:
 @lean
 def fetch_decode(state: SchedulerState, group: int) -> int:
     return scheduler.fetch_decode(hold(state), group)
-
-
-@lean
-def choose_anew(
-    state: SchedulerState, request: int, pe_kept: int, de_kept: int, recomputed: int
-) -> tuple[int, int, int, int, int, int]:
-    return scheduler.choose_anew(hold(state), request, pe_kept, de_kept, recomputed)
 
 
 @lean
@@ -61,4 +49,6 @@ def report(
     read_tokens: int,
     free_hbm_tokens: int,
 ) -> None:
-    ledger.report(hold(state), engine, assign_seq, requests, tokens, read_tokens, free_hbm_tokens)
+    scheduler.report(
+        hold(state), engine, assign_seq, requests, tokens, read_tokens, free_hbm_tokens
+    )

@@ -6,7 +6,6 @@ that a recorded log can be played to it and its answers compared whole.
 
 import heapq
 
-import msgspec
 from tests import compiled_scheduler as scheduler
 
 from dualpath.core.cluster import Role
@@ -24,7 +23,6 @@ from dualpath.policy.events import (
     Thresholds,
 )
 from dualpath.policy.read_side import hit_runs
-from dualpath.policy.recompute import weight_tokens
 
 
 def before_losses(log: EventLog) -> EventLog:
@@ -51,16 +49,14 @@ class CompiledScheduler:
         self._roles = {spec.group: spec.role for spec in self._specs}
         self._numbers: dict[str, int] = {}
         self._names: dict[int, str] = {}
-        self._assigned: dict[str, Assignment] = {}
         self._free = list(range(submitted))
-        self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted, keeps=True)
+        self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted)
 
     def set_thresholds(self, thresholds: Thresholds) -> None:
         """The simulator's engines never change, and so do its thresholds: its tables are new."""
         rules = self._state.rules._replace(
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
-            computed_weight=thresholds.computed_weight,
         )
         self._state = self._state._replace(rules=rules)
 
@@ -100,10 +96,7 @@ class CompiledScheduler:
         scheduler.submit(
             self._state, number, request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         )
-        blocks = {prefix.engine_id: prefix.blocks for prefix in request.cached}
-        for engine_id, engine in self._engines.items():
-            tokens = min(blocks.get(engine_id, 0) * self._block_tokens, request.hit_tokens)
-            scheduler.keep(self._state, number, engine, tokens)
+        assert not request.cached, "the compiled scheduler plays the paper's system"
 
     def fetch(self, group: str) -> list[Assignment]:
         """A group asks for work."""
@@ -112,37 +105,11 @@ class CompiledScheduler:
         prefill = self._roles[group] is Role.PREFILL
         fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
         count = fetch(self._state, self._groups.index(group))
-        assigned = [self._assignment(row) for row in self._state.assigned[:count].tolist()]
-        self._assigned.update((assignment.request_id, assignment) for assignment in assigned)
-        return assigned
+        return [self._assignment(row) for row in self._state.assigned[:count].tolist()]
 
     def granted(self, grant: Granted) -> list[Assignment]:
-        """A DE has granted a request's slots."""
-        old = self._assigned.get(grant.request_id)
-        at_prefill, at_decode = grant.prefill_blocks, grant.decode_blocks
-        if old is None or (
-            at_prefill >= old.kept_end(Role.PREFILL) and at_decode >= old.kept_end(Role.DECODE)
-        ):
-            return []
-        number = self._numbers[grant.request_id]
-        head, tail, at_prefill, at_decode, recomputed, reason = scheduler.choose_anew(
-            self._state,
-            number,
-            at_prefill * self._block_tokens,
-            at_decode * self._block_tokens,
-            old.recompute_tokens,
-        )
-        anew = msgspec.structs.replace(
-            old,
-            reads=hit_runs(at_decode, at_prefill, head, tail, self._block_tokens),
-            read_reason=READ_REASONS[reason],
-            prefill_tokens=self._prefill_tokens(number, recomputed),
-            prefill_read_tokens=head,
-            decode_read_tokens=tail,
-            recompute_tokens=recomputed,
-        )
-        self._assigned[grant.request_id] = anew
-        return [anew]
+        """A DE has granted a request's slots: without a DRAM cache nothing is re-planned."""
+        return []
 
     def read_done(self, request_id: str) -> None:
         """A request's storage reads are over."""
@@ -157,7 +124,6 @@ class CompiledScheduler:
     def finished(self, request_id: str) -> None:
         """A request is over."""
         if (number := self._numbers.pop(request_id, None)) is not None:
-            self._assigned.pop(request_id, None)
             scheduler.finished(self._state, number)
             heapq.heappush(self._free, number)
 
@@ -174,22 +140,15 @@ class CompiledScheduler:
             decode_engine=self._specs[row[tables.A_DE]].engine_id,
             prefill_assign_seq=row[tables.A_PE_SEQ],
             decode_assign_seq=row[tables.A_DE_SEQ],
-            reads=hit_runs(
-                row[tables.A_DE_KEPT], row[tables.A_PE_KEPT], head, tail, self._block_tokens
-            ),
+            reads=hit_runs(0, 0, head, tail, self._block_tokens),
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],
             read_reason=READ_REASONS[row[tables.A_READ_REASON]],
-            prefill_tokens=self._prefill_tokens(number, row[tables.A_RECOMPUTE]),
+            prefill_tokens=int(self._state.requests[number, tables.LENGTH + tables.PREFILL]),
             decode_tokens=int(self._state.requests[number, tables.LENGTH + tables.DECODE]),
             prefill_read_tokens=head,
             decode_read_tokens=tail,
-            recompute_tokens=row[tables.A_RECOMPUTE],
         )
-
-    def _prefill_tokens(self, number: int, recomputed: int) -> int:
-        weight = weight_tokens(recomputed, self._state.rules.computed_weight)
-        return int(self._state.requests[number, tables.LENGTH + tables.PREFILL]) + weight
 
 
 def _numbered(joined: list[EngineSpec]) -> list[EngineSpec]:

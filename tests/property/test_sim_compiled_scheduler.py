@@ -1,6 +1,5 @@
 """The compiled scheduler beside the live one: the same events, the same decisions and loads."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
@@ -8,10 +7,9 @@ import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.core.request import CachedPrefix, Request
+from dualpath.core.request import Request
 from dualpath.policy.accounts import (
     EXTRA_TOKENS,
     FREE_HBM,
@@ -29,7 +27,6 @@ from dualpath.policy.events import (
     Assignment,
     EngineReport,
     EngineSpec,
-    Granted,
     SchedulerSettings,
 )
 from dualpath.policy.scheduler import RequestScheduler
@@ -129,7 +126,6 @@ class Twins(RuleBasedStateMachine):
             alpha_tokens=alpha_tokens,
             beta_tokens=beta_tokens,
             generated_reserve_tokens=GENERATED_RESERVE_TOKENS,
-            recompute_limit_s=data.draw(st.sampled_from([0.0, 20.0, 1e4])),
             balanced_baselines=balanced,
         )
         self.by_load = self.mode in BY_LOAD or (balanced and not self.mode.dual_path)
@@ -137,7 +133,7 @@ class Twins(RuleBasedStateMachine):
         self.live = RequestScheduler(rules)
         for spec in self.specs:
             self.live.engine_joined(spec)
-        self.tables = tables.new_scheduler(rules, self.specs, REQUESTS, keeps=True)
+        self.tables = tables.new_scheduler(rules, self.specs, REQUESTS)
         self.numbers = {spec.engine_id: number for number, spec in enumerate(self.specs)}
         self.groups = list(dict.fromkeys(spec.group for spec in self.specs))
         self.engines = {spec.engine_id: Engine(spec) for spec in self.specs}
@@ -154,33 +150,21 @@ class Twins(RuleBasedStateMachine):
                 st.integers(1, LONGEST_PROMPT_TOKENS),
                 st.sampled_from([0.0, 0.5, 0.98, 1.0]),
                 st.integers(1, 300),
-                st.lists(st.tuples(st.integers(0, 5), st.floats(0, 1)), max_size=3),
             ),
             min_size=1,
             max_size=8,
         )
     )
-    def submit_burst(self, burst: list[tuple[int, float, int, list[tuple[int, float]]]]) -> None:
-        for prompt, share, new, keepers in burst[: len(self.free)]:
-            self.submit(prompt, share, new, keepers)
+    def submit_burst(self, burst: list[tuple[int, float, int]]) -> None:
+        for prompt, share, new in burst[: len(self.free)]:
+            self.submit(prompt, share, new)
 
-    def submit(
-        self, prompt: int, share: float, new: int, keepers: Sequence[tuple[int, float]] = ()
-    ) -> None:
-        """``keepers``: places of engines, and which share of the hit each keeps."""
+    def submit(self, prompt: int, share: float, new: int) -> None:
         number, hit = self.free.pop(), int((prompt - 1) * share)
         self.submitted[str(number)] = self.count
         self.count += 1
-        blocks = {
-            self.specs[place % len(self.specs)].engine_id: round(kept * holding_blocks(hit, 64))
-            for place, kept in keepers
-        }
-        kept = tuple(CachedPrefix(engine, count) for engine, count in blocks.items() if count)
-        self.live.submit(Request(str(number), prompt, hit, new, cached=kept))
+        self.live.submit(Request(str(number), prompt, hit, new))
         scheduler.submit(self.tables, number, prompt, hit, new)
-        for engine_id, engine in self.numbers.items():
-            tokens = min(blocks.get(engine_id, 0) * 64, hit)
-            scheduler.keep(self.tables, number, engine, tokens)
 
     @rule(data=st.data())
     def fetch(self, data: st.DataObject) -> None:
@@ -204,19 +188,12 @@ class Twins(RuleBasedStateMachine):
             self.numbers[assignment.decode_engine],
             assignment.prefill_read_tokens,
             assignment.decode_read_tokens,
-            self.kept_tokens(assignment, Role.PREFILL),
-            self.kept_tokens(assignment, Role.DECODE),
-            assignment.recompute_tokens,
             PE_REASONS.index(assignment.pe_reason),
             DE_REASONS.index(assignment.de_reason),
             READ_REASONS.index(assignment.read_reason),
             assignment.prefill_assign_seq,
             assignment.decode_assign_seq,
         ]
-
-    def kept_tokens(self, assignment: Assignment, side: Role) -> int:
-        hit = int(self.tables.requests[int(assignment.request_id), tables.HIT])
-        return sum(r.tokens(64, hit) for r in assignment.reads if r.cached and r.side is side)
 
     def accept(self, assignment: Assignment) -> None:
         request_id = assignment.request_id
@@ -233,46 +210,6 @@ class Twins(RuleBasedStateMachine):
             line = assignment.prefill_engine, assignment.decode_engine
         assert self.submitted[request_id] > self.latest_in_line.get(line, -1), "first come first"
         self.latest_in_line[line] = self.submitted[request_id]
-
-    @rule(data=st.data(), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)))
-    @precondition(lambda self: self.may_find())
-    def grant(self, data: st.DataObject, shares: tuple[float, float]) -> None:
-        """Engines keep what they were believed to, or less."""
-        request_id = data.draw(st.sampled_from(self.may_find()))
-        old = self.assigned[request_id]
-        at_prefill, at_decode = (
-            int(share * old.kept_end(side)) for side, share in zip(Role, shares, strict=True)
-        )
-        answer = self.live.granted(Granted(request_id, at_decode, at_prefill))
-        gone = at_decode < old.kept_end(Role.DECODE) or at_prefill < old.kept_end(Role.PREFILL)
-        assert len(answer) == gone
-        for anew in answer:
-            row = scheduler.choose_anew(
-                self.tables, int(request_id), at_prefill * 64, at_decode * 64, old.recompute_tokens
-            )
-            assert [*row] == [
-                anew.prefill_read_tokens,
-                anew.decode_read_tokens,
-                self.kept_tokens(anew, Role.PREFILL),
-                self.kept_tokens(anew, Role.DECODE),
-                anew.recompute_tokens,
-                READ_REASONS.index(anew.read_reason),
-            ]
-            assert anew.prefill_engine == old.prefill_engine
-            assert anew.decode_engine == old.decode_engine
-            self.assigned[request_id] = anew
-            for engine_id, tokens, reads in (
-                (anew.prefill_engine, anew.prefill_tokens, anew.prefill_read_tokens),
-                (anew.decode_engine, anew.decode_tokens, anew.decode_read_tokens),
-            ):
-                known = self.engines[engine_id].assigned
-                known[request_id] = known[request_id][0], tokens, reads
-
-    def may_find(self) -> list[str]:
-        """Requests that are to find something in DRAM, and have not begun to read."""
-        return sorted(
-            r for r in self.reading if any(self.assigned[r].kept_end(side) for side in Role)
-        )
 
     @rule(data=st.data(), lag=st.sampled_from([0, 0, 0, 1, 2, 5]), true=st.booleans())
     def report(self, data: st.DataObject, lag: int, true: bool) -> None:
@@ -339,9 +276,9 @@ class Twins(RuleBasedStateMachine):
             self.forget(request_id)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.submitted)
+    @precondition(lambda self: self.assigned)
     def cancel(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.submitted)))
+        request_id = data.draw(st.sampled_from(sorted(self.assigned)))
         self.live.cancel(request_id)
         self.forget(request_id)
 
@@ -460,7 +397,7 @@ def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     twins.live = RequestScheduler(rules)
     for spec in engines:
         twins.live.engine_joined(spec)
-    twins.tables = tables.new_scheduler(rules, engines, 1500, keeps=True)
+    twins.tables = tables.new_scheduler(rules, engines, 1500)
     twins.numbers = {spec.engine_id: number for number, spec in enumerate(engines)}
     twins.groups = list(dict.fromkeys(spec.group for spec in engines))
     twins.engines = {spec.engine_id: Engine(spec) for spec in engines}
@@ -468,6 +405,5 @@ def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     twins.reading = set()
     twins.latest_in_line, twins.count = {}, 0
     for number in range(1500):
-        keepers = [(number * 31 % 24, 0.9)] if number % 3 else []
-        twins.submit(1 + number * 7919 % 900, 0.9, 50, keepers)
+        twins.submit(1 + number * 7919 % 900, 0.9, 50)
     twins.teardown()

@@ -131,8 +131,8 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
     for row, r in enumerate(decisions.round.tolist()):
         runs, first = [], 0
         for side, tokens, kept in (
-            (Role.DECODE, decisions.decode_kept_tokens[row], True),
-            (Role.PREFILL, decisions.prefill_kept_tokens[row], True),
+            (Role.DECODE, decisions.decode_cached_tokens[row], True),
+            (Role.PREFILL, decisions.prefill_cached_tokens[row], True),
             (Role.PREFILL, decisions.prefill_read_tokens[row], False),
             (Role.DECODE, decisions.decode_read_tokens[row], False),
         ):

@@ -5,8 +5,12 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.geometry import ModelGeometry
-from dualpath.model.catalog.layers import DenseFeedForward, ExpertFeedForward, GroupedQueryAttention
+from dualpath.model.catalog.geometry import (
+    DenseFeedForward,
+    ExpertFeedForward,
+    GroupedQueryAttention,
+    ModelGeometry,
+)
 from dualpath.model.catalog.load import MODELS, load_model, names
 
 

@@ -12,25 +12,32 @@ from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation import beyond, dram_tier
-from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
-from dualpath.model.evaluation.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
-from dualpath.model.evaluation.document import document
+from dualpath.model.evaluation.document import document, figure_json, write_document, write_figure
 from dualpath.model.evaluation.figures import FIGURES
+from dualpath.model.evaluation.figures.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath.model.evaluation.figures.fig3 import pass_s
+from dualpath.model.evaluation.figures.table3 import large_spec, small_spec
 from dualpath.model.evaluation.inputs import CatalogInputs
-from dualpath.model.evaluation.largescale import large_spec, small_spec
-from dualpath.model.evaluation.paper import FITTED, QUOTED
 from dualpath.model.evaluation.report import (
+    FITTED,
+    QUOTED,
+    REASONS,
     Compared,
     FigureReport,
     as_report,
     comparison_table,
+    missed,
     quantity,
 )
-from dualpath.model.evaluation.residuals import REASONS, missed
 from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import DS_27B, DS_660B, EvaluationSettings, RunSpec
-from dualpath.model.evaluation.write import figure_json, write_document, write_figure
+from dualpath.model.evaluation.settings import (
+    AS_WRITTEN,
+    AT_48K,
+    DS_27B,
+    DS_660B,
+    EvaluationSettings,
+    RunSpec,
+)
 from dualpath.model.sim.settings import PrefillCosts
 from dualpath.report import markdown
 from dualpath.report.model import Table

@@ -8,24 +8,22 @@ from tests.unit.evaluation_fakes import ROUNDS, SPEED_S, FakeInputs, FakeSimulat
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.balance import (
-    Balance,
-    attention_balance,
-    snic_balance,
-    tail_begins_s,
-)
-from dualpath.model.evaluation.capacity import sweep
-from dualpath.model.evaluation.online import (
+from dualpath.model.evaluation.runs import (
     LOOKBACK_S,
     WINDOW_S,
+    Balance,
+    Runs,
+    agents_until,
+    attention_balance,
     ending,
     measured,
     online_run,
+    snic_balance,
+    tail_begins_s,
+    timeline,
 )
-from dualpath.model.evaluation.runs import Runs, agents_until
-from dualpath.model.evaluation.serving import meets_slo, online_spec
+from dualpath.model.evaluation.serving import meets_slo, online_spec, sweep
 from dualpath.model.evaluation.settings import DS_660B, EvaluationSettings, RunSpec
-from dualpath.model.evaluation.timeline import timeline
 from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult
 
 every_second = np.arange(0.5, 7200.0, dtype=np.float64)

@@ -37,7 +37,7 @@ from dualpath.laboratory.workload.conversation.token_session import TokenSession
 from dualpath.laboratory.workload.formats import read_trace
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import ServerCounters, ToolDelays
-from dualpath.model.sim.derived import buffer_bytes, keeps
+from dualpath.model.sim.derived import buffer_bytes, has_dram_tier
 
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
 NODES = ("pe0", "de0", "de1")
@@ -82,7 +82,7 @@ def test_the_share_that_fits_is_additional_dram_with_and_without_a_tier() -> Non
     plain = EmulatedNodes(buffer_bytes=64 << 20, dram_bytes=32 << 20)
     tier = msgspec.structs.replace(plain, dram_tier=True)
     setups = [simulated_setup(nodes, LAB, Mode.DUALPATH) for nodes in (plain, tier)]
-    assert [keeps(setup) for setup in setups] == [False, True]
+    assert [has_dram_tier(setup) for setup in setups] == [False, True]
     assert [buffer_bytes(setup)[1] for setup in setups] == [96 << 20, 96 << 20]
 
 

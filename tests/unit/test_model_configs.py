@@ -77,20 +77,20 @@ def test_the_indexers_keys_are_a_part_of_their_own_and_count():
 
 def test_window_layers_are_found_by_their_list_and_by_gemmas_pattern(tmp_path):
     full, window = load(GPT_OSS).attention
-    assert (full.layers, full.kept_tokens) == (18, 0)
-    assert (window.layers, window.kept_tokens) == (18, 128)
+    assert (full.layers, full.stored_tokens) == (18, 0)
+    assert (window.layers, window.stored_tokens) == (18, 128)
     gemma = {**keys_of("llama-3.3-70b"), "model_type": "gemma3_text", "sliding_window": 1024}
     full, window = load(written(tmp_path / "gemma", gemma, num_hidden_layers=62)).attention
-    assert (full.layers, window.layers, window.kept_tokens) == (10, 52, 1024)
+    assert (full.layers, window.layers, window.stored_tokens) == (10, 52, 1024)
 
 
 def test_a_window_that_qwen_does_not_use_is_none(tmp_path):
     qwen = {**keys_of("llama-3.3-70b"), "model_type": "qwen2", "sliding_window": 4096}
     for said in (None, False):
         model = load(written(tmp_path / "qwen", qwen, use_sliding_window=said))
-        assert [run.kept_tokens for run in model.attention] == [0]
+        assert [run.stored_tokens for run in model.attention] == [0]
     mistral = load(written(tmp_path / "mistral", qwen, model_type="mistral"))
-    assert [run.kept_tokens for run in mistral.attention] == [4096]
+    assert [run.stored_tokens for run in mistral.attention] == [4096]
 
 
 def test_dense_layers_are_found_by_either_key(tmp_path):
@@ -175,5 +175,5 @@ def test_files_that_are_no_config_are_refused(tmp_path):
 
 
 def test_a_toml_file_says_itself_how_kv_is_stored():
-    with pytest.raises(ConfigError, match="says itself how KV is stored"):
+    with pytest.raises(ConfigError, match="states how KV is stored"):
         load("ds-v3.2", "fp8")

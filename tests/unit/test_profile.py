@@ -12,8 +12,12 @@ from dualpath.cli import profile as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.replay.machine import this_machine
-from dualpath.model.catalog.cost_fit import fit_profile, predict_pass_s, predict_step_s
-from dualpath.model.catalog.costs import load_model_costs
+from dualpath.model.catalog.costs import (
+    fit_profile,
+    load_model_costs,
+    predict_pass_s,
+    predict_step_s,
+)
 from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, PrefillCosts
 from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.policy.batching import AttentionGeometry
@@ -102,7 +106,7 @@ def test_one_disturbed_time_does_not_bend_the_costs():
 
 def test_too_few_points_are_refused():
     one = Measurement(FACTS, (PassTime(0, 64, 1.0),), (StepTime(1, 64.0, 1.0),))
-    with pytest.raises(ConfigError, match="1 measured prefill passes cannot tell 3"):
+    with pytest.raises(ConfigError, match="1 measured prefill passes do not determine 3"):
         fit_profile(one, "small", (0, 64))
 
 

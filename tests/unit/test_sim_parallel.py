@@ -9,8 +9,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim.derived import limits
-from dualpath.model.sim.layout import cluster_layout, node_of
+from dualpath.model.sim.derived import cluster_layout, limits, node_of
 from dualpath.model.sim.run import simulate
 from dualpath.model.sim.settings import Setup
 from dualpath.plan.bounds import link_bytes

@@ -159,12 +159,6 @@ def test_what_is_left_of_a_lock_step_unit_does_its_work_alone():
     assert last / NS_PER_S == pytest.approx(1.0, rel=0.01)
 
 
-def test_the_compiled_core_refuses_and_names_the_remedy():
-    agents = agents_of([LONG_PROMPT])
-    with pytest.raises(ConfigError, match=r"rebalancing is set.*use core='reference'"):
-        simulate(setup_with(REBALANCING), agents)
-
-
 @pytest.mark.parametrize(
     "change", [{"interval_s": 0.0}, {"switch_s": -1.0}, {"decode_node_tokens_per_s": 0.0}]
 )

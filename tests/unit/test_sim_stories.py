@@ -110,13 +110,13 @@ def test_a_split_read_has_the_window_at_the_side_of_the_tail(core):
     assert result.links.snic_read_bytes.sum(axis=0).tolist() == [64_000.0, 64_000.0 + 102_400.0]
 
 
-def test_a_dram_tier_keeps_no_block_that_was_read_without_its_windows(core):
+def test_a_dram_tier_keeps_no_block_that_was_read_without_its_windows():
     """An agent hits what it has never computed: only what it computes is whole behind a gap."""
     rounds = [(1000, 640, 2), (1100, 960, 2)]
     for setup, found in ((small_setup(), 960), (windowed(small_setup()), 0)):
         cluster = msgspec.structs.replace(setup.cluster, dram_tier_bytes=0.0)
         setup = msgspec.structs.replace(setup, cluster=cluster)
-        result = simulate(setup, agents_of(rounds), core=core)
+        result = simulate(setup, agents_of(rounds))
         assert result.dram_tier_hit_tokens == found
 
 
@@ -127,9 +127,9 @@ def test_oracle_neither_reads_nor_transfers(core):
     assert result.links.snic_read_bytes.sum() == result.links.cnic_bytes.sum() == 0
 
 
-def test_equal_sharing_lets_concurrent_reads_end_together(core):
+def test_equal_sharing_lets_concurrent_reads_end_together():
     agents = agents_of([(1000, 640, 1)], [(1000, 640, 1)])
-    result = simulate(small_setup(Mode.BASIC, snic_sharing="equal"), agents, core=core)
+    result = simulate(small_setup(Mode.BASIC, snic_sharing="equal"), agents)
     assert result.turns.loaded_ns.tolist() == [1280 * MS, 1280 * MS]
     assert result.links.snic_read_bytes[:, 0].sum() == pytest.approx(1_280_000)
 
@@ -197,21 +197,21 @@ def column(result: SimulationResult, name: str) -> dict[int, int]:
     return dict(zip(decisions.round.tolist(), getattr(decisions, name).tolist(), strict=True))
 
 
-def test_a_dram_tier_spares_the_storage_nics(core):
+def test_a_dram_tier_spares_the_storage_nics():
     agents = agents_of(growing_agent(turns=4, first=640, append=64, generated=2))
-    without = simulate(small_setup(), agents, core=core)
-    with_tier = simulate(small_setup(dram_tier_bytes=0.0), agents, core=core, record_decisions=True)
+    without = simulate(small_setup(), agents)
+    with_tier = simulate(small_setup(dram_tier_bytes=0.0), agents, record_decisions=True)
     assert without.links.snic_read_bytes.sum() > 0
     assert with_tier.links.snic_read_bytes.sum() == 0
     assert with_tier.dram_tier_hit_tokens == agents.hit_tokens.sum()
     assert with_tier.jct_s < without.jct_s
     # Its DE has all of a context, and hands it to the PE layer by layer.
     decisions = decisions_of(with_tier)
-    np.testing.assert_array_equal(decisions.decode_kept_tokens, agents.hit_tokens)
+    np.testing.assert_array_equal(decisions.decode_cached_tokens, agents.hit_tokens)
     assert {READ_REASONS[code] for code in decisions.read_reason[1:]} == {"kept"}
 
 
-def test_a_round_comes_back_to_the_engines_that_keep_its_context(core):
+def test_a_round_comes_back_to_the_engines_that_keep_its_context():
     """Two agents on two PEs and two DEs, each of which would do: nothing is read ever again."""
     rounds = growing_agent(turns=4, first=640, append=64, generated=2)
     agents = agents_of(rounds, rounds, start_s=[0.0, 0.3])
@@ -219,32 +219,32 @@ def test_a_round_comes_back_to_the_engines_that_keep_its_context(core):
         setup = small_setup(
             prefill_nodes=2, decode_nodes=2, decode_nodes_per_group=groups, dram_tier_bytes=0.0
         )
-        result = simulate(setup, agents, core=core, record_decisions=True)
+        result = simulate(setup, agents, record_decisions=True)
         engine = column(result, "decode_engine")
         assert len({engine[r] for r in range(4)}) == len({engine[r] for r in range(4, 8)}) == 1
         assert result.links.snic_read_bytes.sum() == 0
 
 
-def test_a_small_buffer_keeps_the_heads_of_contexts_used_last(core):
+def test_a_small_buffer_keeps_the_heads_of_contexts_used_last():
     """The buffer holds 15 blocks and a prompt takes 10 to 13: one context and a bit stay."""
     rounds = growing_agent(turns=3, first=640, append=64, generated=2)
     agents = agents_of(rounds, rounds, start_s=[0.0, 3.0], delay_s=6.0)
     setup = small_setup(decode_buffer_bytes=15 * 64e3, dram_tier_bytes=0.0)
-    result = simulate(setup, agents, core=core, record_decisions=True)
-    kept = column(result, "decode_kept_tokens")
+    result = simulate(setup, agents, record_decisions=True)
+    kept = column(result, "decode_cached_tokens")
     hits = agents.hit_tokens
     # The second agent's round came between: of the first's 10 blocks the tail had to go.
     assert 0 < kept[1] < hits[1]
     assert 0 < result.links.snic_read_bytes.sum() < hits.sum() * 1000.0
 
 
-def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all(core):
+def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all():
     """Eight agents' contexts are too many for 60 blocks: while one waits, others take its place."""
     agents = agents_of(*[growing_agent(3, 320 + 64 * agent, 64, 2) for agent in range(8)])
     setup = small_setup(decode_buffer_bytes=60 * 64e3, dram_tier_bytes=0.0)
-    result = simulate(setup, agents, core=core, record_decisions=True)
+    result = simulate(setup, agents, record_decisions=True)
     decisions = decisions_of(result)
-    believed = decisions.decode_kept_tokens.sum() + decisions.prefill_kept_tokens.sum()
+    believed = decisions.decode_cached_tokens.sum() + decisions.prefill_cached_tokens.sum()
     assert 0 < result.dram_tier_hit_tokens < believed
     read = result.links.snic_read_bytes.sum() / 1000.0
     assert read == pytest.approx(agents.hit_tokens.sum() - result.dram_tier_hit_tokens)
@@ -252,9 +252,7 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all(core):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("buffer_blocks", [28, 36])
-def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(
-    seed, buffer_blocks, core
-):
+def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(seed, buffer_blocks):
     """Nine agents on 1P2D: all storage NICs read less than without a tier, the busiest no more.
 
     What a scheduler believes to be kept and finds gone is read by the rule all the same.  Other
@@ -272,7 +270,7 @@ def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(
         "decode_buffer_bytes": buffer_blocks * 64e3,
     }
     runs = [
-        simulate(small_setup(decode_nodes=2, dram_tier_bytes=tier, **buffers), agents, core=core)
+        simulate(small_setup(decode_nodes=2, dram_tier_bytes=tier, **buffers), agents)
         for tier in (None, 0.0)
     ]
     without, with_tier = (run.links.snic_read_bytes.sum(axis=0) for run in runs)
@@ -282,13 +280,13 @@ def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(
     assert with_tier.max() <= without.max() * 1.05
 
 
-def test_hits_behind_a_long_reading_queue_are_computed_again(core):
+def test_hits_behind_a_long_reading_queue_are_computed_again():
     """Storage reads 10 tokens/s: the first round's hit takes a minute, computing it 0.6 s."""
     agents = agents_of(*[growing_agent(2, 640, 64, 2)] * 3)
     runs = {}
     for limit_s in (0.0, 1.0, 60.0):
         setup = small_setup(recompute_limit_s=limit_s, snic_bytes_per_s=1e4, beta_tokens=500_000)
-        runs[limit_s] = simulate(setup, agents, core=core, record_decisions=True)
+        runs[limit_s] = simulate(setup, agents, record_decisions=True)
     never, briefly, often = runs.values()
     assert often.jct_s < 5 < never.jct_s
     assert often.links.snic_read_bytes.sum() == 0

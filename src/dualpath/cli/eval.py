@@ -14,10 +14,9 @@ from dualpath.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath.model.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
-    from dualpath.model.evaluation.calibration import Calibration
     from dualpath.model.evaluation.report import FigureReport
     from dualpath.model.evaluation.runs import Runs
-    from dualpath.model.evaluation.settings import RunSpec
+    from dualpath.model.evaluation.settings import Calibration, RunSpec
     from dualpath.model.sim.run import Core
 
 FIGURE_NAMES = (
@@ -54,7 +53,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--traces",
         metavar="DIR",
-        help="folder with real traces for `beyond`; missing traces are skipped with a note",
+        help="folder with real traces for `beyond`; missing traces are left out and named",
     )
 
 
@@ -66,9 +65,9 @@ def run(args: argparse.Namespace) -> int:
     import msgspec
 
     from dualpath.model.evaluation.beyond import existing_traces
-    from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
+    from dualpath.model.evaluation.document import write_document, write_figure
     from dualpath.model.evaluation.report import as_report, comparison_table
-    from dualpath.model.evaluation.write import write_document, write_figure
+    from dualpath.model.evaluation.settings import AS_WRITTEN, AT_48K
     from dualpath.report import markdown
     from dualpath.report.files import require_plots
 
@@ -137,7 +136,7 @@ def _runs(
 
 
 class _Progress:
-    """Prints each run as it starts, and the CPU time so far, to stderr."""
+    """Prints to stderr which run begins, and the CPU time so far."""
 
     def __init__(self) -> None:
         self._made = 0

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
     from dualpath.model.sim.settings import Setup
 
 SCHEMA = "dualpath.plan/1"
-_DESCRIPTION = """Simulate every split of N nodes into prefill and decode nodes (or a bounded search
-of them) and print the best: the shortest JCT with all agents at once, or the highest arrival rate
-of agents within an SLO on mean TTFT and TPOT, found by bisection with the stopping rule of §7.4.
-Groups are as large as in the cluster file, or as large as the role."""
+_DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
+search of them) and print the best: the shortest JCT of all agents at once, or the highest rate
+of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
+§7.4. Groups stay as large as the cluster file says, or as large as the role."""
 _EPILOG = """\
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
@@ -163,7 +163,7 @@ class _Inputs:
         return simulate(setup, agents, core=self._core, until_s=until_s)
 
     def note(self) -> str:
-        """Return a note on the workload."""
+        """Describe the workload."""
         if self._settings.objective == "jct":
             return workload_note(self.trace, self.agents(None))
         return (

@@ -14,7 +14,7 @@ from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
     from dualpath.laboratory.workload.replay.machine import ClientMachine
-    from dualpath.model.catalog.cost_fit import Profile
+    from dualpath.model.catalog.costs import Profile
     from dualpath.vllm.measurement import Measurement
 
 #: A worse fit is reported as a warning: the machine was busy, or the cost model does not fit.
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` for a grid, model or file that cannot be used.
     """
     from dualpath.laboratory.workload.replay.machine import this_machine
-    from dualpath.model.catalog.cost_fit import fit_profile
+    from dualpath.model.catalog.costs import fit_profile
 
     settings = flag_settings(args, ProfileSettings, positional=("model",))
     require_writable("--out", args.out)

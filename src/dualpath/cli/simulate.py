@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dualpath.model.sim.settings import ClusterSettings, Setup
 
 SCHEMA = "dualpath.simulation/1"
-_DESCRIPTION = """Simulate modes of the system on a modelled cluster and compare them: the scheduler
-and the transfer plans are those of the live system, time is virtual. Everything is seeded; equal
-commands give equal numbers. docs/simulator.md describes the model."""
+_DESCRIPTION = """Simulate modes of the system on a modelled cluster and print them side by side:
+the scheduler and the transfer plans are those of the live system, time is virtual. Everything is
+seeded; equal commands give equal numbers. docs/simulator.md describes the model."""
 _EPILOG = """\
 dualpath simulate --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
 dualpath simulate --cluster c.toml --model costs.toml --trace t.jsonl --mode basic,dualpath \\
@@ -124,7 +124,7 @@ def _setting_note(args: argparse.Namespace, setup: "Setup") -> str:
 
 
 def _engines(cluster: "ClusterSettings") -> str:
-    """Return the GPUs per engine, empty if each engine has one."""
+    """Return the GPUs of engines as text, empty if each has one."""
     prefill, decode = cluster.gpus_per_engine(Role.PREFILL), cluster.gpus_per_engine(Role.DECODE)
     return "" if prefill == decode == 1 else f", {prefill} for a PE and {decode} for a DE"
 

@@ -1,7 +1,6 @@
-"""Inputs of `dualpath simulate` and `dualpath plan`: cluster, model, workload, files."""
+"""Inputs that `dualpath simulate` and `dualpath plan` share: machine, model, workload, files."""
 
 import argparse
-import importlib.util
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
@@ -10,7 +9,6 @@ from dualpath.cli.model_choice import KvDtype
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.extras import extra
 from dualpath.core.settings import Setting, Settings, declared
 from dualpath.laboratory.emulated.settings import CostsName, GpuName
 from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings
@@ -25,32 +23,39 @@ if TYPE_CHECKING:
     from dualpath.model.catalog.gpu import GpuRates
     from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
-Core = Literal["compiled", "reference"]
+Core = Literal["auto", "compiled", "reference"]
 
 #: Default number of agents of a generated dataset: the trajectories of §7.2.
 DATASET_AGENTS = 500
 
 
 class MachineSettings(Settings, frozen=True, kw_only=True):
-    """The simulated cluster and model."""
+    """The modelled machine: a cluster, changes of its settings, a model."""
 
     cluster: Annotated[str, Setting("cluster file or catalog name", metavar="C.toml|NAME")]
     model: CostsName
     gpu: GpuName = "hopper"
     kv_cache_dtype: KvDtype = "auto"
     hbm_from_weights: Annotated[
-        bool, Setting("compute HBM for KV from the GPU and the weights, not from the cluster file")
+        bool,
+        Setting("HBM for KV is the GPU's beside the model's weights, not the cluster's setting"),
     ] = False
 
 
 class CoreSettings(Settings, frozen=True):
-    """The simulator core."""
+    """Which core of the simulator runs."""
 
-    core: Annotated[Core, Setting("simulator core; both give the same numbers")] = "compiled"
+    core: Annotated[
+        Core,
+        Setting(
+            "of the simulator; both give the same numbers. compiled is for large runs of the "
+            "paper's system, reference plays everything; auto: whichever is faster"
+        ),
+    ] = "auto"
 
 
 class TraceSettings(Settings, frozen=True, kw_only=True):
-    """The trace of agents."""
+    """The source of the agents."""
 
     trace: Annotated[
         str,
@@ -74,12 +79,12 @@ class DelaySettings(Settings, frozen=True):
 
 
 def add_machine_arguments(parser: argparse.ArgumentParser, *, nodes: bool = True) -> None:
-    """Add arguments for cluster, model and core; ``nodes``: also for the cluster's shape."""
+    """Add the arguments of cluster, model and core; ``nodes``: with the cluster's shape."""
     from dualpath.model.sim.settings import ClusterSettings
 
     add_settings(parser, MachineSettings, title="machine")
     add_settings(parser, CoreSettings)
-    # Settings without a flag are those of the cluster file.
+    # Values that are not given are the cluster file's.
     unset = dict.fromkeys((field.name for field in declared(ClusterSettings)), None)
     title = "settings that override the cluster file"
     if nodes:
@@ -89,7 +94,7 @@ def add_machine_arguments(parser: argparse.ArgumentParser, *, nodes: bool = True
 
 
 def add_workload_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add arguments for the agents."""
+    """Add the arguments of the agents."""
     add_settings(parser, TraceSettings, title="workload")
     add_settings(parser, WorkloadSettings, title="agents")
     add_settings(parser, DelaySettings)
@@ -159,7 +164,7 @@ def load_weights(args: argparse.Namespace) -> "tuple[ModelGeometry, GpuRates] | 
 
 
 class Trace(NamedTuple):
-    """A workload, read once; ``agents`` creates agents from it."""
+    """The workload, read once; ``agents`` makes a given number of agents from it."""
 
     asked: TraceSettings
     sessions: "Sequence[Session]"
@@ -221,18 +226,17 @@ def arriving(agents: "AgentTable", agents_per_s: float | None, seed: int) -> "Ag
 
 
 def checked_core(args: argparse.Namespace) -> Core:
-    """Return the selected core; raises ``ConfigError`` if it is not installed."""
+    """Return the core asked for; raises ``ConfigError`` if it cannot run here."""
+    from dualpath.model.sim.run import check_compiled
+
     core = flag_settings(args, CoreSettings).core
-    if core == "compiled" and importlib.util.find_spec("numba") is None:
-        raise ConfigError(
-            f"the compiled core needs numba; {extra('simulate').remedy}, or give "
-            "--core reference, which is slower but gives the same numbers"
-        )
+    if core == "compiled":
+        check_compiled()
     return core
 
 
 def workload_note(trace: Trace, agents: "AgentTable", agents_per_s: float | None = None) -> str:
-    """Return a description of the workload in one sentence."""
+    """Describe the workload in one sentence."""
     arrivals = "all at once" if agents_per_s is None else f"at {agents_per_s:g} per s"
     asked, settings = trace.asked, trace.settings
     changes = [

@@ -26,8 +26,9 @@ from dualpath.policy.kept import prefill_worth, weighed_tokens
 from dualpath.policy.load import Ledger
 from dualpath.policy.placement import Placement, Ticket, kept_table
 
-#: Waiting requests looked at in one kernel call; the fetch goes on while all of them are placed.
-WINDOW_REQUESTS = 64
+#: Waiting requests given to the first kernel call of a fetch; while all of them are placed, the
+#: next call gets twice as many.
+WINDOW_REQUESTS = 4
 
 
 def assign_prefill(
@@ -116,12 +117,14 @@ class FifoPrefillPlacer:
     def fetch(self, group: str) -> list[Placement]:
         """Run Algorithm 1 for one group."""
         placements: list[Placement] = []
+        most = WINDOW_REQUESTS
         while self._queue:
-            window = list(islice(self._queue.values(), WINDOW_REQUESTS))
+            window = list(islice(self._queue.values(), most))
             placed = self._place(group, window)
             placements += placed
             if len(placed) < len(window):
                 break
+            most *= 2
         return placements
 
     def _place(self, group: str, window: list[Ticket]) -> list[Placement]:

@@ -20,7 +20,7 @@ from dualpath.laboratory.experiments.workload import windows
 from dualpath.laboratory.workload.replay.metrics import distribution
 from dualpath.laboratory.workload.replay.options import ReplayOptions
 from dualpath.laboratory.workload.replay.result import Distribution, TurnRecord
-from dualpath.model.evaluation.rate_search import RateSearch, within
+from dualpath.model.evaluation.serving import RateSearch, within
 from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 
 #: Share of the arrival time that is not measured, as the system fills up.

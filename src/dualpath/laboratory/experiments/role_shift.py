@@ -126,7 +126,7 @@ def simulated(settings: RoleShiftSettings, policy: RebalanceSettings | None) -> 
     table = agents_from_sessions(
         shifting_agents(settings), WorkloadSettings(block_tokens=settings.block_tokens)
     )
-    result = simulate(cluster_setup(settings, policy), table, core="reference")
+    result = simulate(cluster_setup(settings, policy), table)
     changes = tuple(
         Change(
             *(move.to_role, move.reason, move.decided_ns / NS_PER_S),

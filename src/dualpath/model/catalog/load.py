@@ -10,10 +10,9 @@ from typing import TypeVar
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.families import KvCacheDtype, geometry_of
+from dualpath.model.catalog.families import KvCacheDtype, decode_config, geometry_of
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
-from dualpath.model.catalog.hub_config import decode_config
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts
 
 T = TypeVar("T")
@@ -31,14 +30,14 @@ def names(kind: str) -> tuple[str, ...]:
 
 
 def load_model(name_or_path: str | Path, kv_cache_dtype: KvCacheDtype = "auto") -> ModelGeometry:
-    """Return a model's geometry; raises ``ConfigError`` for what cannot be found or is no model.
+    """Return a model's geometry; raises ``ConfigError`` if none is found under that name.
 
-    Only of a ``config.json`` the type of the KV-cache can be chosen, a TOML file says it itself.
+    The type of the KV-cache can be chosen for a ``config.json`` only; a TOML file states it.
     """
     loaded = load_described(name_or_path, kv_cache_dtype)
     if isinstance(loaded, ModelCosts):
         raise ConfigError(
-            f"{name_or_path} holds measured costs, which know no dimensions; give a model's "
+            f"{name_or_path} holds measured costs, which have no dimensions; give a model's "
             "geometry or its config.json"
         )
     return loaded
@@ -56,7 +55,7 @@ def load_described(
         return _published(file, kv_cache_dtype)
     if kv_cache_dtype != "auto":
         raise ConfigError(
-            f"{{kv_cache_dtype}} is {kv_cache_dtype}, but {file} says itself how KV is stored; "
+            f"{{kv_cache_dtype}} is {kv_cache_dtype}, but {file} states how KV is stored; "
             "leave {kv_cache_dtype} out or change the file"
         )
     if "attention" not in parse(file, dict):
@@ -69,7 +68,7 @@ def load_described(
 def kv_heads(name_or_path: str | Path) -> int:
     """Return how many KV heads a model has, which the ranks of an engine share out.
 
-    Latent KV is one; 1 as well where layers differ, and of measured costs, which do not say it.
+    Latent KV is one head; 1 as well where layers differ, and for measured costs, which lack it.
     Raises ``ConfigError``.
     """
     loaded = load_described(name_or_path)

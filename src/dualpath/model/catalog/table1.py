@@ -4,8 +4,7 @@ from importlib import resources
 
 import msgspec
 
-from dualpath.model.catalog.geometry import ModelGeometry
-from dualpath.model.catalog.layers import LatentAttention
+from dualpath.model.catalog.geometry import LatentAttention, ModelGeometry
 from dualpath.model.catalog.load import load_model, parse
 
 

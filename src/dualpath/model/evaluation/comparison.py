@@ -4,7 +4,7 @@
     print_report(compare(summaries))
 
 Use of resources is taken over the *busy part* of a run, until ``BUSY_SHARE`` of its rounds have
-finished: afterwards a few long agents run on a nearly empty cluster and say nothing about limits.
+finished: afterwards a few long agents run on a nearly empty cluster, which shows no limits.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from dualpath.report.model import Notes, Report, SideBySide, Table
 FloatArray = NDArray[np.float64]
 
 BUSY_SHARE = 0.9
-#: From this use on a resource is said to bind.
+#: From this use on a resource counts as the bottleneck.
 BINDING_USE = 0.8
 #: The same for the DEs' HBM, which is never full: a request takes room for all of it or none.
 BINDING_HBM_USE = 0.7
@@ -52,9 +52,9 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     """Shares (0 to 1) of capacity in the busy part, means over nodes or engines of the role.
 
     SNIC and CNIC by bytes; PE by the time in forward passes; DE by HBM held by decoding requests.
-    A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` says whether
-    it is too slow: how long a round waits for it, in mean lengths of a pass.  About a half is what
-    a pass under way makes a newcomer wait; from one on, rounds are left over by whole passes.
+    A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` shows whether
+    it is too slow: how long a round waits for it, in mean lengths of a pass.  About a half is the
+    wait for the pass under way; from one on, rounds wait for whole passes of others.
     """
 
     snic_prefill: float
@@ -136,8 +136,8 @@ def compare(summaries: Sequence[RunSummary], notes: Sequence[str] = ()) -> Repor
         raise ConfigError("there is no run to compare; simulate at least one mode")
     busy = (
         f"All figures are simulated. Use is the mean until {BUSY_SHARE:.0%} of the rounds "
-        f"were over; what is used {BINDING_USE:.0%} or more (HBM {BINDING_HBM_USE:.0%}) is said to "
-        "bind, else PEs if rounds wait for them longer than a pass."
+        f"were over; a resource binds if its use is {BINDING_USE:.0%} or more (HBM "
+        f"{BINDING_HBM_USE:.0%}); else the PEs bind if rounds wait for them longer than a pass."
     )
     return Report(
         name="simulation",
@@ -235,7 +235,7 @@ def _prefill_use(result: SimulationResult, end_ns: int) -> float:
 
 
 def _prefill_wait_passes(result: SimulationResult, stages_s: dict[str, float]) -> float:
-    """Waiting at the scheduler counts: it keeps what an overloaded PE (β) cannot take yet."""
+    """Return the wait for a PE in passes; waiting at the scheduler counts, for overload (β)."""
     if not stages_s or not result.batches.start_ns.size:
         return 0.0
     pass_s = float((result.batches.end_ns - result.batches.start_ns).mean()) / NS_PER_S

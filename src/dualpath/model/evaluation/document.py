@@ -1,19 +1,24 @@
 """``docs/evaluation.md``: the error table over all quoted numbers, then figure by figure."""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
-from dualpath.model.evaluation.calibration import AS_WRITTEN, AT_48K
+import msgspec
+
 from dualpath.model.evaluation.figures import FIGURES
 from dualpath.model.evaluation.report import (
     Compared,
     FigureReport,
     as_report,
     comparison_table,
+    missed,
     statement_table,
     workload_line,
 )
-from dualpath.model.evaluation.residuals import missed
-from dualpath.model.evaluation.settings import EvaluationSettings
+from dualpath.model.evaluation.settings import AS_WRITTEN, AT_48K, EvaluationSettings
+from dualpath.report import markdown
+from dualpath.report.files import as_json, drawn, write_file, write_report
 from dualpath.report.model import Block, Report, Table, Text, cell
 
 _HEAD = """\
@@ -128,3 +133,42 @@ def _counts(equal: Sequence[Compared]) -> tuple[str, ...]:
     errors = [abs(c.relative_error) for c in equal if c.relative_error is not None]
     within = [f"{sum(e <= limit for e in errors)}" for limit in (0.05, 0.1, 0.15, 0.2)]
     return str(len(equal)), *within, cell(max(errors, default=None), "{:.1%}")
+
+
+#: Fewer than those in which the order of a summation shows, which differs between machines.
+_JSON_DIGITS = 10
+#: Where the plots of the page over all figures lie, beside it.
+_PICTURES = "images/evaluation/"
+
+
+def write_figure(figure: FigureReport, folder: Path) -> list[Path]:
+    """Write ``<name>.md``, ``.json``, ``.html`` and, where it has plots, ``.png``."""
+    return write_report(as_report(figure), figure_json(figure), folder, html=True)
+
+
+def write_document(figures: Sequence[FigureReport], path: Path) -> None:
+    """Write the page over all figures, its plots into ``images/evaluation`` beside it."""
+    report = document(figures)
+    for name, content in drawn(report).items():
+        write_file(path.parent / _PICTURES / name, content, folders=True)
+    write_file(path, markdown.page(report, _PICTURES).encode(), folders=True)
+
+
+def figure_json(figure: FigureReport) -> bytes:
+    """Return the figure with the paper's numbers and the errors, indented."""
+    content: dict[str, Any] = msgspec.to_builtins(figure)
+    content["compared"] = [
+        {
+            "key": one.key,
+            "what": one.quoted.what,
+            "section": one.quoted.section,
+            "unit": one.quoted.unit,
+            "relation": one.quoted.relation,
+            "model": one.model,
+            "paper": one.quoted.value,
+            "relative_error": one.relative_error,
+            "fitted": one.fitted,
+        }
+        for one in figure.compared
+    ]
+    return as_json(content, _JSON_DIGITS)

@@ -5,9 +5,8 @@ from typing import NamedTuple
 import msgspec
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.offline import OfflineRun
 from dualpath.model.evaluation.report import FigureReport, quantity
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OfflineRun, Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 from dualpath.report.model import Table
 

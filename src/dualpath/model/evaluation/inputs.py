@@ -30,8 +30,7 @@ from dualpath.model.catalog.costs import (
     prompt_tokens_per_s,
 )
 from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
-from dualpath.model.evaluation.calibration import AS_WRITTEN, Calibration
-from dualpath.model.evaluation.settings import RunSpec
+from dualpath.model.evaluation.settings import AS_WRITTEN, Calibration, RunSpec
 from dualpath.model.sim.settings import ClusterSettings, ModelCosts, PrefillCosts, Setup
 
 

@@ -73,8 +73,9 @@ def model_sizes(
 class RoleNeeds(msgspec.Struct, frozen=True, kw_only=True):
     """A role's engines: GPUs of an engine, engines of a group, and what one GPU has to do.
 
-    ``left_hbm_bytes`` is what weights leave, negative where they do not fit; ``set_hbm_bytes`` what
-    the cluster says.  ``hbm_tokens`` KV that an engine's GPUs hold together.  Of the buffer
+    ``left_hbm_bytes`` remain beside the weights, negative where they do not fit;
+    ``set_hbm_bytes`` is the cluster's setting.  ``hbm_tokens`` of KV fit an engine's GPUs together.
+    Of the buffer
     ``buffer_bytes`` fall to one GPU, and a node's holds ``buffer_prompts`` of the longest prompts.
     ``cnic_*_bytes`` go through one GPU's NIC for a typical prompt.
     """

@@ -1,12 +1,12 @@
 """How to divide N nodes into prefill and decode nodes (§8.1): simulate the shapes, take the best.
 
-The objective is the JCT of all agents at once, or the highest rate of arriving agents whose TTFT
-and TPOT stay within an SLO.  The rate is found by bisection; each experiment ends by the rule of
-§7.4 and is judged by the means of its last window, as in ``online``.
+The objective is the JCT of all agents at once, or the highest arrival rate of agents with TTFT and
+TPOT within an SLO.  The rate is found by bisection; each experiment ends by the rule of
+§7.4 and is judged by the means of its last window, as in ``runs``.
 
-Every shape is tried for up to ``PlanSettings.most_shapes`` shapes.  Beyond, evenly spread shapes
-are tried first, then ever closer ones around the best so far: the objective over P has one peak
-but for noise.  Nothing here is random: agents are the caller's and the same for every shape.
+Up to ``PlanSettings.most_shapes`` shapes, every one is tried.  Of more, evenly spread shapes are
+tried first, then ever closer ones around the best so far: apart from noise, the objective over P
+has one peak.  Nothing here is random: agents are the caller's and the same for every shape.
 """
 
 import math
@@ -23,24 +23,24 @@ from dualpath.model.catalog.costs import hbm_for_kv_bytes, sharing
 from dualpath.model.catalog.geometry import ModelGeometry
 from dualpath.model.catalog.gpu import GpuRates
 from dualpath.model.evaluation.comparison import RunSummary, summarise
-from dualpath.model.evaluation.online import TTFT_LIMIT_S, ending, measured
-from dualpath.model.evaluation.rate_search import RateSearch, within
+from dualpath.model.evaluation.runs import TTFT_LIMIT_S, ending, measured
+from dualpath.model.evaluation.serving import RateSearch, within
 from dualpath.model.evaluation.settings import PlanSettings
 from dualpath.model.sim.result import NS_PER_S, SimulationResult
 from dualpath.model.sim.settings import ClusterSettings, Setup
 from dualpath.plan.bounds import prefill_to_decode_range
 from dualpath.plan.movements import Replicas
 
-#: Rates below this are taken for no capacity at all.
+#: Rates below this count as no capacity.
 LEAST_RATE = 1e-4
 
 
 class ShapeResult(msgspec.Struct, frozen=True, kw_only=True):
     """One P:D.
 
-    ``jct_s`` or ``agents_per_s`` by the objective, None where ``refusal`` says why the shape
-    cannot be.  ``binds`` is of the run at the objective; ``slo`` names what is broken just above
-    the capacity ("TTFT", "TPOT", "nothing answered").  ``bottleneck_free`` is Eq. 9.
+    ``jct_s`` or ``agents_per_s`` by the objective, None where ``refusal`` names why the shape
+    is impossible.  ``binds`` is of the run at the objective; ``slo`` names what is missed just
+    above the capacity ("TTFT", "TPOT", "nothing answered").  ``bottleneck_free`` is Eq. 9.
     """
 
     prefill_nodes: int
@@ -85,7 +85,7 @@ class Simulate(Protocol):
 
 
 SetupFor = Callable[[int, int], Setup]
-"""(P, D) to a setup: costs of experts depend on the shape, so they are made anew."""
+"""(P, D) to a setup, with its own model costs, since those of experts depend on the shape."""
 AgentsFor = Callable[[float | None], AgentTable]
 """Agents per second, None for all at once, to the agents of one run."""
 Progress = Callable[[str], None]

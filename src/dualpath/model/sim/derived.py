@@ -1,15 +1,18 @@
-"""What both cores derive from a setup before a run: tokens, bytes, checks."""
+"""What both cores derive from a setup before a run: limits, engines and groups, checks."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from dualpath.core.blocks import holding_blocks
+from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.settings import Setup
+from dualpath.model.sim import rules
+from dualpath.model.sim.settings import ClusterSettings, Setup
 from dualpath.plan import movements
+from dualpath.policy.events import EngineSpec, SchedulerSettings
 
 #: A compute quota that never binds, for modes without one.
 NO_QUOTA_S = 1e30
@@ -57,7 +60,7 @@ def limits(setup: Setup) -> Limits:
 
 
 def layer_kinds(setup: Setup) -> list[list[float]]:
-    """Return windows and bytes of a block by kind of layers (``carried.LayerKinds``)."""
+    """Return windows and bytes of a block by kind of layers (``rules.LayerKinds``)."""
     model, block_tokens = setup.model, setup.cluster.block_tokens
     by_window = sorted((run.window_tokens, run.kv_bytes_per_token) for run in model.window_layers)
     unwindowed = model.kv_bytes_per_token - sum(per_token for _, per_token in by_window)
@@ -75,8 +78,8 @@ def buffer_bytes(setup: Setup) -> tuple[float, float]:
     return cluster.prefill_buffer_bytes + more, cluster.decode_buffer_bytes + more
 
 
-def keeps(setup: Setup) -> bool:
-    """Return whether buffers keep KV in their unused part: in Oracle there is none."""
+def has_dram_tier(setup: Setup) -> bool:
+    """Return whether buffers cache KV in their unused part; Oracle has none."""
     return setup.cluster.dram_tier_bytes is not None and setup.mode.moves_bytes
 
 
@@ -147,3 +150,85 @@ def _require_room(name: str, need: float, have: float, unit: str) -> None:
             f"the largest round needs {need:.6g} {unit}, {{{name}}} holds {have:.6g}; "
             f"raise {{{name}}} or truncate the trace"
         )
+
+
+class Group(NamedTuple):
+    """Engines that fetch together (§6.1)."""
+
+    name: str
+    role: Role
+    engines: range
+
+
+class ClusterLayout(NamedTuple):
+    """Groups in the order in which they fetch, and units of each role in order of engine."""
+
+    groups: tuple[Group, ...]
+    prefill_units: tuple[range, ...]
+    decode_units: tuple[range, ...]
+
+
+def cluster_layout(cluster: ClusterSettings) -> ClusterLayout:
+    """Return the layout of a cluster."""
+    prefill = _runs(0, cluster.prefill_engines, cluster.group_engines(Role.PREFILL))
+    decode = _runs(cluster.prefill_engines, cluster.engines, cluster.group_engines(Role.DECODE))
+    groups = [Group(f"P{i}", Role.PREFILL, engines) for i, engines in enumerate(prefill)]
+    groups += [Group(f"D{i}", Role.DECODE, engines) for i, engines in enumerate(decode)]
+    if cluster.lockstep:
+        return ClusterLayout(tuple(groups), tuple(prefill), tuple(decode))
+    return ClusterLayout(
+        groups=tuple(groups),
+        prefill_units=tuple(range(e, e + 1) for e in range(cluster.prefill_engines)),
+        decode_units=tuple(
+            range(e, e + 1) for e in range(cluster.prefill_engines, cluster.engines)
+        ),
+    )
+
+
+def node_of(cluster: ClusterSettings, engine: int) -> int:
+    """Return the node of an engine."""
+    return rules.node_of(
+        engine,
+        cluster.prefill_engines,
+        cluster.prefill_nodes,
+        cluster.node_engines(Role.PREFILL),
+        cluster.node_engines(Role.DECODE),
+    )
+
+
+def _runs(first: int, end: int, group: int) -> list[range]:
+    return [range(engine, min(engine + group, end)) for engine in range(first, end, group)]
+
+
+def scheduler_settings(setup: Setup, limits: Limits) -> SchedulerSettings:
+    """Return the scheduler's settings: those of the cluster with the same name, and what follows.
+
+    A new rule's setting is a field of ``ClusterSettings``; nothing is added here.
+    """
+    cluster = setup.cluster
+    names = [name for name in SchedulerSettings.__struct_fields__ if hasattr(cluster, name)]
+    derived: dict[str, Any] = {
+        "mode": setup.mode,
+        "alpha_tokens": limits.alpha_tokens,
+        "beta_tokens": limits.beta_tokens,
+        "computed_weight": setup.model.computed_weight,
+    }
+    return SchedulerSettings(**{name: getattr(cluster, name) for name in names} | derived)
+
+
+def engine_specs(setup: Setup, limits: Limits, layout: ClusterLayout) -> list[EngineSpec]:
+    """Return all engines, PEs first, in order of number; an engine's id is its number."""
+    cluster = setup.cluster
+    return [
+        EngineSpec(
+            engine_id=str(engine),
+            role=group.role,
+            node=str(node_of(cluster, engine)),
+            group=group.name,
+            order=engine,
+            hbm_tokens=limits.decode_hbm_tokens,
+            snic_tokens_per_s=limits.read_tokens_per_s,
+        )
+        for group in layout.groups
+        for engine in group.engines
+    ]

@@ -43,7 +43,7 @@ class TurnTimes(NamedTuple):
 class Decisions(NamedTuple):
     """Assignments in the order they were made; engines by number, reasons by index.
 
-    Kept tokens were believed to lie in the engine's DRAM and are not among those to be read.
+    Cached tokens were expected in the engine's DRAM and are not read from storage.
     Reasons are places of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS`` (``policy.events``).
     """
 
@@ -55,8 +55,8 @@ class Decisions(NamedTuple):
     pe_reason: NDArray[np.int8]
     de_reason: NDArray[np.int8]
     read_reason: NDArray[np.int8]
-    prefill_kept_tokens: IntArray
-    decode_kept_tokens: IntArray
+    prefill_cached_tokens: IntArray
+    decode_cached_tokens: IntArray
 
 
 class Batches(NamedTuple):

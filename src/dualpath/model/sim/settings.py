@@ -28,13 +28,13 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
 
     *Links.*  Bytes/s in either direction; DRAM is half duplex.
 
-    *Memories.*  ``baseline_buffer_bytes`` is instead of both buffers for Basic and Layerwise, whose
-    DRAM the paper does not limit (§A.4 names DualPath's alone).  With ``dram_tier_bytes`` buffers
-    keep in their unused part what they have read or written, the least recently used agents' tails
-    leaving first; they are larger by so much, which may be nothing.
+    *Memories.*  ``baseline_buffer_bytes`` replaces both buffers for Basic and Layerwise, which the
+    paper does not limit in DRAM (§A.4 names DualPath's alone).  With ``dram_tier_bytes`` the unused
+    part of buffers caches blocks that they have read or written, and evicts the tails of the least
+    recently used agents' contexts first; buffers are larger by so many bytes, which may be 0.
 
     *Policy.*  α and β as times (§A.4).  With ``rebalancing`` nodes change their role while the
-    cluster serves; what one node of a role gets done per second follows from the model's costs
+    cluster serves; the work that a node of a role does per second follows from the model's costs
     unless given.
     """
 
@@ -108,7 +108,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     dram_tier_bytes: Annotated[
         float | None,
         Setting(
-            "a node's DRAM beyond its buffer, whose unused part keeps KV; none: nothing is kept",
+            "a node's DRAM beyond its buffer, whose unused part caches KV; none: no caching",
             ge=0,
             le=LARGEST,
         ),
@@ -142,8 +142,8 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     recompute_limit_s: Annotated[
         float,
         Setting(
-            "hits that take longer to load are computed, where that takes no longer than this; "
-            "0: all are loaded",
+            "recompute a hit if loading it takes longer than recomputing, up to this many "
+            "seconds; 0: load all hits",
             ge=0,
             le=LONGEST_S,
         ),
@@ -151,7 +151,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     rebalancing: RebalanceSettings | None = None
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for engines or groups that no nodes can be made of."""
+        """Raise ``ConfigError`` for engines or groups that do not fit the nodes."""
         super().check()
         g = self.gpus_per_node
         for role in Role:
@@ -173,8 +173,19 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
             )
 
     @property
+    def beyond_the_paper(self) -> list[str]:
+        """The settings in use that only the reference core plays (``sim.run``)."""
+        used = {
+            "snic_sharing": self.snic_sharing != "fifo",
+            "dram_tier_bytes": self.dram_tier_bytes is not None,
+            "recompute_limit_s": self.recompute_limit_s > 0,
+            "rebalancing": self.rebalancing is not None,
+        }
+        return [name for name, is_used in used.items() if is_used]
+
+    @property
     def _alike(self) -> bool:
-        """Whether a node of one role has the engines of a node of the other, groups aside."""
+        """Whether nodes of both roles have equal engines; their groups may differ."""
         same = self.prefill_tp == self.decode_tp
         return same and not (self.prefill_dp or self.decode_dp)
 
@@ -184,21 +195,21 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
         return self.prefill_nodes + self.decode_nodes
 
     def nodes_of(self, role: Role) -> int:
-        """Nodes of a role."""
+        """Return the number of nodes of a role."""
         return self.prefill_nodes if role is Role.PREFILL else self.decode_nodes
 
     def gpus_per_engine(self, role: Role) -> int:
-        """GPUs of an engine of a role, each a rank with its own compute NIC."""
+        """Return the GPUs of an engine of a role, each a rank with its own compute NIC."""
         if role is Role.PREFILL:
             return self.prefill_tp
         return self.decode_tp
 
     def node_engines(self, role: Role) -> int:
-        """Engines of a node of a role."""
+        """Return the engines of a node of a role."""
         return self.gpus_per_node // self.gpus_per_engine(role)
 
     def group_engines(self, role: Role) -> int:
-        """Engines of a group of a role, its last group aside, which may be smaller."""
+        """Return the engines of a group of a role; its last group may be smaller."""
         if role is Role.PREFILL:
             engines, nodes = self.prefill_dp, self.prefill_nodes_per_group
         else:
@@ -270,7 +281,7 @@ class WindowLayers(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_o
 
 
 class ModelCosts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """What the simulator knows of a model on a GPU: KV size and times.
+    """A model on a GPU: KV size and times.
 
     ``kv_bytes_per_token`` over all ``layers``; ``window_layers`` names those of them that move of
     hits only what they see.  ``prefill_tokens_per_s`` is what one PE gets done in prompt tokens,

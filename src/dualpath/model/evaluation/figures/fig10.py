@@ -3,11 +3,9 @@
 from collections.abc import Callable
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.capacity import Sweep, ratio
-from dualpath.model.evaluation.online import TPOT_LIMIT_S, TTFT_LIMIT_S, Measured, OnlineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
-from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
+from dualpath.model.evaluation.runs import TPOT_LIMIT_S, TTFT_LIMIT_S, Measured, OnlineRun, Runs
+from dualpath.model.evaluation.serving import METHOD, WORKLOAD, Sweep, online, rate_sweep, ratio
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
 from dualpath.model.evaluation.speedups import mean
 from dualpath.report.model import NOTHING, Panel, Series, Table

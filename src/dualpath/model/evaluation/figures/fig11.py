@@ -1,9 +1,8 @@
 """Fig. 11 and §8.2: mean completion time of a trajectory, and the working set it implies."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.online import OnlineRun
 from dualpath.model.evaluation.report import Compared, FigureReport
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OnlineRun, Runs
 from dualpath.model.evaluation.serving import METHOD, WORKLOAD, online, rate_sweep
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, MAIN_MODES, System
 from dualpath.report.model import Panel, Series, Table, cell

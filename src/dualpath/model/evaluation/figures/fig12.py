@@ -1,9 +1,8 @@
 """Fig. 12: parts of TTFT against arrival rate (left), ablation (right), DS 660B."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.online import OnlineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OnlineRun, Runs
 from dualpath.model.evaluation.serving import METHOD, online, rate_sweep
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import mean

@@ -1,10 +1,8 @@
 """Fig. 13: balance of storage NIC traffic, DualPath against round robin."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.balance import Balance
-from dualpath.model.evaluation.offline import OfflineRun
 from dualpath.model.evaluation.report import Compared, FigureReport
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import Balance, OfflineRun, Runs
 from dualpath.model.evaluation.settings import DS_27B, DS_660B, RunSpec
 from dualpath.model.evaluation.speedups import with_mode
 from dualpath.report.model import Panel, Series, Table, cell

@@ -2,9 +2,8 @@
 
 from dualpath.core.modes import Mode
 from dualpath.model.evaluation.figures.fig13 import curve
-from dualpath.model.evaluation.offline import OfflineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OfflineRun, Runs
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.report.model import Panel, Table, cell
 from dualpath.report.style import MODE_STYLES

@@ -1,9 +1,8 @@
 """Fig. 15: the large offline run over time."""
 
-from dualpath.model.evaluation.largescale import large_offline, large_spec
-from dualpath.model.evaluation.offline import OfflineRun
+from dualpath.model.evaluation.figures.table3 import large_offline, large_spec
 from dualpath.model.evaluation.report import FigureReport
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OfflineRun, Runs
 from dualpath.report.model import Panel, Series, Table
 
 TITLE = "A large offline run over time (DS 660B)"

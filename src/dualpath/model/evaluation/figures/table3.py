@@ -1,20 +1,39 @@
 """Table 3: large-scale results, and what they ask of the scheduler."""
 
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.largescale import (
-    DECODE_NODES,
-    ONLINE_SCALE_UP,
-    PREFILL_NODES,
-    large_offline,
-    large_spec,
-    small_spec,
-)
-from dualpath.model.evaluation.online import OnlineRun
 from dualpath.model.evaluation.report import Compared, FigureReport, Statement
-from dualpath.model.evaluation.runs import Runs
+from dualpath.model.evaluation.runs import OfflineRun, OnlineRun, Runs
 from dualpath.model.evaluation.serving import METHOD, online, online_spec
 from dualpath.model.evaluation.settings import DS_660B, RunSpec
 from dualpath.report.model import NOTHING, Table, cell
+
+PREFILL_NODES, DECODE_NODES = 2, 4
+#: The online run of §7.6 has 22 times 2P4D and its rate.
+ONLINE_SCALE_UP = 22
+
+
+def small_spec(runs: Runs) -> RunSpec:
+    """2P4D with 2K agents, at the length that is read into Table 3."""
+    length, agents = runs.calibration.table3_length, runs.settings.offline_agents[-1]
+    return RunSpec(system=DS_660B, mode=Mode.DUALPATH, workload=length, agents=agents)
+
+
+def large_spec(runs: Runs) -> RunSpec:
+    """48P96D with 48K agents: 24 times the small one."""
+    factor = runs.settings.scale_up
+    return RunSpec(
+        system=DS_660B,
+        mode=Mode.DUALPATH,
+        workload=runs.calibration.table3_length,
+        agents=factor * runs.settings.offline_agents[-1],
+        nodes=(factor * PREFILL_NODES, factor * DECODE_NODES),
+    )
+
+
+def large_offline(runs: Runs) -> OfflineRun:
+    """Return the large offline run."""
+    return runs.offline(large_spec(runs))
+
 
 TITLE = "Large-scale results (DS 660B)"
 APS = 0.4

@@ -1,10 +1,24 @@
-"""The compiled core: the main loop, and the way in and out of its tables."""
+"""The compiled core: its main loop, and how a setup enters its tables and a result leaves them."""
 
 import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.compiled.columns import (
+from dualpath.model.sim.compiled.jit import cached, hold
+from dualpath.model.sim.compiled.machine import look_ahead, pop
+from dualpath.model.sim.compiled.rounds import (
+    arrive,
+    computed,
+    decode_ended,
+    fetch,
+    filled,
+    part_read,
+    read,
+    sent,
+    start_pass,
+    submit_round,
+)
+from dualpath.model.sim.compiled.tables import (
     ARRIVE,
     BATCHES,
     COMPUTED,
@@ -18,6 +32,7 @@ from dualpath.model.sim.compiled.columns import (
     HEAP_TIME,
     KIND_BITS,
     KIND_MASK,
+    MOST_WINDOWS,
     NONE,
     NOW,
     NUMBER_SHIFT,
@@ -26,32 +41,22 @@ from dualpath.model.sim.compiled.columns import (
     READ,
     READ_OVER,
     SENT,
-    SNIC_END,
     START_PASS,
     SUBJECT_MASK,
     SUBMIT,
-    TIER_HITS,
     WINDOWS,
-)
-from dualpath.model.sim.compiled.constants import Constants, Rounds, constants, rounds, whole_ns
-from dualpath.model.sim.compiled.decoding import decode_ended, filled
-from dualpath.model.sim.compiled.events import pop
-from dualpath.model.sim.compiled.jit import hold
-from dualpath.model.sim.compiled.kernels import cached
-from dualpath.model.sim.compiled.links import end_equal
-from dualpath.model.sim.compiled.lookahead import look_ahead
-from dualpath.model.sim.compiled.machine_tables import (
-    MOST_WINDOWS,
+    Constants,
     MachineTables,
+    Rounds,
+    SchedulerState,
     World,
+    constants,
     new_machine,
+    new_scheduler,
+    rounds,
+    whole_ns,
 )
-from dualpath.model.sim.compiled.prefilling import computed, sent, start_pass
-from dualpath.model.sim.compiled.reading import part_read, read
-from dualpath.model.sim.compiled.submitting import arrive, fetch, submit_round
-from dualpath.model.sim.compiled.tables import SchedulerState, new_scheduler
-from dualpath.model.sim.derived import keeps, limits
-from dualpath.model.sim.layout import cluster_layout
+from dualpath.model.sim.derived import cluster_layout, engine_specs, limits, scheduler_settings
 from dualpath.model.sim.result import (
     Batches,
     Decisions,
@@ -60,12 +65,11 @@ from dualpath.model.sim.result import (
     SimulationResult,
     TurnTimes,
 )
-from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 
-#: Why the loop came back.
+#: Why the loop returned.
 OVER, STOPPED, PAUSED, FULL = range(4)
-#: Events between two signs of life; so few batches at most begin meanwhile.
+#: Events between two calls of ``progress``; at most as many batches begin in between.
 PAUSE_EVENTS = 20_000
 NEVER_NS = 1 << 62
 
@@ -79,7 +83,7 @@ def run_events(
     until_ns: int,
     most_events: int,
 ) -> int:
-    """Handle events until there are none, the next is too late, or it is time for a pause."""
+    """Handle events until none is left, the next is after ``until_ns``, or ``most_events`` are."""
     p = hold(World(machine, constants, rounds, scheduler))
     heap, counters = machine.heap, machine.counters
     room = heap.shape[0] - 3 * machine.flights.shape[0] - machine.units.shape[0] - 64
@@ -106,8 +110,6 @@ def run_events(
             read(p, subject)
         elif kind == READ_OVER:
             part_read(p, subject)
-        elif kind == SNIC_END:
-            end_equal(p, subject, event >> NUMBER_SHIFT)
         elif kind == START_PASS:
             start_pass(p, subject, False)
         elif kind == COMPUTED:
@@ -122,7 +124,7 @@ def run_events(
 
 
 def _push_starts(machine: MachineTables, columns: Rounds, agents: AgentTable) -> None:
-    """Let every agent that waits for nobody submit its first round."""
+    """Push the first rounds of all agents that wait for no other agent's round."""
     starting = np.flatnonzero(agents.start_after_round < 0)
     delays_s = columns.delay_s[columns.first_round[starting]]
     times_ns = columns.start_ns[starting] + whole_ns(delays_s)
@@ -144,13 +146,12 @@ def run_compiled(
     until_ns: int | None,
     progress: Progress | None,
 ) -> SimulationResult:
-    """Run until nothing is left to happen, or nothing before ``until_ns``."""
+    """Run until no event is left, or none up to ``until_ns``."""
     derived, layout = limits(setup), cluster_layout(setup.cluster)
     scheduler = new_scheduler(
         scheduler_settings(setup, derived),
         engine_specs(setup, derived, layout),
         agents.agents,
-        keeps=keeps(setup),
     )
     machine = new_machine(setup, agents, record_decisions=record_decisions)
     numbers, columns = constants(setup, window_ns), rounds(agents)
@@ -199,7 +200,7 @@ def _result(
     if windows > MOST_WINDOWS:
         raise ConfigError(
             f"the run lasts {windows} windows of {numbers.window_ns / 1e9:g} s, at most "
-            f"{MOST_WINDOWS} are kept; raise window_s"
+            f"{MOST_WINDOWS} are stored; raise window_s"
         )
     if stopped:
         _mark_unsubmitted(machine, agents)
@@ -215,12 +216,11 @@ def _result(
         end_ns=end_ns,
         stopped=stopped,
         events=int(counters[HANDLED]),
-        dram_tier_hit_tokens=int(counters[TIER_HITS]),
     )
 
 
 def _mark_unsubmitted(machine: MachineTables, agents: AgentTable) -> None:
-    """Set the times of rounds that were never submitted, which nobody has set."""
+    """Set the times of rounds that were never submitted, which no event has set."""
     latest = np.repeat(machine.round_of, np.diff(agents.first_round))
     machine.times[np.arange(agents.rounds) > latest] = NONE
 
@@ -229,5 +229,5 @@ def _decisions(machine: MachineTables) -> Decisions:
     rows = machine.decisions[: int(machine.counters[DECISIONS])]
     wide = [rows[:, column].astype(np.int64) for column in range(5)]
     pe, de, read = (rows[:, column].astype(np.int8) for column in range(5, 8))
-    kept = [rows[:, column].astype(np.int64) for column in (8, 9)]
-    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], pe, de, read, *kept)
+    cached = np.zeros((2, len(rows)), np.int64)
+    return Decisions(wide[0], wide[1], wide[2], wide[3], wide[4], pe, de, read, *cached)

@@ -1,75 +1,175 @@
-"""How functions of the compiled core are compiled: numba with its types left to the type checker.
+"""How the compiled core is compiled: numba, the shared rules, and the cache on disk.
 
-``lean`` and ``inlined`` switch numba's reference counting off.  A state of a dozen arrays would be
-counted up and down at every call, atomically, at twenty times the cost of the rest.  Such functions
-may take and slice arrays, but not make any; those that do are ``compiled`` and should take few of
-them.  Divisions are numpy's: a division by zero is not looked for.
+*Rules.*  The live scheduler and both cores call the same functions on plain numbers and arrays
+(``policy``, ``plan.counts``, ``sim.rules``).  Whichever a compiled function calls is compiled as it
+stands; for Python it stays as it is.
+
+*No reference counting.*  ``lean`` and ``inlined`` switch numba's reference counting off, which
+would count a state of two dozen arrays up and down at every call, atomically, at twenty times the
+cost of the rest.  Such functions may take and slice arrays, but not create any; those that do are
+``compiled`` and should take few of them.  Divisions are numpy's: division by zero is not checked.
+``hold`` and ``prefetch`` are the only code here that relies on internals of numba.
+
+*Cache.*  numba caches a function by its file's time stamp and line number, and does not look at the
+functions that it calls.  So ``cached`` names the function by a digest of all functions and
+constants that are compiled into it, and sets its file to the package's ``__init__.py``, which does
+not change.  The digest is of syntax trees, without comments, docstrings and positions.
 """
 
-from collections.abc import Callable
+import ast
+import hashlib
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar, cast
 
 import numba
 from llvmlite import ir
 from numba.core import cgutils, types
-from numba.core.datamodel import models, register_default
 from numba.core.imputils import lower_getattr_generic
 from numba.core.typing.templates import AttributeTemplate, infer_getattr
-from numba.extending import intrinsic
+from numba.extending import intrinsic, models, register_jitable, register_model
 from numpy.typing import NDArray
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
 Value = TypeVar("Value")
 
+_LEAN: dict[str, Any] = {"_nrt": False, "error_model": "numpy"}
+
 
 def compiled(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function as numba does by default, also when a lean function calls it."""
-    dispatcher: Callable[Parameters, Result] = numba.njit(_nrt=True)(function)
-    return dispatcher
+    """Compile a function with reference counting, also when a lean function calls it."""
+    return _compiled(function, _nrt=True)
 
 
 def lean(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function that makes no arrays."""
-    return _once(numba.njit(_nrt=False, error_model="numpy")(function))
+    """Compile a function that creates no arrays."""
+    return _compiled(function, **_LEAN)
 
 
 def inlined(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Compile a function that makes no arrays into each of its callers, without a call."""
-    return _once(numba.njit(_nrt=False, error_model="numpy", forceinline=True)(function))
+    """Compile a function that creates no arrays into each of its callers, without a call."""
+    return _compiled(function, forceinline=True, **_LEAN)
 
 
-def _once(dispatcher: Any) -> Any:  # noqa: ANN401  # numba's types are untyped
-    """Compile no more than compiled callers need, which is most of the compiler's time.
+def cached(function: Callable[Parameters, Result]) -> Any:  # noqa: ANN401  # numba's types are untyped
+    """Compile a function that creates no arrays, once for all processes that share a cache."""
+    package = sys.modules[__package__]
+    python = cast(FunctionType, function)
+    code = python.__code__.replace(co_filename=str(package.__file__), co_firstlineno=1)
+    named = FunctionType(code, python.__globals__, f"{python.__name__}_{digest(function)}")
+    named.__module__, named.__qualname__ = python.__module__, named.__name__
+    try:
+        return _compiled(named, cache=True, **_LEAN)
+    except RuntimeError:
+        # No directory can be written to: every process compiles for itself.
+        return _compiled(named, **_LEAN)
 
-    They hand over all integers as 64 bits, so that there are no versions for other widths; and what
-    takes a held tuple needs no way in from Python.
-    """
-    template = dispatcher.get_call_template
 
-    def get_call_template(arguments: Any, keywords: Any) -> Any:  # noqa: ANN401
-        options, before = dispatcher.targetoptions, dict(dispatcher.targetoptions)
-        if any(isinstance(argument, _Held) for argument in arguments):
-            options.update(no_cpython_wrapper=True, no_cfunc_wrapper=True)
-        try:
-            return template(
-                tuple(_wide(argument) for argument in arguments),
-                {name: _wide(argument) for name, argument in keywords.items()},
-            )
-        finally:
-            options.clear()
-            options.update(before)
-
-    dispatcher.get_call_template = get_call_template
+def _compiled(
+    function: Callable[Parameters, Result],
+    **options: Any,  # noqa: ANN401
+) -> Callable[Parameters, Result]:
+    for called in _called(cast(FunctionType, function)):
+        if called not in _REGISTERED:
+            _REGISTERED.add(called)
+            register_jitable(called)
+    dispatcher: Callable[Parameters, Result] = numba.njit(**options)(function)
     return dispatcher
 
 
-def _wide(argument: Any) -> Any:  # noqa: ANN401
-    return types.int64 if isinstance(argument, types.Integer) else argument
+# ---------------------------------------------------------------- what is compiled
+
+_REGISTERED: set[FunctionType] = set()
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """Return a digest of all that is compiled into a function; texts for readers do not count."""
+    compiled_functions = _called(cast(FunctionType, function), through_compiled=True)
+    sources: dict[str, dict[str, str]] = {}
+    parts = [ast.dump(_without_texts(inspect.getsource(sys.modules[__name__])))]
+    for part in (cast(FunctionType, function), *compiled_functions):
+        if part.__module__ not in sources:
+            sources[part.__module__] = _definitions(sys.modules[part.__module__])
+        parts.append(sources[part.__module__][part.__code__.co_name])
+        parts += [f"{name} = {text}" for name, value in _used(part) if (text := _constant(value))]
+    return hashlib.sha256("\n".join(sorted(parts)).encode()).hexdigest()[:16]
+
+
+def _called(function: FunctionType, *, through_compiled: bool = False) -> list[FunctionType]:
+    """Return the functions of this project that a function calls, directly or not.
+
+    Only ``through_compiled`` are those in it that have been compiled for themselves.
+    """
+    found: dict[FunctionType, None] = {}
+    left = [function]
+    while left:
+        for _, value in _used(left.pop()):
+            called = getattr(value, "py_func", value) if through_compiled else value
+            if (
+                isinstance(called, FunctionType)
+                and called.__module__.startswith("dualpath")
+                and called is not function
+                and called not in found
+            ):
+                found[called] = None
+                left.append(called)
+    return list(found)
+
+
+def _used(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function names, and those of modules that it names."""
+    names = _names(function.__code__)
+    for name in sorted(names):
+        value = function.__globals__.get(name)
+        if isinstance(value, ModuleType):
+            attributes = vars(value)
+            yield from ((n, attributes[n]) for n in sorted(names) if n in attributes)
+        elif value is not None:
+            yield name, value
+
+
+def _names(code: CodeType) -> set[str]:
+    nested = (_names(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*nested)
+
+
+def _constant(value: object) -> str:
+    """Describe a number or a named tuple's class, which code is compiled for; else nothing."""
+    if isinstance(value, type) and hasattr(value, "_fields"):
+        fields = (f"{n}: {_constant(a) or a!r}" for n, a in value.__annotations__.items())
+        return f"{value.__name__}({', '.join(fields)})"
+    return repr(value) if isinstance(value, (int, float, tuple)) else ""
+
+
+def _definitions(module: ModuleType) -> dict[str, str]:
+    tree = _without_texts(inspect.getsource(module))
+    functions = (node for node in tree.body if isinstance(node, ast.FunctionDef))
+    return {function.name: ast.dump(function) for function in functions}
+
+
+def _without_texts(source: str) -> ast.Module:
+    """Return a source's syntax tree without docstrings; comments are in none."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+            node.body = [
+                statement
+                for statement in node.body
+                if not (
+                    isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
+                )
+            ]
+    return tree
+
+
+# ---------------------------------------------------------------- numba's internals
 
 
 class _Held(types.Type):
-    """A named tuple in memory; its attributes are read when they are used."""
+    """A pointer to a named tuple in memory; its attributes are read when they are used."""
 
     def __init__(self, value: Any) -> None:  # noqa: ANN401  # numba's types are untyped
         self.value = value
@@ -80,7 +180,7 @@ class _Held(types.Type):
         return self.value
 
 
-@register_default(_Held)
+@register_model(_Held)
 class _HeldModel(models.PrimitiveModel):
     def __init__(self, manager: Any, held: Any) -> None:  # noqa: ANN401
         data = manager[held.value].get_data_type()
@@ -124,9 +224,9 @@ def _hold(_typing: Any, value: Any) -> Any:  # noqa: ANN401
 hold = cast(Callable[[Value], Value], _hold)
 """Put a named tuple on a compiled function's stack, where it lives until that function returns.
 
-A tuple of many arrays costs every call hundreds of words to copy, and the compiler minutes; what is
-held is one pointer, has the same attributes, and what a callee does not look at is never loaded.
-A named tuple inside is held as well.
+A tuple of many arrays costs every call hundreds of words to copy, and the compiler minutes.  A held
+tuple is one pointer with the same attributes, which are loaded when they are used.  A named tuple
+inside it is held as well.
 """
 
 
@@ -151,4 +251,4 @@ def _prefetch(_typing: Any, array: Any, row: Any, column: Any) -> Any:  # noqa: 
 
 
 prefetch = cast(Callable[[NDArray[Any], int, int], None], _prefetch)
-"""Let the cache line of ``array[row, column]`` (``array[row]`` of a vector) come from memory."""
+"""Load the cache line of ``array[row, column]`` (``array[row]`` of a vector) from memory."""

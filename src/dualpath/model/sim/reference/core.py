@@ -1,4 +1,4 @@
-"""The life of a round on the simulated cluster; read it beside ``docs/simulator.md``."""
+"""The reference core: the life of a round, stage by stage as in ``docs/simulator.md``."""
 
 from collections import defaultdict
 from itertools import pairwise
@@ -15,31 +15,163 @@ from dualpath.model.sim.derived import (
     PERSIST_PROMPT_PATH,
     RELOAD_PATH,
     SEND_PATH,
+    cluster_layout,
     layer_kinds,
     limits,
 )
-from dualpath.model.sim.layout import cluster_layout
 from dualpath.model.sim.reference.driver import SchedulerDriver
-from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.flights import Flight
-from dualpath.model.sim.reference.machine import SimulatedMachine
-from dualpath.model.sim.reference.memories import Wanted
-from dualpath.model.sim.reference.prefill import Chunk, Pass, PrefillWork
+from dualpath.model.sim.reference.machine import EventQueue, Reservation, SimulatedMachine
 from dualpath.model.sim.reference.rebalancing import Rebalancing
 from dualpath.model.sim.reference.record import Record
-from dualpath.model.sim.reference.units import Units
+from dualpath.model.sim.reference.units import Chunk, Pass, PrefillWork, Units
 from dualpath.model.sim.result import Progress, SimulationResult
-from dualpath.model.sim.rules import pass_end_ns, to_ns
+from dualpath.model.sim.rules import (
+    LayerKinds,
+    fill_bytes,
+    load_bytes,
+    pass_end_ns,
+    read_bytes,
+    send_bytes,
+    to_ns,
+    whole_at_decode,
+    whole_at_prefill,
+)
 from dualpath.model.sim.settings import Setup
-from dualpath.plan.counts import kv_tokens, new_full_blocks
+from dualpath.plan.counts import chunk_blocks, kv_tokens, new_full_blocks
 from dualpath.policy.events import Assignment
 
-#: Progress is reported every so many events.
+
+class Flight:
+    """A round from its assignment on; ``parts_left`` of its reads are not over yet.
+
+    By side: ``cached_tokens`` are those that the scheduler expected in the side's buffer,
+    ``read_tokens`` those that the side reads, which are more where the buffer has evicted some.
+    """
+
+    __slots__ = (
+        *("_block_tokens", "_hit_tokens", "_kinds", "_prompt_tokens", "assignment", "de"),
+        *("de_blocks", "cached_tokens", "parts_left", "pe", "pe_blocks", "pe_first", "read_tokens"),
+    )
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        hit_tokens: int,
+        prompt_tokens: int,
+        kinds: LayerKinds,
+        block_tokens: int,
+    ) -> None:
+        self.assignment = assignment
+        self.pe = int(assignment.prefill_engine)
+        self.de = int(assignment.decode_engine)
+        self._hit_tokens, self._prompt_tokens = hit_tokens, prompt_tokens
+        self._kinds, self._block_tokens = kinds, block_tokens
+        self.pe_first = self.pe_blocks = self.de_blocks = 0
+        self.cached_tokens = dict.fromkeys(Role, 0)
+        for run in assignment.reads:
+            if run.cached:
+                self.cached_tokens[run.side] += run.tokens(block_tokens, hit_tokens)
+            if run.side is Role.DECODE:
+                self.de_blocks += run.blocks.count
+            else:
+                # A run that is read follows a cached one.
+                self.pe_first = run.blocks.first if not self.pe_blocks else self.pe_first
+                self.pe_blocks += run.blocks.count
+        self.read_tokens = {
+            Role.PREFILL: assignment.prefill_read_tokens,
+            Role.DECODE: assignment.decode_read_tokens,
+        }
+        self.parts_left = 0
+
+    @property
+    def prompt_blocks(self) -> int:
+        """The blocks of the whole prompt."""
+        return holding_blocks(self._prompt_tokens, self._block_tokens)
+
+    @property
+    def _hit_blocks(self) -> int:
+        return holding_blocks(self._hit_tokens, self._block_tokens)
+
+    def engine(self, side: Role) -> int:
+        """Return the engine of a side."""
+        return self.pe if side is Role.PREFILL else self.de
+
+    def _found_blocks(self, side: Role) -> int:
+        """Return how many blocks a side's buffer had cached when granted; it reads the others."""
+        blocks = self.pe_blocks if side is Role.PREFILL else self.de_blocks
+        return blocks - holding_blocks(self.read_tokens[side], self._block_tokens)
+
+    def read_bytes(self, side: Role) -> float:
+        """Return the bytes that a side reads from storage."""
+        return read_bytes(
+            self._kinds,
+            side is Role.DECODE,
+            self._found_blocks(side),
+            self.pe_first,
+            self.pe_blocks,
+            self._hit_blocks,
+            self._block_tokens,
+        )
+
+    def load_bytes(self, chunk: Chunk, *, resident: bool) -> tuple[float, float, float]:
+        """Return the bytes loaded before a chunk: hits at the PE, at the DE, earlier chunks."""
+        return load_bytes(
+            self._kinds,
+            chunk.cached // self._block_tokens,
+            self.pe_first,
+            self.pe_blocks,
+            self._hit_blocks,
+            self._block_tokens,
+            resident,
+        )
+
+    def send_bytes(self, chunk: Chunk) -> float:
+        """Return the bytes sent to the DE after a chunk."""
+        return send_bytes(
+            self._kinds,
+            chunk_blocks(chunk.cached, chunk.bsz, self._block_tokens),
+            chunk.cached // self._block_tokens,
+            self.pe_first,
+            self.pe_blocks,
+            self._hit_blocks,
+            self._prompt_tokens,
+            self._block_tokens,
+        )
+
+    def fill_bytes(self) -> float:
+        """Return the bytes that enter the DE's HBM."""
+        return fill_bytes(self._kinds, self._prompt_tokens, self._block_tokens)
+
+    def whole_at_prefill(self) -> int:
+        """Return how many blocks, from the first of the PE's run on, its buffer may cache."""
+        return whole_at_prefill(
+            self._kinds,
+            self._found_blocks(Role.PREFILL),
+            self.pe_first,
+            self.pe_blocks,
+            self._hit_tokens,
+            self._block_tokens,
+        )
+
+    def whole_at_decode(self) -> int:
+        """Return how many blocks, from the first of the prompt on, the DE's buffer may cache."""
+        return whole_at_decode(
+            self._kinds,
+            self._found_blocks(Role.DECODE),
+            self.pe_first,
+            self.pe_blocks,
+            self._hit_tokens,
+            self._prompt_tokens,
+            self._block_tokens,
+        )
+
+
+#: ``progress`` is called once in so many events.
 PROGRESS_EVENTS = 20_000
 
 
 class ReferenceCore:
-    """One run; see ``run``."""
+    """One run of the simulator."""
 
     def __init__(
         self, setup: Setup, agents: AgentTable, *, record_decisions: bool, window_ns: int
@@ -83,7 +215,7 @@ class ReferenceCore:
         self._read_columns()
 
     def _read_columns(self) -> None:
-        """Lists are read faster than arrays."""
+        """Copy the columns of the agent table to lists, which Python reads faster than arrays."""
         agents = self._agents
         self._prompt = agents.prompt_tokens.tolist()
         self._hit = agents.hit_tokens.tolist()
@@ -100,7 +232,7 @@ class ReferenceCore:
         self._children: dict[int, list[int]] = defaultdict(list)
 
     def run(self, until_ns: int | None, progress: Progress | None) -> SimulationResult:
-        """Run until nothing is left to happen, or nothing before ``until_ns``."""
+        """Run until no event is left, or none up to ``until_ns``."""
         first_round = self._agents.first_round.tolist()
         parents = self._agents.start_after_round.tolist()
         for agent, start_s in enumerate(self._agents.start_s.tolist()):
@@ -111,12 +243,9 @@ class ReferenceCore:
                 start_ns = to_ns(start_s) + self._delay_ns[round_index]
                 self._events.at(start_ns, self._submit, round_index)
         events, stopped = self._events, False
-        while (next_ns := events.next_ns()) is not None:
-            if until_ns is not None and next_ns > until_ns:
-                stopped = True
-                break
-            events.run_next()
-            if progress is not None and events.handled % PROGRESS_EVENTS == 0:
+        while not stopped and events.next_ns() is not None:
+            stopped = not events.run(until_ns, PROGRESS_EVENTS)
+            if progress is not None and not stopped and events.handled % PROGRESS_EVENTS == 0:
                 progress(self._record.finished, self._agents.rounds, events.now_ns / 1e9)
         return self._record.result(
             self._setup,
@@ -138,7 +267,7 @@ class ReferenceCore:
             self._arrive(r)
 
     def _arrive(self, r: int) -> None:
-        self._driver.submit(r, self._machine.kept_blocks(self._agent_of[r]))
+        self._driver.submit(r, self._machine.cached_blocks(self._agent_of[r]))
 
     # 2. Fetch, then 3. buffers.
 
@@ -146,54 +275,54 @@ class ReferenceCore:
         self._hit[r] -= assignment.recompute_tokens
         hit, prompt = self._hit[r], self._prompt[r]
         flight = Flight(assignment, hit, prompt, self._kinds, self._block_tokens)
-        self._flights[r], kept = flight, flight.kept_tokens
-        self._record.assigned(r, assignment, kept, self._events.now_ns)
+        self._flights[r], cached = flight, flight.cached_tokens
+        self._record.assigned(r, assignment, cached, self._events.now_ns)
         if self._oracle:
             self._record.granted_ns[r] = self._events.now_ns
             self._loaded(r)
             return
-        kept_blocks = holding_blocks(kept[Role.DECODE], self._block_tokens)
+        cached_blocks = holding_blocks(cached[Role.DECODE], self._block_tokens)
         self._machine.buffer(flight.de).reserve(
-            Wanted(self._agent_of[r], 0, flight.prompt_blocks, kept_blocks),
+            Reservation(self._agent_of[r], 0, flight.prompt_blocks, cached_blocks),
             lambda adopted: self._de_buffer_granted(r, flight, adopted),
         )
 
     def _de_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
         self._adopted(flight, Role.DECODE, adopted_blocks)
-        if any(flight.kept_tokens.values()):
-            flight = self._kept_now(r, flight, adopted_blocks)
+        if any(flight.cached_tokens.values()):
+            flight = self._replanned(r, flight, adopted_blocks)
         if flight.pe_blocks:
-            kept_blocks = holding_blocks(flight.kept_tokens[Role.PREFILL], self._block_tokens)
+            cached_blocks = holding_blocks(flight.cached_tokens[Role.PREFILL], self._block_tokens)
             self._machine.buffer(flight.pe).reserve(
-                Wanted(self._agent_of[r], flight.pe_first, flight.pe_blocks, kept_blocks),
+                Reservation(self._agent_of[r], flight.pe_first, flight.pe_blocks, cached_blocks),
                 lambda adopted: self._pe_buffer_granted(r, flight, adopted),
             )
         else:
             self._granted(r, flight)
 
     def _pe_buffer_granted(self, r: int, flight: Flight, adopted_blocks: int) -> None:
-        if gone := self._adopted(flight, Role.PREFILL, adopted_blocks):
-            flight.read_tokens[Role.PREFILL] += gone
-            self._driver.read_more(flight.pe, gone)
+        if evicted := self._adopted(flight, Role.PREFILL, adopted_blocks):
+            flight.read_tokens[Role.PREFILL] += evicted
+            self._driver.read_more(flight.pe, evicted)
         self._granted(r, flight)
 
     def _adopted(self, flight: Flight, side: Role, blocks: int) -> int:
-        """Count what a side keeps of what it was believed to; return how many tokens are gone."""
-        believed = flight.kept_tokens[side]
-        found = min(blocks * self._block_tokens, believed)
+        """Count a side's hits in DRAM; return how many of the expected tokens it has evicted."""
+        expected = flight.cached_tokens[side]
+        found = min(blocks * self._block_tokens, expected)
         self._tier_hit_tokens += found
-        return believed - found
+        return expected - found
 
-    def _kept_now(self, r: int, flight: Flight, at_decode: int) -> Flight:
-        """Let a round's hit come from elsewhere where its engines keep less than was believed."""
-        at_prefill = self._machine.buffer(flight.pe).kept.of(self._agent_of[r])
-        kept_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
-        anew = self._driver.granted(flight.assignment, kept_blocks)
-        if anew is flight.assignment:
+    def _replanned(self, r: int, flight: Flight, at_decode: int) -> Flight:
+        """Return a round's flight, re-planned if its engines cache less than was expected."""
+        at_prefill = self._machine.buffer(flight.pe).cached.of(self._agent_of[r])
+        cached_blocks = {Role.PREFILL: at_prefill, Role.DECODE: at_decode}
+        changed = self._driver.granted(flight.assignment, cached_blocks)
+        if changed is flight.assignment:
             return flight
-        self._hit[r] -= anew.recompute_tokens - flight.assignment.recompute_tokens
+        self._hit[r] -= changed.recompute_tokens - flight.assignment.recompute_tokens
         self._flights[r] = Flight(
-            anew, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
+            changed, self._hit[r], self._prompt[r], self._kinds, self._block_tokens
         )
         return self._flights[r]
 
@@ -238,7 +367,7 @@ class ReferenceCore:
         unit = self._prefill_units[self._prefill_unit_of[flight.pe]]
         unit.add(flight.pe, PrefillWork(r, self._hit[r], self._prompt[r]))
         if not unit.busy:
-            # After whatever else happens at this moment: rounds that become ready together
+            # After all other events of this moment, so that rounds that become ready together
             # enter the same pass.
             unit.busy = True
             row = self._prefill_unit_of[flight.pe]
@@ -316,7 +445,7 @@ class ReferenceCore:
         flight = self._flights[r]
         self._driver.prefill_done(r, flight.assignment)
         if not self._oracle:
-            self._give_back_prefill(r, flight)
+            self._release_prefill(r, flight)
             stored = self._hit[r] + flight.assignment.recompute_tokens
             new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
@@ -333,14 +462,14 @@ class ReferenceCore:
         record, first_ns = self._record, self._record.first_token_ns[r]
         record.decoding_ns[r] = record.second_token_ns[r] = first_ns
         if not self._oracle:
-            self._give_back_decode(r, flight)
+            self._release_decode(r, flight)
         self._finished(r)
 
     # 8. Decode.
 
     def _filled(self, r: int, flight: Flight) -> None:
         if not self._oracle:
-            self._give_back_decode(r, flight)
+            self._release_decode(r, flight)
         self._decode(r, flight)
 
     def _decode(self, r: int, flight: Flight) -> None:
@@ -361,7 +490,7 @@ class ReferenceCore:
             new_blocks = new_full_blocks(self._prompt[r], stored, self._block_tokens)
             self._persist(r, PERSIST_GENERATED_PATH, flight.de, new_blocks)
             full = self._prompt[r] // self._block_tokens
-            self._machine.buffer(flight.de).keep(agent, full, full + new_blocks)
+            self._machine.buffer(flight.de).cache(agent, full, full + new_blocks)
         if r < self._last_round[agent]:
             self._events.at(now_ns + self._delay_ns[r + 1], self._submit, r + 1)
         for child in self._children.get(r, ()):
@@ -374,13 +503,15 @@ class ReferenceCore:
         stored_ns = self._machine.charge(path, de, de, blocks * self._limits.block_bytes)
         self._stored_ns[agent] = max(self._stored_ns[agent], stored_ns)
 
-    def _give_back_prefill(self, r: int, flight: Flight) -> None:
+    def _release_prefill(self, r: int, flight: Flight) -> None:
         if flight.pe_blocks:
-            agent, whole = self._agent_of[r], flight.whole_at_prefill()
+            agent = self._agent_of[r]
+            whole = flight.whole_at_prefill() if self._machine.has_dram_tier else 0
             buffer = self._machine.buffer(flight.pe)
             buffer.release(agent, flight.pe_first, flight.pe_blocks, whole)
 
-    def _give_back_decode(self, r: int, flight: Flight) -> None:
-        agent, whole = self._agent_of[r], flight.whole_at_decode()
+    def _release_decode(self, r: int, flight: Flight) -> None:
+        agent = self._agent_of[r]
+        whole = flight.whole_at_decode() if self._machine.has_dram_tier else 0
         buffer = self._machine.buffer(flight.de)
         buffer.release(agent, 0, flight.prompt_blocks, whole)

@@ -1,4 +1,4 @@
-"""Drives the live system's ``RequestScheduler``: ids, true loads, reports and fetches (§6.1)."""
+"""Drives the live system's ``RequestScheduler``: its ids, engines' reports and fetches (§6.1)."""
 
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -9,11 +9,9 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.derived import Limits
-from dualpath.model.sim.layout import ClusterLayout
-from dualpath.model.sim.reference.events import EventQueue
+from dualpath.model.sim.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
+from dualpath.model.sim.reference.machine import EventQueue
 from dualpath.model.sim.rules import first_group, next_multiple_ns, to_ns
-from dualpath.model.sim.scheduling import engine_specs, scheduler_settings
 from dualpath.model.sim.settings import Setup
 from dualpath.policy.events import Assignment, EngineReport, Granted
 from dualpath.policy.role_loads import RoleQueue
@@ -60,13 +58,13 @@ class _Account:
 
 
 class RoundWatch(Protocol):
-    """Notified how far rounds are, right after the scheduler was."""
+    """Is notified of the progress of rounds, right after the scheduler."""
 
     def loaded(self, round_index: int) -> None:
         """All hits of a round are in DRAM."""
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
-        """The PE is through with a round."""
+        """The PE has prefilled a round."""
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A round is over."""
@@ -81,7 +79,7 @@ class _Group(NamedTuple):
 
 
 class SchedulerDriver:
-    """Submits rounds, lets groups fetch while any waits, and hands on the assignments."""
+    """Submits rounds, lets groups fetch while any round waits, and passes on the assignments."""
 
     def __init__(
         self,
@@ -92,8 +90,11 @@ class SchedulerDriver:
         events: EventQueue,
         assigned: Callable[[int, Assignment], None],
     ) -> None:
-        self._setup = setup
-        self._agents = agents
+        self._block_tokens = setup.cluster.block_tokens
+        # Lists, which Python reads faster than arrays.
+        self._prompt_tokens = agents.prompt_tokens.tolist()
+        self._hit_tokens = agents.hit_tokens.tolist()
+        self._generated_tokens = agents.generated_tokens.tolist()
         self._events = events
         self._assigned = assigned
         self._interval_ns = to_ns(setup.cluster.fetch_interval_s)
@@ -111,43 +112,46 @@ class SchedulerDriver:
             for group in layout.groups
         ]
 
-    def submit(self, round_index: int, kept_blocks: dict[int, int]) -> None:
-        """Let a round wait; ``kept_blocks`` at the head of its context lie in engines' DRAM."""
-        hit_tokens = int(self._agents.hit_tokens[round_index])
-        hit_blocks = holding_blocks(hit_tokens, self._setup.cluster.block_tokens)
+    def submit(self, round_index: int, cached_blocks: dict[int, int]) -> None:
+        """Let a round wait; engines' DRAM holds ``cached_blocks`` at the head of its context."""
+        hit_tokens = self._hit_tokens[round_index]
+        hit_blocks = holding_blocks(hit_tokens, self._block_tokens)
         request = Request(
             request_id=str(round_index),
-            prompt_tokens=int(self._agents.prompt_tokens[round_index]),
+            prompt_tokens=self._prompt_tokens[round_index],
             hit_tokens=hit_tokens,
-            max_new_tokens=int(self._agents.generated_tokens[round_index]),
+            max_new_tokens=self._generated_tokens[round_index],
             cached=tuple(
-                CachedPrefix(str(engine), min(blocks, hit_blocks))
-                for engine, blocks in kept_blocks.items()
+                [
+                    CachedPrefix(self._specs[engine].engine_id, min(blocks, hit_blocks))
+                    for engine, blocks in cached_blocks.items()
+                ]
                 if hit_blocks
+                else ()
             ),
         )
         self._scheduler.submit(request)
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
 
-    def granted(self, assignment: Assignment, kept_blocks: Mapping[Role, int]) -> Assignment:
-        """A DE has granted a round's slots, its engines keep so much; return what holds now."""
+    def granted(self, assignment: Assignment, cached_blocks: Mapping[Role, int]) -> Assignment:
+        """A DE has granted a round's slots; return its assignment, maybe re-planned."""
         grant = Granted(
             assignment.request_id,
-            decode_blocks=kept_blocks[Role.DECODE],
-            prefill_blocks=kept_blocks[Role.PREFILL],
+            decode_blocks=cached_blocks[Role.DECODE],
+            prefill_blocks=cached_blocks[Role.PREFILL],
         )
         if not (answer := self._scheduler.granted(grant)):
             return assignment
-        (anew,) = answer
+        (changed,) = answer
         for role in Role:
-            before, after = assignment.at(role), anew.at(role)
+            before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
             self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
-        return anew
+        return changed
 
     def read_more(self, engine: int, tokens: int) -> None:
-        """An engine has so much more to read than it was assigned."""
+        """An engine has to read so many tokens more than it was assigned."""
         self.part_read(engine, -tokens)
 
     def part_read(self, engine: int, tokens: int) -> None:
@@ -163,7 +167,7 @@ class SchedulerDriver:
             self.watch.loaded(round_index)
 
     def prefill_done(self, round_index: int, assignment: Assignment) -> None:
-        """The PE is through with a request."""
+        """The PE has prefilled a request."""
         self._scheduler.prefill_done(str(round_index))
         self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
         if self.watch is not None:
@@ -178,12 +182,12 @@ class SchedulerDriver:
             self.watch.finished(round_index, assignment)
 
     def unfinished(self, engines: range) -> tuple[int, int]:
-        """Return the tokens and requests that engines still have."""
+        """Return the unfinished tokens and requests of engines."""
         accounts = [self._accounts[engine] for engine in engines]
         return sum(a.tokens for a in accounts), sum(a.requests for a in accounts)
 
     def queue(self, role: Role) -> RoleQueue:
-        """Return what a role has and what waits for it; requests that wait count as their mean."""
+        """Return a role's queue; a request that waits counts as the mean of those that wait."""
         lengths, waiting = self._scheduler.queue_lengths(), len(self._waiting)
         count = lengths.prefill if role is Role.PREFILL else lengths.decode
         mean = sum(self._scheduler.request_tokens(r, role) for r in self._waiting.values())
@@ -193,11 +197,11 @@ class SchedulerDriver:
         return RoleQueue(placed + (waiting - count) * mean, count, count * mean)
 
     def retire(self, engines: range) -> None:
-        """Let engines get nothing new; what they were assigned goes on and stays on their accounts.
+        """Assign nothing more to engines; what they were assigned continues and stays counted.
 
-        The scheduler forgets a lost engine's requests, also what they weigh at their other
-        engine unless that has reported them: so everybody reports first.  Requests that had this
-        PE but no DE yet are on no machine and wait anew, behind the others.
+        The scheduler removes the requests of a lost engine, also from the load of their other
+        engine, unless that has reported them: so all engines report first.  Requests that had this
+        PE but no DE yet are on no engine; they are submitted again and wait behind the others.
         """
         for group in self._groups:
             self._report(group)
@@ -214,7 +218,7 @@ class SchedulerDriver:
         self._groups = [group for group in self._groups if group.members]
 
     def join(self, engines: range, role: Role) -> None:
-        """Let retired engines without work serve in a role, as a group of their own."""
+        """Let idle retired engines serve in a role, as a group of their own."""
         name = f"{role}-node-{self._specs[engines[0]].node}"
         for engine in engines:
             spec = msgspec.structs.replace(self._specs[engine], role=role, group=name)
@@ -238,7 +242,7 @@ class SchedulerDriver:
             self._expect_fetch(self._events.now_ns + 1)
 
     def _in_turn(self) -> list[_Group]:
-        """Return the PE groups, another one first at every tick, then the DE groups."""
+        """Return the PE groups, with another one first at every tick, then the DE groups."""
         prefill = [group for group in self._groups if group.role is Role.PREFILL]
         decode = [group for group in self._groups if group.role is Role.DECODE]
         first = first_group(self._events.now_ns, self._interval_ns, max(len(prefill), 1))

@@ -1,22 +1,22 @@
 """Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
 
-Every ``interval_s`` the live router's own policy (``policy.role_policy``) observes how both roles
-fare, measures what it needs to know and decides.
+Every ``interval_s`` the live router's own policy (``policy.role_policy``) measures the load of both
+roles and decides.
 
-A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
-it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
-those it has (nothing is recomputed or sent elsewhere), and ``switch_s`` later its engines join the
-other role as a group and with lock-step as a unit of their own; what they leave behind steps as a
-smaller unit.  Costs per token and HBM are those of the new role's other engines: how much wider or
-narrower experts are then spread is not modelled.  One node at most is on its way.
+A ``Move`` takes from the giving role the serving node with the fewest unfinished tokens, since it
+is empty soonest; of equal nodes the one with the highest number.  The node gets no new requests and
+finishes those it has (nothing is recomputed or sent elsewhere).  ``switch_s`` later its engines
+join the other role as a group of their own, with lock-step also as a unit of their own; the unit
+that they left steps with fewer engines.  Costs per token and HBM are those of the new role's other
+engines: experts that are spread over more or fewer GPUs are not modelled.  At most one node changes
+its role at a time.
 """
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.derived import Limits
 from dualpath.model.sim.reference.driver import SchedulerDriver
-from dualpath.model.sim.reference.events import EventQueue
-from dualpath.model.sim.reference.machine import SimulatedMachine
+from dualpath.model.sim.reference.machine import EventQueue, SimulatedMachine
 from dualpath.model.sim.reference.record import Record
 from dualpath.model.sim.reference.units import Units
 from dualpath.model.sim.result import NS_PER_S, RoleMove
@@ -29,7 +29,7 @@ from dualpath.policy.role_policy import RolePolicy
 
 
 class Rebalancing:
-    """Watches rounds, asks the policy and carries its moves out."""
+    """Measures rounds, asks the policy and executes its moves."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Rebalancing:
         machine: SimulatedMachine,
         units: Units,
     ) -> None:
-        """Start looking; ``driver`` reports rounds from now on."""
+        """Start; ``driver`` reports rounds from now on."""
         self._settings = settings
         # Both roles have equal engines where nodes change theirs.
         self._node_engines = setup.cluster.node_engines(Role.PREFILL)
@@ -67,16 +67,16 @@ class Rebalancing:
         self._ttft_s: list[float] = []
         self._tpot_s: list[float] = []
         driver.watch = self
-        events.at(to_ns(settings.interval_s), self._look)
+        events.at(to_ns(settings.interval_s), self._tick)
 
     # What the driver reports.
 
     def loaded(self, round_index: int) -> None:
-        """A prompt waits for its PE."""
+        """A prompt waits at its PE."""
         self._policy.loaded(str(round_index), int(self._agents.prompt_tokens[round_index]))
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
-        """A PE is through with a prompt."""
+        """A PE has prefilled a prompt."""
         r, record = round_index, self._record
         self._policy.prefilled(str(r), assignment.decode_tokens, self._now_s)
         waited_ns = record.first_token_ns[r] - record.submitted_ns[r]
@@ -84,7 +84,7 @@ class Rebalancing:
         self._leave_if_empty()
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
-        """A DE is through with a round."""
+        """A DE has finished a round."""
         r, record = round_index, self._record
         self._policy.over(str(r), self._now_s)
         later = int(self._agents.generated_tokens[r]) - 1
@@ -93,17 +93,17 @@ class Rebalancing:
             self._tpot_s.append(took_ns / later / NS_PER_S)
         self._leave_if_empty()
 
-    # Looking.
+    # Deciding.
 
-    def _look(self) -> None:
+    def _tick(self) -> None:
         decision = self._decision()
         if isinstance(decision, Move):
             self._begin(decision)
         self._ttft_s, self._tpot_s = [], []
-        # Without anything else to come the run is over.
+        # The run is over if no other event is left.
         if self._events.next_ns() is not None:
             next_ns = self._events.now_ns + to_ns(self._settings.interval_s)
-            self._events.at(next_ns, self._look)
+            self._events.at(next_ns, self._tick)
 
     def _decision(self) -> Decision:
         prefill, decode = len(self._nodes[Role.PREFILL]), len(self._nodes[Role.DECODE])
@@ -140,7 +140,7 @@ class Rebalancing:
         if node is None or self._driver.unfinished(self._engines(node))[1]:
             return
         self._draining = None
-        # After the round whose end this is has given everything back.
+        # After the round that ends now has freed everything.
         self._events.at(self._events.now_ns, self._leave, len(self._record.moves) - 1)
 
     def _leave(self, index: int) -> None:

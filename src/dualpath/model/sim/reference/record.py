@@ -1,11 +1,11 @@
-"""Collects what happened and turns it into columns."""
+"""Collects times, passes, moves and decisions of a run, and returns them as columns."""
 
 import numpy as np
 
 from dualpath.core.cluster import Role
 from dualpath.laboratory.workload.columns.agent_table import AgentTable
 from dualpath.model.sim.reference.machine import SimulatedMachine
-from dualpath.model.sim.reference.prefill import Pass
+from dualpath.model.sim.reference.units import Pass
 from dualpath.model.sim.result import (
     Batches,
     Decisions,
@@ -21,7 +21,7 @@ DecisionRow = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 class Record:
-    """Stage times per round as lists, batches, moves of nodes, and decisions if asked for."""
+    """Stage times per round, forward passes, moves of nodes, and decisions if asked for."""
 
     def __init__(self, agents: AgentTable, record_decisions: bool) -> None:
         self._agents = agents
@@ -41,9 +41,9 @@ class Record:
         self.moves: list[RoleMove] = []
 
     def assigned(
-        self, r: int, assignment: Assignment, kept_tokens: dict[Role, int], now_ns: int
+        self, r: int, assignment: Assignment, cached_tokens: dict[Role, int], now_ns: int
     ) -> None:
-        """Note an assignment, and what is taken from the DRAM of its engines."""
+        """Record an assignment, and the tokens taken from the DRAM of its engines."""
         self.assigned_ns[r] = now_ns
         if self._decisions is None:
             return
@@ -57,13 +57,13 @@ class Record:
                 PE_REASONS.index(assignment.pe_reason),
                 DE_REASONS.index(assignment.de_reason),
                 READ_REASONS.index(assignment.read_reason),
-                kept_tokens[Role.PREFILL],
-                kept_tokens[Role.DECODE],
+                cached_tokens[Role.PREFILL],
+                cached_tokens[Role.DECODE],
             )
         )
 
     def batch(self, unit: int, formed: Pass, start_ns: int, end_ns: int) -> None:
-        """Note a forward pass."""
+        """Record a forward pass."""
         self._batches.append(
             (
                 start_ns,
@@ -76,7 +76,7 @@ class Record:
         )
 
     def finish(self, r: int, now_ns: int) -> None:
-        """Note the end of a round."""
+        """Record the end of a round."""
         self.finished_ns[r] = now_ns
         self.finished += 1
 
@@ -91,7 +91,7 @@ class Record:
         events: int,
         dram_tier_hit_tokens: int,
     ) -> SimulationResult:
-        """Return everything as columns."""
+        """Return the result of the run."""
         return SimulationResult(
             setup=setup,
             agents=self._agents,
@@ -121,8 +121,8 @@ def _decisions(rows: list[DecisionRow]) -> Decisions:
     table = np.array(rows, np.int64).reshape(-1, 10)
     rounds, prefill, decode, at_prefill, at_decode = (table[:, i].copy() for i in range(5))
     pe, de, read = (table[:, i].astype(np.int8) for i in range(5, 8))
-    kept = (table[:, i].copy() for i in (8, 9))
-    return Decisions(rounds, prefill, decode, at_prefill, at_decode, pe, de, read, *kept)
+    cached = (table[:, i].copy() for i in (8, 9))
+    return Decisions(rounds, prefill, decode, at_prefill, at_decode, pe, de, read, *cached)
 
 
 def _link_use(machine: SimulatedMachine, window_ns: int, end_ns: int) -> LinkUse:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim import carried
+from dualpath.model.sim import rules
 from dualpath.plan.movements import LOAD_FROM_DE_BUFFER, LOAD_FROM_PE_BUFFER, RELOAD_CHUNK
 from dualpath.plan.steps import (
     PromptLayout,
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 16
 
 
 class Prompt(NamedTuple):
-    """A layout, and the same in the numbers of ``carried``: what the sides were found to keep."""
+    """A layout, and the same in the numbers of ``sim.rules``: what the sides were found to keep."""
 
     layout: PromptLayout
     found: dict[Role, int]
@@ -86,7 +86,7 @@ def test_each_side_reads_what_its_runs_say(prompt):
             if run.side is side
             for step in run_reads(layout.geometry, run)
         )
-        read = carried.read_bytes(
+        read = rules.read_bytes(
             prompt.kinds,
             side is Role.DECODE,
             prompt.found[side],
@@ -110,11 +110,11 @@ def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
             for step in load_steps(layout, layer, chunk, resident=resident):
                 loaded[step.movement.label] += step.bytes
             sent += sum(step.bytes for step in send_steps(layout, layer, chunk))
-        assert carried.load_bytes(prompt.kinds, first, *place, BLOCK_TOKENS, resident) == tuple(
+        assert rules.load_bytes(prompt.kinds, first, *place, BLOCK_TOKENS, resident) == tuple(
             loaded[movement.label]
             for movement in (LOAD_FROM_PE_BUFFER, LOAD_FROM_DE_BUFFER, RELOAD_CHUNK)
         )
-        assert sent == carried.send_bytes(
+        assert sent == rules.send_bytes(
             prompt.kinds, blocks, first, *place, layout.prompt_tokens, BLOCK_TOKENS
         )
         first += blocks
@@ -124,7 +124,7 @@ def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
 def test_a_decode_engine_fills_its_memory_with_what_its_steps_say(prompt):
     layout = prompt.layout
     planned = sum(step.bytes for step in decode_steps(layout))
-    assert carried.fill_bytes(prompt.kinds, layout.prompt_tokens, BLOCK_TOKENS) == planned
+    assert rules.fill_bytes(prompt.kinds, layout.prompt_tokens, BLOCK_TOKENS) == planned
 
 
 @given(prompts())
@@ -144,7 +144,7 @@ def test_no_buffer_keeps_a_block_that_lacks_layers(prompt):
     computed = layout.prompt_tokens // BLOCK_TOKENS
     whole[Role.DECODE] |= set(range(layout.hit_blocks if windows else 0, computed))
     hit_tokens = layout.hit_blocks * BLOCK_TOKENS
-    at_prefill = carried.whole_at_prefill(
+    at_prefill = rules.whole_at_prefill(
         prompt.kinds,
         found[Role.PREFILL],
         prompt.pe_first,
@@ -152,7 +152,7 @@ def test_no_buffer_keeps_a_block_that_lacks_layers(prompt):
         hit_tokens,
         BLOCK_TOKENS,
     )
-    at_decode = carried.whole_at_decode(
+    at_decode = rules.whole_at_decode(
         prompt.kinds,
         found[Role.DECODE],
         prompt.pe_first,
@@ -176,5 +176,5 @@ def _in_a_row(blocks: set[int], first: int) -> int:
 def test_a_table_of_kinds_may_be_an_array(prompt):
     """The compiled core's, that is."""
     tokens, kinds = prompt.layout.prompt_tokens, prompt.kinds
-    as_array = carried.fill_bytes(np.array(kinds), tokens, BLOCK_TOKENS)
-    assert as_array == carried.fill_bytes(kinds, tokens, BLOCK_TOKENS)
+    as_array = rules.fill_bytes(np.array(kinds), tokens, BLOCK_TOKENS)
+    assert as_array == rules.fill_bytes(kinds, tokens, BLOCK_TOKENS)
