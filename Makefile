@@ -74,11 +74,11 @@ version:
 
 # README as a stranger types it, in a fresh clone with a new home; see its --help for less.
 newcomer:
-	@"$(PYTHON)" -m benchmarks.newcomer $(NEWCOMER)
+	@"$(PYTHON)" -m dualpath_lab.benchmarks.newcomer $(NEWCOMER)
 
 # Real clients, each in an environment of its own under .cache/, against a small cluster.
 clients: $(STAMP)
-	@$(BIN)/python benchmarks/clients/run.py --environments .cache/clients $(CLIENTS)
+	@$(BIN)/python lab/dualpath_lab/benchmarks/clients/run.py --environments .cache/clients $(CLIENTS)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \

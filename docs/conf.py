@@ -28,7 +28,7 @@ include_patterns = [
     "CONTRIBUTING.md",
     "CHANGELOG.md",
     "docs/**.md",
-    "benchmarks/**.md",
+    "lab/dualpath_lab/benchmarks/**.md",
 ]
 #: Folders that are not worth walking; a virtual environment holds thousands.
 exclude_patterns = [".*", "build", "dist", "runs", "shared", "src", "tests", "**/node_modules"]
@@ -105,9 +105,9 @@ NAVIGATION = {
         "docs/evaluation",
         "docs/simulator",
         "docs/beyond",
-        "benchmarks/README",
-        "benchmarks/*/README",
-        "benchmarks/*/*/README",
+        "lab/dualpath_lab/benchmarks/README",
+        "lab/dualpath_lab/benchmarks/*/README",
+        "lab/dualpath_lab/benchmarks/*/*/README",
     ),
     "Reference": ("docs/reference/settings", "docs/reference/cli", "docs/reference/*"),
     "Internals": (

@@ -3,9 +3,8 @@
 import asyncio
 import sys
 
-from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.replay.client import replay
-from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.workload.formats import read_trace
+from dualpath.workload.replay.client import ReplayOptions, replay
 
 
 def main(trace: str, endpoint: str = "http://127.0.0.1:8000") -> None:

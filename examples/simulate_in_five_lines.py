@@ -1,11 +1,11 @@
 """Simulates DualPath on the paper's cluster; other modes, models and traces work the same way."""
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.generator import DATASETS, generate_agents
-from dualpath.model.catalog.costs import load_model_costs
-from dualpath.model.catalog.load import load_cluster
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import Setup
+from dualpath.workload.columns.generator import DATASETS, generate_agents
+from dualpath_sim.catalog.costs import load_model_costs
+from dualpath_sim.catalog.load import load_cluster
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import Setup
 
 cluster = load_cluster("paper-660b")
 model = load_model_costs("ds-v3.2", "hopper", cluster)

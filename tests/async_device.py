@@ -15,11 +15,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from random import Random
 
-from dualpath.engine.device import DeviceCopier, DeviceEvent
-from dualpath.engine.event_waiter import EventWaiter
-from dualpath.engine.hbm_copy import HbmCopier
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.pump import Completion, TransferPump
+from dualpath.engine.passes.device import DeviceCopier, DeviceEvent
+from dualpath.engine.passes.hbm_copy import HbmCopier
+from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.pump import Completion, EventWaiter, TransferPump
 from dualpath.engine.threads import Event, TimeLimit
 from dualpath.transport.contract import (
     AgentInfo,

@@ -4,9 +4,9 @@ That is how the loop of ``sim.compiled.core`` calls it.  On a tuple of arrays th
 each function would be compiled once more, which takes longer than all that is tested with it.
 """
 
-from dualpath.model.sim.compiled import scheduler
-from dualpath.model.sim.compiled.jit import hold, lean
-from dualpath.model.sim.compiled.tables import SchedulerState
+from dualpath_sim.simulator.compiled import scheduler
+from dualpath_sim.simulator.compiled.jit import hold, lean
+from dualpath_sim.simulator.compiled.tables import SchedulerState
 
 
 @lean

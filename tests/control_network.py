@@ -15,12 +15,11 @@ from typing import Generic, TypeVar
 import zmq
 import zmq.asyncio
 
-from dualpath.core.control import EngineMessage
-from dualpath.core.message import Message
+from dualpath.core.control import EngineMessage, Message
+from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusals
 from dualpath.router.service import RouterService
-from dualpath.transport.cluster_secret import ClusterSecret
 
 T = TypeVar("T")
 

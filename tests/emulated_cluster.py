@@ -8,19 +8,19 @@ from typing import Any
 
 import aiohttp
 import msgspec
+from dualpath_lab.emulated.process import EmulatedEngine, emulated_engine
+from dualpath_lab.emulated.router_server import emulated_router
+from dualpath_lab.emulated.settings import EmulatedSettings, block_geometry
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.engine.control.surroundings import Surroundings
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.surroundings import Surroundings
-from dualpath.laboratory.emulated.front_door import emulated_router
-from dualpath.laboratory.emulated.process import EmulatedEngine, emulated_engine
-from dualpath.laboratory.emulated.settings import EmulatedSettings, block_geometry
-from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric
+from dualpath_sim.simulator.settings import DecodeCosts, ModelCosts, PrefillCosts
 from tests.control_network import Arrivals
 from tests.guard import GUARD_S
 from tests.ranked_harness import CountingTransport

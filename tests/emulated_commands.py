@@ -1,7 +1,7 @@
 """Small emulated engines in shared memory, for clusters launched like those of vLLM."""
 
-from dualpath.laboratory.emulated.commands import emulated_commands
-from dualpath.laboratory.emulated.settings import EmulatedOptions
+from dualpath_lab.emulated.commands import emulated_commands
+from dualpath_lab.emulated.settings import EmulatedOptions
 
 EMULATED = emulated_commands(
     EmulatedOptions(

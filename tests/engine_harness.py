@@ -16,26 +16,28 @@ import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.control import Registered, Report, RouterMessage
-from dualpath.core.message import Message
-from dualpath.core.modes import Mode
-from dualpath.core.request_messages import (
+from dualpath.core.control import (
     Assign,
+    Message,
     Persist,
     Read,
     ReadDone,
+    Registered,
     Release,
     Released,
+    Report,
     Reserved,
+    RouterMessage,
 )
+from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.hbm_layout import shared_layers
-from dualpath.engine.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.passes.hbm_layout import shared_layers
+from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.step_transfers import PrefillChunk
 from dualpath.engine.threads import OS_THREADS, Threads
-from dualpath.engine.traffic_manager import TrafficManager
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage

@@ -12,8 +12,8 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import SpawnedProcess
 from tests.guard import GUARD_S
 
 ETCD = shutil.which("etcd")

@@ -4,8 +4,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from dualpath.engine.cache_directory import cache_directory
-from dualpath.laboratory.models.prepared import read_stamp
+from dualpath_lab.models.prepared import read_stamp
+
+from dualpath.node.cache_directory import cache_directory
 
 _NAME = "tests"
 

@@ -11,8 +11,8 @@ import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.pass_transfers import PassTransfers
+from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.pass_transfers import PassTransfers
 from dualpath.transport.contract import RegionInfo
 
 #: As ``setattr``, for good or for one test.

@@ -13,31 +13,28 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from dualpath_lab.emulated.ranks import ThreadRanks
 from numpy.typing import NDArray
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockKey, PartSlice
 from dualpath.core.cluster import Role
-from dualpath.core.control import Registered
-from dualpath.core.message import Message
+from dualpath.core.control import Message, Persist, Registered
 from dualpath.core.modes import Mode
-from dualpath.core.parts import PartSlice
-from dualpath.core.request_messages import Persist
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.device import HostDevice
-from dualpath.engine.follower import FollowedPass, Follower
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.hbm_layout import HbmLayout, HbmPart
-from dualpath.engine.rank import RankPlace
+from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.passes.device import HostDevice
+from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.hbm_layout import HbmLayout, HbmPart
+from dualpath.engine.passes.step_transfers import Replica
+from dualpath.engine.ranks.follower import FollowedPass, Follower
+from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.step_transfers import Replica
-from dualpath.engine.traffic_manager import TrafficManager
-from dualpath.laboratory.emulated.ranks import ThreadRanks
 from dualpath.plan.counts import new_full_blocks
 from dualpath.storage.contract import BlockStorage
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Transport
-from dualpath.transport.copying import CopyTransfer
+from dualpath.transport.copy_transport import CopyTransfer
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
 from tests.engine_harness import (

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.result import Decisions, SimulationResult
-from dualpath.model.sim.settings import (
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.simulator.result import Decisions, SimulationResult
+from dualpath_sim.simulator.settings import (
     ClusterSettings,
     DecodeCosts,
     ModelCosts,

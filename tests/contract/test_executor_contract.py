@@ -12,12 +12,9 @@ from tests.launched import ENTRY
 from tests.ray_cluster import RayCluster
 
 from dualpath.core.cluster import Role
-from dualpath.ops.launch.executor import Executor, Launch, Place
-from dualpath.ops.launch.local_executor import LocalExecutor
-from dualpath.ops.launch.managed_process import ManagedProcess
-from dualpath.ops.launch.process import Supervisor
-from dualpath.ops.launch.settings import LocalClusterSettings
-from dualpath.ops.launch.units import Unit
+from dualpath.launch.executor import Executor, Launch, LocalExecutor, Place, Unit
+from dualpath.launch.process import ManagedProcess, Supervisor
+from dualpath.launch.settings import LocalClusterSettings
 
 ENGINE = Unit("pe-0", ("pe-0",), Role.PREFILL)
 GROUP = Unit("de-0", ("de-0-dp0", "de-0-dp1"), Role.DECODE)
@@ -33,7 +30,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Executor]:
         yield LocalExecutor(settings(), preload=())
         return
     cluster: RayCluster = request.getfixturevalue("ray_cluster")
-    from dualpath.ops.launch.ray_executor import RayExecutor
+    from dualpath.launch.ray_executor import RayExecutor
 
     made = RayExecutor(settings(ray_address=cluster.address), environment={})
     made.reserve([ENGINE, GROUP])

@@ -6,23 +6,19 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from tests.kept_storage import BLOCK_BYTES, DIGEST, PAYLOAD, PLACE, chain
+from tests.maintained_storage import BLOCK_BYTES, DIGEST, PAYLOAD, PLACE, chain
 from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 
 from dualpath.core.blocks import BlockOrigin, chain_root
-from dualpath.policy.quotas import StorageLimits
-from dualpath.storage.block_file import encode_header
-from dualpath.storage.checks import run_origins
-from dualpath.storage.directory import object_name
+from dualpath.storage.block_file import Sections, encode_header
+from dualpath.storage.contract import run_origins
 from dualpath.storage.janitor import Janitor
 from dualpath.storage.journal import Journal
-from dualpath.storage.memory_objects import MemoryObjects
-from dualpath.storage.objects import ObjectTree
-from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import RetryPolicy
-from dualpath.storage.s3_objects import S3Objects
-from dualpath.storage.sections import Sections
+from dualpath.storage.objects import MemoryObjects, ObjectTree, PosixObjects
+from dualpath.storage.posix import object_name
+from dualpath.storage.quotas import StorageLimits
+from dualpath.storage.s3 import S3Objects
+from dualpath.storage.s3_client import RetryPolicy, S3Client
 
 TREES = [
     *("memory", "posix", "s3"),

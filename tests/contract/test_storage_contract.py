@@ -17,21 +17,17 @@ from tests.s3_servers import RCLONE, FaultyS3, rclone_s3
 from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, Protection, StoreNamespace, block_keys
-from dualpath.policy.write_gate import WriteGate
 from dualpath.storage.contract import BlockStorage
-from dualpath.storage.directory import namespace_name
 from dualpath.storage.journal import Journal
-from dualpath.storage.keeper import MaintainedStorage, StorageMaintenance
-from dualpath.storage.key_ring import KeyRing
-from dualpath.storage.lengths import LengthOnlyStorage
+from dualpath.storage.maintenance import MaintainedStorage, StorageMaintenance
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
-from dualpath.storage.objects import ObjectTree
-from dualpath.storage.posix import PosixStorage
-from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.remembering import LookupCachingStorage
+from dualpath.storage.objects import ObjectTree, PosixObjects
+from dualpath.storage.posix import LengthOnlyStorage, PosixStorage, namespace_name
+from dualpath.storage.quotas import WriteGate
 from dualpath.storage.s3 import S3Storage
-from dualpath.storage.throttle import ThrottledStorage
+from dualpath.storage.sealed_blocks import KeyRing
+from dualpath.storage.wrapping import LookupCachingStorage, ThrottledStorage
 from dualpath.transport.memory import allocate_registered
 from dualpath.transport.nixl_storage import NixlReader
 

@@ -19,7 +19,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
-from dualpath.storage.host_process import has_exited, this_process
+from dualpath.node.host_process import has_exited, this_process
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,

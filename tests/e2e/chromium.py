@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.launch.process import SpawnedProcess
 
 #: Widths of pictures: a desktop screen, and a telephone in both orientations.
 WIDTHS = (1280, 390)

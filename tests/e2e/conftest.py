@@ -55,7 +55,7 @@ def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Reader]
     pytest.importorskip("nixl_cu12")
     from tests.e2e.emulated_reader import Reader
 
-    from dualpath.ops.launch.process import Supervisor
+    from dualpath.launch.process import Supervisor
 
     monkeypatch.chdir(tmp_path)
     with Supervisor() as processes:

@@ -12,6 +12,8 @@ import random
 from pathlib import Path
 from typing import Any
 
+from dualpath_lab.emulated.router_server import RouterServer
+from dualpath_lab.emulated.settings import block_geometry
 from tests.e2e.chromium import THEMES, WIDTHS, Tab, chromium_for, open_tab
 from tests.e2e.test_dashboard_browser import simulation
 from tests.emulated_cluster import Cluster, cluster
@@ -19,11 +21,9 @@ from tests.unit.dashboard_cluster import large_cluster
 from tests.unit.test_workload_report import result, turn
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import RouterServer
-from dualpath.laboratory.emulated.settings import block_geometry
-from dualpath.laboratory.workload.replay.result import write_result
-from dualpath.model.sim.settings import DecodeCosts, ModelCosts, PrefillCosts
 from dualpath.router.http.server import serving_app
+from dualpath.workload.replay.result import write_result
+from dualpath_sim.simulator.settings import DecodeCosts, ModelCosts, PrefillCosts
 
 #: Of the picture in the docs: down to the tables of nodes.
 DOCS_HEIGHT = 1062

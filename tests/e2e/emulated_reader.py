@@ -11,7 +11,7 @@ from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor, local
+from dualpath.launch.process import SpawnedProcess, Supervisor, local
 
 #: The reader's own: small, since a block of the page's model is 16 MB.
 TRACE = '{"session_id": "a", "rounds": [[256, 20], [30, 10]]}\n'

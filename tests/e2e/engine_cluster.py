@@ -26,15 +26,15 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import DEFAULT_MODE
-from dualpath.ops.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
-from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import Supervisor
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import ENGINE_ENTRY, DpRank, engine_command, engine_id, rank_id
+from dualpath.launch.fork_server import ForkedProcess
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import Supervisor
+from dualpath.launch.settings import LocalClusterSettings
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.block_header import HEADER_BYTES, decode_header
+from dualpath.storage.block_file import HEADER_BYTES, decode_header
 from dualpath.storage.posix import PosixStorage
 from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import (

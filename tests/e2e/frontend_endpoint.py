@@ -11,12 +11,12 @@ from contextlib import closing
 import numpy as np
 import torch
 import uvicorn
+from dualpath_lab.models.random_models import END_ID
 from tests.guard import GUARD_S
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.laboratory.models.tiny import END_ID
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.roles import Roles
 from dualpath.router.engine_calls import TokenEvent

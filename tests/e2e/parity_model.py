@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath_lab.models.random_models import make_tiny_model
 
 THINKING_TOKENS = ("<think>", "</think>")
 

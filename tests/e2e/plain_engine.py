@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from dualpath_lab.models.random_models import make_tiny_model
 from tests.guard import GUARD_S
 
-from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
-from dualpath.laboratory.workload.conversation.text_session import TextSession
-from dualpath.laboratory.workload.formats import read_trace
-from dualpath.ops.launch.commands import ENGINE_ENTRY
-from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.commands import ENGINE_ENTRY
+from dualpath.launch.fork_server import ForkedProcess
+from dualpath.launch.ports import claim_port
+from dualpath.workload.conversation.prompts import load_encoder
+from dualpath.workload.conversation.text_session import TextSession
+from dualpath.workload.formats import read_trace
 
 MAX_MODEL_LEN = 4096
 

@@ -4,15 +4,15 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
+from dualpath_lab.faults.cluster import Relay
 from tests.guard import GUARD_S
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import addresses, control, request_messages
+from dualpath.core import cluster, control
+from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
-from dualpath.engine import router_session
-from dualpath.engine.link import ControlLink
-from dualpath.engine.router_connection import ZmqRouterConnection
-from dualpath.laboratory.chaos.proxy import Relay
+from dualpath.engine.control import link as router_session
+from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
@@ -41,7 +41,7 @@ class Router:
     def on_missed(self, missed: Sequence[EngineInfo]) -> None:
         self.events.put_nowait("missed")
 
-    def on_dead(self, writer: addresses.Writer) -> None:
+    def on_dead(self, writer: cluster.Writer) -> None:
         self.events.put_nowait("dead")
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
@@ -50,7 +50,7 @@ class Router:
             if message.request_id == "last":
                 self.events.put_nowait("last")
 
-    def doubted(self) -> Iterable[addresses.Writer]:
+    def doubted(self) -> Iterable[cluster.Writer]:
         return ()
 
 

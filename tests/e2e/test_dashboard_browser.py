@@ -9,6 +9,7 @@ from urllib.parse import quote
 import msgspec
 import pytest
 from aiohttp import web
+from dualpath_lab.emulated.router_server import RouterServer
 from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
 from tests.emulated_cluster import cluster
 from tests.unit.dashboard_cluster import ReportedCluster, large_cluster
@@ -20,7 +21,6 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Event
-from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.settings import RouterSettings

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from dualpath_lab.emulated.commands import emulated_commands
+from dualpath_lab.emulated.settings import EmulatedOptions, Verify
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_rolling_restart import AGENTS, Agents, well_after
 
 from dualpath.cli.main import main
-from dualpath.laboratory.emulated.commands import emulated_commands
-from dualpath.laboratory.emulated.settings import EmulatedOptions, Verify
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.local_executor import LocalExecutor
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.executor import LocalExecutor
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.settings import LocalClusterSettings
 
 
 @contextlib.asynccontextmanager
@@ -44,7 +44,7 @@ async def serving(
         verify=Verify.FULL,
         transport="memory",
     )
-    executor = LocalExecutor(settings, ["dualpath.cli.emulate"])
+    executor = LocalExecutor(settings, ["dualpath_lab.cli.emulate"])
     with LocalCluster(settings, executor=executor, commands=emulated_commands(options)) as cluster:
 
         async def watch() -> None:

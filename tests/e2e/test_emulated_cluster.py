@@ -12,6 +12,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from dualpath_lab.emulated.metrics import engine_counts
+from dualpath_lab.emulated.router_server import emulated_router
 from tests.control_network import Arrivals
 from tests.e2e.small_costs import COSTS
 from tests.guard import GUARD_S
@@ -19,22 +21,15 @@ from tests.stored_runs import stored_head
 
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import emulated_router
-from dualpath.laboratory.emulated.metrics import engine_counts
-from dualpath.laboratory.workload.replay.client import RealClock
-from dualpath.laboratory.workload.replay.stream import (
-    CompletionBody,
-    complete,
-    completion_body,
-)
-from dualpath.ops.launch.managed_process import ManagedProcess
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.launch.process import ManagedProcess, SpawnedProcess, Supervisor
 from dualpath.plan.counts import new_full_blocks
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
 from dualpath.storage.factory import open_storage
-from dualpath.storage.key_ring import KeyRing
+from dualpath.storage.sealed_blocks import KeyRing
+from dualpath.workload.replay.client import RealClock
+from dualpath.workload.replay.endpoint import CompletionBody, complete, completion_body
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import aiohttp
 import pytest
+from dualpath_lab.emulated.router_server import emulated_router
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import (
     ENGINE,
@@ -21,10 +22,9 @@ from tests.e2e.test_emulated_cluster import (
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import emulated_router
-from dualpath.ops.launch.process import LocalProcess, all_processes
+from dualpath.launch.process import LocalProcess, all_processes
+from dualpath.node.host_process import process_stat
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import process_stat
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

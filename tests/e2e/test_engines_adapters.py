@@ -14,16 +14,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import NAME, Answer, PlainEngine, Round, in_parallel, play_plain
 from tests.guard import GUARD_S
 
-from dualpath.core.blocks import block_keys
+from dualpath.core.blocks import KeyExtras, block_keys
 from dualpath.core.cluster import Role
-from dualpath.core.key_extras import KeyExtras
-from dualpath.core.key_memory import KeyCache
-from dualpath.laboratory.models.adapter import make_tiny_adapter
-from dualpath.laboratory.models.tiny import make_tiny_model
+from dualpath.core.key_cache import KeyCache
 from dualpath.vllm.engine_arguments import lora_arguments
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

@@ -21,8 +21,8 @@ from tests.listeners import open_listeners
 from dualpath.cli.main import main
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.process import SpawnedProcess, all_processes
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.process import SpawnedProcess, all_processes
 
 pytestmark = pytest.mark.engine
 

@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain, until
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.ops.launch.settings import LocalClusterSettings
-from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.launch.settings import LocalClusterSettings
+from dualpath.storage.block_file import HEADER_BYTES
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 
@@ -44,7 +44,7 @@ AGENTS = [
 
 #: Hints that disable retention and prefetch.
 NO_MORE = {"prefetch": 0, "done": 1}
-FREQUENT_JANITOR = ("--worker-extension-cls", "tests.e2e.hasty_worker.FrequentJanitor")
+FREQUENT_JANITOR = ("--worker-extension-cls", "tests.e2e.frequent_janitor_worker.FrequentJanitor")
 
 
 @pytest.fixture(scope="module")

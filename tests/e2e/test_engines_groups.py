@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
     START_S,
@@ -27,9 +28,8 @@ from tests.e2e.plain_engine import (
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.ports import claim_port
+from dualpath.launch.settings import LocalClusterSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

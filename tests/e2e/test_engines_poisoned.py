@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import TinyKind, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, play_plain
 
 from dualpath.core.cluster import Role
-from dualpath.laboratory.models.tiny import TinyKind, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -22,7 +22,7 @@ AGENT = [
     Round([5 + (11 * index) % 480 for index in range(300)], GENERATE),
 ]
 POISONED = ("--worker-extension-cls", "tests.e2e.poisoned_worker.PoisonedHbm")
-CARELESS = ("--worker-extension-cls", "tests.e2e.careless_worker.UnwaitedHbm")
+CARELESS = ("--worker-extension-cls", "tests.e2e.unwaited_worker.UnwaitedHbm")
 
 
 @pytest.mark.parametrize(("kind", "buffers"), [("qwen2", 1), ("gemma3", 2)])

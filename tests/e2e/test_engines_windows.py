@@ -7,13 +7,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import WINDOW_TOKENS, TinyKind, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.laboratory.models.tiny import WINDOW_TOKENS, TinyKind, make_tiny_model
 from dualpath.plan.steps import run_reads
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]

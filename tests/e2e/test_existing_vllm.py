@@ -17,9 +17,9 @@ from tests.guard import GUARD_S
 
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
-from dualpath.ops.launch.commands import ENGINE_ENTRY
-from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.commands import ENGINE_ENTRY
+from dualpath.launch.fork_server import ForkedProcess
+from dualpath.launch.ports import claim_port
 from dualpath.router.token_api.wire import GENERATE_PATH
 
 pytestmark = pytest.mark.engine

@@ -13,7 +13,7 @@ from tests.emulated_cluster import Cluster, cluster
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.launch.process import SpawnedProcess, Supervisor
 from dualpath.router.settings import RouterSettings
 from dualpath.router.token_api.wire import EventLines
 

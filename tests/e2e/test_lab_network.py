@@ -12,10 +12,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.guard import GUARD_S
-
-from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.cluster import (
+from dualpath_lab.nodes.cluster import (
     LabState,
     enter_node,
     lab_down,
@@ -24,18 +21,21 @@ from dualpath.laboratory.lab.cluster import (
     lab_up,
     link_reports,
 )
-from dualpath.laboratory.lab.leftovers import find_remains
-from dualpath.laboratory.lab.machine import (
+from dualpath_lab.nodes.machine import (
     find_machine,
+    find_remains,
     head_node,
     lab_folder,
     nodes,
     prefix,
     state_file,
 )
-from dualpath.laboratory.lab.runner import enter_user_namespace
-from dualpath.laboratory.lab.settings import LabSettings, Shaping
-from dualpath.laboratory.lab.steps import CNIC, make_steps
+from dualpath_lab.nodes.runner import enter_user_namespace
+from dualpath_lab.nodes.settings import LabSettings, Shaping
+from dualpath_lab.nodes.steps import CNIC, make_steps
+from tests.guard import GUARD_S
+
+from dualpath.core.errors import ConfigError
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 
 NAME = f"test{os.getpid()}"

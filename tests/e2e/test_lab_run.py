@@ -10,25 +10,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from dualpath_lab.emulated.settings import Verify
+from dualpath_lab.experiments.dram_tier import dram_share
+from dualpath_lab.experiments.engine_nodes import EmulatedEngines
+from dualpath_lab.experiments.jct import measure_jct
+from dualpath_lab.experiments.report import write_experiment
+from dualpath_lab.experiments.runs import LabRun
+from dualpath_lab.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
+from dualpath_lab.experiments.workload import windows
+from dualpath_lab.nodes.machine import find_machine, find_remains
+from dualpath_lab.nodes.settings import LabSettings, Shaping
 from tests.e2e.test_lab_network import surroundings
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.settings import Verify
-from dualpath.laboratory.experiments.dram_tier_report import dram_share
-from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines
-from dualpath.laboratory.experiments.jct import measure_jct
-from dualpath.laboratory.experiments.report import write_experiment
-from dualpath.laboratory.experiments.runs import LabRun
-from dualpath.laboratory.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
-from dualpath.laboratory.experiments.workload import windows
-from dualpath.laboratory.lab.leftovers import find_remains
-from dualpath.laboratory.lab.machine import find_machine
-from dualpath.laboratory.lab.settings import LabSettings, Shaping
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.launch.process import SpawnedProcess
+from dualpath.workload.replay.client import ReplayOptions
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(
@@ -196,7 +195,7 @@ def _janitors() -> list[int]:
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             words = (entry / "cmdline").read_bytes().split(b"\0")
-            if b"dualpath.laboratory.lab.janitor" in words and NAME.encode() in words:
+            if b"dualpath_lab.nodes.janitor" in words and NAME.encode() in words:
                 found.append(int(entry.name))
     assert len(found) == 1
     return found

@@ -10,11 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.e2e.test_lab_network import bits, crash, list_of, refusal
-from tests.guard import GUARD_S
-
-from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.laboratory.lab.cluster import (
+from dualpath_lab.nodes.cluster import (
     LabState,
     enter_node,
     lab_down,
@@ -24,11 +20,14 @@ from dualpath.laboratory.lab.cluster import (
     node_environment,
     storage_url,
 )
-from dualpath.laboratory.lab.leftovers import find_remains
-from dualpath.laboratory.lab.machine import find_machine, lab_folder, prefix, state_file
-from dualpath.laboratory.lab.runner import enter_user_namespace
-from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
-from dualpath.laboratory.lab.steps import make_steps, storage_switch_name
+from dualpath_lab.nodes.machine import find_machine, find_remains, lab_folder, prefix, state_file
+from dualpath_lab.nodes.runner import enter_user_namespace
+from dualpath_lab.nodes.settings import LabSettings, Shaping, StorageServer
+from dualpath_lab.nodes.steps import make_steps, storage_switch_name
+from tests.e2e.test_lab_network import bits, crash, list_of, refusal
+from tests.guard import GUARD_S
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
 
 NAME = f"s3test{os.getpid()}"
 SETTINGS = LabSettings(

@@ -21,9 +21,9 @@ from tests.guard import GUARD_S
 from zmq.utils.monitor import recv_monitor_message
 
 from dualpath.core.sessions import ROUTER_TIMEOUT_S
-from dualpath.engine.dealer import prepare_dealer
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
-from dualpath.transport.cluster_secret import SECRET_VARIABLE
+from dualpath.engine.control.link import prepare_dealer
+from dualpath.launch.process import SpawnedProcess, Supervisor
+from dualpath.node.cluster_secret import SECRET_VARIABLE
 
 #: Address of the serving scheduler, as that of a Kubernetes Service.
 ADDRESS = "10.217.0.1"

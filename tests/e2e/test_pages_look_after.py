@@ -10,8 +10,8 @@ from tests.e2e.emulated_reader import Reader, runs
 from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.process import Supervisor
-from dualpath.storage.directory import namespaces_in
+from dualpath.launch.process import Supervisor
+from dualpath.storage.posix import namespaces_in
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

@@ -10,7 +10,7 @@ from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
-from dualpath.ops.launch.local_cluster import LocalCluster
+from dualpath.launch.local_cluster import LocalCluster
 
 #: The state of `pe-1`, and of the cluster, after each command of a page.
 STEPS = {

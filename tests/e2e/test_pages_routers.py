@@ -17,8 +17,8 @@ from tests.e2e.test_pages_serve import PROMPT, START_S, missing, stored
 from tests.e2e.typed_pages import TypedPages, types
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import Supervisor
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.nixl, pytest.mark.long, pytest.mark.timeout(580)]
 

@@ -13,7 +13,7 @@ from tests.e2e.typed_pages import types
 from tests.guard import GUARD_S
 from tests.listeners import open_listeners
 
-from dualpath.ops.launch.process import Supervisor
+from dualpath.launch.process import Supervisor
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

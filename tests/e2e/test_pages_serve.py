@@ -16,7 +16,7 @@ from tests.e2e.plain_engine import complete, tiny_model, until
 from tests.e2e.typed_pages import TypedPages, curl, types
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.process import Supervisor
+from dualpath.launch.process import Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(580)]
 

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.emulated_reader import runs
 from tests.e2e.plain_engine import complete, tiny_model, until
@@ -23,10 +24,8 @@ from tests.e2e.typed_pages import TypedPages, curl
 from tests.guard import GUARD_S
 from tests.ray_cluster import RayCluster
 
-from dualpath.laboratory.models.adapter import make_tiny_adapter
-from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.ops.launch.process import Supervisor
-from dualpath.transport.cluster_secret import SECRET_VARIABLE
+from dualpath.launch.process import Supervisor
+from dualpath.node.cluster_secret import SECRET_VARIABLE
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(580)]
 

@@ -14,9 +14,9 @@ from tests.docs_blocks import Block
 from tests.e2e.plain_engine import complete, tiny_model, until
 from tests.e2e.typed_pages import TypedPages
 
-from dualpath.ops.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT, ROUTER_ENTRY
-from dualpath.ops.launch.fork_server import ForkedProcess
-from dualpath.ops.launch.process import Supervisor
+from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT, ROUTER_ENTRY
+from dualpath.launch.fork_server import ForkedProcess
+from dualpath.launch.process import Supervisor
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(580)]
 

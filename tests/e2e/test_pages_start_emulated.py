@@ -9,7 +9,7 @@ from tests.docs_blocks import Block
 from tests.e2e.emulated_reader import Reader
 from tests.e2e.typed_pages import types
 
-from dualpath.ops.launch.process import Supervisor
+from dualpath.launch.process import Supervisor
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

@@ -14,12 +14,11 @@ from tests.ray_cluster import RayCluster
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch.executor import Launch, Place
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.process import Supervisor
-from dualpath.ops.launch.settings import LocalClusterSettings
-from dualpath.ops.launch.units import Unit
-from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.launch.executor import Launch, Place, Unit
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.process import Supervisor
+from dualpath.launch.settings import LocalClusterSettings
+from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
 
 pytest.importorskip("ray")
 
@@ -97,7 +96,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dualpath.ops.launch.ray_unit._SAY_AFTER_S", 0.5)
+    monkeypatch.setattr("dualpath.launch.ray_executor._SAY_AFTER_S", 0.5)
     first = answer(cluster, 40)
     assert len(first.token_ids) == 40
     assert not spoken(secret, ray_cluster)
@@ -133,7 +132,7 @@ def test_ray_gives_engines_their_devices_and_what_it_cannot_place_is_refused(
 ) -> None:
     from ray.util import placement_group_table
 
-    from dualpath.ops.launch import ray_executor
+    from dualpath.launch import ray_executor
 
     monkeypatch.setattr(ray_executor, "has_cpu_build", lambda: False)
     settings = LocalClusterSettings(

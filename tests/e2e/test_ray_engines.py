@@ -11,8 +11,8 @@ from tests.e2e.engine_cluster import tiny_cluster_settings
 from tests.e2e.plain_engine import complete, tiny_model, until
 from tests.ray_cluster import RayCluster
 
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.transport.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -26,9 +26,8 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import DualPathError
 from dualpath.core.modes import DEFAULT_MODE
-from dualpath.ops.launch.process import LocalProcess
-from dualpath.ops.launch.restarts import Restarts
-from dualpath.ops.launch.role_wishes import RequestedRoles
+from dualpath.launch.local_cluster import RequestedRoles
+from dualpath.launch.process import LocalProcess, Restarts
 from dualpath.router.control.roles_client import call_roles
 
 

@@ -18,7 +18,7 @@ from tests.e2e.test_rolling_restart import until
 from tests.guard import GUARD_S
 
 from dualpath.cli.main import main
-from dualpath.ops.launch.process import LocalProcess, SpawnedProcess
+from dualpath.launch.process import LocalProcess, SpawnedProcess
 from dualpath.router.token_api.wire import EventLines
 
 PROMPT = list(range(1, 41))

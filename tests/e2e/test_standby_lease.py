@@ -9,8 +9,8 @@ import pytest
 from tests.guard import GUARD_S
 from tests.lease_servers import ETCD, etcd
 
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import SpawnedProcess, Supervisor
 from dualpath.router.standby.turn import STANDS_BY
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server")

@@ -14,8 +14,8 @@ from tests.e2e.small_costs import COSTS
 from tests.guard import GUARD_S
 
 from dualpath.core.extras import extra
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import SpawnedProcess, Supervisor
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -11,8 +11,8 @@ from urllib.parse import urlsplit
 from tests.docs_blocks import ROOT, Block, blocks, commands
 from tests.guard import GUARD_S
 
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.launch.ports import claim_port
+from dualpath.launch.process import SpawnedProcess
 
 #: Ports that pages name; other programs may use them here.
 PORTS = ("5700", "5701", "8000", "8001", "8002")

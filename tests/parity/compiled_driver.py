@@ -10,7 +10,6 @@ from tests import compiled_scheduler as scheduler
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
-from dualpath.model.sim.compiled import tables
 from dualpath.policy.event_log import EngineJoined, EngineLost, EnginePaused, EventLog, Submitted
 from dualpath.policy.events import (
     DE_REASONS,
@@ -23,6 +22,7 @@ from dualpath.policy.events import (
     Thresholds,
 )
 from dualpath.policy.read_side import hit_runs
+from dualpath_sim.simulator.compiled import tables
 
 
 def before_losses(log: EventLog) -> EventLog:

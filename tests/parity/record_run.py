@@ -19,23 +19,22 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from dualpath_lab.models.random_models import make_tiny_model
 from tests.guard import GUARD_S
 from tests.parity.short_names import shortened
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.models.tiny import make_tiny_model
-from dualpath.laboratory.workload.conversation.session import Session
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.replay.client import replay
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.progress import NoProgress, ProgressState
-from dualpath.ops.launch.commands import VLLM, engine_id
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import VLLM, engine_id
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.settings import LocalClusterSettings
 from dualpath.policy.event_log import encode_line
 from dualpath.router.control.event_recorder import read_event_log
+from dualpath.workload.conversation.sessions import Session
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.replay.client import ReplayOptions, replay
+from dualpath.workload.replay.progress import NoProgress, ProgressState
 
 FOLDER = Path(__file__).parent / "recorded"
 

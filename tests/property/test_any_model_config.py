@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.costs import model_costs
-from dualpath.model.catalog.families import FAMILIES
-from dualpath.model.catalog.load import MODELS, find, load_cluster, load_gpu, load_model, names
+from dualpath_sim.catalog.costs import model_costs
+from dualpath_sim.catalog.families import FAMILIES
+from dualpath_sim.catalog.load import MODELS, find, load_cluster, load_gpu, load_model, names
 
 PUBLISHED = [
     json.loads(file.read_bytes())

@@ -29,20 +29,16 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.engine.buffer import STAGING_REGION, BlockBuffer
-from dualpath.engine.chunk_transfers import NoHolder
+from dualpath.engine.buffer.block_buffer import STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counters
-from dualpath.engine.device import Device, HostDevice
-from dualpath.engine.event_waiter import EventWaiter
-from dualpath.engine.hbm_copy import BlockOut
-from dualpath.engine.hbm_layout import NO_BLOCK, PartViews, shared_layers
-from dualpath.engine.health import Health
-from dualpath.engine.layer_stream import LayerSettings
-from dualpath.engine.movers import Movers
-from dualpath.engine.paced_posts import PacedPosts
-from dualpath.engine.stalls import StalledAgents
-from dualpath.engine.step_transfers import PrefillChunk, StepTransfers
-from dualpath.engine.threads import OS_THREADS
+from dualpath.engine.passes.device import Device, HostDevice
+from dualpath.engine.passes.hbm_copy import BlockOut, PacedPosts
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, PartViews, shared_layers
+from dualpath.engine.passes.layer_stream import LayerSettings
+from dualpath.engine.passes.pass_transfers import NoHolder
+from dualpath.engine.passes.pump import EventWaiter, Movers, StalledAgents
+from dualpath.engine.passes.step_transfers import PrefillChunk, StepTransfers
+from dualpath.engine.threads import OS_THREADS, Health
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import PromptLayout, decode_steps, generated_steps
 from dualpath.transport.contract import RegionInfo

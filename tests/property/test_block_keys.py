@@ -6,10 +6,8 @@ import cbor2
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dualpath.core.blocks import block_keys, chain_root
-from dualpath.core.key_extras import KeyExtras, PromptItem
-from dualpath.core.key_memory import RUN_TOKENS, KeyCache
-from dualpath.core.token_encoding import encoded_blocks
+from dualpath.core.blocks import KeyExtras, PromptItem, block_keys, chain_root, encoded_blocks
+from dualpath.core.key_cache import RUN_TOKENS, KeyCache
 
 #: Around every width of CBOR's integers, and beyond those that numpy encodes.
 EDGES = [n for edge in (24, 1 << 8, 1 << 16, 1 << 32) for n in (edge - 1, edge)]

@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
-from dualpath.policy.chain_index import ChainIndex
-from dualpath.storage.index_file import Progress, decode, encode
+from dualpath.storage.chain_index import ChainIndex
+from dualpath.storage.janitor import Progress, decode, encode
 
 PLACE = "model_0123456789abcdef"
 TENANTS = ["", "a" * 16]

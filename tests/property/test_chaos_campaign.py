@@ -3,8 +3,7 @@
 import os
 
 import pytest
-
-from dualpath.laboratory.chaos.simulation.campaign import outcomes
+from dualpath_lab.faults.simulation.run import outcomes
 
 SEEDS = 2000
 #: Seeds per test: a minute or two on two slow cores.

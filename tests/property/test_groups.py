@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.control_network import ControlNetwork
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import control, envelopes
-from dualpath.core.addresses import Writer
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core import control
+from dualpath.core import control as envelopes
+from dualpath.core.cluster import GroupRank, Role, Writer
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo

@@ -13,16 +13,15 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from dualpath.core.blocks import BlockGeometry
+from dualpath.core.blocks import WHOLE, BlockGeometry, PartSlice, slices_of
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.core.parts import WHOLE, PartSlice, slices_of
 from dualpath.core.runs import BlockRun
-from dualpath.engine.buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION, BlockBuffer
 from dualpath.engine.counters import Counters
-from dualpath.engine.device import HostDevice
-from dualpath.engine.hbm_layout import HbmLayout, HbmPart, PartViews
-from dualpath.engine.step_transfers import StepTransfers
+from dualpath.engine.passes.device import HostDevice
+from dualpath.engine.passes.hbm_layout import HbmLayout, HbmPart, PartViews
+from dualpath.engine.passes.step_transfers import StepTransfers
 from dualpath.plan.movements import (
     FILL_DE_HBM,
     LOAD_FROM_DE_BUFFER,

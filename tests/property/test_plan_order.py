@@ -18,8 +18,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import BYTES_OF
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.layer_stream import LayerStream
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.plan import movements, steps
 from dualpath.plan.movements import Place
 from dualpath.plan.order import Executed, Present, begun_too_early, waits_for

@@ -140,7 +140,7 @@ def test_phase_1_takes_the_lightest_group_that_can_hold_the_request(groups, leng
 def test_kernels_compile_and_decide_the_same_compiled() -> None:
     numba = pytest.importorskip("numba")
     # It registers with numba what the kernels call.
-    importlib.import_module("dualpath.model.sim.compiled.scheduler")
+    importlib.import_module("dualpath_sim.simulator.compiled.scheduler")
     compiled_prefill = numba.njit(assign_prefill)
     compiled_decode = numba.njit(assign_decode)
     random = np.random.default_rng(7)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.engine.prefix_search import PrefixSearch
+from dualpath.engine.io.lookups import PrefixSearch
 
 
 def run(search: PrefixSearch, stored: set[int]) -> tuple[int, int]:

@@ -11,8 +11,8 @@ from tests.property.test_engine_paths import prompts
 from tests.ranked_harness import Cut, RankedCluster
 from tests.stored_runs import read_run
 
+from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.modes import Mode
-from dualpath.core.request_messages import KvInHbm, PrefillDone
 from dualpath.core.runs import BlockRun
 from dualpath.plan.counts import new_full_blocks
 from dualpath.transport.nixl import NixlTransport

@@ -8,8 +8,8 @@ from tests.engine_harness import GEOMETRY, prompt_keys
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import Retain
-from dualpath.engine.buffer import BlockBuffer
-from dualpath.engine.retention import Retention
+from dualpath.engine.buffer.block_buffer import BlockBuffer
+from dualpath.engine.buffer.dram_tier import Retention
 
 S = 1_000_000_000
 SLOTS = 4

@@ -7,11 +7,16 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockOrigin, Protection, tenant_tag
 from dualpath.core.errors import ConfigError
-from dualpath.storage.block_file import BlockCodec, PlainBlocks, defect_of_file
-from dualpath.storage.block_header import HEADER_BYTES, decode_header, packed_header
-from dualpath.storage.key_ring import KeyRing
-from dualpath.storage.sealed_blocks import SealedBlocks
-from dualpath.storage.sections import Sections
+from dualpath.storage.block_file import (
+    HEADER_BYTES,
+    BlockCodec,
+    PlainBlocks,
+    Sections,
+    decode_header,
+    defect_of_file,
+    packed_header,
+)
+from dualpath.storage.sealed_blocks import KeyRing, SealedBlocks
 
 KEY = bytes(range(32))
 DIGEST = "0123456789abcdef"

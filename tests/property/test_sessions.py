@@ -6,9 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.core.control import EngineMessage, RouterMessage, Sync
-from dualpath.core.envelopes import FromEngine, FromRouter
-from dualpath.core.request_messages import Released
+from dualpath.core.control import (
+    EngineMessage,
+    FromEngine,
+    FromRouter,
+    Released,
+    RouterMessage,
+    Sync,
+)
 from dualpath.core.sessions import (
     ENGINE_TABLE,
     RESEND_AFTER_S,

@@ -35,7 +35,7 @@ pytest.importorskip("numba")
 
 from tests import compiled_scheduler as scheduler
 
-from dualpath.model.sim.compiled import tables
+from dualpath_sim.simulator.compiled import tables
 
 LONGEST_PROMPT_TOKENS = 900
 GENERATED_RESERVE_TOKENS = 100

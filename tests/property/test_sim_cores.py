@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from tests.simulated import agents_of, growing_agent, small_model, small_setup
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.result import SimulationResult
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import DecodeCosts, PrefillCosts, Setup, WindowLayers
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.simulator.result import SimulationResult
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import DecodeCosts, PrefillCosts, Setup, WindowLayers
 
 pytest.importorskip("numba")
 
@@ -188,7 +188,7 @@ def test_both_cores_agree_when_many_agents_crowd_a_cluster(mode):
 
 
 def test_one_compilation_serves_every_setup():
-    core = importlib.import_module("dualpath.model.sim.compiled.core")
+    core = importlib.import_module("dualpath_sim.simulator.compiled.core")
     one, many = agents_of([(64, 0, 2)]), agents_of(*[growing_agent(3, 100, 50, 5)] * 7)
     for mode in (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE):
         for agents in (one, many):

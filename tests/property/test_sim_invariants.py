@@ -10,11 +10,11 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import WindowLayers
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link
 from dualpath.plan.steps import PromptLayout, whole_plan
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import WindowLayers
 
 agent = st.builds(
     growing_agent,

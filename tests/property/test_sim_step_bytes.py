@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim import rules
 from dualpath.plan.movements import LOAD_FROM_DE_BUFFER, LOAD_FROM_PE_BUFFER, RELOAD_CHUNK
 from dualpath.plan.steps import (
     PromptLayout,
@@ -19,6 +18,7 @@ from dualpath.plan.steps import (
     run_reads,
     send_steps,
 )
+from dualpath_sim.simulator import rules
 
 BLOCK_TOKENS = 16
 

@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.kept_storage import BLOCK_BYTES, EndedError, Story, chain
+from tests.maintained_storage import BLOCK_BYTES, EndedError, Story, chain
 
 from dualpath.core.errors import StorageError
-from dualpath.policy.quotas import StorageLimits
 from dualpath.storage.janitor import Janitor
+from dualpath.storage.quotas import StorageLimits
 
 QUOTA_BLOCKS = 20
 LIMITS = StorageLimits(quota_bytes=QUOTA_BLOCKS * BLOCK_BYTES, high=0.8, low=0.6, protect_s=20.0)

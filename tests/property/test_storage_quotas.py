@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kept_storage import BLOCK_BYTES, PLACE, Engine, Story, chain
+from tests.maintained_storage import BLOCK_BYTES, PLACE, Engine, Story, chain
 
-from dualpath.policy.quotas import ALL, StorageLimits, StoredBytes
+from dualpath.storage.quotas import ALL, StorageLimits, StoredBytes
 
 TENANTS = ["a" * 16, "b" * 16, ""]
 PROTECT_S = 50.0

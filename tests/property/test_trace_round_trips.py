@@ -10,23 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.columns.lengths import as_lengths
-from dualpath.laboratory.workload.conversation.block_session import (
-    BlockSession,
-    BlockTurn,
-    SubAgent,
-)
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import (
-    FORMATS,
-    detect_format,
-    read_trace,
-    writable,
-    write_trace,
-)
+from dualpath.workload.columns.sessions_to_columns import as_lengths
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.conversation.prompts import Contents, Vocabulary
+from dualpath.workload.conversation.sessions import AgentSettings, Session
+from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import FORMATS, detect_format, read_trace, writable, write_trace
 
 BLOCK = 16
 #: Whole milliseconds that are exact in seconds as well, so that no format rounds them.

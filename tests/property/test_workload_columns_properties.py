@@ -9,23 +9,14 @@ from hypothesis import strategies as st
 
 from dualpath.core.errors import TraceError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.laboratory.workload.columns.from_sessions import (
-    WorkloadSettings,
-    agents_from_sessions,
-)
-from dualpath.laboratory.workload.conversation.agents import make_agents
-from dualpath.laboratory.workload.conversation.block_session import (
-    BlockSession,
-    BlockTurn,
-    SubAgent,
-)
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
-from dualpath.laboratory.workload.conversation.session import Conversation, Session, Turn
-from dualpath.laboratory.workload.conversation.spans import TokenIds
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.conversation.prompts import Contents, Vocabulary
+from dualpath.workload.conversation.sessions import Conversation, Session, Turn, make_agents
+from dualpath.workload.conversation.spans import StoredPrefixes, TokenIds, hit_tokens
+from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.workload.conversation.token_session import TokenSession
 
 #: Above all tokens that sessions send; the server's answers never repeat.
 GENERATED = 1 << 30

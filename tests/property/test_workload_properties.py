@@ -8,18 +8,16 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.arrivals import arrival_times_s
-from dualpath.laboratory.workload.conversation.agents import make_agents
-from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
-from dualpath.laboratory.workload.conversation.session import AgentSettings
-from dualpath.laboratory.workload.conversation.spans import Spans, TokenIds
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import weka
-from dualpath.laboratory.workload.formats.lines import Document
-from dualpath.laboratory.workload.replay.metrics import distribution
 from dualpath.router.token_api.wire import EventLines
+from dualpath.workload.arrivals import arrival_times_s
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn
+from dualpath.workload.conversation.prompts import Contents, Vocabulary
+from dualpath.workload.conversation.sessions import AgentSettings, make_agents
+from dualpath.workload.conversation.spans import Spans, StoredPrefixes, TokenIds, hit_tokens
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import weka
+from dualpath.workload.formats.lines import Document
+from dualpath.workload.replay.result import distribution
 
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), max_size=24), max_size=6)
 ROUNDS = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=8)

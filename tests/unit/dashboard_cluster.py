@@ -5,8 +5,7 @@ from typing import Any
 
 from tests.unit.router_fakes import NAMESPACE
 
-from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.sessions import Event
 from dualpath.router.control.assign_log import AssignmentNote

@@ -4,10 +4,10 @@ import msgspec
 import numpy as np
 
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.evaluation.settings import RunSpec
-from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
-from dualpath.model.sim.settings import (
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.evaluation.settings import RunSpec
+from dualpath_sim.simulator.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
+from dualpath_sim.simulator.settings import (
     ClusterSettings,
     DecodeCosts,
     ModelCosts,

@@ -13,14 +13,16 @@ from typing import TypeVar
 
 from tests.control_network import Network
 
-from dualpath.core import addresses, control, envelopes, request_messages, transfers
+from dualpath.core import cluster, control, transfers
+from dualpath.core import control as envelopes
+from dualpath.core import control as request_messages
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import GroupRank, HostProcess, Role
+from dualpath.core.control import Message
 from dualpath.core.errors import EngineLostError, TransportError
-from dualpath.core.message import Message
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import REGISTER_INTERVAL_S
-from dualpath.engine.router_session import RouterSession
+from dualpath.engine.control.link import RouterSession
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 
@@ -100,7 +102,7 @@ class FakeEngine:
         self.process = HostProcess()
         self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
-        self.writers: dict[str, addresses.Writer] = {}
+        self.writers: dict[str, cluster.Writer] = {}
 
     @property
     def epoch(self) -> str:
@@ -138,11 +140,11 @@ class FakeEngine:
     def hello(self, registration: int = 1) -> control.Register:
         return control.Register(
             version=self.version,
-            address=addresses.EngineAddress(
+            address=cluster.EngineAddress(
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 role=self.role,
-                agents=(addresses.AgentAddress(self.epoch, b"", ()),),
+                agents=(cluster.AgentAddress(self.epoch, b"", ()),),
                 process=self.process,
             ),
             namespace=self.namespace,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from benchmarks.overhead.between_passes import PARTS, idle_times, spans
+from dualpath_lab.benchmarks.overhead.between_passes import PARTS, idle_times, spans
 
 #: Track, name, start, duration, arguments.
 Event = tuple[str, str, float, float, dict[str, float]]

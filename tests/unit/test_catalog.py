@@ -5,7 +5,8 @@ import pytest
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.costs import (
+from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+from dualpath_sim.catalog.costs import (
     Sharing,
     exchange_bytes_per_token,
     hbm_for_kv_bytes,
@@ -13,7 +14,7 @@ from dualpath.model.catalog.costs import (
     model_costs,
     sharing,
 )
-from dualpath.model.catalog.load import (
+from dualpath_sim.catalog.load import (
     CLUSTERS,
     GPUS,
     MODELS,
@@ -23,9 +24,8 @@ from dualpath.model.catalog.load import (
     load_model,
     names,
 )
-from dualpath.model.catalog.table1 import table1_rows
-from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
-from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
+from dualpath_sim.catalog.table1 import table1_rows
+from dualpath_sim.simulator.settings import ClusterSettings, DecodeCosts, ModelCosts, PrefillCosts
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")

@@ -2,10 +2,9 @@
 
 from itertools import islice
 
-from dualpath.laboratory.chaos.account import Cell, summarize
-from dualpath.laboratory.chaos.ask import Answer, Outcome
-from dualpath.laboratory.chaos.load import Turn
-from dualpath.laboratory.chaos.matrix import (
+from dualpath_lab.faults.injector import InjectedFault
+from dualpath_lab.faults.load import Answer, Outcome, Turn
+from dualpath_lab.faults.matrix import (
     FAULTS_OF,
     Component,
     Fault,
@@ -15,8 +14,7 @@ from dualpath.laboratory.chaos.matrix import (
     cells_of,
     planned_faults,
 )
-from dualpath.laboratory.chaos.router_back import RouterRecovery
-from dualpath.laboratory.chaos.strike import InjectedFault
+from dualpath_lab.faults.summary import Cell, RouterRecovery, summarize
 
 CAST = ProcessNames("router", ("pe-0", "pe-1"), ("de-0",))
 RANKS = ProcessNames("router", ("pe-0",), ("de-0",), ("pe-0/1",), ("de-0/1",))

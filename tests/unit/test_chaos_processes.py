@@ -7,21 +7,19 @@ import random
 from pathlib import Path
 
 import pytest
+from dualpath_lab.faults.cluster import Relay
+from dualpath_lab.faults.engine_kinds import EmulatedEngines
+from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointClient, FailpointServer
+from dualpath_lab.faults.failpoints import FAILPOINTS, EngineKind, Failpoint, install_failpoints
+from dualpath_lab.faults.injector import block_files, corrupt
+from dualpath_lab.faults.load import AnswerChecker, Outcome
+from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, ProcessNames, Step
+from dualpath_lab.faults.settings import EmulatedEnginesSettings
+from dualpath_lab.faults.tested_process import BlockCounter, FaultyDisk, loaded_blocks
 from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.laboratory.chaos.ask import AnswerChecker, Outcome
-from dualpath.laboratory.chaos.bad_disk import FaultyDisk
-from dualpath.laboratory.chaos.corruption import block_files, corrupt
-from dualpath.laboratory.chaos.gate import DiskFault, FailpointClient
-from dualpath.laboratory.chaos.kinds import EmulatedEngines
-from dualpath.laboratory.chaos.matrix import CORRUPTIONS, Component, Fault, ProcessNames, Step
-from dualpath.laboratory.chaos.points import FAILPOINTS, EngineKind, Failpoint, install_failpoints
-from dualpath.laboratory.chaos.proxy import Relay
-from dualpath.laboratory.chaos.settings import EmulatedEnginesSettings
-from dualpath.laboratory.chaos.tally import BlockCounter, loaded_blocks
-from dualpath.laboratory.chaos.watch import FailpointServer
 from dualpath.storage import factory
 from dualpath.storage.posix import PosixStorage
 

@@ -19,11 +19,11 @@ from dualpath.core.blocks import (
     chain_root,
     tenant_tag,
 )
-from dualpath.engine.storage_keys import load_storage_keys
+from dualpath.engine.io.storage_maintenance import load_storage_keys
+from dualpath.storage.janitor import read_status
+from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.protection import STORAGE_KEY_VARIABLE
-from dualpath.storage.status import read_status
+from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=1, layer_block_bytes=2048)
 NAMESPACE = StoreNamespace("org/tiny", "float32", "NHD", GEOMETRY)

@@ -6,9 +6,9 @@ import pytest
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch.cluster_keys import ClusterKeys
-from dualpath.ops.launch.commands import engine_command, router_command
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import engine_command, router_command
+from dualpath.launch.local_cluster import ClusterKeys
+from dualpath.launch.settings import LocalClusterSettings
 
 
 def settings(**changes) -> LocalClusterSettings:

@@ -10,17 +10,13 @@ import zmq.asyncio
 from tests.guard import GUARD_S
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core import addresses, control, envelopes
+from dualpath.core import cluster, control
+from dualpath.core import control as envelopes
 from dualpath.core.cluster import Role
+from dualpath.core.control import Message
 from dualpath.core.errors import ConfigError
-from dualpath.core.message import Message
-from dualpath.engine.link import ControlLink
-from dualpath.engine.router_connection import ZmqRouterConnection
-from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import Registry
-from dualpath.router.engines import EngineInfo
-from dualpath.router.refusals import ControlRefusal, ControlRefusals
-from dualpath.transport.cluster_secret import (
+from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
+from dualpath.node.cluster_secret import (
     MIN_SECRET_CHARACTERS,
     SECRET_VARIABLE,
     ClusterSecret,
@@ -29,6 +25,10 @@ from dualpath.transport.cluster_secret import (
     load_secret,
     new_secret,
 )
+from dualpath.router.control.control_server import ControlServer
+from dualpath.router.control.registry import Registry
+from dualpath.router.engines import EngineInfo
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 SECRET = ClusterSecret("the cluster's own secret, in 40 letters.", "a test")
 OTHER = ClusterSecret("somebody else's secret, also 40 letters.", "a test")
@@ -73,10 +73,10 @@ class Router:
     def on_missed(self, missed: Sequence[EngineInfo]) -> None:
         pass
 
-    def on_dead(self, writer: addresses.Writer) -> None:
+    def on_dead(self, writer: cluster.Writer) -> None:
         pass
 
-    def doubted(self) -> list[addresses.Writer]:
+    def doubted(self) -> list[cluster.Writer]:
         return []
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:

@@ -10,18 +10,24 @@ from typing import Annotated
 
 import msgspec
 import pytest
+from dualpath_lab.cli import emulate
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.cli import emulate, frontend, router, serve
+from dualpath.cli import frontend, router, serve
 from dualpath.cli.main import main
 from dualpath.cli.settings import SECTIONS, add_settings, flag_settings, outer_layers
-from dualpath.core.configuration import (
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import (
     HIDDEN,
     OTHER_VARIABLES,
     Given,
     Origin,
+    Setting,
+    Settings,
+    arguments,
     build,
+    declared,
     effective,
     from_environment,
     from_flag,
@@ -29,8 +35,6 @@ from dualpath.core.configuration import (
     layered,
     variable,
 )
-from dualpath.core.errors import ConfigError
-from dualpath.core.settings import Setting, Settings, arguments, declared
 
 ROOT = Path(__file__).parents[2]
 
@@ -270,8 +274,8 @@ def test_serve_takes_flags_over_variables_over_the_file(file, monkeypatch):
 
 def test_serve_passes_the_file_to_router_and_engines(file):
     from dualpath.core.cluster import Role
-    from dualpath.ops.launch.commands import engine_command, router_command
-    from dualpath.vllm.engine_settings import engine_settings
+    from dualpath.launch.commands import engine_command, router_command
+    from dualpath.vllm.engine_arguments import engine_settings
 
     settings = serve.cluster_settings(parsed(serve, "--config", file))
     handed = router_command(settings, 8000, 5700)

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.geometry import (
+from dualpath_sim.catalog.geometry import (
     DenseFeedForward,
     ExpertFeedForward,
     GroupedQueryAttention,
     ModelGeometry,
 )
-from dualpath.model.catalog.load import MODELS, load_model, names
+from dualpath_sim.catalog.load import MODELS, load_model, names
 
 
 def small(**changes: Any) -> ModelGeometry:

@@ -4,9 +4,8 @@ import msgspec
 import pytest
 
 from dualpath.core.cluster import Role
-from dualpath.core.envelopes import decode_router_message, encode, unnumbered
+from dualpath.core.control import Read, decode_router_message, encode, unnumbered
 from dualpath.core.errors import IncompatibleError
-from dualpath.core.request_messages import Read
 from dualpath.core.runs import BlockRun, HitRun
 
 RUN = HitRun(Role.DECODE, BlockRun(3, 4))

@@ -26,13 +26,12 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.errors import ConfigError, TransportError
-from dualpath.engine.device import PASSED, HostDevice
+from dualpath.engine.passes.device import PASSED, HostDevice
 from dualpath.transport.contract import RegionInfo, TransferState
 from dualpath.transport.memory import allocate_registered
 from dualpath.vllm import cuda_device
-from dualpath.vllm.cuda_device import CudaDevice, has_rdma_nic, open_device
-from dualpath.vllm.cuda_driver import CudaDriver, merge_runs
-from dualpath.vllm.kv_regions import hbm_layout
+from dualpath.vllm.cache_layers import hbm_layout
+from dualpath.vllm.cuda_device import CudaDevice, CudaDriver, has_rdma_nic, merge_runs, open_device
 
 PIECE = 64
 

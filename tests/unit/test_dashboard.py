@@ -8,12 +8,12 @@ from importlib.resources import files
 import aiohttp
 import msgspec
 import pytest
+from dualpath_lab.emulated.router_server import RouterServer
 from tests.unit.dashboard_cluster import BUFFER_TOKENS, ReportedCluster, large_cluster
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.sessions import Event
-from dualpath.laboratory.emulated.front_door import RouterServer
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.board import SCHEMA
 from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample

@@ -9,6 +9,9 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
+from dualpath_lab.demo.run import LOAD_SHARE, DemoRun, TimeLeft, choose_rate
+from dualpath_lab.demo.sessions import MidSessionAgent, mid_session_agents
+from dualpath_lab.demo.settings import DemoSettings, cluster_settings, history_settings
 from tests.unit.test_workload_report import result
 from tests.unit.workload_server import BLOCK_TOKENS, FakeServer, served
 
@@ -17,24 +20,17 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError, DeadlineError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.demo.rate import LOAD_SHARE, choose_rate
-from dualpath.laboratory.demo.run import DemoRun
-from dualpath.laboratory.demo.settings import DemoSettings, cluster_settings, history_settings
-from dualpath.laboratory.demo.time_left import TimeLeft
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.midway import MidSessionAgent, mid_session_agents
-from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.replay.client import replay
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import ReplayResult
-from dualpath.ops.launch.commands import router_command
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import router_command
+from dualpath.launch.settings import LocalClusterSettings
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage
-from dualpath.storage.lengths import copy_lengths
-from dualpath.storage.posix import PosixStorage
+from dualpath.storage.posix import PosixStorage, copy_lengths
+from dualpath.workload.conversation.prompts import Contents, Vocabulary
+from dualpath.workload.conversation.sessions import AgentSettings, Session
+from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.replay.client import ReplayOptions, replay
+from dualpath.workload.replay.result import ReplayResult
 
 GEOMETRY = BlockGeometry.uniform(2, 64, 512)
 NAMESPACE = StoreNamespace(model="m", dtype="float32", layout="l", geometry=GEOMETRY)
@@ -282,7 +278,7 @@ def test_no_read_times_out_however_slow_storage_is(tmp_path):
 
 
 def test_histories_that_are_not_stored_end_the_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualpath.laboratory.demo.run._STORED_TIMEOUT_S", 0.0)
+    monkeypatch.setattr("dualpath_lab.demo.run._STORED_TIMEOUT_S", 0.0)
     agents = mid_session_agents([rounds("a", (500, 5), (9, 5))], 1, 1, 256, encode)
     demo = DemoSettings(agents=1, max_turns=1, history_tokens=256, max_context_tokens=4096)
     events: list[str] = []

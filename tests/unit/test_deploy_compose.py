@@ -10,9 +10,9 @@ import yaml
 from tests.unit.test_docs_snippets import refused
 
 from dualpath.cli.settings import SECTIONS
-from dualpath.core.configuration import OTHER_VARIABLES, from_environment
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.core.settings import OTHER_VARIABLES, from_environment
+from dualpath.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.router.settings import RouterSettings
 
 FOLDER = Path(__file__).parents[2] / "deploy" / "compose"

@@ -8,10 +8,9 @@ from tests.unit.test_deploy_compose import FOLDER, services
 from tests.unit.test_deploy_units import DEPLOY, keys
 
 from dualpath.core.cluster import Role
-from dualpath.ops.launch.commands import ENGINE_ENTRY
+from dualpath.launch.commands import ENGINE_ENTRY
 from dualpath.vllm import engine_arguments
-from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS
-from dualpath.vllm.engine_settings import engine_settings
+from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS, engine_settings
 
 #: Variables of a unit that the operator's files set.
 VARIABLES = {"DUALPATH_ENGINE_STORAGE": "kv"}
@@ -19,7 +18,7 @@ VARIABLES = {"DUALPATH_ENGINE_STORAGE": "kv"}
 STARTERS = [
     *(FOLDER / "vllm.yaml", DEPLOY / "systemd" / "dualpath-engine@.service"),
     *(DEPLOY / "slurm" / "dualpath.sbatch", DEPLOY / "helm/dualpath/templates/_engine.tpl"),
-    DEPLOY.parent / "benchmarks" / "peers" / "peer_engine.py",
+    DEPLOY.parent / "lab/dualpath_lab/benchmarks" / "peers" / "peer_engine.py",
 ]
 
 
@@ -42,7 +41,7 @@ def test_no_other_file_of_deploy_names_a_module_of_vllm():
 def parse():
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from dualpath.vllm.serve_parser import make_arg_parser
+    from dualpath.vllm.engine_config import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
     return lambda command: parser.parse_args(command[command.index("--model") :])

@@ -15,7 +15,7 @@ from tests.helm_binary import PACKAGE, helm_binary
 from tests.unit.test_docs_snippets import refused
 
 from dualpath.cli.settings import SECTIONS
-from dualpath.core.configuration import OTHER_VARIABLES, from_environment
+from dualpath.core.settings import OTHER_VARIABLES, from_environment
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "dualpath"
 HELM = helm_binary()

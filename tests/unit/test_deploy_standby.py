@@ -12,7 +12,7 @@ from tests.unit.test_deploy_helm import CLUSTERS, container, pods, rendered
 from tests.unit.test_deploy_helm import pytestmark as needs_helm
 
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.ports import claim_port
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.leased_turn import LeasedTurn
 from dualpath.router.standby.open_turn import open_turn

@@ -9,13 +9,13 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
+from dualpath_lab.emulated.settings import EmulatedOptions
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.engine.settings import EngineSettings
-from dualpath.laboratory.emulated.settings import EmulatedOptions
-from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
+from dualpath.launch.settings import LocalClusterSettings
 from dualpath.policy.event_log import Begin, Call
 from dualpath.policy.events import SchedulerSettings
 from dualpath.router.control.registry import Registry
@@ -29,7 +29,11 @@ from dualpath.vllm.front_end_settings import FrontEndSettings
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
-    [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "benchmarks").glob("*.md")]
+    [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "lab/dualpath_lab/benchmarks").glob("*.md"),
+    ]
 )
 REFERENCE = ROOT / "docs" / "reference"
 
@@ -39,7 +43,7 @@ NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference"
     "sleep", "collective_rpc", "update_weights",
 }  # fmt: skip
 
-#: What `cli/log_lines.py` gives a line; pages say TIME for when it was.
+#: What `cli/main.py` gives a line; pages say TIME for when it was.
 LOG_LINE = re.compile(r"(TIME|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ dualpath\.[\w.]+: ")
 
 
@@ -84,7 +88,7 @@ def test_files_named_in_the_text_exist(name: str) -> None:
     names = re.findall(r"`((?:\w+/)*\w+\.py)`", text)
     folder = ""
     for name in names:
-        # "`engine/slots.py`, `buffer.py`": the folder of the one before is meant.
+        # "`engine/buffer/block_buffer.py`, `buffer.py`": the folder of the one before is meant.
         if "/" in name:
             folder = name.rpartition("/")[0]
         full = name if "/" in name else f"{folder}/{name}"

@@ -10,13 +10,14 @@ import pytest
 from dualpath.cli import doctor as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
-from dualpath.ops.doctor import machine, network, software, storage
-from dualpath.ops.doctor.examination import CheckSettings, examine
-from dualpath.ops.doctor.finding import Status, error, has_errors, ok, warning
-from dualpath.ops.doctor.network import RdmaPort
-from dualpath.ops.doctor.node import Node
-from dualpath.ops.doctor.software import ProcessOutcome
-from dualpath.ops.doctor.storage import StorageMeasurement
+from dualpath.launch.doctor import checks as machine
+from dualpath.launch.doctor import checks as storage
+from dualpath.launch.doctor import network, software
+from dualpath.launch.doctor.checks import CheckSettings, StorageMeasurement, examine
+from dualpath.launch.doctor.finding import Status, error, has_errors, ok, warning
+from dualpath.launch.doctor.network import RdmaPort
+from dualpath.launch.doctor.node import Node
+from dualpath.launch.doctor.software import ProcessOutcome
 from dualpath.transport.nixl_probe import NixlReport
 from dualpath.vllm.hooks import HookReport
 

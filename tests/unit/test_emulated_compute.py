@@ -2,18 +2,17 @@
 
 import msgspec
 import pytest
+from dualpath_lab.emulated.checkable_kv import KvFunction, TokenPrefix
+from dualpath_lab.emulated.data_plane import EmulatedHbm
+from dualpath_lab.emulated.emulated_gpu import ComputeClock
+from dualpath_lab.emulated.prefill import BatchFormer
+from dualpath_lab.emulated.requests import PrefillRequest
+from dualpath_lab.emulated.settings import EmulatedSettings
 from tests.emulated_cluster import COSTS, GEOMETRY, engine_settings
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.laboratory.emulated.batch import BatchFormer
-from dualpath.laboratory.emulated.clock import ComputeClock
-from dualpath.laboratory.emulated.hbm import EmulatedHbm
-from dualpath.laboratory.emulated.kv_bytes import KvFunction
-from dualpath.laboratory.emulated.prefix import TokenPrefix
-from dualpath.laboratory.emulated.requests import PrefillRequest
-from dualpath.laboratory.emulated.settings import EmulatedSettings
 
 LINEAR = msgspec.structs.replace(
     COSTS,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dualpath_lab.emulated.settings import part_geometry
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.guard import GUARD_S
 
@@ -15,7 +16,6 @@ from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, Registered
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
-from dualpath.laboratory.emulated.settings import part_geometry
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 38))

@@ -7,6 +7,11 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
+from dualpath_lab.emulated.checkable_kv import CheckedAt, Seeds
+from dualpath_lab.emulated.emulated_gpu import RankPasses, RunningPass
+from dualpath_lab.emulated.metrics import EngineMetrics, engine_counts
+from dualpath_lab.emulated.prefill import Batch, PrefillEngine, StartedPass
+from dualpath_lab.emulated.process import emulated_engine
 from tests.emulated_cluster import COSTS, GEOMETRY, Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 
@@ -15,14 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.laboratory.emulated.batch import Batch
-from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts
-from dualpath.laboratory.emulated.passes import RankPasses, RunningPass
-from dualpath.laboratory.emulated.prefill import PrefillEngine, StartedPass
-from dualpath.laboratory.emulated.prefix import Seeds
-from dualpath.laboratory.emulated.process import emulated_engine
-from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.factory import memory_storage
 

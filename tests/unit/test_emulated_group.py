@@ -7,19 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from dualpath_lab.emulated import process
+from dualpath_lab.emulated.settings import EmulatedSettings
+from dualpath_lab.faults.cluster import ChaosCluster
+from dualpath_lab.faults.engine_kinds import EmulatedEngines
+from dualpath_lab.faults.failpoints import EngineKind
+from dualpath_lab.faults.settings import ChaosSettings, EmulatedEnginesSettings, LoadSettings
 from tests.emulated_cluster import engine_settings
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import ConfigError, DeadlineError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.chaos.cluster import ChaosCluster
-from dualpath.laboratory.chaos.kinds import EmulatedEngines
-from dualpath.laboratory.chaos.points import EngineKind
-from dualpath.laboratory.chaos.settings import ChaosSettings, EmulatedEnginesSettings, LoadSettings
-from dualpath.laboratory.emulated import group
-from dualpath.laboratory.emulated.settings import EmulatedSettings
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.ports import claim_port
 
 
 def alone_in(tmp_path: Path) -> EmulatedSettings:
@@ -37,16 +37,16 @@ def ranks(tmp_path: Path, size: int) -> list[EmulatedSettings]:
 
 def test_all_ranks_agree_and_are_notified_when_one_ends(tmp_path, monkeypatch):
     ties: dict[int, list[object]] = {}
-    watch = group._watch
+    watch = process._watch
     monkeypatch.setattr(
-        group, "_watch", lambda held, lost: (ties.update({id(lost): held}), watch(held, lost))
+        process, "_watch", lambda held, lost: (ties.update({id(lost): held}), watch(held, lost))
     )
     found: list[GroupRank | None] = [None] * 3
     ended = [threading.Event() for _ in range(3)]
     callbacks = [event.set for event in ended]
 
     def come_up(rank: int) -> None:
-        found[rank] = group.join_group(settings[rank], callbacks[rank], GUARD_S)
+        found[rank] = process.join_group(settings[rank], callbacks[rank], GUARD_S)
 
     settings = ranks(tmp_path, 3)
     threads = [threading.Thread(target=come_up, args=(rank,)) for rank in range(3)]
@@ -68,7 +68,7 @@ def test_a_rank_reports_that_the_others_did_not_start(tmp_path):
         with pytest.raises(
             DeadlineError, match=r"of 2 could not connect to the others.*start all of them"
         ):
-            group.join_group(settings, timeout_s=0.2)
+            process.join_group(settings, timeout_s=0.2)
 
 
 def test_ranks_connect_despite_a_port_in_use_and_a_self_connection(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_ranks_connect_despite_a_port_in_use_and_a_self_connection(tmp_path, mon
     found: list[GroupRank | None] = []
 
     def come_up(rank: int) -> None:
-        found.append(group.join_group(settings[rank], lambda: None, GUARD_S))
+        found.append(process.join_group(settings[rank], lambda: None, GUARD_S))
 
     sleep = time.sleep
 
@@ -108,7 +108,7 @@ def test_ranks_connect_despite_a_port_in_use_and_a_self_connection(tmp_path, mon
 
 
 def test_a_plain_engine_has_no_group(tmp_path):
-    assert group.join_group(alone_in(tmp_path)) is None
+    assert process.join_group(alone_in(tmp_path)) is None
 
 
 async def test_a_campaign_starts_and_ends_ranks_together(tmp_path):

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dualpath_lab.emulated import process
+from dualpath_lab.emulated.settings import EmulatedSettings
 from tests.emulated_cluster import GEOMETRY, cluster
 from tests.unit.test_emulated_rank_bytes import agents, moved
 
@@ -12,8 +14,6 @@ from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import BYTES_OF, Counter
-from dualpath.laboratory.emulated import process
-from dualpath.laboratory.emulated.settings import EmulatedSettings
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
 from dualpath.router.control.assign_log import AssignmentNote

@@ -4,9 +4,10 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from dualpath_lab.emulated.checkable_kv import CheckedAt
+from dualpath_lab.emulated.metrics import EngineMetrics, engine_counts, thread_cpu_s
+
 from dualpath.engine.counters import Counter, Counters
-from dualpath.laboratory.emulated.metrics import EngineMetrics, engine_counts, thread_cpu_s
-from dualpath.laboratory.emulated.verification import CheckedAt
 
 
 def test_verification_counts_are_parsed_as_served() -> None:

@@ -7,10 +7,10 @@ from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
-from dualpath.engine import storage_keeping
 from dualpath.engine.counters import Counter
+from dualpath.engine.io import storage_maintenance
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.storage.block_file import HEADER_BYTES
 
 BLOCK_BYTES = HEADER_BYTES + GEOMETRY.full_block_bytes
 QUOTA_BLOCKS = 24
@@ -21,7 +21,7 @@ PROMPTS = [[number, *range(1, 49)] for number in range(1, 5)]
 @pytest.fixture(autouse=True)
 def fast_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the janitors run continuously."""
-    monkeypatch.setattr(storage_keeping, "BEAT_S", 0.01)
+    monkeypatch.setattr(storage_maintenance, "BEAT_S", 0.01)
 
 
 def removed(made: Cluster) -> float:

@@ -12,6 +12,9 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
+from dualpath_lab.emulated.checkable_kv import CheckedAt
+from dualpath_lab.emulated.data_plane import BlocksHeld, BlocksReleased, DataPlane, FollowerPlane
+from dualpath_lab.emulated.ranks import ThreadRanks
 from tests import emulated_cluster
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
@@ -19,12 +22,8 @@ from tests.guard import GUARD_S
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.surroundings import Surroundings
-from dualpath.laboratory.emulated.data_plane import DataPlane
-from dualpath.laboratory.emulated.rank_plane import BlocksHeld, BlocksReleased, FollowerPlane
-from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.laboratory.emulated.verification import CheckedAt
+from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
 PROMPT = list(range(1, 38))

@@ -9,12 +9,12 @@ from tests.emulated_cluster import Cluster, cluster
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.modes import Mode
-from dualpath.policy.chain_index import ChainIndex
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.block_header import HEADER_BYTES, BlockHeader, decode_header
+from dualpath.storage.block_file import HEADER_BYTES, BlockHeader, decode_header
+from dualpath.storage.chain_index import ChainIndex
 from dualpath.storage.inventory import BlockFilter, remove, select_rows
-from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.survey import Survey
+from dualpath.storage.janitor import Survey
+from dualpath.storage.objects import PosixObjects
 
 #: 12 Full Blocks of 4 tokens, and a token; all but the last token of the answer fill seven more.
 PROMPT, ANSWER_TOKENS = [7, *range(1, 49)], 28

@@ -11,11 +11,11 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyCache
+from dualpath.core.key_cache import KeyCache
 from dualpath.core.modes import Mode
 from dualpath.router.service import RouterService
+from dualpath.vllm.engine_core import make_job
 from dualpath.vllm.generate_client import GenerateClient
-from dualpath.vllm.request_job import make_job
 
 PROMPT = list(range(1, 38))
 

@@ -10,8 +10,12 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm import engine_arguments
-from dualpath.vllm.engine_arguments import GUARD_CLASS, SCHEDULER_CLASS, WORKER_CLASS
-from dualpath.vllm.engine_settings import engine_settings
+from dualpath.vllm.engine_arguments import (
+    GUARD_CLASS,
+    SCHEDULER_CLASS,
+    WORKER_CLASS,
+    engine_settings,
+)
 
 EXTRA = {"role": "prefill", "router": "tcp://127.0.0.1:5700", "storage": "kv"}
 
@@ -174,7 +178,7 @@ def test_vllms_parser_has_these_arguments_with_these_defaults(monkeypatch):
     pytest.importorskip("vllm")
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from dualpath.vllm.serve_parser import make_arg_parser
+    from dualpath.vllm.engine_config import make_arg_parser
 
     parser = make_arg_parser(FlexibleArgumentParser())
     layerwise = EngineSettings(

@@ -2,7 +2,7 @@
 
 from tests.engine_harness import GEOMETRY
 
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer.block_buffer import BlockBuffer
 
 
 def test_slots_that_were_released_are_not_pinned_and_not_freed_twice() -> None:

@@ -9,7 +9,7 @@ import pytest
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.rates import RateOrigin
-from dualpath.engine import read_speed
+from dualpath.engine.io import read_speed
 from dualpath.engine.threads import OS_THREADS
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
 from dualpath.policy.events import (
@@ -18,7 +18,6 @@ from dualpath.policy.events import (
     TYPICAL_CONTEXT_TOKENS,
 )
 from dualpath.storage.memory import MemoryStorage
-from dualpath.vllm.costs_cache import MAX_AGE_S, CachedCosts, CostsCache
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -27,6 +26,7 @@ from dualpath.vllm.pass_costs import (
     read_file,
     rough_attention,
 )
+from dualpath.vllm.profiling import MAX_AGE_S, CachedCosts, CostsCache
 
 ATTENTION = AttentionGeometry(pair_flops=1000.0)
 #: Seconds per FLOP and per batch of attention, and per token of everything else.

@@ -6,8 +6,8 @@ import threading
 from tests.guard import GUARD_S
 
 from dualpath.core.errors import TransportError
-from dualpath.engine.device import PASSED, HostDevice
-from dualpath.engine.event_waiter import EventWaiter
+from dualpath.engine.passes.device import PASSED, HostDevice
+from dualpath.engine.passes.pump import EventWaiter
 from dualpath.engine.threads import OS_THREADS, TimeLimit
 
 

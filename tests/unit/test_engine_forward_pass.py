@@ -5,13 +5,12 @@ from collections.abc import Iterator, Sequence
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
-from dualpath.core.message import Message
+from dualpath.core.control import Message, PrefillDone, Release
 from dualpath.core.modes import Mode
-from dualpath.core.request_messages import PrefillDone, Release
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
 
 TOKENS = 3 * GEOMETRY.block_tokens
 BLOCKS = 3

@@ -10,12 +10,11 @@ from tests.guard import GUARD_S
 from tests.passed_waits import PassedWaits
 
 from dualpath.core.cluster import Role
-from dualpath.core.request_messages import Read, Reserved
+from dualpath.core.control import Read, Reserved
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine import traffic_manager
-from dualpath.engine.health import Health
-from dualpath.engine.pump import Completion, TransferPump
-from dualpath.engine.threads import TimeLimit
+from dualpath.engine.control import traffic_manager
+from dualpath.engine.passes.pump import Completion, TransferPump
+from dualpath.engine.threads import Health, TimeLimit
 from dualpath.transport.contract import TransferState
 
 READERS = 2  # those of the harness

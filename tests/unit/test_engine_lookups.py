@@ -12,24 +12,21 @@ from tests.engine_harness import GEOMETRY, full_block, memory_storage, prompt_ke
 from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
-from dualpath.core.control import Lookup, LookupDone
+from dualpath.core.control import Lookup, LookupDone, Message
 from dualpath.core.errors import StorageError
-from dualpath.core.message import Message
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.generated import GeneratedBlock, GeneratedBlocks
-from dualpath.engine.hbm_copy import BlockOut
-from dualpath.engine.lookups import LOOKUP_THREADS, MAX_WAITING, Lookups
-from dualpath.engine.pending_writes import PendingWrites
-from dualpath.engine.persister import Persister
-from dualpath.engine.rank import Rank
-from dualpath.engine.rank_work import RankBoard, RankWork
-from dualpath.engine.ranks import ONE_RANK
+from dualpath.engine.io.lookups import LOOKUP_THREADS, MAX_WAITING, Lookups
+from dualpath.engine.io.persister import PendingWrites, Persister
+from dualpath.engine.passes.generated import GeneratedBlock, GeneratedBlocks
+from dualpath.engine.passes.hbm_copy import BlockOut
+from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork
+from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
-from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.remembering import LookupCachingStorage
+from dualpath.storage.posix import LengthOnlyStorage
+from dualpath.storage.wrapping import LookupCachingStorage
 
 NS_PER_S = 1_000_000_000
 DEADLINE_S = 1.0

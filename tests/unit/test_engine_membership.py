@@ -11,13 +11,21 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.control import Deregister, EngineMessage, Register, Registered, Report
-from dualpath.core.envelopes import decode_engine_message, encode, unnumbered
-from dualpath.core.request_messages import Released
-from dualpath.engine.hbm_layout import shared_layers
-from dualpath.engine.membership import Membership, ServedModel
+from dualpath.core.control import (
+    Deregister,
+    EngineMessage,
+    Register,
+    Registered,
+    Released,
+    Report,
+    decode_engine_message,
+    encode,
+    unnumbered,
+)
+from dualpath.engine.control.membership import Membership, ServedModel
+from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.surroundings import Surroundings
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered

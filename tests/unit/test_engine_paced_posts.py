@@ -6,8 +6,8 @@ from typing import cast
 
 import pytest
 
-from dualpath.engine.paced_posts import PacedPosts
-from dualpath.engine.pump import TransferPump
+from dualpath.engine.passes.hbm_copy import PacedPosts
+from dualpath.engine.passes.pump import TransferPump
 from dualpath.engine.threads import OsThreads
 
 MAX_BYTES = 100

@@ -3,12 +3,11 @@
 import pytest
 from tests.engine_harness import GEOMETRY
 
-from dualpath.core.addresses import AgentAddress, EngineAddress, RegionAddress
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role
 from dualpath.core.errors import TransportError
-from dualpath.engine.buffer import BUFFER_REGION
-from dualpath.engine.hbm_layout import PartViews, shared_layers
-from dualpath.engine.peers import Peers
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION
+from dualpath.engine.control.peers import Peers
+from dualpath.engine.passes.hbm_layout import PartViews, shared_layers
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 

@@ -7,23 +7,21 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
+from dualpath_lab.emulated.ranks import ThreadRanks
 from tests.engine_harness import GEOMETRY, full_block, prompt_keys
 from tests.guard import GUARD_S
 from tests.ranked_harness import Cut, RankedCluster
 
-from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, Role
+from dualpath.core.control import KvInHbm, Persist, PrefillDone, Release, Released
 from dualpath.core.errors import ConfigError, EngineLostError
-from dualpath.core.request_messages import KvInHbm, Persist, PrefillDone, Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.forward_pass import PromptPart
-from dualpath.engine.health import Health
-from dualpath.engine.rank_work import RankBoard, RankWork
-from dualpath.engine.ranks import ONE_RANK, TimedGroup
-from dualpath.laboratory.emulated.ranks import ThreadRanks
-from dualpath.storage.host_process import has_exited, this_process
+from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork, TimedGroup
+from dualpath.engine.threads import Health
+from dualpath.node.host_process import has_exited, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
 
 TOKENS = 4 * GEOMETRY.block_tokens

@@ -10,11 +10,11 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.request_messages import ReadDone
+from dualpath.core.control import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.steps import run_reads

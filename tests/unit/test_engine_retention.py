@@ -6,9 +6,8 @@ from tests.engine_harness import GEOMETRY, full_block, prompt_keys
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.control import Retain
-from dualpath.engine.buffer import BlockBuffer
-from dualpath.engine.kept_blocks import with_parents
-from dualpath.engine.retention import Retention
+from dualpath.engine.buffer.block_buffer import BlockBuffer, with_parents
+from dualpath.engine.buffer.dram_tier import Retention
 
 KEYS = tuple(prompt_keys(8 * GEOMETRY.block_tokens))
 OLD, NEW = KEYS[:2], KEYS[2:4]

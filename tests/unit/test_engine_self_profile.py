@@ -15,7 +15,8 @@ from dualpath.core.modes import Mode
 from dualpath.core.rates import RateOrigin
 from dualpath.engine.settings import EngineSettings
 from dualpath.policy.batching import AttentionGeometry, LayerTimeEstimate
-from dualpath.vllm import profiling, quota_scheduler, self_profile
+from dualpath.vllm import profiling, quota_scheduler
+from dualpath.vllm import profiling as self_profile
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
 from dualpath.vllm.quota_scheduler import ASSUMED_FLOPS_PER_S
@@ -57,7 +58,7 @@ class Worker:
 @pytest.fixture
 def timed(monkeypatch):
     clock = SimpleNamespace(now=0.0)
-    monkeypatch.setattr("dualpath.vllm.self_profile.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("dualpath.vllm.profiling.time.perf_counter", lambda: clock.now)
     stopwatch = self_profile.AttentionStopwatch(lambda: None)
     worker = Worker(clock, stopwatch)
 

@@ -6,12 +6,11 @@ from typing import cast
 from tests.engine_harness import GEOMETRY
 
 from dualpath.core.blocks import block_keys
-from dualpath.core.request_messages import Persist
-from dualpath.engine.active_requests import ActiveRequests
-from dualpath.engine.buffer import BlockBuffer
-from dualpath.engine.persister import Persister, WriteTask
-from dualpath.engine.rank import Rank
-from dualpath.engine.served_prompts import ServedPrompts
+from dualpath.core.control import Persist
+from dualpath.engine.buffer.block_buffer import BlockBuffer
+from dualpath.engine.control.assigned_requests import ActiveRequests, ServedPrompts
+from dualpath.engine.io.persister import Persister, WriteTask
+from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.threads import OS_THREADS
 
 

@@ -5,14 +5,22 @@ from collections.abc import Iterator
 import pytest
 from tests.engine_harness import GEOMETRY, ToyCluster, prompt_keys
 
-from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
-from dualpath.core.cluster import HostProcess, Role
-from dualpath.core.control import ConfirmedDead, LivenessProbe, PeerUp, Registered
-from dualpath.core.request_messages import Assign, Failed, Release, Released, Reserved
+from dualpath.core.cluster import AgentAddress, EngineAddress, HostProcess, Role, Writer
+from dualpath.core.control import (
+    Assign,
+    ConfirmedDead,
+    Failed,
+    LivenessProbe,
+    PeerUp,
+    Registered,
+    Release,
+    Released,
+    Reserved,
+)
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.storage.host_process import has_exited, this_process
+from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.node.host_process import has_exited, this_process
 
 TOKENS, BLOCKS = 22, 6
 HBM = [3, 9, 4, 7, 1, 6]

@@ -9,8 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from dualpath.core.blocks import chain_root
 from dualpath.core.errors import BufferTooSmallError
-from dualpath.engine.kept_blocks import EvictionPriority
-from dualpath.engine.slots import NO_REQUEST, Grant, SlotPool
+from dualpath.engine.buffer.block_buffer import NO_REQUEST, EvictionPriority, Grant, SlotPool
 
 ROOT = chain_root()
 

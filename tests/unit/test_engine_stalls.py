@@ -9,14 +9,13 @@ from tests.engine_harness import GEOMETRY, ToyCluster, full_block, kv_bytes, pro
 from tests.guard import GUARD_S
 from tests.passed_waits import PassedWaits
 
-from dualpath.core.control import PeerUp
-from dualpath.core.request_messages import Release, Released
+from dualpath.core.control import PeerUp, Release, Released
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.stalls import (
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.pump import (
     SLOWEST_BYTES_PER_S,
     TRIAL_GAP_S,
     TRIAL_S,

@@ -12,24 +12,28 @@ from tests.stored_runs import read_run, stored_head
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin
 from dualpath.core.cluster import Role
-from dualpath.core.control import Lookup, LookupDone, PeerDown, Sync, Synced
-from dualpath.core.errors import ConfigError, TransportError
-from dualpath.core.modes import Mode
-from dualpath.core.request_messages import (
+from dualpath.core.control import (
     Failed,
+    Lookup,
+    LookupDone,
+    PeerDown,
     Persist,
     Read,
     ReadDone,
     Release,
     Released,
     Reserved,
+    Sync,
+    Synced,
 )
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.layer_stream import LayerStream
-from dualpath.engine.lookups import LOOKUP_THREADS
+from dualpath.engine.io.lookups import LOOKUP_THREADS
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.engine.settings import parse_settings
 
 TOKENS = 22  # five full blocks and a partial one

@@ -11,8 +11,8 @@ from dualpath.core.errors import BadRequestError, IncompatibleError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=64)
 BUFFER_SLOTS = 8

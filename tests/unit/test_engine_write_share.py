@@ -10,15 +10,14 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.request_messages import ReadDone
+from dualpath.core.control import ReadDone
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.engine.buffer import BlockBuffer
+from dualpath.engine.buffer.block_buffer import BlockBuffer
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.persister import Persister, WriteTask
-from dualpath.engine.read_queue import ReadQueue, ReadTask
+from dualpath.engine.io.persister import Persister, WriteShare, WriteTask
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.threads import OS_THREADS, OsThreads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
-from dualpath.engine.write_share import WriteShare
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import run_reads, step_of
 

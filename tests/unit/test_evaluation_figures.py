@@ -8,17 +8,19 @@ import msgspec
 import pytest
 from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 
-from dualpath.cli.eval import FIGURE_NAMES
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation import beyond, dram_tier
-from dualpath.model.evaluation.document import document, figure_json, write_document, write_figure
-from dualpath.model.evaluation.figures import FIGURES
-from dualpath.model.evaluation.figures.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
-from dualpath.model.evaluation.figures.fig3 import pass_s
-from dualpath.model.evaluation.figures.table3 import large_spec, small_spec
-from dualpath.model.evaluation.inputs import CatalogInputs
-from dualpath.model.evaluation.report import (
+from dualpath.report import markdown
+from dualpath.report.model import Table
+from dualpath_sim.cli.eval import FIGURE_NAMES
+from dualpath_sim.evaluation import beyond, dram_tier
+from dualpath_sim.evaluation.document import document, figure_json, write_document, write_figure
+from dualpath_sim.evaluation.figures import FIGURES
+from dualpath_sim.evaluation.figures.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
+from dualpath_sim.evaluation.figures.fig3 import pass_s
+from dualpath_sim.evaluation.figures.table3 import large_spec, small_spec
+from dualpath_sim.evaluation.inputs import CatalogInputs
+from dualpath_sim.evaluation.report import (
     FITTED,
     QUOTED,
     REASONS,
@@ -29,8 +31,8 @@ from dualpath.model.evaluation.report import (
     missed,
     quantity,
 )
-from dualpath.model.evaluation.runs import Runs
-from dualpath.model.evaluation.settings import (
+from dualpath_sim.evaluation.runs import Runs
+from dualpath_sim.evaluation.settings import (
     AS_WRITTEN,
     AT_48K,
     DS_27B,
@@ -38,9 +40,7 @@ from dualpath.model.evaluation.settings import (
     EvaluationSettings,
     RunSpec,
 )
-from dualpath.model.sim.settings import PrefillCosts
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath_sim.simulator.settings import PrefillCosts
 
 QUICK = EvaluationSettings(seed=3, quick=True)
 

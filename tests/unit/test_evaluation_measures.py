@@ -8,7 +8,7 @@ from tests.unit.evaluation_fakes import ROUNDS, SPEED_S, FakeInputs, FakeSimulat
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.model.evaluation.runs import (
+from dualpath_sim.evaluation.runs import (
     LOOKBACK_S,
     WINDOW_S,
     Balance,
@@ -22,9 +22,9 @@ from dualpath.model.evaluation.runs import (
     tail_begins_s,
     timeline,
 )
-from dualpath.model.evaluation.serving import meets_slo, online_spec, sweep
-from dualpath.model.evaluation.settings import DS_660B, EvaluationSettings, RunSpec
-from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult
+from dualpath_sim.evaluation.serving import meets_slo, online_spec, sweep
+from dualpath_sim.evaluation.settings import DS_660B, EvaluationSettings, RunSpec
+from dualpath_sim.simulator.result import NS_PER_S, Batches, LinkUse, SimulationResult
 
 every_second = np.arange(0.5, 7200.0, dtype=np.float64)
 

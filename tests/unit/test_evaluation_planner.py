@@ -5,21 +5,21 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
-from dualpath.model.evaluation.comparison import compare, prefill_units, summarise
-from dualpath.model.evaluation.planner import broken_slo, make_plan, reshaped
-from dualpath.model.evaluation.settings import PlanSettings
-from dualpath.model.sim.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import (
+from dualpath.report.model import Table
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.catalog.load import load_cluster, load_gpu, load_model
+from dualpath_sim.evaluation.comparison import compare, prefill_units, summarise
+from dualpath_sim.evaluation.planner import broken_slo, make_plan, reshaped
+from dualpath_sim.evaluation.settings import PlanSettings
+from dualpath_sim.simulator.result import NS_PER_S, Batches, LinkUse, SimulationResult, TurnTimes
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import (
     ClusterSettings,
     DecodeCosts,
     ModelCosts,
     PrefillCosts,
     Setup,
 )
-from dualpath.report.model import Table
 
 MODEL = ModelCosts(
     name="small",

@@ -3,18 +3,11 @@
 from pathlib import Path
 
 import pytest
+from dualpath_lab.experiments.data_plane import data_plane_report, measure_data_plane
+from dualpath_lab.experiments.report import as_report, write_experiment
+from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.experiments.data_plane import data_plane_report, measure_data_plane
-from dualpath.laboratory.experiments.data_plane_settings import (
-    DataPlaneSettings,
-    Leg,
-    Mover,
-    PostCost,
-    Rate,
-    Reader,
-)
-from dualpath.laboratory.experiments.report import as_report, write_experiment
 from dualpath.report import markdown
 
 

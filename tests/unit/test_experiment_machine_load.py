@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-from dualpath.laboratory.experiments.machine_load import process_cpu_s
+from dualpath_lab.experiments.machine_load import process_cpu_s
 
 WORK_S = 0.1
 BUSY_CHILD = f"""

@@ -1,6 +1,7 @@
 """Plots of links of many nodes."""
 
-from dualpath.laboratory.experiments.node_lines import merged_by_role
+from dualpath_lab.experiments.jct import merged_by_role
+
 from dualpath.report.model import Series
 
 

@@ -4,40 +4,34 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
-
-from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.dram_tier_report import (
-    Share,
-    TierJob,
-    dram_share,
-    tier_report,
-)
-from dualpath.laboratory.experiments.emulated_nodes import EmulatedEngines, simulated_setup
-from dualpath.laboratory.experiments.in_turns import Variant, paired_ratio, run_interleaved
-from dualpath.laboratory.experiments.runs import Measured
-from dualpath.laboratory.experiments.sealed_blocks import KINDS, cpu_s_per_gb, sealed_table
-from dualpath.laboratory.experiments.settings import (
+from dualpath_lab.experiments.dram_tier import Share, TierJob, dram_share, tier_report
+from dualpath_lab.experiments.engine_nodes import EmulatedEngines, simulated_setup
+from dualpath_lab.experiments.runs import Measured, Variant, paired_ratio, run_interleaved
+from dualpath_lab.experiments.sealed_blocks import KINDS, cpu_s_per_gb, sealed_table
+from dualpath_lab.experiments.settings import (
     EmulatedNodes,
     History,
     JctSettings,
+    TierSettings,
     WindowSettings,
 )
-from dualpath.laboratory.experiments.tier_settings import TierSettings
-from dualpath.laboratory.experiments.workload import (
+from dualpath_lab.experiments.workload import (
     windows,
     working_set_tokens,
     write_histories,
     write_rounds,
 )
-from dualpath.laboratory.lab.cluster import LinkReport
-from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import ServerCounters, ToolDelays
-from dualpath.model.sim.derived import buffer_bytes, has_dram_tier
+from dualpath_lab.nodes.cluster import LinkReport
+from dualpath_lab.nodes.settings import LabSettings
+from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import read_trace
+from dualpath.workload.replay.client import ReplayOptions
+from dualpath.workload.replay.result import ServerCounters, ToolDelays
+from dualpath_sim.simulator.derived import buffer_bytes, has_dram_tier
 
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
 NODES = ("pe0", "de0", "de1")

@@ -6,56 +6,42 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
-from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.against_simulator import agent_table, predicted_jct_s
-from dualpath.laboratory.experiments.client import ClientResult
-from dualpath.laboratory.experiments.emulated_nodes import (
-    scaled_costs,
-    simulated_setup,
-)
-from dualpath.laboratory.experiments.jct_report import jct_report
-from dualpath.laboratory.experiments.job import Job
-from dualpath.laboratory.experiments.meters import (
+from dualpath_lab.experiments.client import ClientResult
+from dualpath_lab.experiments.engine_nodes import scaled_costs, simulated_setup
+from dualpath_lab.experiments.jct import jct_report
+from dualpath_lab.experiments.metered_replay import (
     NodeBytes,
     Sample,
     parse_devices,
     parse_read_bytes,
 )
-from dualpath.laboratory.experiments.report import (
-    ExperimentReport,
-    Target,
-    as_report,
-    write_experiment,
-)
-from dualpath.laboratory.experiments.runs import Measured
-from dualpath.laboratory.experiments.settings import EmulatedNodes, WindowSettings
-from dualpath.laboratory.experiments.workload import (
-    Window,
-    windows,
-    write_histories,
-    write_rounds,
-)
-from dualpath.laboratory.lab.cluster import LinkReport
-from dualpath.laboratory.lab.settings import LabSettings
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.session import AgentSettings
-from dualpath.laboratory.workload.formats import read_trace
-from dualpath.laboratory.workload.replay.machine import ClientMachine
-from dualpath.laboratory.workload.replay.metrics import summarise
-from dualpath.laboratory.workload.replay.result import (
+from dualpath_lab.experiments.report import ExperimentReport, Target, as_report, write_experiment
+from dualpath_lab.experiments.runs import Job, Measured
+from dualpath_lab.experiments.settings import EmulatedNodes, WindowSettings
+from dualpath_lab.experiments.simulator_comparison import agent_table, predicted_jct_s
+from dualpath_lab.experiments.workload import Window, windows, write_histories, write_rounds
+from dualpath_lab.nodes.cluster import LinkReport
+from dualpath_lab.nodes.settings import LabSettings
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.node.machine import ClientMachine
+from dualpath.report import markdown
+from dualpath.workload.conversation.prompts import Contents, Vocabulary
+from dualpath.workload.conversation.sessions import AgentSettings
+from dualpath.workload.formats import read_trace
+from dualpath.workload.replay.result import (
     Isolation,
     ReplayResult,
     ReplaySetting,
     SentHints,
     ToolDelays,
     TurnRecord,
+    summarise,
 )
-from dualpath.model.sim.run import simulate
-from dualpath.report import markdown
+from dualpath_sim.simulator.run import simulate
 
 SNIC_BYTES_PER_S = 50e6
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from dualpath.cli.packages import not_installed
-from dualpath.core.extras import EXTRAS, extra, extra_with
-from dualpath.ops.doctor.software import SUPPORTED_NIXL
+from dualpath.core.extras import EXTRAS, extra, extra_with, not_installed
+from dualpath.launch.doctor.software import SUPPORTED_NIXL
 from dualpath.vllm.engine_arguments import SUPPORTED_VLLM
 
 REPOSITORY = Path(__file__).parents[2]

@@ -13,21 +13,20 @@ from tests.guard import GUARD_S
 from vllm.sampling_params import SamplingParams, StructuredOutputsParams
 from vllm.v1.engine import EngineCoreRequest
 
-from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import GroupRank, Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
 from dualpath.core.errors import (
     BadRequestError,
     DualPathError,
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.core.key_memory import KeyCache
+from dualpath.core.key_cache import KeyCache
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import RANK_HEADER
 from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath.vllm.engine_core import make_job
 from dualpath.vllm.generate_client import GenerateClient
-from dualpath.vllm.request_job import make_job
 
 PROMPT = [*range(1, 71)]
 PREFILL_TRANSFER = PrefillTransfer(

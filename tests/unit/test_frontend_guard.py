@@ -33,7 +33,7 @@ from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.refusals import HttpRefusal
 from dualpath.router.settings import RouterSettings
-from dualpath.vllm.app import limited_protocol, middleware_names
+from dualpath.vllm.app import answer_400_for_validator_errors, limited_protocol, middleware_names
 from dualpath.vllm.engine_config import parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import http_error
@@ -42,7 +42,6 @@ from dualpath.vllm.router_process import (
     refuse_guessable_request_ids,
     set_api_keys,
 )
-from dualpath.vllm.validation import answer_400_for_validator_errors
 
 
 class Service:

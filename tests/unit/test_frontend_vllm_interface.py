@@ -21,7 +21,7 @@ from vllm.v1.engine.output_processor import (
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.vllm.engine_core import RoutedEngineCore
-from dualpath.vllm.sampling import ROUTER_SIDE_FIELDS
+from dualpath.vllm.generate_client import ROUTER_SIDE_FIELDS
 
 
 def _parse(function):

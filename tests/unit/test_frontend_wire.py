@@ -17,10 +17,10 @@ from vllm.sampling_params import (
 from vllm.v1.engine import EngineCoreRequest
 
 from dualpath.core.errors import BadRequestError
-from dualpath.core.key_memory import KeyCache
+from dualpath.core.key_cache import KeyCache
 from dualpath.router.token_api.wire import ChoiceLogprobs, Logprob, PromptLogprob, SampledLogprob
-from dualpath.vllm.request_job import can_continue, is_stateless, make_job
-from dualpath.vllm.sampling import (
+from dualpath.vllm.engine_core import can_continue, is_stateless, make_job
+from dualpath.vllm.generate_client import (
     ROUTER_SIDE_FIELDS,
     decode_sampling,
     prefill_sampling,

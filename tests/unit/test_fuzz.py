@@ -4,14 +4,13 @@ import logging
 from collections.abc import Callable
 
 import pytest
+from dualpath_lab.faults.fuzz.campaign import Campaign, Subject
+from dualpath_lab.faults.fuzz.files import BlockSubject, SettingsSubject, TraceSubject
+from dualpath_lab.faults.fuzz.inputs import Inputs
+from dualpath_lab.faults.fuzz.sealed_blocks import SealedBlockSubject
 
 from dualpath.cli.main import main
 from dualpath.cli.settings import SECTIONS
-from dualpath.laboratory.chaos.fuzz.campaign import Campaign, Subject
-from dualpath.laboratory.chaos.fuzz.files import SettingsSubject, TraceSubject
-from dualpath.laboratory.chaos.fuzz.inputs import Inputs
-from dualpath.laboratory.chaos.fuzz.sealed_blocks import SealedBlockSubject
-from dualpath.laboratory.chaos.fuzz.stored_blocks import BlockSubject
 
 VALID = {"a": [1, {"b": "text"}], "c": None}
 

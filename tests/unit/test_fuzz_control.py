@@ -6,19 +6,20 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
+from dualpath_lab.faults.fuzz.campaign import Campaign
+from dualpath_lab.faults.fuzz.control import ControlSubject
+from dualpath_lab.faults.fuzz.control import frame as fuzzed_frame
+from dualpath_lab.faults.fuzz.inputs import Inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import FakeEngine, expected, job
 
-from dualpath.core import control, envelopes
+from dualpath.core import control
+from dualpath.core import control as envelopes
 from dualpath.core.cluster import Role
+from dualpath.core.control import Message
 from dualpath.core.errors import IncompatibleError
-from dualpath.core.message import Message
-from dualpath.laboratory.chaos.fuzz.campaign import Campaign
-from dualpath.laboratory.chaos.fuzz.control import ControlSubject
-from dualpath.laboratory.chaos.fuzz.control import frame as fuzzed_frame
-from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.router.refusals import ControlRefusal
 
 EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))

@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from dualpath_lab.faults.fuzz.campaign import Campaign
+from dualpath_lab.faults.fuzz.http import HttpSubject
+from dualpath_lab.faults.fuzz.inputs import Inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.emulated_cluster import Cluster, cluster
@@ -15,9 +18,6 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.laboratory.chaos.fuzz.campaign import Campaign
-from dualpath.laboratory.chaos.fuzz.http import HttpSubject
-from dualpath.laboratory.chaos.fuzz.inputs import Inputs
 from dualpath.router.token_api.wire import GENERATE_PATH
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))

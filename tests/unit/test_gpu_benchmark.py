@@ -8,11 +8,16 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.geometry import DEEPSEEK, QWEN, TINY_GQA, TINY_MLA
-from benchmarks.gpu.machine import open_machine
-from benchmarks.gpu.prefill import Prefill, PrefillCase, fit_layer_times, measure_prefill
-from benchmarks.gpu.stack import Stack
+from dualpath_lab.benchmarks.gpu.__main__ import main
+from dualpath_lab.benchmarks.gpu.geometry import DEEPSEEK, QWEN, TINY_GQA, TINY_MLA
+from dualpath_lab.benchmarks.gpu.machine import open_machine
+from dualpath_lab.benchmarks.gpu.prefill import (
+    Prefill,
+    PrefillCase,
+    Stack,
+    fit_layer_times,
+    measure_prefill,
+)
 
 from dualpath.core.errors import ConfigError
 

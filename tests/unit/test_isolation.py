@@ -6,14 +6,7 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from dualpath.core.cluster import nodes_text
-from dualpath.core.errors import ConfigError
-from dualpath.laboratory.experiments.isolation_bulk import BulkChecked
-from dualpath.laboratory.experiments.isolation_exchange import Channel, ExchangeOrder, Rounds
-from dualpath.laboratory.experiments.isolation_report import (
+from dualpath_lab.experiments.isolation import (
     P99_TARGET,
     Run,
     Runs,
@@ -21,7 +14,9 @@ from dualpath.laboratory.experiments.isolation_report import (
     percentile,
     size_name,
 )
-from dualpath.laboratory.experiments.isolation_settings import (
+from dualpath_lab.experiments.isolation_bulk import BulkChecked
+from dualpath_lab.experiments.isolation_exchange import Channel, ExchangeOrder, Rounds
+from dualpath_lab.experiments.isolation_settings import (
     EXCHANGE_PORT,
     Case,
     Flow,
@@ -30,9 +25,14 @@ from dualpath.laboratory.experiments.isolation_settings import (
     bulk_ports,
     flows,
 )
-from dualpath.laboratory.experiments.report import as_report
-from dualpath.laboratory.lab.cluster import LinkReport
-from dualpath.laboratory.lab.machine import nodes
+from dualpath_lab.experiments.report import as_report
+from dualpath_lab.nodes.cluster import LinkReport
+from dualpath_lab.nodes.machine import nodes
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.cluster import nodes_text
+from dualpath.core.errors import ConfigError
 from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
 from dualpath.report import markdown
 from dualpath.report.files import as_json

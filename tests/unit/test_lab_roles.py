@@ -4,19 +4,20 @@ import statistics
 
 import msgspec
 import pytest
-
-from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError, EngineLostError
-from dualpath.laboratory.experiments import roles
-from dualpath.laboratory.experiments.role_cluster import LiveRun, RoleChangeLog
-from dualpath.laboratory.experiments.role_settings import RoleShiftSettings
-from dualpath.laboratory.experiments.role_shift import (
+from dualpath_lab.experiments import roles
+from dualpath_lab.experiments.roles import (
     Change,
+    LiveRun,
+    RoleChangeLog,
     RoleRun,
     prefill_tokens_per_s,
     shifting_agents,
     simulated,
 )
+from dualpath_lab.experiments.settings import RoleShiftSettings
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, EngineLostError
 
 SETTINGS = RoleShiftSettings()
 

@@ -4,21 +4,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-
-from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.leftovers import LabRemains, mounts_of
-from dualpath.laboratory.lab.machine import (
+from dualpath_lab.nodes.machine import (
     Cgroups,
     LabMachine,
+    LabRemains,
     find_cgroups,
     find_machine,
     lab_folder,
+    mounts_of,
     nodes,
 )
-from dualpath.laboratory.lab.runner import describe
-from dualpath.laboratory.lab.s3_server import ADDRESS, S3Server, client_environment, find_s3_server
-from dualpath.laboratory.lab.settings import LabSettings, Shaping, StorageServer
-from dualpath.laboratory.lab.steps import (
+from dualpath_lab.nodes.runner import describe
+from dualpath_lab.nodes.s3_server import ADDRESS, S3Server, client_environment, find_s3_server
+from dualpath_lab.nodes.settings import LabSettings, Shaping, StorageServer
+from dualpath_lab.nodes.steps import (
     DetachLoop,
     EndProcesses,
     MakeFolder,
@@ -34,6 +33,8 @@ from dualpath.laboratory.lab.steps import (
     storage_switch_name,
     undo_steps,
 )
+
+from dualpath.core.errors import ConfigError
 
 SETTINGS = LabSettings(nodes="2P1D", snic_bytes_per_s=50e6)
 MACHINE = LabMachine(
@@ -242,7 +243,7 @@ def test_the_server_starts_last_and_no_key_is_in_its_arguments_or_shown() -> Non
 
 
 def test_a_server_needs_shaped_links(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dualpath.laboratory.lab.machine.find_s3_server", lambda: SERVER)
+    monkeypatch.setattr("dualpath_lab.nodes.machine.find_s3_server", lambda: SERVER)
     settings = LabSettings(
         storage_server=StorageServer.S3, shaping=Shaping.TOKEN_BUCKETS, storage="/"
     )

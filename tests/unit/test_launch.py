@@ -11,9 +11,9 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.commands import engine_command, router_command
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch.commands import engine_command, router_command
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.settings import LocalClusterSettings
 
 
 def settings(**changes: Any) -> LocalClusterSettings:

@@ -10,10 +10,10 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch import devices
-from dualpath.ops.launch.devices import DevicePlan, usable_devices
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.launch import devices
+from dualpath.launch.devices import DevicePlan, usable_devices
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.settings import LocalClusterSettings
 
 
 def settings(**changes: Any) -> LocalClusterSettings:

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch import ports
-from dualpath.ops.launch.ports import LOOPBACK, claim_port
+from dualpath.launch import ports
+from dualpath.launch.ports import LOOPBACK, claim_port
 
 
 def connections_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lowest: int) -> None:

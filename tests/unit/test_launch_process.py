@@ -12,7 +12,7 @@ import pytest
 from tests.guard import GUARD_S, ends
 
 from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.ops.launch.process import SpawnedProcess, Supervisor, die_with_parent
+from dualpath.launch.process import SpawnedProcess, Supervisor, die_with_parent
 
 STAY = "sleep 1000 & while :; do wait; done"
 #: Prints a word when it is ready, and one for every signal to drain or stop.

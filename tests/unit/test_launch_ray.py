@@ -15,16 +15,13 @@ from tests.launched import ENTRY
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch import unit_processes
-from dualpath.ops.launch.bundles import bundle, shortage
-from dualpath.ops.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
-from dualpath.ops.launch.executor import Launch
-from dualpath.ops.launch.local_cluster import LocalCluster
-from dualpath.ops.launch.local_executor import LocalExecutor
-from dualpath.ops.launch.ports import claim_port
-from dualpath.ops.launch.settings import LocalClusterSettings
-from dualpath.ops.launch.unit_processes import UnitProcesses, words
-from dualpath.ops.launch.units import engine_units, router_units
+from dualpath.launch import ray_executor
+from dualpath.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
+from dualpath.launch.executor import Launch, LocalExecutor, engine_units, router_units
+from dualpath.launch.local_cluster import LocalCluster
+from dualpath.launch.ports import claim_port
+from dualpath.launch.ray_executor import UnitProcesses, bundle, shortage, words
+from dualpath.launch.settings import LocalClusterSettings
 
 
 def settings(**changes: Any) -> LocalClusterSettings:
@@ -95,7 +92,7 @@ def test_entries_are_run_as_modules() -> None:
     router = Launch(ROUTER_ENTRY, ["router", "m"], {})
     assert words(router)[1:] == ["-m", "dualpath.cli.main", "router", "m"]
     engine = Launch(ENGINE_ENTRY, ["--model", "m"], {})
-    assert words(engine)[1:] == ["-m", "dualpath.ops.launch.forked_engine", "--model", "m"]
+    assert words(engine)[1:] == ["-m", "dualpath.launch.forked_engine", "--model", "m"]
 
 
 def test_a_dry_run_prints_bundles_and_leaves_addresses_to_nodes(
@@ -147,7 +144,7 @@ def test_a_node_starts_each_process_once_with_its_own_variables(
 def test_a_log_is_fetched_in_pieces_and_the_exit_code_with_the_last(
     node: UnitProcesses, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unit_processes, "_LOG_BYTES", 4)
+    monkeypatch.setattr(ray_executor, "_LOG_BYTES", 4)
     node.start({"pe-0": Launch(ENTRY, ["end", "3"], {})}, os.getcwd(), {})
     node._processes["pe-0"].wait(GUARD_S)
     text, looks, exit_code = b"", 0, None
@@ -172,7 +169,7 @@ def test_a_node_without_the_folder_of_the_command_is_refused(node: UnitProcesses
 )
 def test_an_address_without_a_cluster_is_refused_immediately(address: str, why: str) -> None:
     pytest.importorskip("ray")
-    from dualpath.ops.launch.ray_executor import RayExecutor
+    from dualpath.launch.ray_executor import RayExecutor
 
     address = address.format(closed=claim_port())
     executor = RayExecutor(settings(), environment={"RAY_ADDRESS": address})

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from dualpath.ops.launch.restarts import (
+from dualpath.launch.process import (
     DRAIN_GUARD_S,
     FIRST_PAUSE_S,
     LAST_PAUSE_S,

@@ -3,8 +3,8 @@
 import pytest
 
 from dualpath.core.cluster import Role, UnitShape
-from dualpath.ops.launch.restarts import Restarts
-from dualpath.ops.launch.trials import INTERVAL_S, MAX_STARTS, Trials
+from dualpath.launch.local_cluster import INTERVAL_S, MAX_STARTS, Trials
+from dualpath.launch.process import Restarts
 
 TWO, FOUR = UnitShape(Role.PREFILL, 2), UnitShape(Role.PREFILL, 4)
 

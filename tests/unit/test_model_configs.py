@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.model.catalog.load import MODELS, find
-from dualpath.model.catalog.load import load_model as load
+from dualpath_sim.catalog.load import MODELS, find
+from dualpath_sim.catalog.load import load_model as load
 
 #: As published; `gpt-oss-120b` and `ds-v3.2` are the same models as the paper counts them.
 GPT_OSS = "gpt-oss-120b-published"

@@ -7,9 +7,9 @@ import pytest
 
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
-from dualpath.model.catalog.costs import model_costs
-from dualpath.model.catalog.load import load_cluster, load_gpu, load_model
-from dualpath.model.evaluation.needs import ModelSizes, RoleNeeds, model_sizes, role_needs
+from dualpath_sim.catalog.costs import model_costs
+from dualpath_sim.catalog.load import load_cluster, load_gpu, load_model
+from dualpath_sim.evaluation.needs import ModelSizes, RoleNeeds, model_sizes, role_needs
 
 HOPPER = load_gpu("hopper")
 PAPER = load_cluster("paper-660b")

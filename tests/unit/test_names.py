@@ -6,7 +6,7 @@ import pytest
 from tests.unit.router_cluster import cluster
 from tests.unit.router_fakes import FakeEngine, job
 
-from dualpath.core import envelopes, request_messages
+from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, IncompatibleError
 from dualpath.core.names import LONGEST_NAME_CHARACTERS, in_one_line, name_problem
@@ -39,19 +39,19 @@ def test_anything_else_is_refused_and_shown_harmlessly(name):
 def test_invalid_names_are_refused_on_the_wire(name):
     messages = [
         FakeEngine(name, Role.DECODE, set()).hello(),
-        request_messages.Released(request_id=name),
-        request_messages.Failed(request_id=name, reason="no"),
+        control.Released(request_id=name),
+        control.Failed(request_id=name, reason="no"),
     ]
     for message in messages:
         with pytest.raises(IncompatibleError) as refused:
-            envelopes.decode_engine_message(envelopes.encode(envelopes.unnumbered(message)))
+            control.decode_engine_message(control.encode(control.unnumbered(message)))
         assert str(refused.value).isprintable()
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_other_names_are_valid_also_with_the_number_of_an_attempt(name):
-    message = envelopes.unnumbered(request_messages.Released(request_id=f"{name}.12"))
-    assert envelopes.decode_engine_message(envelopes.encode(message)) == message
+    message = control.unnumbered(control.Released(request_id=f"{name}.12"))
+    assert control.decode_engine_message(control.encode(message)) == message
 
 
 @pytest.mark.virtual_time

@@ -5,9 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from benchmarks.newcomer.__main__ import main
-from benchmarks.newcomer.steps import STEPS, typed
-from benchmarks.newcomer.terminal import CommandFailedError, Terminal
+from dualpath_lab.benchmarks.newcomer.__main__ import (
+    STEPS,
+    CommandFailedError,
+    Terminal,
+    main,
+    typed,
+)
 from tests.docs_blocks import ROOT
 
 GUARD_S = 60.0

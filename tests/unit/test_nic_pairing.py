@@ -8,7 +8,7 @@ import pytest
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
-from dualpath.ops.doctor.network import nics_of_gpus
+from dualpath.launch.doctor.network import nics_of_gpus
 from dualpath.transport.nic_pairing import PciDevice, local_nic_pairing, pair
 
 

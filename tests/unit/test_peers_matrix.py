@@ -2,19 +2,25 @@
 
 import msgspec
 import pytest
-from benchmarks.peers import matrix, measure
-from benchmarks.peers.cells import Agents, Bound, Cell, Fits, cells
-from benchmarks.peers.matrix_report import matrix_report, waits_for
-from benchmarks.peers.measure import measurement, parse_arguments
-from benchmarks.peers.one_run import RunRecord
-from benchmarks.peers.report import DUALPATH, Stack
+from dualpath_lab.benchmarks.peers import comparison, matrix
+from dualpath_lab.benchmarks.peers.comparison import DUALPATH, Stack, measurement, parse_arguments
+from dualpath_lab.benchmarks.peers.matrix import (
+    Agents,
+    Bound,
+    Cell,
+    Fits,
+    cells,
+    matrix_report,
+    waits_for,
+)
+from dualpath_lab.benchmarks.peers.one_run import RunRecord
+from dualpath_lab.experiments.report import as_report
+from dualpath_lab.models.random_models import KV_BYTES
 
 from dualpath.core.errors import EngineLostError
-from dualpath.laboratory.experiments.report import as_report
-from dualpath.laboratory.models.wide import KV_BYTES
-from dualpath.laboratory.workload.replay.machine import this_machine
-from dualpath.laboratory.workload.replay.result import Distribution
+from dualpath.node.machine import this_machine
 from dualpath.report import markdown
+from dualpath.workload.replay.result import Distribution
 
 CELL = Cell(Agents.SHORT, Bound.STORAGE, Fits.NOTHING, pauses=False)
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
@@ -53,7 +59,7 @@ def test_every_combination_is_a_cell_with_a_unique_name():
 @pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: cell.name)
 def test_agents_fit_the_model_and_one_context_fits_the_dram(cell):
     args = cell.arguments([])
-    longest = max(measure.session(args, n).trajectory.total_tokens for n in range(args.agents))
+    longest = max(comparison.session(args, n).trajectory.total_tokens for n in range(args.agents))
     assert longest <= args.max_model_len
     assert args.dram_mib << 20 >= longest * KV_BYTES
     assert args.max_model_len * KV_BYTES <= args.hbm_mib << 20
@@ -67,7 +73,7 @@ def test_dram_holds_all_agents_a_quarter_of_them_or_one():
 
     args = CELL.arguments([])
     working_set_bytes = KV_BYTES * sum(
-        measure.session(args, n).trajectory.total_tokens for n in range(args.agents)
+        comparison.session(args, n).trajectory.total_tokens for n in range(args.agents)
     )
     assert dram_bytes(Fits.ALL) > working_set_bytes
     assert dram_bytes(Fits.QUARTER) == pytest.approx(working_set_bytes / 4, rel=0.02)
@@ -87,7 +93,7 @@ def stacks_run(monkeypatch):
             raise EngineLostError("gone")
         return run(stack.name, 1.0)
 
-    monkeypatch.setattr(measure, "_run_once", run_once)
+    monkeypatch.setattr(comparison, "_run_once", run_once)
     return ran, broken
 
 
@@ -115,7 +121,7 @@ def test_runs_on_another_processor_are_separate_and_repeated_only_if_named(
     monkeypatch.setattr("sys.argv", words)
     matrix.main()
     elsewhere = msgspec.structs.replace(this_machine(), cpu_model="another")
-    for module in (matrix, measure):
+    for module in (matrix, comparison):
         monkeypatch.setattr(module, "this_machine", lambda: elsewhere)
     monkeypatch.setattr("sys.argv", words[:-2])
     matrix.main()
@@ -134,7 +140,7 @@ def test_runs_on_another_processor_are_separate_and_repeated_only_if_named(
 def test_more_repeats_alternate_between_stacks(stacks_run, tmp_path):
     ran, _ = stacks_run
     runs = [run("dualpath-basic", 1.0), run(DUALPATH, 1.0), run("dualpath-basic", 1.0)]
-    measure.measure(parse_arguments(["--repeats", "3"]), tmp_path, runs, lambda runs: None)
+    comparison.measure(parse_arguments(["--repeats", "3"]), tmp_path, runs, lambda runs: None)
     assert ran == [DUALPATH, "dualpath-basic", DUALPATH]
 
 

@@ -2,14 +2,21 @@
 
 import msgspec
 import pytest
-from benchmarks.peers.measure import command, measured_arguments, parse_arguments
-from benchmarks.peers.one_run import RunRecord
-from benchmarks.peers.report import DRAM_RATIO_TARGET, DUALPATH, Measurement, peers_report
+from dualpath_lab.benchmarks.peers.comparison import (
+    DRAM_RATIO_TARGET,
+    DUALPATH,
+    Measurement,
+    command,
+    measured_arguments,
+    parse_arguments,
+    peers_report,
+)
+from dualpath_lab.benchmarks.peers.one_run import RunRecord
+from dualpath_lab.experiments.report import as_report, write_experiment
 
-from dualpath.laboratory.experiments.report import as_report, write_experiment
-from dualpath.laboratory.workload.replay.machine import ClientMachine
-from dualpath.laboratory.workload.replay.result import Distribution
+from dualpath.node.machine import ClientMachine
 from dualpath.report import markdown
+from dualpath.workload.replay.result import Distribution
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
@@ -119,4 +126,7 @@ def test_the_page_is_written_with_every_run_behind_it(tmp_path):
     ],
 )
 def test_the_command_contains_changed_options_but_no_folder(words, options):
-    assert command(parse_arguments(words)) == "python -m benchmarks.peers.measure" + options
+    assert (
+        command(parse_arguments(words))
+        == "python -m dualpath_lab.benchmarks.peers.comparison" + options
+    )

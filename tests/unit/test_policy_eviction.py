@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
-from dualpath.policy.chain_index import ChainIndex
-from dualpath.policy.eviction import (
+from dualpath.storage.chain_index import (
     NO_PINS,
+    ChainIndex,
     Pins,
     above_watermark,
     pinned_ends,
     victims,
 )
-from dualpath.policy.quotas import StorageLimits
-from dualpath.storage.index_file import Progress, decode, encode
+from dualpath.storage.janitor import Progress, decode, encode
+from dualpath.storage.quotas import StorageLimits
 
 PLACE = "model_0123456789abcdef"
 SIZE = 100

@@ -8,21 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.guard import GUARD_S
 
-from dualpath.cli import profile as command
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.replay.machine import this_machine
-from dualpath.model.catalog.costs import (
-    fit_profile,
-    load_model_costs,
-    predict_pass_s,
-    predict_step_s,
-)
-from dualpath.model.sim.settings import ClusterSettings, DecodeCosts, PrefillCosts
-from dualpath.ops.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.node.machine import this_machine
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.measurement import EngineFacts, Measurement, PassTime, StepTime
-from dualpath.vllm.profile_settings import ProfileSettings
+from dualpath.vllm.profiler import EngineFacts, Measurement, PassTime, ProfileSettings, StepTime
+from dualpath_sim.catalog.costs import fit_profile, load_model_costs, predict_pass_s, predict_step_s
+from dualpath_sim.cli import profile as command
+from dualpath_sim.simulator.settings import ClusterSettings, DecodeCosts, PrefillCosts
 
 FACTS = EngineFacts(
     model="small",
@@ -184,8 +178,9 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
 
 @pytest.mark.engine
 def test_a_real_engine_is_profiled(tmp_path):
-    from dualpath.laboratory.models.tiny import make_tiny_model
-    from dualpath.ops.launch.fork_server import ForkedProcess
+    from dualpath_lab.models.random_models import make_tiny_model
+
+    from dualpath.launch.fork_server import ForkedProcess
 
     costs_file = tmp_path / "costs.toml"
     # The smallest grid that determines the coefficients, in a process that ends with its engine.

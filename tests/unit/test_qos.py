@@ -4,15 +4,15 @@ import json
 import re
 
 import pytest
+from dualpath_lab.nodes.machine import LabMachine
+from dualpath_lab.nodes.settings import LabSettings, Shaping
+from dualpath_lab.nodes.steps import Run, make_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.cli import main
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.lab.machine import LabMachine
-from dualpath.laboratory.lab.settings import LabSettings, Shaping
-from dualpath.laboratory.lab.steps import Run, make_steps
-from dualpath.ops.fabric_settings import (
+from dualpath.launch.fabric_settings import (
     LOSSLESS_PRIORITIES,
     Fabric,
     FabricLanes,

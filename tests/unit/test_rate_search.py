@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.model.evaluation.serving import Bracket, RateSearch, within
+from dualpath_sim.evaluation.serving import Bracket, RateSearch, within
 
 capacities = st.floats(0.06, 3.0)
 

@@ -13,12 +13,11 @@ import pytest
 from aiohttp import web
 
 from dualpath.cli.main import main
-from dualpath.laboratory.workload.columns.lengths import as_lengths
-from dualpath.laboratory.workload.conversation.block_session import BlockSession
-from dualpath.laboratory.workload.formats import read_trace, writable, write_trace
-from dualpath.laboratory.workload.formats.block_ids import each_id
-from dualpath.laboratory.workload.record.proxy import RecordingProxy
-from dualpath.laboratory.workload.record.recorder import Exchange, Recorder
+from dualpath.workload.columns.sessions_to_columns import as_lengths
+from dualpath.workload.conversation.block_session import BlockSession
+from dualpath.workload.formats import read_trace, writable, write_trace
+from dualpath.workload.formats.block_requests import each_id
+from dualpath.workload.record.recording_proxy import Exchange, Recorder, RecordingProxy
 
 SECRET = "attack at dawn"
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from dualpath_lab.experiments.report import ExperimentReport, as_report
 from rich.console import Console
 
 from dualpath.cli.main import main
 from dualpath.core.modes import Mode
-from dualpath.laboratory.experiments.report import ExperimentReport, as_report
-from dualpath.report import files, html, markdown, pictures
+from dualpath.report import files, html, markdown, plots
 from dualpath.report.model import (
     Notes,
     Panel,
@@ -147,7 +147,7 @@ def test_pictures_of_one_report_have_distinct_names():
 
 def words(panel: Panel) -> list[str]:
     """Return the texts of a drawing."""
-    return re.findall(r"<text[^>]*>([^<]+)</text>", pictures.svg(panel, "p"))
+    return re.findall(r"<text[^>]*>([^<]+)</text>", plots.svg(panel, "p"))
 
 
 def test_all_names_of_bars_are_shown_unless_they_are_numbers():
@@ -179,7 +179,7 @@ def test_stored_reports_reproduce_the_stored_pages(name: str):
 @pytest.fixture
 def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    monkeypatch.delitem(sys.modules, "dualpath.report.pictures", raising=False)
+    monkeypatch.delitem(sys.modules, "dualpath.report.plots", raising=False)
 
 
 @pytest.mark.usefixtures("without_matplotlib")

@@ -4,9 +4,9 @@ import msgspec
 import pytest
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core.adapters import Adapter
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DualPathError, EngineRefusedError
+from dualpath.core.key_cache import Adapter
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.refusals import ControlRefusal

@@ -5,8 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
-from dualpath.core.addresses import AgentAddress, EngineAddress, Writer
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, Role, Writer
 from dualpath.router.control.assign_log import AssignLog
 from dualpath.router.control.releases import Releases
 from dualpath.router.engines import EngineInfo

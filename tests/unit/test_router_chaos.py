@@ -5,13 +5,14 @@ import contextlib
 import random
 
 import pytest
+from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
 
-from dualpath.core import control, request_messages
-from dualpath.core.message import Message
-from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
+from dualpath.core import control
+from dualpath.core import control as request_messages
+from dualpath.core.control import Message
 from dualpath.router.settings import RouterSettings
 
 MODES = ["basic", "round-robin", "dualpath", "split", "oracle"]

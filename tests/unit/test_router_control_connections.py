@@ -10,6 +10,7 @@ import zmq
 import zmq.asyncio
 from tests.guard import GUARD_S
 
+from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.router.control import control_connections
 from dualpath.router.control.control_connections import (
     LARGEST_FRAME_BYTES,
@@ -19,7 +20,6 @@ from dualpath.router.control.control_connections import (
 )
 from dualpath.router.control.control_socket import ZmqControlSocket
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
-from dualpath.transport.cluster_secret import ClusterSecret
 
 SECRET = ClusterSecret("s" * 32, "test")
 #: A registration and a READY of ZMTP 3.0 without security, as a DEALER says them.

@@ -8,7 +8,10 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import NAMESPACE, FakeEngine, expected, job
 from tests.unit.scraped_cluster import Scrape
 
-from dualpath.core import addresses, control, envelopes, request_messages
+from dualpath.core import cluster as addresses
+from dualpath.core import control
+from dualpath.core import control as envelopes
+from dualpath.core import control as request_messages
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode

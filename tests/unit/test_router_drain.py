@@ -10,6 +10,8 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
+from dualpath_lab.emulated.process import emulated_engine
+from dualpath_lab.emulated.router_server import emulated_router
 from tests.emulated_cluster import Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 from tests.unit.router_fakes import job
@@ -17,9 +19,7 @@ from tests.unit.router_fakes import job
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DrainingError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.front_door import emulated_router
-from dualpath.laboratory.emulated.process import emulated_engine
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.ports import claim_port
 from dualpath.router.http.server import until_signal
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn

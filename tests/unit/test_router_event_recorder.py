@@ -19,7 +19,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError, TraceError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.ops.launch import commands
+from dualpath.launch import commands
 from dualpath.policy import event_log
 from dualpath.policy.event_log import (
     Begin,

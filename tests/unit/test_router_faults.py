@@ -8,8 +8,10 @@ from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job, keys_of
 
-from dualpath.core import control, request_messages
+from dualpath.core import control
+from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
+from dualpath.core.control import Message
 from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
@@ -17,7 +19,6 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
-from dualpath.core.message import Message
 from dualpath.core.sessions import ROUTER_TIMEOUT_S
 from dualpath.router.settings import RouterSettings
 

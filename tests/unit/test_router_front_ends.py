@@ -13,8 +13,8 @@ from tests.front_end_links import TIMEOUT_S, Door, Link, door
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
-from dualpath.core.adapters import Adapter
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.core.key_cache import Adapter
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import missing_engines

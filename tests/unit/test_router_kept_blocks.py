@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 
-from dualpath.core.addresses import AgentAddress, EngineAddress
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import AgentAddress, EngineAddress, Role
 from dualpath.core.control import (
     CACHE_UPDATE_KEY_BYTES,
     MAX_CACHE_UPDATE_KEYS,

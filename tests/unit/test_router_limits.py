@@ -18,7 +18,7 @@ from tests.unit.router_cluster import cluster as router_cluster
 from tests.unit.router_fakes import job
 from tests.unit.scraped_cluster import Scrape
 
-from dualpath.core import request_messages
+from dualpath.core import control
 from dualpath.core.errors import BadRequestError, OverloadedError, PromptTooLongError
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
@@ -211,11 +211,11 @@ async def test_more_requests_than_may_wait_are_refused_not_queued():
 async def test_two_attempts_of_one_name_never_hear_each_other():
     """A client may call its request "a.2", which is what a's second attempt is called."""
     exchange = Exchange()
-    heard: list[request_messages.KvInHbm] = []
+    heard: list[control.KvInHbm] = []
     exchange.open(AttemptChannel("a.2", heard.append))
     with pytest.raises(BadRequestError, match="in use"):
         exchange.open(AttemptChannel("a.2", lambda handed: pytest.fail("another's message")))
-    exchange.deliver("d0", request_messages.KvInHbm(request_id="a.2", h2d_s=0.0))
+    exchange.deliver("d0", control.KvInHbm(request_id="a.2", h2d_s=0.0))
     assert len(heard) == 1
 
 

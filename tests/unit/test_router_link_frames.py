@@ -4,7 +4,7 @@ import asyncio
 
 import msgspec
 
-from dualpath.core.envelopes import unnumbered
+from dualpath.core.control import unnumbered
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES
 from dualpath.router.links import messages as m
 from dualpath.router.links.frames import Frames

@@ -9,11 +9,11 @@ from tests.guard import GUARD_S
 from tests.unit.router_cluster import cluster
 
 from dualpath.core.errors import ConfigError
+from dualpath.node.cluster_secret import ClusterSecret, load_secret
 from dualpath.router.control.control_socket import ZmqControlSocket
 from dualpath.router.links.door import FrontEndDoor
 from dualpath.router.links.remote import RemoteScheduling
 from dualpath.router.links.zmq_link import ZmqLinkConnection
-from dualpath.transport.cluster_secret import ClusterSecret, load_secret
 
 
 @pytest.fixture

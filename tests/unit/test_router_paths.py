@@ -6,7 +6,8 @@ import pytest
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import BLOCK_TOKENS, expected, job, keys_of
 
-from dualpath.core import control, request_messages
+from dualpath.core import control
+from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT

@@ -9,13 +9,13 @@ from tests.engine_harness import GEOMETRY, ToyCluster, ToyEngine, kv_bytes
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import WatchedService
 
-from dualpath.core import control, request_messages, transfers
+from dualpath.core import control, transfers
+from dualpath.core import control as request_messages
 from dualpath.core.blocks import StoreNamespace, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
-from dualpath.engine.link import ControlLink
-from dualpath.engine.router_connection import ZmqRouterConnection
+from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.service import RouterService

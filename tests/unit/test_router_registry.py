@@ -4,8 +4,7 @@ import msgspec
 import pytest
 from tests.unit.router_fakes import FakeEngine
 
-from dualpath.core.addresses import Writer
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, Writer
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.sessions import Event
 from dualpath.router.control import registry as registry_module

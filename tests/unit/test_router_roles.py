@@ -9,7 +9,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 
 from dualpath.core.cluster import GroupRank, Role, UnitShape
 from dualpath.core.errors import BadRequestError
-from dualpath.ops.launch.role_wishes import INTERVAL_S, RequestedRoles
+from dualpath.launch.local_cluster import INTERVAL_S, RequestedRoles
 from dualpath.router.control.roles import TAKE_UP_S, Roles, Switch, SwitchState
 
 TIMEOUT_S = 100.0

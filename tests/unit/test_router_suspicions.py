@@ -7,7 +7,8 @@ import pytest
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job
 
-from dualpath.core import control, request_messages
+from dualpath.core import control
+from dualpath.core import control as request_messages
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.router.control.engine_state import Pause
 from dualpath.router.settings import RouterSettings

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
+from dualpath_lab.emulated.engine_server import EngineServer
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -19,7 +20,6 @@ from tests.unit.router_fakes import job
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.emulated.server import EngineServer
 from dualpath.router.observe.tracing import PROTOCOL_VARIABLE, Tracing, open_tracing
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings

@@ -8,12 +8,7 @@ from dualpath.cli import frontend, scheduler
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import arguments
-from dualpath.ops.launch.scaled_router import (
-    ScaledRouter,
-    _environment,
-    _link,
-    scheduler_command,
-)
+from dualpath.launch.scaled_router import ScaledRouter, _environment, _link, scheduler_command
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.settings import RouterSettings
 

@@ -12,10 +12,10 @@ from tests.simulated import agents_of, growing_agent, small_setup
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.model.sim import rules as run_rules
-from dualpath.model.sim import run
-from dualpath.model.sim.run import simulate
 from dualpath.policy.rebalance import RebalanceSettings
+from dualpath_sim.simulator import rules as run_rules
+from dualpath_sim.simulator import run
+from dualpath_sim.simulator.run import simulate
 
 AGENTS = agents_of(growing_agent(4, 100, 50, 5))
 BEYOND: dict[str, Any] = {
@@ -43,7 +43,7 @@ def compiled_runs(monkeypatch):
 def test_a_small_run_takes_the_reference_core_and_does_not_import_numba():
     script = (
         "import sys; from tests.simulated import agents_of, small_setup\n"
-        "from dualpath.model.sim.run import simulate\n"
+        "from dualpath_sim.simulator.run import simulate\n"
         "simulate(small_setup(), agents_of([(64, 0, 3)]))\n"
         "sys.exit('numba' in sys.modules)"
     )
@@ -83,7 +83,7 @@ def test_without_numba_a_large_run_takes_the_reference_core(monkeypatch):
 def test_only_code_changes_what_the_compiled_loop_is_cached_by(monkeypatch):
     """Comments, docstrings and positions do not: nothing is compiled again for them."""
     pytest.importorskip("numba")
-    from dualpath.model.sim.compiled import core, jit
+    from dualpath_sim.simulator.compiled import core, jit
 
     source, digest = inspect.getsource, jit.digest(core.run_events.py_func)
     for old, new, changes in (

@@ -9,13 +9,13 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.model.sim.derived import cluster_layout, limits, node_of
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import Setup
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link, Replicas
 from dualpath.plan.steps import PromptLayout, whole_plan
 from dualpath.policy.rebalance import RebalanceSettings
+from dualpath_sim.simulator.derived import cluster_layout, limits, node_of
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import Setup
 
 #: One round with hits and misses, of which nothing else is waiting.
 AGENT = agents_of([(1024, 960, 2)])

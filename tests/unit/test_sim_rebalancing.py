@@ -19,11 +19,11 @@ from tests.simulated import (
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.model.sim.result import NS_PER_S, RoleMove, SimulationResult
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import Setup
 from dualpath.policy.rebalance import RebalanceSettings
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.simulator.result import NS_PER_S, RoleMove, SimulationResult
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import Setup
 
 #: 1,000 tokens are 1 s of a PE.
 LONG_PROMPT: RoundLengths = (1000, 0, 2)

@@ -7,15 +7,12 @@ import numpy as np
 import pytest
 from tests.simulated import agents_of, growing_agent, small_setup
 
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.laboratory.workload.columns.from_sessions import (
-    WorkloadSettings,
-    agents_from_sessions,
-)
-from dualpath.laboratory.workload.formats import read_trace
-from dualpath.model.sim.result import SimulationResult
-from dualpath.model.sim.run import simulate
 from dualpath.policy.reuse import ReuseForecast
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
+from dualpath.workload.formats import read_trace
+from dualpath_sim.simulator.result import SimulationResult
+from dualpath_sim.simulator.run import simulate
 
 DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 TRACE = DATA / "mini_swe_gemini3" / "rounds_dev_dsv3tok.jsonl.xz"

@@ -7,10 +7,10 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.model.sim.result import SimulationResult
-from dualpath.model.sim.run import simulate
-from dualpath.model.sim.settings import Setup, WindowLayers
 from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
+from dualpath_sim.simulator.result import SimulationResult
+from dualpath_sim.simulator.run import simulate
+from dualpath_sim.simulator.settings import Setup, WindowLayers
 
 MS = 1_000_000
 

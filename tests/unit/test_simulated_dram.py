@@ -3,11 +3,11 @@
 from collections import Counter
 
 import pytest
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.run import run_seed
 
-from dualpath.engine.read_queue import ReadQueue
-from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
-from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import run_seed
+from dualpath.engine.io.read_queue import ReadQueue
 from dualpath.storage.node_dram import NodeDram
 
 #: Two of five clusters have agents with tool calls, one of these also DRAM shared by engines.

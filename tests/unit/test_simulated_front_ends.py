@@ -3,10 +3,9 @@
 import re
 
 import pytest
-
-from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS, FaultKind
-from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import run_seed
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.run import run_seed
 
 #: Every fourth cluster has front ends, half of these a standby router.
 FRONT_ENDS = [seed for seed in range(160) if seed % 8 in (1, 3)]

@@ -3,15 +3,15 @@
 import re
 
 import pytest
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
+from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.ranks import RankPipe
+from dualpath_lab.faults.simulation.run import Outcome, run_seed
+from dualpath_lab.faults.simulation.threads import SimThreads
+from dualpath_lab.faults.simulation.world import Process, World
 
 from dualpath.core.cluster import HostProcess
-from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS, FaultKind
-from dualpath.laboratory.chaos.simulation.cluster_parts import ClusterResources
-from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import Outcome, run_seed
-from dualpath.laboratory.chaos.simulation.rank_pipes import RankPipe
-from dualpath.laboratory.chaos.simulation.threads import SimThreads
-from dualpath.laboratory.chaos.simulation.world import Process, World
 
 #: Every fourth cluster has engines of two ranks.
 SEEDS = range(2, 122, 4)

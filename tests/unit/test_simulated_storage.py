@@ -5,20 +5,19 @@ import os
 from collections.abc import Callable
 
 import pytest
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.disk import ROOT, Disk, DiskCalls, SimCalls, StorageFaults
+from dualpath_lab.faults.simulation.janitor_checks import JanitorChecker
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.run import run_seed
+from dualpath_lab.faults.simulation.threads import SimThreads
+from dualpath_lab.faults.simulation.world import Process, World
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import StorageError
-from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS
-from dualpath.laboratory.chaos.simulation.calls import DiskCalls, SimCalls, StorageFaults
-from dualpath.laboratory.chaos.simulation.disk import ROOT, Disk
-from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import run_seed
-from dualpath.laboratory.chaos.simulation.storage_watch import JanitorChecker
-from dualpath.laboratory.chaos.simulation.threads import SimThreads
-from dualpath.laboratory.chaos.simulation.world import Process, World
+from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.posix_objects import PosixObjects
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=32)
 NAMESPACE = StoreNamespace("model", "uint8", "raw", GEOMETRY)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
+from dualpath_lab.faults.simulation.transfers import SimTransport, TransferFaults
+from dualpath_lab.faults.simulation.world import Process, World
 
-from dualpath.laboratory.chaos.simulation.data import SimTransport, TransferFaults
-from dualpath.laboratory.chaos.simulation.world import Process, World
 from dualpath.transport.contract import Direction, RegionInfo
 from dualpath.transport.in_process import InProcessFabric
 

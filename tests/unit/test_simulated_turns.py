@@ -4,14 +4,12 @@ import re
 from collections.abc import Sequence
 
 import pytest
-
-from dualpath.laboratory.chaos.simulation.adversary import FAULT_KINDS, FaultKind
-from dualpath.laboratory.chaos.simulation.drawn_cluster import drawn_settings
-from dualpath.laboratory.chaos.simulation.lease_kinds import LEASE_FAULT_KINDS
-from dualpath.laboratory.chaos.simulation.plants import planted
-from dualpath.laboratory.chaos.simulation.play import run_seed
-from dualpath.laboratory.chaos.simulation.turns import LeaderElection
-from dualpath.laboratory.chaos.simulation.world import World
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, LEASE_FAULT_KINDS, FaultKind
+from dualpath_lab.faults.simulation.leadership import LeaderElection
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.run import run_seed
+from dualpath_lab.faults.simulation.settings import drawn_settings
+from dualpath_lab.faults.simulation.world import World
 
 
 def seeds_of(*elections: LeaderElection, below: int = 160) -> list[int]:

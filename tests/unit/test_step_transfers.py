@@ -3,15 +3,15 @@
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun
-from dualpath.engine.buffer import BUFFER_REGION
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION
 from dualpath.engine.counters import Counters
-from dualpath.engine.device import HostDevice
-from dualpath.engine.hbm_layout import PartViews, shared_layers
-from dualpath.engine.step_transfers import StepTransfers
+from dualpath.engine.passes.device import HostDevice
+from dualpath.engine.passes.hbm_layout import PartViews, shared_layers
+from dualpath.engine.passes.step_transfers import StepTransfers
 from dualpath.plan.movements import LOAD_FROM_PE_BUFFER
 from dualpath.plan.steps import step_of
 from dualpath.transport.contract import Direction, PieceIndices, RegionInfo
-from dualpath.transport.copying import CopyTransfer
+from dualpath.transport.copy_transport import CopyTransfer
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 
 LAYERS, BLOCK_BYTES, BLOCKS = 3, 64, 8

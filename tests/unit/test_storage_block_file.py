@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockGeometry, BlockOrigin, tenant_tag
-from dualpath.storage import block_file, block_header
-from dualpath.storage.block_file import PlainBlocks
-from dualpath.storage.sections import FileOrder, Sections
+from dualpath.storage import block_file
+from dualpath.storage import block_file as block_header
+from dualpath.storage.block_file import FileOrder, PlainBlocks, Sections
 
 KEY = bytes(range(32))
 DIGEST = "0123456789abcdef"

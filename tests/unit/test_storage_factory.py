@@ -9,10 +9,9 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.modes import Mode
 from dualpath.storage.factory import open_storage
-from dualpath.storage.lengths import LengthOnlyStorage
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.posix import PosixStorage
-from dualpath.storage.throttle import ThrottledStorage
+from dualpath.storage.posix import LengthOnlyStorage, PosixStorage
+from dualpath.storage.wrapping import ThrottledStorage
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=64)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)

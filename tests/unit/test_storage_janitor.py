@@ -3,17 +3,14 @@
 from collections.abc import Callable
 
 import pytest
-from tests.kept_storage import BLOCK_BYTES, PLACE, Story, chain
+from tests.maintained_storage import BLOCK_BYTES, PLACE, Story, chain
 
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.policy.quotas import StorageLimits
 from dualpath.storage import janitor as janitor_module
-from dualpath.storage.directory import key_of, object_name
-from dualpath.storage.half_written import STALE_S
+from dualpath.storage.janitor import LEASE_S, STALE_S, TERMS, pin_name, read_status
 from dualpath.storage.journal import JOURNAL, segment_name
-from dualpath.storage.lease import LEASE_S, TERMS
-from dualpath.storage.pins import pin_name
-from dualpath.storage.status import read_status
+from dualpath.storage.posix import key_of, object_name
+from dualpath.storage.quotas import StorageLimits
 
 TENANT = "a" * 16
 

@@ -7,18 +7,17 @@ import msgspec
 import pytest
 from tests.engine_harness import full_block, memory_storage, prompt_keys
 from tests.guard import GUARD_S
-from tests.kept_storage import FailingTree, Story
+from tests.maintained_storage import FailingTree, Story
 
 from dualpath.core.blocks import BlockOrigin, chain_root
 from dualpath.core.runs import BlockRun
 from dualpath.engine.counters import Counter, Counters
-from dualpath.engine.persister import Persister, WriteTask
+from dualpath.engine.io.persister import Persister, WriteTask
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import step_of
-from dualpath.policy.quotas import StorageLimits
-from dualpath.policy.write_gate import BURST_S, Refusal, WriteGate
 from dualpath.storage.contract import DeclinedError
+from dualpath.storage.janitor import STATUS, Status, write_status
 from dualpath.storage.journal import (
     Journal,
     Removed,
@@ -29,9 +28,9 @@ from dualpath.storage.journal import (
     encode_segment,
     segments,
 )
-from dualpath.storage.keeper import MaintainedStorage, StorageMaintenance
-from dualpath.storage.remembering import LookupCachingStorage
-from dualpath.storage.status import STATUS, Status, write_status
+from dualpath.storage.maintenance import MaintainedStorage, StorageMaintenance
+from dualpath.storage.quotas import BURST_S, Refusal, StorageLimits, WriteGate
+from dualpath.storage.wrapping import LookupCachingStorage
 
 KEYS = prompt_keys(160)
 ORIGIN = BlockOrigin(chain_root(), "a" * 16)

@@ -9,11 +9,11 @@ import pytest
 from dualpath.cli.main import main
 from dualpath.core.blocks import BlockGeometry, Protection, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
+from dualpath.engine.control.surroundings import LIVE
+from dualpath.engine.io.storage_maintenance import load_storage_keys
 from dualpath.engine.settings import EngineSettings, parse_settings
-from dualpath.engine.storage_keys import load_storage_keys
-from dualpath.engine.surroundings import LIVE
-from dualpath.storage.directory import namespace_name
-from dualpath.storage.protection import STORAGE_KEY_VARIABLE
+from dualpath.storage.posix import namespace_name
+from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=512)
 KEYS = block_keys([1], 1)

@@ -13,8 +13,7 @@ from tests.unit.test_storage_node_dram import (
     used_at,
 )
 
-from dualpath.storage.lying_blocks import SharedDramIndex
-from dualpath.storage.node_dram import NodeDram
+from dualpath.storage.node_dram import NodeDram, SharedDramIndex
 
 KEYS = [key_of(number) for number in range(4)]
 

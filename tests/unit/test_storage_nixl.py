@@ -9,15 +9,13 @@ from tests.s3_servers import RCLONE, rclone_s3
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.engine.control.surroundings import LIVE
 from dualpath.engine.settings import parse_settings
-from dualpath.engine.surroundings import LIVE
 from dualpath.storage.contract import BlockStorage
-from dualpath.storage.factory import open_storage, open_tree
-from dualpath.storage.location import FILE_PLUGINS
+from dualpath.storage.factory import FILE_PLUGINS, open_storage, open_tree
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.s3 import S3Storage
-from dualpath.storage.s3_location import parse_location
-from dualpath.storage.s3_plugin import plugin_parameters
+from dualpath.storage.s3 import S3Storage, plugin_parameters
+from dualpath.storage.s3_client import parse_location
 
 GEOMETRY = BlockGeometry(16, ((3072,), (1024,), (3072,)), (0, 32, 0))
 NAMESPACE = StoreNamespace("m", "bf16", "none", GEOMETRY)

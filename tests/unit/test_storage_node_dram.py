@@ -21,9 +21,9 @@ from dualpath.core.blocks import (
 )
 from dualpath.core.errors import ConfigError
 from dualpath.storage.contract import DeclinedError
-from dualpath.storage.key_ring import KeyRing
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
+from dualpath.storage.sealed_blocks import KeyRing
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=2048)
 NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)

@@ -10,11 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.storage.block_file import PlainBlocks, encode_header
-from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.storage.block_file import HEADER_BYTES, PlainBlocks, Sections, encode_header
 from dualpath.storage.posix import PosixStorage
-from dualpath.storage.reading import KernelReader, OnProgress, ignore_progress
-from dualpath.storage.sections import Sections
+from dualpath.storage.readers import KernelReader, OnProgress, ignore_progress
 from dualpath.transport.memory import allocate_registered
 
 KEY = bytes(range(32))

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from tests.engine_harness import full_block, memory_storage, prompt_keys
 
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.remembering import LookupCachingStorage
+from dualpath.storage.wrapping import LookupCachingStorage
 
 KEYS = prompt_keys(24)
 TRUST_NS = 60_000_000_000

@@ -14,13 +14,16 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.modes import Mode
-from dualpath.ops.launch.ports import claim_port
+from dualpath.launch.ports import claim_port
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
-from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import RetryPolicy
-from dualpath.storage.s3_location import parse_location
-from dualpath.storage.s3_signature import Credentials, authorization
+from dualpath.storage.s3_client import (
+    Credentials,
+    RetryPolicy,
+    S3Client,
+    authorization,
+    parse_location,
+)
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=1, layer_block_bytes=4096)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)

@@ -9,10 +9,14 @@ import pytest
 from tests.s3_servers import FaultyS3
 
 from dualpath.core.errors import ConfigError
-from dualpath.storage.s3_client import S3Client, S3Error
-from dualpath.storage.s3_connection import RetryPolicy
-from dualpath.storage.s3_credentials import with_credentials
-from dualpath.storage.s3_location import S3Location, parse_location
+from dualpath.storage.s3_client import (
+    RetryPolicy,
+    S3Client,
+    S3Error,
+    S3Location,
+    parse_location,
+    with_credentials,
+)
 
 
 class FakeSession(ModuleType):

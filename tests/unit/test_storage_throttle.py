@@ -8,7 +8,7 @@ from tests.stored_runs import read_run, stored_head
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.throttle import ThrottledStorage, TokenBucket
+from dualpath.storage.wrapping import ThrottledStorage, TokenBucket
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1000)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)

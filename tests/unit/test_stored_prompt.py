@@ -1,9 +1,9 @@
 """The parts of a stored prompt's TTFT, from engines' traces."""
 
 import pytest
-from benchmarks.overhead.between_passes import Span
-from benchmarks.overhead.client import Response
-from benchmarks.overhead.stored_prompt import covered_s, time_parts
+from dualpath_lab.benchmarks.overhead.between_passes import Span
+from dualpath_lab.benchmarks.overhead.client import Response
+from dualpath_lab.benchmarks.overhead.stored_prompt import covered_s, time_parts
 
 
 def span(start_s: float, end_s: float) -> Span:

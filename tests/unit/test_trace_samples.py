@@ -7,16 +7,13 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.columns.from_sessions import (
-    WorkloadSettings,
-    agents_from_sessions,
-)
-from dualpath.laboratory.workload.conversation.block_session import BlockSession
-from dualpath.laboratory.workload.conversation.session import Session
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import detect_format, read_trace
-from dualpath.laboratory.workload.formats.block_ids import each_id
+from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
+from dualpath.workload.conversation.block_session import BlockSession
+from dualpath.workload.conversation.sessions import Session
+from dualpath.workload.conversation.text_session import Message, TextSession
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import detect_format, read_trace
+from dualpath.workload.formats.block_requests import each_id
 
 SAMPLES = Path(__file__).parents[1] / "data" / "traces"
 

@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 
 from dualpath.core.errors import TransportError
-from dualpath.transport.contract import Transfer, TransferState
-from dualpath.transport.transfer_group import post_together
+from dualpath.transport.contract import Transfer, TransferState, post_together
 
 
 class Piece:

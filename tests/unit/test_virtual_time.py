@@ -6,8 +6,7 @@ import threading
 import time
 
 import pytest
-
-from dualpath.laboratory.chaos.virtual_time import VirtualTimeLoop
+from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.virtual_time
 

@@ -16,7 +16,7 @@ from tests.vllm_caches import (
 )
 
 from dualpath.core.cluster import Role
-from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems, state_problems
+from dualpath.vllm.cache_layers import KV_LAYOUT, cache_problems, state_problems
 from dualpath.vllm.connector import DualPathConnector
 
 NAMES = ["model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn"]

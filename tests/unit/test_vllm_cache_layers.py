@@ -22,9 +22,13 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
-from dualpath.vllm.cache_checks import cache_problems
-from dualpath.vllm.cache_layers import cache_layers, geometry_of, hooked_layers
-from dualpath.vllm.kv_regions import hbm_layout
+from dualpath.vllm.cache_layers import (
+    cache_layers,
+    cache_problems,
+    geometry_of,
+    hbm_layout,
+    hooked_layers,
+)
 from dualpath.vllm.layerwise_worker import place_in_regions, unaliased_bytes
 from dualpath.vllm.worker_side import WorkerSide
 

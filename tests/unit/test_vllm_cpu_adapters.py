@@ -8,7 +8,7 @@ import torch
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 
-from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
+from dualpath.vllm.kernel_patches import patch_cpu_lora_kernels
 
 #: Adapters with 3 inputs and 4 outputs, and five tokens, two of them without an adapter.
 WEIGHTS = torch.ones(2, 1, 4, 3) * torch.tensor([1.0, 10.0])[:, None, None, None]

@@ -8,7 +8,7 @@ pytest.importorskip("vllm")
 
 import torch
 
-from dualpath.vllm.cpu_tiles import enable_amx_tiles
+from dualpath.vllm.kernel_patches import enable_amx_tiles
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from tests.guard import GUARD_S
 from vllm.config import ParallelConfig
 
 from dualpath.core.cluster import GroupRank
-from dualpath.vllm import data_parallel
+from dualpath.vllm import parallel_ranks
 
 
 class Ranks:
@@ -49,14 +49,14 @@ def parallel(rank: int, **fields: Any) -> Any:
 def agreed(monkeypatch: pytest.MonkeyPatch, names: list[str], **fields: Any) -> list[GroupRank]:
     """Let all ranks of a group of engines with these names agree."""
     ranks = Ranks(len(names))
-    monkeypatch.setattr(data_parallel, "get_dp_group", lambda: ranks)
+    monkeypatch.setattr(parallel_ranks, "get_dp_group", lambda: ranks)
     found: dict[int, GroupRank | None] = {}
 
     def come_up(rank: int) -> None:
         ranks.local.rank = rank
         config = parallel(rank, **fields)
-        name = data_parallel.engine_id_of_rank(names[rank], config)
-        found[rank] = data_parallel.agree_on_group(name, config)
+        name = parallel_ranks.engine_id_of_rank(names[rank], config)
+        found[rank] = parallel_ranks.agree_on_group(name, config)
 
     threads = [threading.Thread(target=come_up, args=(rank,)) for rank in range(len(names))]
     for thread in threads:
@@ -93,5 +93,5 @@ def test_requests_to_a_server_of_several_ranks_name_the_rank(monkeypatch, fields
 
 
 def test_an_engine_without_a_group_does_not_communicate(monkeypatch):
-    monkeypatch.delattr(data_parallel, "get_dp_group")
-    assert data_parallel.agree_on_group("pe-0", parallel(0, data_parallel_size=1)) is None
+    monkeypatch.delattr(parallel_ranks, "get_dp_group")
+    assert parallel_ranks.agree_on_group("pe-0", parallel(0, data_parallel_size=1)) is None

@@ -10,7 +10,7 @@ from multiprocessing.synchronize import Event
 import pytest
 from tests.guard import GUARD_S
 
-from dualpath.vllm.drain_signal import drain_engine_core, drain_on_sigterm, on_drain_signal
+from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm, on_drain_signal
 
 
 @pytest.fixture

@@ -17,10 +17,10 @@ from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
-from dualpath.engine.hbm_layout import NO_BLOCK, block_ids
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, block_ids
 from dualpath.vllm.cache_layers import CacheGroups, cache_groups
 from dualpath.vllm.connector import DualPathConnector
-from dualpath.vllm.late_blocks import HeldBlocksMetadata
+from dualpath.vllm.metadata import HeldBlocksMetadata
 from dualpath.vllm.scheduler_side import SchedulerSide
 
 __all__ = ["none_hash"]

@@ -36,9 +36,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm.cache_layers import CacheGroups
+from dualpath.vllm.cache_layers import CacheGroups, max_drafted_prompt_tokens
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
-from dualpath.vllm.draft_context import max_drafted_prompt_tokens
 from dualpath.vllm.layerwise_worker import LayerwiseWorker, place_in_regions
 from dualpath.vllm.quota_scheduler import QuotaScheduler
 from dualpath.vllm.scheduler_side import SchedulerSide

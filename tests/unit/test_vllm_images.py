@@ -18,7 +18,7 @@ from vllm.multimodal.inputs import (
 )
 
 from dualpath.core.errors import BadRequestError
-from dualpath.vllm.prompt_images import check_encoder_cache, features_on_wire, image_inputs
+from dualpath.vllm.engine_core import check_encoder_cache, features_on_wire, image_inputs
 
 
 def pixels(seed):

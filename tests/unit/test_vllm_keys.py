@@ -11,9 +11,8 @@ from vllm.utils.hashing import sha256_cbor
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.request import Request
 
-from dualpath.core.adapters import Adapter
-from dualpath.core.key_extras import KeyExtras, PromptItem
-from dualpath.core.key_memory import KeyCache
+from dualpath.core.blocks import KeyExtras, PromptItem
+from dualpath.core.key_cache import Adapter, KeyCache
 
 BLOCK_TOKENS = 32
 TOKENS = list(range(3, 3 + 150))

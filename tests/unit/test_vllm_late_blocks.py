@@ -6,7 +6,7 @@ pytest.importorskip("vllm")
 
 from vllm.v1.core.block_pool import BlockPool
 
-from dualpath.vllm.late_blocks import HeldBlocks, HeldBlocksMetadata, apply
+from dualpath.vllm.metadata import HeldBlocks, HeldBlocksMetadata, apply
 
 
 def test_held_blocks_are_not_allocated_after_their_request_freed_them_until_released() -> None:

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
+from dualpath_lab.models.random_models import make_tiny_model
 from tests.vllm_fields import LOOKED_AT, NEUTRAL, NEUTRAL_LATER, REFUSED
 from vllm import envs
 from vllm.config import VllmConfig
@@ -25,7 +26,6 @@ from vllm.config.multimodal import MultiModalConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.models.tiny import make_tiny_model
 from dualpath.vllm import model_identity
 from dualpath.vllm.model_identity import (
     IMAGE_FIELDS,

@@ -18,17 +18,17 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
 from dualpath.vllm.cache_layers import cache_layers, hooked_layers, read_before_hook
 from dualpath.vllm.connector import DualPathConnector
-from dualpath.vllm.metadata import StepMetadata
-from dualpath.vllm.sparse_attention import (
+from dualpath.vllm.kernel_patches import (
     READER,
     calls_connector,
     calls_connector_first,
     patch_sparse_layers,
     reads_at_one_place,
 )
+from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.worker_side import WorkerSide
 
 LAYERS = GEOMETRY.layers
@@ -177,7 +177,7 @@ def test_amds_class_is_refused_by_its_name():
 
 def test_graphs_are_broken_around_the_patched_function(monkeypatch):
     """Otherwise a captured graph would contain only the waits at its capture."""
-    from dualpath.vllm import sparse_attention
+    from dualpath.vllm import kernel_patches
 
     broken = []
 
@@ -185,7 +185,7 @@ def test_graphs_are_broken_around_the_patched_function(monkeypatch):
         broken.append(function)
         return function
 
-    monkeypatch.setattr(sparse_attention, "eager_break_during_capture", noted)
+    monkeypatch.setattr(kernel_patches, "eager_break_during_capture", noted)
     kind = toy_kind()
     original = getattr(kind, READER)
     patch_sparse_layers(loaded_config(model(kind)))

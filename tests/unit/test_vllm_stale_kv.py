@@ -28,7 +28,7 @@ from vllm.v1.attention.backends import cpu_attn
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.worker_side import WorkerSide

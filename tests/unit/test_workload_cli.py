@@ -12,7 +12,7 @@ from tests.unit.workload_server import FakeServer, served
 from dualpath.cli import replay as replay_command
 from dualpath.cli import report as report_command
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.laboratory.workload.replay.result import read_result
+from dualpath.workload.replay.result import read_result
 
 
 def command(module: ModuleType, *arguments: str) -> int:

@@ -10,33 +10,22 @@ import pytest
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.arrivals import (
+from dualpath.workload.arrivals import (
     arrival_times_s,
     poisson_times_for_s,
     poisson_times_s,
     recorded_times_s,
     with_arrivals,
 )
-from dualpath.laboratory.workload.columns.agent_table import AgentTable
-from dualpath.laboratory.workload.columns.from_sessions import (
-    WorkloadSettings,
-    agents_from_sessions,
-)
-from dualpath.laboratory.workload.columns.statistics import context_tokens, describe
-from dualpath.laboratory.workload.conversation.agents import make_agents
-from dualpath.laboratory.workload.conversation.block_session import (
-    BlockSession,
-    BlockTurn,
-    SubAgent,
-)
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary
-from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
-from dualpath.laboratory.workload.conversation.session import AgentSettings, Session
-from dualpath.laboratory.workload.conversation.spans import TokenIds
-from dualpath.laboratory.workload.conversation.text_encoder import approximate_encode
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import read_trace
+from dualpath.workload.columns.agent_table import AgentTable, context_tokens, describe
+from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.conversation.prompts import Contents, Vocabulary, approximate_encode
+from dualpath.workload.conversation.sessions import AgentSettings, Session, make_agents
+from dualpath.workload.conversation.spans import StoredPrefixes, TokenIds, hit_tokens
+from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import read_trace
 
 
 def rounds(*pairs: tuple[int, int], delay_s: float = 0.0) -> TokenSession:

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from dualpath.core.errors import TraceError
-from dualpath.laboratory.workload.conversation.block_session import BlockSession, BlockTurn
-from dualpath.laboratory.workload.conversation.text_session import TextSession
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import FORMATS, read_trace
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn
+from dualpath.workload.conversation.text_session import TextSession
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import FORMATS, read_trace
 
 CHAT = [
     {"role": "system", "content": "be brief"},

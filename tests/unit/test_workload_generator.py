@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.laboratory.workload.columns.from_sessions import WorkloadSettings, agents_from_rounds
-from dualpath.laboratory.workload.columns.generator import (
+from dualpath.workload.columns.agent_table import describe
+from dualpath.workload.columns.generator import (
     DATASETS,
     Dataset,
     GeneratorSettings,
@@ -15,7 +15,7 @@ from dualpath.laboratory.workload.columns.generator import (
     generate,
     generate_agents,
 )
-from dualpath.laboratory.workload.columns.statistics import describe
+from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_rounds
 
 TAILS: list[Tail] = ["gamma", "lognormal", "uniform"]
 

@@ -18,15 +18,10 @@ from tests.unit.workload_server import (
 
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.conversation.block_session import (
-    BlockSession,
-    BlockTurn,
-    SubAgent,
-)
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.replay.client import replay
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.result import Isolation, SentHints, ToolDelays
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.replay.client import ReplayOptions, replay
+from dualpath.workload.replay.result import Isolation, SentHints, ToolDelays
 
 
 def test_every_prompt_is_sent_and_generated_tokens_plus_the_append():

@@ -12,11 +12,14 @@ import pytest
 from rich.console import Console
 
 from dualpath.core.errors import ConfigError
-from dualpath.laboratory.workload.replay.machine import this_machine
-from dualpath.laboratory.workload.replay.metrics import summarise, trace_shape
-from dualpath.laboratory.workload.replay.progress import ConsoleProgress, ProgressState
-from dualpath.laboratory.workload.replay.report import compare
-from dualpath.laboratory.workload.replay.result import (
+from dualpath.node.machine import this_machine
+from dualpath.report import html
+from dualpath.report.files import write_page
+from dualpath.report.model import NOTHING, Notes, Plots, Table
+from dualpath.report.text import print_report
+from dualpath.workload.replay.progress import ConsoleProgress, ProgressState
+from dualpath.workload.replay.report import compare
+from dualpath.workload.replay.result import (
     SCHEMA,
     Isolation,
     ReplayResult,
@@ -27,12 +30,10 @@ from dualpath.laboratory.workload.replay.result import (
     ToolDelays,
     TurnRecord,
     read_result,
+    summarise,
+    trace_shape,
     write_result,
 )
-from dualpath.report import html
-from dualpath.report.files import write_page
-from dualpath.report.model import NOTHING, Notes, Plots, Table
-from dualpath.report.text import print_report
 
 SETTING = ReplaySetting(
     label="",

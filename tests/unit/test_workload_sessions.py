@@ -9,18 +9,13 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.conversation.block_session import (
-    BlockSession,
-    BlockTurn,
-    SubAgent,
-)
-from dualpath.laboratory.workload.conversation.contents import Contents, Vocabulary, token_range
-from dualpath.laboratory.workload.conversation.prefixes import StoredPrefixes, hit_tokens
-from dualpath.laboratory.workload.conversation.session import AgentSettings, Conversation, Session
-from dualpath.laboratory.workload.conversation.spans import TokenIds
-from dualpath.laboratory.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.formats import read_trace
+from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
+from dualpath.workload.conversation.prompts import Contents, Vocabulary, token_range
+from dualpath.workload.conversation.sessions import AgentSettings, Conversation, Session
+from dualpath.workload.conversation.spans import StoredPrefixes, TokenIds, hit_tokens
+from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import read_trace
 
 
 def encode(text: str) -> list[int]:

@@ -12,12 +12,11 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.request import Round, Trajectory
-from dualpath.laboratory.workload.conversation.session import Session
-from dualpath.laboratory.workload.conversation.token_session import TokenSession
-from dualpath.laboratory.workload.replay.client import replay
-from dualpath.laboratory.workload.replay.options import ReplayOptions
-from dualpath.laboratory.workload.replay.progress import ProgressState
-from dualpath.laboratory.workload.replay.result import ReplayResult
+from dualpath.workload.conversation.sessions import Session
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.replay.client import ReplayOptions, replay
+from dualpath.workload.replay.progress import ProgressState
+from dualpath.workload.replay.result import ReplayResult
 
 BLOCK_TOKENS = 4
 VOCABULARY = 500

@@ -9,7 +9,7 @@ from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
-    from dualpath.core.configuration import Given, Layers, Schema
+    from dualpath.core.settings import Given, Layers, Schema
 
 #: Commands that read settings; ``checked_layers`` of each returns its effective settings.
 _COMMANDS = ("serve", "router", "scheduler", "frontend", "emulate")
@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """
     from dualpath.cli.settings import SECTIONS as known
     from dualpath.cli.settings import outer_layers
-    from dualpath.core.configuration import effective, layered
+    from dualpath.core.settings import effective, layered
 
     layers: Layers
     if args.command:
@@ -95,8 +95,7 @@ def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
 
 def _check_complete(known: "Schema", layers: "Layers") -> None:
     """Validate every section that has all required values."""
-    from dualpath.core.configuration import build
-    from dualpath.core.settings import declared
+    from dualpath.core.settings import build, declared
 
     for section, kind in known.items():
         if all((section, f.name) in layers for f in declared(kind) if f.required):

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.ops.doctor.examination import CheckSettings
+from dualpath.launch.doctor.checks import CheckSettings
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.ops.doctor.finding import Finding
+    from dualpath.launch.doctor.finding import Finding
 
 EXIT_ERRORS = 1
 _WIDTH = 100
@@ -45,9 +45,9 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an invalid size.
     """
-    from dualpath.ops.doctor.examination import examine
-    from dualpath.ops.doctor.finding import has_errors
-    from dualpath.ops.doctor.node import Node
+    from dualpath.launch.doctor.checks import examine
+    from dualpath.launch.doctor.finding import has_errors
+    from dualpath.launch.doctor.node import Node
 
     findings = list(examine(flag_settings(args, CheckSettings), Node()))
     if not wrote_json(args, findings):

@@ -14,7 +14,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import sigterm_as_interrupt
+from dualpath.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
 
     import uvloop
 
-    from dualpath.vllm.frontend_process import run_front_end
+    from dualpath.vllm.router_process import run_front_end
 
     # Until the server handles signals, SIGTERM interrupts the start.
     with sigterm_as_interrupt():

@@ -14,14 +14,30 @@ dualpath (one line on standard error), 130 interrupted.
 
 import argparse
 import importlib
+import logging
 import sys
 import traceback
 from collections.abc import Sequence
 from types import ModuleType
 
 from dualpath import __version__
-from dualpath.cli.packages import not_installed
 from dualpath.core.errors import DualPathError
+from dualpath.core.extras import not_installed
+
+# --------------------------------------------------------------------------------------- log lines
+# Logging of commands, to standard error: time, level, logger, message.
+#
+# INFO and above of dualpath, WARNING and above of libraries.  Processes with vLLM switch to vLLM's
+# log format once vLLM is imported (``vllm.engine_arguments.join_vllm_logging``).
+
+_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
+
+
+def configure_logging() -> None:
+    """Configure logging of this process, unless it has handlers already."""
+    logging.basicConfig(format=_FORMAT)
+    logging.getLogger("dualpath").setLevel(logging.INFO)
+
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
@@ -97,7 +113,6 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     if unknown:  # argparse itself would print the usage of `dualpath` only
         commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
     # Imported here and not at the top, so that --help is fast.
-    from dualpath.cli.log_lines import configure_logging
 
     configure_logging()
     try:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.settings import Setting, Settings
-from dualpath.ops.fabric_settings import Fabric, FabricLanes
+from dualpath.launch.fabric_settings import Fabric, FabricLanes
 from dualpath.plan.traffic_class import KvPorts, Ratio, parse_ports, parse_weights
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.ops.fabric_settings import SettingsGroup
+    from dualpath.launch.fabric_settings import SettingsGroup
 
 _WIDTH = 100
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: a ratio, level, value or range that the network does not support.
     """
-    from dualpath.ops.fabric_settings import fabric_settings
+    from dualpath.launch.fabric_settings import fabric_settings
 
     asked = flag_settings(args, QosSettings)
     lanes = flag_settings(

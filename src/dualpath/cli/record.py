@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
-from dualpath.laboratory.workload.formats import FORMATS
+from dualpath.workload.formats import FORMATS
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from dualpath.laboratory.workload.conversation.session import Session
-    from dualpath.laboratory.workload.record.recorder import Recorder
+    from dualpath.workload.conversation.sessions import Session
+    from dualpath.workload.record.recording_proxy import Recorder
 
 _WRITTEN = tuple(name for name, kind in FORMATS.items() if kind is not None)
 _DESCRIPTION = """A proxy between clients and an OpenAI endpoint that returns token ids (dualpath,
@@ -73,8 +73,7 @@ async def _record(settings: RecordSettings) -> int:
     import signal
     import time
 
-    from dualpath.laboratory.workload.record.proxy import RecordingProxy, serve
-    from dualpath.laboratory.workload.record.recorder import Recorder
+    from dualpath.workload.record.recording_proxy import Recorder, RecordingProxy, serve
 
     recorder = Recorder(settings.block_tokens)
     proxy = RecordingProxy(settings.endpoint, recorder.add, time.monotonic, texts=settings.text)
@@ -105,7 +104,7 @@ async def _record(settings: RecordSettings) -> int:
 
 def _sessions(recorder: "Recorder", settings: RecordSettings) -> "Sequence[Session]":
     """Return the sessions recorded so far, in the kind that the format stores."""
-    from dualpath.laboratory.workload.columns.lengths import as_lengths
+    from dualpath.workload.columns.sessions_to_columns import as_lengths
 
     match FORMATS[settings.format]:
         case "text":
@@ -116,6 +115,6 @@ def _sessions(recorder: "Recorder", settings: RecordSettings) -> "Sequence[Sessi
 
 
 def _save(sessions: "Sequence[Session]", settings: RecordSettings) -> None:
-    from dualpath.laboratory.workload.formats import write_trace
+    from dualpath.workload.formats import write_trace
 
     write_trace(sessions, settings.out, settings.format)

@@ -13,15 +13,15 @@ from dualpath.cli.output import (
     wrote_json,
 )
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.cli.simulation_inputs import TraceSettings
 from dualpath.core.settings import Setting, Settings
-from dualpath.laboratory.workload.formats import AUTO
-from dualpath.laboratory.workload.replay.options import ReplayOptions
+from dualpath.workload.formats import AUTO
+from dualpath.workload.replay.client import ReplayOptions
+from dualpath_sim.cli.simulation_inputs import TraceSettings
 
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError
-    from dualpath.laboratory.workload.conversation.session import Session
-    from dualpath.laboratory.workload.replay.result import ReplayResult
+    from dualpath.workload.conversation.sessions import Session
+    from dualpath.workload.replay.result import ReplayResult
 
 _BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
@@ -60,10 +60,10 @@ def run(args: argparse.Namespace) -> int:
 
     import msgspec
 
-    from dualpath.laboratory.workload.formats import detect_format, read_trace
-    from dualpath.laboratory.workload.replay.report import compare
     from dualpath.report.files import require_writable, write_page
     from dualpath.report.text import print_report
+    from dualpath.workload.formats import detect_format, read_trace
+    from dualpath.workload.replay.report import compare
 
     asked = flag_settings(args, ReplaySettings)
     trace = flag_settings(args, TraceSettings, positional=("trace",))
@@ -103,7 +103,7 @@ def _encoder(
     trace: TraceSettings, sessions: "Sequence[Session]"
 ) -> Callable[[str], Sequence[int]] | None:
     from dualpath.core.errors import ConfigError
-    from dualpath.laboratory.workload.conversation.text_session import TextSession
+    from dualpath.workload.conversation.text_session import TextSession
 
     if not any(isinstance(session, TextSession) for session in sessions):
         return None
@@ -112,7 +112,7 @@ def _encoder(
             f"{trace.trace} is a text trace and must be tokenised; give --tokenizer with the "
             "served model's folder"
         )
-    from dualpath.laboratory.workload.conversation.text_encoder import load_encoder
+    from dualpath.workload.conversation.prompts import load_encoder
 
     return load_encoder(trace.tokenizer)
 
@@ -125,8 +125,8 @@ async def _replay(
     *,
     quiet: bool,
 ) -> "ReplayResult":
-    from dualpath.laboratory.workload.replay.client import replay
-    from dualpath.laboratory.workload.replay.progress import ConsoleProgress
+    from dualpath.workload.replay.client import replay
+    from dualpath.workload.replay.progress import ConsoleProgress
 
     if quiet:
         return await replay(sessions, endpoint, options, encode=encode)

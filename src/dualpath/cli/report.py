@@ -22,10 +22,10 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` for a file that is not a replay result or cannot be written.
     """
     from dualpath.cli.output import warn_if_no_plots
-    from dualpath.laboratory.workload.replay.report import compare
-    from dualpath.laboratory.workload.replay.result import read_result
     from dualpath.report.files import write_page
     from dualpath.report.text import print_report
+    from dualpath.workload.replay.report import compare
+    from dualpath.workload.replay.result import read_result
 
     warn_if_no_plots(args.html)
     report = compare([read_result(path) for path in args.runs], args.title)

@@ -13,7 +13,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import sigterm_as_interrupt
+from dualpath.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from dualpath.cli.termination import sigterm_as_interrupt, watch_until_stopped
+from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
 
 if TYPE_CHECKING:
     from dualpath.router.links.settings import LinkSettings
@@ -25,7 +25,7 @@ def run_scaled_router(
 
     Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
     """
-    from dualpath.ops.launch.scaled_router import ScaledRouter, client_port
+    from dualpath.launch.scaled_router import ScaledRouter, client_port
 
     with sigterm_as_interrupt():
         try:

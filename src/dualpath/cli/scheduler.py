@@ -12,7 +12,7 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import sigterm_as_interrupt
+from dualpath.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
     from dualpath.router.http.settings import SchedulerAddress
@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     """
     settings, address = _settings(args)
 
-    from dualpath.cli.event_loop import run_served
+    from dualpath.cli.signals import run_served
     from dualpath.router.http.scheduler_process import run_scheduler
 
     # Until the server handles signals, SIGTERM interrupts the start.

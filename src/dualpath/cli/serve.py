@@ -3,7 +3,6 @@
 import argparse
 from typing import TYPE_CHECKING
 
-from dualpath.cli.packages import require_packages
 from dualpath.cli.settings import (
     CLUSTER,
     ENDPOINT,
@@ -14,13 +13,14 @@ from dualpath.cli.settings import (
     add_parts,
     configuration,
 )
-from dualpath.cli.termination import sigterm_as_interrupt, watch_until_stopped
-from dualpath.core.configuration import Given, Origin
+from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
 from dualpath.core.errors import ConfigError
-from dualpath.ops.launch.settings import LocalClusterSettings
+from dualpath.core.extras import require_packages
+from dualpath.core.settings import Given, Origin
+from dualpath.launch.settings import LocalClusterSettings
 
 if TYPE_CHECKING:
-    from dualpath.ops.launch.units import Unit
+    from dualpath.launch.executor import Unit
 
 PARTS = (Part(CLUSTER, positional=("model",)),)
 
@@ -67,7 +67,7 @@ def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
 
 def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
     """Raise ``ConfigError`` for settings that command lines of router or engines override."""
-    from dualpath.ops.launch.commands import engine_keys, router_keys
+    from dualpath.launch.commands import engine_keys, router_keys
 
     taken = {ENGINE: engine_keys(settings), ROUTER: router_keys(settings)}
     for given in [g for section in (ENGINE, ROUTER, ENDPOINT) for g in found.elsewhere(section)]:
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
 
     moves = ["nixl_cu12"] if settings.mode.moves_bytes else []
     require_packages("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
-    from dualpath.ops.launch.local_cluster import LocalCluster
+    from dualpath.launch.local_cluster import LocalCluster
 
     with sigterm_as_interrupt():
         try:
@@ -106,17 +106,17 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     import itertools
     import shlex
 
-    from dualpath.ops.launch.commands import (
+    from dualpath.launch.commands import (
         ENGINE_ENTRY,
         ENGINE_ENVIRONMENT,
         DpRank,
         engine_command,
         router_command,
     )
-    from dualpath.ops.launch.devices import DevicePlan, has_cpu_build, usable_devices
-    from dualpath.ops.launch.ports import LOOPBACK
-    from dualpath.ops.launch.start_checks import check_settings
-    from dualpath.ops.launch.units import engine_units, router_units
+    from dualpath.launch.devices import DevicePlan, has_cpu_build, usable_devices
+    from dualpath.launch.executor import engine_units, router_units
+    from dualpath.launch.ports import LOOPBACK
+    from dualpath.launch.start_checks import check_settings
 
     check_settings(settings)
     on_ray = settings.executor == "ray"
@@ -151,7 +151,7 @@ def _print_commands(settings: LocalClusterSettings) -> int:
 
 
 def _print_bundle(settings: LocalClusterSettings, unit: "Unit", on_cpus: bool) -> None:
-    from dualpath.ops.launch.bundles import bundle, format_resources
+    from dualpath.launch.ray_executor import bundle, format_resources
 
     if settings.executor == "ray":
         resources = bundle(unit, settings.ray_cpus, with_devices=not on_cpus)

@@ -12,19 +12,22 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from dualpath.core.configuration import (
+from dualpath.core.settings import (
     OTHER_VARIABLES,
+    Declared,
     Given,
     Layers,
     Origin,
     Schema,
+    Settings,
     build,
+    declared,
     from_environment,
     from_flag,
     from_tables,
     layered,
+    option,
 )
-from dualpath.core.settings import Declared, Settings, declared, option
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 
 T = TypeVar("T", bound=Settings)
@@ -40,14 +43,14 @@ LAB = "lab"
 
 #: The struct of each section; imported when the section is used.
 _SECTIONS = {
-    CLUSTER: "dualpath.ops.launch.settings:LocalClusterSettings",
+    CLUSTER: "dualpath.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
     ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
     SCHEDULER: "dualpath.router.http.settings:SchedulerAddress",
     FRONTEND: "dualpath.router.links.settings:LinkSettings",
     ENGINE: "dualpath.engine.settings:EngineSettings",
-    EMULATED: "dualpath.laboratory.emulated.settings:EmulatedOptions",
-    LAB: "dualpath.laboratory.lab.settings:LabSettings",
+    EMULATED: "dualpath_lab.emulated.settings:EmulatedOptions",
+    LAB: "dualpath_lab.nodes.settings:LabSettings",
 }
 
 

@@ -12,29 +12,161 @@ never sent over this connection.
 The messages about one request, and their order, are in ``core.request_messages``.
 """
 
-from typing import Annotated, Any
+from collections.abc import Iterable
+from typing import Annotated, Any, Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.adapters import Adapter
-from dualpath.core.addresses import EngineAddress, Writer
-from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import GroupRank
-from dualpath.core.message import Message
-from dualpath.core.names import Name
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockOrigin, StoreNamespace
+from dualpath.core.cluster import EngineAddress, GroupRank, Writer
+from dualpath.core.errors import IncompatibleError
+from dualpath.core.key_cache import Adapter
+from dualpath.core.names import Name, in_one_line
 from dualpath.core.rates import Rates
-from dualpath.core.request_messages import (
-    Assign,
-    Failed,
-    KvInHbm,
-    Persist,
-    PrefillDone,
-    Read,
-    ReadDone,
-    Release,
-    Released,
-    Reserved,
-)
+from dualpath.core.runs import HitRun
+
+# ----------------------------------------------------------------------------------------- message
+# The base class of control messages.
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True):
+    """Base of all control messages."""
+
+
+# -------------------------------------------------------------------------------- request messages
+# Control messages about one request, from its assignment to an engine until its slots are free.
+#
+# Their order (Fig. 4 of the paper):
+#
+#     Assign(DE, reserve whole prompt) → Reserved → Assign(PE) and Read on the chosen side(s) →
+#     ReadDone → vLLM request at the PE carrying a ``PrefillTransfer`` → first token and PrefillDone
+#     → Persist(DE, the prompt's new blocks) and vLLM request at the DE carrying a
+#     ``DecodeTransfer`` → KvInHbm (H2D done, slots of the DE buffer free) → tokens → Release at
+#     both → Released
+
+
+class Assign(Message, frozen=True, tag=True):
+    """A request now counts against this engine's load.
+
+    ``assign_seq`` grows by one per assignment to this engine; reports echo the last one seen.
+    ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
+    FIFO and answered with ``Reserved``.  ``keys`` are those of the first of these blocks: the
+    longest cached prefix of them is granted its cached slots.
+    """
+
+    assign_seq: int
+    request_id: Name
+    tokens: int
+    reserve_blocks: int
+    keys: tuple[bytes, ...] = ()
+
+
+class Reserved(Message, frozen=True, tag=True):
+    """Buffer slots are granted, in block order; ``wait_s`` is how long the request waited for them.
+
+    The first ``cached_blocks`` of them hold their blocks already.  They are read-only, as other
+    requests may share them.
+    """
+
+    request_id: Name
+    slots: tuple[int, ...]
+    wait_s: float
+    cached_blocks: int = 0
+
+
+class Read(Message, frozen=True, tag=True):
+    """Read a run of blocks with these ``keys`` from storage into its slots.
+
+    The first ``run.windowless`` blocks are read without their window layers.  After ``deadline_s``
+    (from receipt) the engine stops and answers with the blocks verified so far.  ``parent`` is the
+    key before the first one.
+    """
+
+    request_id: Name
+    run: HitRun
+    keys: tuple[bytes, ...]
+    deadline_s: float
+    parent: bytes = b""
+
+
+class ReadDone(Message, frozen=True, tag=True):
+    """Outcome of ``Read``: its first ``good_blocks`` are in the buffer and verified.
+
+    ``slots`` are all current slots of the request: after a deadline the engine may have replaced
+    slots that a late read could still write to.
+    """
+
+    request_id: Name
+    good_blocks: int
+    reason: str | None
+    bytes_read: int
+    queue_s: float
+    read_s: float
+    slots: tuple[int, ...]
+
+
+class Persist(Message, frozen=True, tag=True):
+    """Write the prompt's blocks from ``first_block`` on to storage under ``keys``.
+
+    ``origin`` has the key before the first of them.  The prompt's KV is complete and no transfer
+    writes to it any more; ``hit_keys`` are the keys of its first blocks, which are stored already.
+    """
+
+    request_id: Name
+    first_block: int
+    keys: tuple[bytes, ...]
+    origin: BlockOrigin = UNKNOWN_ORIGIN
+    hit_keys: tuple[bytes, ...] = ()
+
+
+class PrefillDone(Message, frozen=True, tag=True):
+    """The PE's last transfer for the request is over; the DE buffer is complete iff no failure.
+
+    The router regards a prefill as complete only after this message: the engine's HTTP answer
+    proves that the first token was computed, not that the KV arrived.
+
+    For metrics: ``forward_s`` is the time of the request's forward passes, ``transfer_s`` the part
+    of it in which they waited for transfers that did not overlap with computation; 0 in modes
+    without transfers.
+    """
+
+    request_id: Name
+    failure: str | None = None
+    forward_s: float = 0.0
+    transfer_s: float = 0.0
+
+
+class KvInHbm(Message, frozen=True, tag=True):
+    """The DE has copied the prompt's KV to its HBM and freed the slots of its buffer."""
+
+    request_id: Name
+    h2d_s: float
+
+
+class Release(Message, frozen=True, tag=True):
+    """The request is over on this engine; slots are freed once nothing can write to them.
+
+    ``writer_certain`` is False while a prefill engine may still write into the slots: they are then
+    quarantined until another ``Release`` of the request has it True.
+    """
+
+    request_id: Name
+    reason: str
+    writer_certain: bool = True
+
+
+class Released(Message, frozen=True, tag=True):
+    """All of the request's slots are free again."""
+
+    request_id: Name
+
+
+class Failed(Message, frozen=True, tag=True):
+    """A command for a request failed; ``reason`` is the whole error message."""
+
+    request_id: Name
+    reason: str
+
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
 PROTOCOL_VERSION = 9
@@ -302,3 +434,84 @@ EngineMessage = (
     | Failed
     | Deregister
 )
+
+
+# --------------------------------------------------------------------------------------- envelopes
+# The wire form of control messages: each is in an envelope with its place in a session.
+
+M = TypeVar("M", bound=Message)
+
+
+class Envelope(
+    msgspec.Struct, Generic[M], frozen=True, array_like=True, forbid_unknown_fields=True
+):
+    """A message on the wire, with its place in a session (``core.sessions.Channel``).
+
+    ``session`` is empty before one has begun.  ``number`` counts the messages of one direction
+    from 1 on, in order; 0 marks messages that may be lost.  ``received`` acknowledges all messages
+    of the other direction up to this number.
+    """
+
+    session: Name
+    number: Annotated[int, msgspec.Meta(ge=0)]
+    received: Annotated[int, msgspec.Meta(ge=0)]
+    message: M
+
+
+_Decoded = TypeVar("_Decoded")
+
+FromRouter = Envelope[RouterMessage]
+FromEngine = Envelope[EngineMessage]
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ROUTER_DECODER: msgspec.msgpack.Decoder[FromRouter] = msgspec.msgpack.Decoder(FromRouter)
+_ENGINE_DECODER: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+
+
+def unnumbered(message: M, session: str = "") -> Envelope[M]:
+    """Return a message in an envelope without a number, outside of any channel."""
+    return Envelope(session, 0, 0, message)
+
+
+def encode(envelope: Envelope[M]) -> bytes:
+    """Return the wire form of a message in its envelope."""
+    return _ENCODER.encode(envelope)
+
+
+def encode_batches(envelopes: Iterable[Envelope[M]], max_bytes: int) -> list[bytes]:
+    """Return frames of several messages each, in order, of at most ``most_bytes``.
+
+    A larger message is a frame of its own.
+    """
+    frames: list[list[msgspec.Raw]] = []
+    size_bytes = max_bytes
+    for envelope in envelopes:
+        encoded = encode(envelope)
+        size_bytes += len(encoded)
+        if size_bytes > max_bytes:
+            frames.append([])
+            size_bytes = len(encoded)
+        frames[-1].append(msgspec.Raw(encoded))
+    return [_ENCODER.encode(frame) for frame in frames]
+
+
+def decode_router_message(frame: bytes) -> FromRouter:
+    """Decode what a router sent; raises ``IncompatibleError`` for anything malformed."""
+    return decode_with(_ROUTER_DECODER, frame)
+
+
+def decode_engine_message(frame: bytes) -> FromEngine:
+    """Decode what an engine sent; raises ``IncompatibleError`` for anything malformed."""
+    return decode_with(_ENGINE_DECODER, frame)
+
+
+def decode_with(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
+    """Decode a frame of other messages; raises ``IncompatibleError`` for anything malformed."""
+    try:
+        return decoder.decode(frame)
+    # ValueError: text that is not UTF-8; RecursionError: nested deeper than any message.
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise IncompatibleError(
+            f"control message of {len(frame)} bytes is not of protocol {PROTOCOL_VERSION}: "
+            f"{in_one_line(str(error))}; run the same dualpath version on router and engines"
+        ) from error

@@ -5,6 +5,7 @@ installed, from a checkout or a wheel file.  ``pyproject.toml`` has the same req
 (``tests/unit/test_extras.py`` compares).
 """
 
+import importlib.util
 from typing import NamedTuple
 
 
@@ -106,3 +107,26 @@ def extra_with(module: str) -> Extra | None:
     """Return the extra that contains a module, None if none does."""
     package = module.partition(".")[0]
     return next((one for one in EXTRAS if package in one.imports), None)
+
+
+# ---------------------------------------------------------------------------------------- packages
+# Checks for optional packages of a command, with the remedy if one is missing.
+
+
+def require_packages(*packages: str) -> None:
+    """Raise ``ModuleNotFoundError`` for the first missing package, without importing any."""
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            raise ModuleNotFoundError(name=package)
+
+
+def not_installed(error: ModuleNotFoundError) -> str | None:
+    """Return the missing package and its remedy; None if an installed package lacks a module.
+
+    The latter means an incompatible version of the package, or a defect.
+    """
+    package = (error.name or "").partition(".")[0]
+    brought_by = extra_with(package)
+    if brought_by is None or importlib.util.find_spec(package) is not None:
+        return None
+    return f"the package {package}, which is not installed; {brought_by.remedy}"

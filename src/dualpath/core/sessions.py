@@ -30,8 +30,7 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from dualpath.core.envelopes import Envelope
-from dualpath.core.message import Message
+from dualpath.core.control import Envelope, Message
 
 #: Interval of heartbeats of both ends; each heartbeat acknowledges received messages.
 HEARTBEAT_S = 0.5

@@ -67,7 +67,7 @@ def write_page(report: Report, path: str | Path) -> None:
 
 def drawn(report: Report) -> dict[str, bytes]:
     """Return the PNG pictures of a report and its parts, by file name."""
-    from dualpath.report.pictures import png
+    from dualpath.report.plots import png
 
     return {f"{name}.png": png(plots.panels) for name, plots in report.pictures()}
 

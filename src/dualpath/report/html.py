@@ -36,7 +36,7 @@ def _prose(text: str) -> Markup:
 
 
 def _drawing(panel: Panel, name: str) -> Markup:
-    from dualpath.report.pictures import svg
+    from dualpath.report.plots import svg
 
     # Matplotlib's output is escaped already.
     return Markup(svg(panel, name))

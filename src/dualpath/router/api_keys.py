@@ -17,8 +17,8 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 
+from dualpath.node.cluster_secret import is_loopback
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
-from dualpath.transport.cluster_secret import is_loopback
 
 logger = logging.getLogger(__name__)
 

@@ -6,9 +6,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dualpath.core.addresses import EngineAddress, Writer
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
-from dualpath.core.cluster import GroupRank, Role, rank_mark
+from dualpath.core.cluster import EngineAddress, GroupRank, Role, Writer, rank_mark
 from dualpath.core.control import NodeDramShare
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode

@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from dualpath.core.addresses import Writer
-from dualpath.core.cluster import HostProcess
-from dualpath.core.control import CacheUpdate, EngineMessage, Report
-from dualpath.core.request_messages import Released
+from dualpath.core.cluster import HostProcess, Writer
+from dualpath.core.control import CacheUpdate, EngineMessage, Released, Report
 from dualpath.core.session_hints import SessionHints
+from dualpath.node.cluster_secret import load_secret
+from dualpath.node.host_process import has_exited
 from dualpath.policy.agent_sessions import SessionName
 from dualpath.router.attempts.engine_attempt import EngineAttempt
 from dualpath.router.control.context import SchedulerContext
@@ -30,8 +30,6 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.scheduling import Answered, AttemptListener, AttemptOrder, RequestOrder
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import has_exited
-from dualpath.transport.cluster_secret import load_secret
 
 
 class Scheduler:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 from dualpath.core.cluster import HostProcess
+from dualpath.node.cluster_secret import load_secret
+from dualpath.node.host_process import has_exited
 from dualpath.router.control.context import SchedulerContext
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
@@ -22,8 +24,6 @@ from dualpath.router.observe.status import status_report
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.scheduler import Scheduler
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import has_exited
-from dualpath.transport.cluster_secret import load_secret
 
 
 class OwnRequests(Protocol):

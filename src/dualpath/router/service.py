@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dualpath.core.cluster import HostProcess
+from dualpath.node.host_process import has_exited
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.roles import Roles
 from dualpath.router.engine_calls import EngineCalls
@@ -16,7 +17,6 @@ from dualpath.router.front_end_service import FrontEndService
 from dualpath.router.links.door import FrontEndDoor
 from dualpath.router.scheduler_service import SchedulerService
 from dualpath.router.settings import RouterSettings
-from dualpath.storage.host_process import has_exited
 
 
 class RouterService(FrontEndService):

@@ -12,31 +12,61 @@ from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.storage.contract import BlockStorage
-from dualpath.storage.lengths import ORACLE, LengthOnlyStorage
-from dualpath.storage.location import (
-    BUCKETS,
-    DIRECTORIES,
-    FILE_PLUGINS,
-    MEMORY,
-    OBJECT_PLUGIN,
-    split_location,
-)
 from dualpath.storage.memory import MemoryStorage
-from dualpath.storage.memory_objects import MemoryObjects
-from dualpath.storage.objects import ObjectTree
-from dualpath.storage.posix import DirectIo, PosixStorage
-from dualpath.storage.posix_objects import PosixObjects
-from dualpath.storage.reading import OpenPlugin, refuse_plugins
-from dualpath.storage.s3 import S3Storage
-from dualpath.storage.s3_client import S3Client
-from dualpath.storage.s3_connection import RetryPolicy
-from dualpath.storage.s3_credentials import with_credentials
-from dualpath.storage.s3_location import S3Location, parse_location
-from dualpath.storage.s3_objects import S3Objects
-from dualpath.storage.throttle import ThrottledStorage
+from dualpath.storage.objects import MemoryObjects, ObjectTree, PosixObjects
+from dualpath.storage.posix import ORACLE, DirectIo, LengthOnlyStorage, PosixStorage
+from dualpath.storage.readers import OpenPlugin, refuse_plugins
+from dualpath.storage.s3 import S3Objects, S3Storage
+from dualpath.storage.s3_client import (
+    RetryPolicy,
+    S3Client,
+    S3Location,
+    parse_location,
+    with_credentials,
+)
+from dualpath.storage.wrapping import ThrottledStorage
 
 if TYPE_CHECKING:
-    from dualpath.storage.key_ring import KeyRing
+    from dualpath.storage.sealed_blocks import KeyRing
+
+# ---------------------------------------------------------------------------------------- location
+# Parses a storage location: the kind of storage, and its path or bucket.
+
+#: NIXL's file plugins, by URL scheme.
+FILE_PLUGINS = {
+    "nixl+posix": "POSIX",
+    "nixl+gds": "GDS",
+    "nixl+gds_mt": "GDS_MT",
+    "nixl+hf3fs": "HF3FS",
+}
+DIRECTORIES = frozenset({"file", *FILE_PLUGINS})
+#: The scheme of a bucket that NIXL's plugin OBJ reads, and all schemes of buckets.
+OBJECT_PLUGIN = "nixl+obj"
+BUCKETS = frozenset({"s3", OBJECT_PLUGIN})
+MEMORY = "memory"
+
+
+def split_location(location: str | Path) -> tuple[str, str]:
+    """Return scheme and path of a location; raises ``ConfigError`` for an unknown scheme."""
+    scheme, separator, rest = str(location).partition("://")
+    if not separator:
+        scheme, rest = "file", str(location)
+    if scheme not in {MEMORY, *DIRECTORIES, *BUCKETS} or not rest:
+        plugins = ", ".join(f"{name}://PATH" for name in FILE_PLUGINS)
+        raise ConfigError(
+            f"storage location {str(location)!r} is none of PATH, file://PATH, "
+            f"s3://BUCKET/PREFIX, memory://NAME, {plugins}, {OBJECT_PLUGIN}://BUCKET/PREFIX"
+        )
+    return scheme, rest
+
+
+def directory_of(location: str) -> Path | None:
+    """Return the directory of a storage, None if the storage is not a directory."""
+    scheme, separator, rest = location.partition("://")
+    if not separator:
+        return Path(location)
+    return Path(rest) if scheme in DIRECTORIES else None
+
 
 _memory_storages: dict[tuple[str, str], MemoryStorage] = {}
 _memory_trees: dict[str, MemoryObjects] = {}

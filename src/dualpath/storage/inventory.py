@@ -10,19 +10,17 @@ from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError
-from dualpath.policy.chain_index import ChainIndex, Rows, chain_uses
-from dualpath.storage import block_file, index_file
+from dualpath.storage import block_file, janitor
 from dualpath.storage.block_file import BlockCodec, PlainBlocks
-from dualpath.storage.directory import object_name
-from dualpath.storage.janitor import apply_events
+from dualpath.storage.chain_index import ChainIndex, Rows, chain_uses
+from dualpath.storage.janitor import BATCH, Removal, Survey, apply_events
 from dualpath.storage.objects import ObjectTree
-from dualpath.storage.protection import block_codec
-from dualpath.storage.removal import BATCH, Removal
-from dualpath.storage.survey import Survey
-from dualpath.storage.throttle import TokenBucket
+from dualpath.storage.posix import object_name
+from dualpath.storage.sealed_blocks import block_codec
+from dualpath.storage.wrapping import TokenBucket
 
 if TYPE_CHECKING:
-    from dualpath.storage.key_ring import KeyRing
+    from dualpath.storage.sealed_blocks import KeyRing
 
 Grouping = Literal["namespace", "tenant", "age"]
 Report = Callable[[float], None]
@@ -75,8 +73,8 @@ def load_or_survey(
     Surveys if ``survey`` is True or if no index is saved; ``report`` is called with the completed
     share.
     """
-    saved = None if survey else index_file.load(tree)
-    index, progress = saved or (ChainIndex(), index_file.Progress())
+    saved = None if survey else janitor.load(tree)
+    index, progress = saved or (ChainIndex(), janitor.Progress())
     apply_events(tree, index, dict(progress.applied))
     if progress.surveyed_s is None:
         Survey(tree, index, now_s).run_to_end(report)

@@ -17,8 +17,8 @@ import xxhash
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
 from dualpath.core.errors import StorageError
-from dualpath.policy.quotas import StoredBytes
 from dualpath.storage.objects import ObjectTree
+from dualpath.storage.quotas import StoredBytes
 
 log = logging.getLogger(__name__)
 

@@ -10,13 +10,12 @@ from typing import TYPE_CHECKING
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import StorageError
 from dualpath.storage import block_file
-from dualpath.storage.checks import check_destination, check_sources, run_origins
-from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.protection import block_codec
-from dualpath.storage.sections import FileOrder
+from dualpath.storage.block_file import FileOrder
+from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
+from dualpath.storage.sealed_blocks import block_codec
 
 if TYPE_CHECKING:
-    from dualpath.storage.key_ring import KeyRing
+    from dualpath.storage.sealed_blocks import KeyRing
 
 BeforeRead = Callable[[BlockKey], None]
 

@@ -22,24 +22,72 @@ import logging
 import mmap
 import stat
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.storage.block_file import UNREADABLE_HERE
-from dualpath.storage.block_header import HEADER_BYTES
+from dualpath.core.recent import KeyUpdates
+from dualpath.node.system_calls import KERNEL, SystemCalls
+from dualpath.storage.block_file import HEADER_BYTES, UNREADABLE_HERE
 from dualpath.storage.contract import BlockStorage, ReadOutcome
-from dualpath.storage.directory import BLOCK_SUFFIX, key_of
-from dualpath.storage.lying_blocks import SharedDramIndex
-from dualpath.storage.posix import PosixStorage
-from dualpath.storage.survey import is_namespace
-from dualpath.storage.system_calls import KERNEL, SystemCalls
+from dualpath.storage.janitor import is_namespace
+from dualpath.storage.posix import BLOCK_SUFFIX, PosixStorage, key_of
 from dualpath.storage.wrapping import WrappingStorage
 
 if TYPE_CHECKING:
-    from dualpath.storage.key_ring import KeyRing
+    from dualpath.storage.sealed_blocks import KeyRing
+
+# ------------------------------------------------------------------------------------ lying blocks
+# Index of the blocks in a node's shared DRAM, as one engine has seen them, for the router.
+#
+# Each engine reports the blocks that it added, read or removed itself; the reports of all engines
+# of the node together are complete, except for changes that a process did not report before it
+# died.
+
+
+class SharedDramIndex:
+    """The last ``capacity`` keys that were seen; older ones are evicted, as no more blocks fit.
+
+    Thread-safe.
+    """
+
+    def __init__(self, capacity: int, seen: Iterable[BlockKey] = ()) -> None:
+        self._lock = threading.Lock()
+        self._capacity = capacity
+        self._seen: dict[BlockKey, None] = {}
+        self._news = KeyUpdates()
+        for key in seen:
+            self.add(key)
+
+    def add(self, key: BlockKey) -> None:
+        """Note that a block is in the node's DRAM."""
+        with self._lock:
+            if key in self._seen:
+                del self._seen[key]  # re-insert as the latest
+            else:
+                self._news.note(key)
+            self._seen[key] = None
+            if len(self._seen) > self._capacity:
+                del self._seen[next(iter(self._seen))]
+
+    def remove(self, key: BlockKey) -> None:
+        """Note that a block is not in the node's DRAM."""
+        with self._lock:
+            self._seen.pop(key, None)
+            self._news.note(key)
+
+    def report(self, *, begin: bool) -> None:
+        """Start to record changes, beginning with all blocks present; or stop."""
+        with self._lock:
+            self._news.report(self._seen, begin=begin)
+
+    def changes(self, limit: int) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return up to ``limit`` keys of blocks added, and of removed ones, since the last call."""
+        with self._lock:
+            return self._news.take(limit, self._seen)
+
 
 log = logging.getLogger(__name__)
 

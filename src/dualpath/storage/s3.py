@@ -5,7 +5,7 @@ straight into the caller's (registered) memory.
 
 The client is our own (``s3_client``, over the standard library's ``http.client``): measured against
 one server it used 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's OBJ plugin, at
-obstore's rate and above the others' (``benchmarks/s3_read.py``), because it copies bytes once less.
+obstore's rate and above the others' (``lab/dualpath_lab/benchmarks/s3_read.py``), because it copies bytes once less.
 Every step has a deadline.  Credentials: ``s3_credentials``.
 """
 
@@ -14,27 +14,184 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, TypeVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Protocol, TypeVar
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
 
 import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
-from dualpath.storage.block_header import HEADER_BYTES
-from dualpath.storage.checks import check_destination, check_sources, run_origins
-from dualpath.storage.contract import ReadOutcome
-from dualpath.storage.directory import namespace_name, object_name
-from dualpath.storage.protection import block_codec
-from dualpath.storage.reading import ObjectReader
-from dualpath.storage.s3_client import S3Client, S3Error
-from dualpath.storage.s3_connection import RetryPolicy
-from dualpath.storage.s3_location import S3Location
-from dualpath.storage.s3_plugin import Getter, PluginGetter, plugin_parameters
-from dualpath.storage.sections import FileOrder
+from dualpath.storage.block_file import HEADER_BYTES, FileOrder
+from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
+from dualpath.storage.objects import ObjectInfo
+from dualpath.storage.posix import namespace_name, object_name
+from dualpath.storage.readers import ObjectReader
+from dualpath.storage.s3_client import RetryPolicy, S3Client, S3Error, S3Location
+from dualpath.storage.sealed_blocks import block_codec
 
 if TYPE_CHECKING:
-    from dualpath.storage.key_ring import KeyRing
+    from dualpath.storage.sealed_blocks import KeyRing
+
+# -------------------------------------------------------------------------------------- s3 objects
+# A bucket as an ``ObjectTree``.
+
+_PARALLEL_REMOVALS = 8
+Answer = TypeVar("Answer")
+
+
+class S3Objects:
+    """See ``dualpath.storage.objects.ObjectTree``; needs the same permissions as ``S3Storage``.
+
+    On a server without conditional writes, ``create`` may succeed in two processes.
+    """
+
+    def __init__(self, client: S3Client) -> None:
+        self._client = client
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Put if the object does not exist."""
+        return self._storage_errors(
+            lambda: not self._client.exists(name) and self._client.put(name, [content])
+        )
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Put."""
+        self._storage_errors(lambda: self._client.put(name, [content], only_new=False))
+
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """Get, with ``max_bytes`` a range."""
+        return self._storage_errors(lambda: self._client.get(name, max_bytes))
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Delete in parallel."""
+        with ThreadPoolExecutor(_PARALLEL_REMOVALS, "storage-remove") as pool:
+            list(
+                pool.map(
+                    lambda name: self._storage_errors(lambda: self._client.delete(name)), names
+                )
+            )
+        return len(names)
+
+    def folders(self, prefix: str) -> list[str]:
+        """List with a delimiter."""
+        return sorted(
+            name.removesuffix("/").rpartition("/")[2]
+            for page in self._pages(prefix, "/")
+            for name in _texts(page, "CommonPrefixes", "Prefix")
+        )
+
+    def objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List page by page."""
+        for page in self._pages(prefix, ""):
+            fields = [_texts(page, "Contents", name) for name in ("Key", "Size", "LastModified")]
+            for name, size, written in zip(*fields, strict=True):
+                below = name[len(self._client.list_prefix("")) :]
+                yield ObjectInfo(below, int(size), datetime.fromisoformat(written).timestamp())
+
+    def _pages(self, prefix: str, delimiter: str) -> Iterator[ElementTree.Element]:
+        token = ""
+        while True:
+            asked = {"delimiter": delimiter, "continuation-token": token}
+            text = self._storage_errors(lambda: self._client.listing(prefix, asked))  # noqa: B023 - called now
+            try:
+                page = ElementTree.fromstring(text)
+            except ElementTree.ParseError as error:
+                raise StorageError(
+                    f"listing of {prefix!r} is not XML: {error}; check the server"
+                ) from error
+            yield page
+            following = _texts(page, "NextContinuationToken")
+            if not following or _texts(page, "IsTruncated") != ["true"]:
+                return
+            token = following[0]
+
+    def _storage_errors(self, do: Callable[[], Answer]) -> Answer:
+        try:
+            return do()
+        except S3Error as error:
+            raise StorageError(f"{error}; check the bucket's permissions and server") from error
+
+
+def _texts(page: ElementTree.Element, *path: str) -> list[str]:
+    """Return the texts of the elements at a path, in any XML namespace."""
+    return [found.text or "" for found in page.findall("/".join(f"{{*}}{name}" for name in path))]
+
+
+# --------------------------------------------------------------------------------------- s3 plugin
+# Reads objects of a bucket through NIXL's plugin OBJ; other requests use our own client.
+
+
+class Getter(Protocol):
+    """Reads objects: ``S3Client``, or a plugin."""
+
+    def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
+        """See ``S3Client.get_into``."""
+        ...
+
+    def close(self) -> None:
+        """Release all resources; idempotent."""
+        ...
+
+
+class PluginGetter:
+    """Reads the objects of ``client`` through a plugin; closes both."""
+
+    def __init__(self, client: S3Client, reader: ObjectReader) -> None:
+        self._client = client
+        self._reader = reader
+
+    def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
+        """Ask for the size first: the plugin's error for a missing object is not specific."""
+        size_bytes = self._client.size(name)
+        if size_bytes is None:
+            return None
+        left_bytes, wanted = size_bytes, []
+        for part in parts:
+            wanted.append(part[:left_bytes])
+            left_bytes -= wanted[-1].nbytes
+        try:
+            return self._reader.fill_from_object(self._client.list_prefix(name), wanted)
+        except OSError as error:
+            raise S3Error(f"GET {name}: {error.strerror or error}") from error
+
+    def close(self) -> None:
+        """Close the plugin, then the client."""
+        self._reader.close()
+        self._client.close()
+
+
+def plugin_parameters(location: S3Location) -> dict[str, str]:
+    """Return the parameters of the plugin OBJ; it does not renew the credentials in them.
+
+    Raises ``ConfigError`` for an endpoint with a path, which the plugin does not support.
+    """
+    bucket = urlsplit(location.url).netloc
+    folder = location.bucket_path.strip("/")
+    virtual = location.host.startswith(f"{bucket}.") and not folder
+    if not virtual and folder != bucket:
+        raise ConfigError(
+            f"NIXL's plugin OBJ supports no path in an endpoint ({location.bucket_path}); give "
+            "s3:// instead of nixl+obj://"
+        )
+    parameters = {
+        **{"bucket": bucket, "region": location.region, "scheme": location.scheme},
+        "use_virtual_addressing": str(virtual).lower(),
+        # By default the SDK requires response checksums, which many servers do not send.
+        **{"req_checksum": "required", "resp_checksum": "required"},
+    }
+    endpoint = location.host_header.removeprefix(f"{bucket}." if virtual else "")
+    if not endpoint.endswith(".amazonaws.com"):
+        parameters["endpoint_override"] = endpoint
+    if location.credentials is not None:
+        keys = location.credentials()
+        parameters |= {"access_key": keys.access_key_id, "secret_key": keys.secret_access_key}
+        if keys.session_token:
+            parameters["session_token"] = keys.session_token
+    return parameters
+
 
 logger = logging.getLogger(__name__)
 

@@ -5,17 +5,400 @@ no further dependency are why no client library is used; see ``dualpath.storage.
 """
 
 import contextlib
+import hashlib
+import hmac
 import http.client
+import importlib
+import os
 import re
+import socket
+import ssl
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
-from typing import TypeVar
-from urllib.parse import quote, unquote
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
-from dualpath.storage.s3_connection import Connection, RetryPolicy, fill, tls_context
-from dualpath.storage.s3_location import S3Location
-from dualpath.storage.s3_signature import UNSIGNED_PAYLOAD, authorization
+import msgspec
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer, WriteableBuffer
+
+# ------------------------------------------------------------------------------------ s3 signature
+# AWS Signature Version 4 of a request, the only part of S3 that is not plain HTTP; no I/O.
+
+#: Instead of the payload's SHA-256: blocks have their own checksums, and a SHA-256 at a tenth of
+#: memory speed would take longer than the transfer.
+UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
+_ALGORITHM = "AWS4-HMAC-SHA256"
+
+
+class Credentials(msgspec.Struct, frozen=True):
+    """A key pair; ``session_token`` is empty unless the keys are temporary."""
+
+    access_key_id: str
+    secret_access_key: str
+    session_token: str = ""
+
+    def __repr__(self) -> str:
+        return f"Credentials({self.access_key_id!r})"
+
+
+def authorization(
+    method: str, path: str, headers: Mapping[str, str], credentials: Credentials, region: str
+) -> str:
+    """Return the value of the header ``Authorization`` of a request.
+
+    ``path``: percent-encoded, with the query if there is one, its parameters sorted.
+    ``headers``: the headers to sign, names in lowercase; they include ``host``,
+    ``x-amz-date`` (``YYYYMMDDTHHMMSSZ``) and ``x-amz-content-sha256``.
+    """
+    names = sorted(headers)
+    signed = ";".join(names)
+    lines = [f"{name}:{headers[name].strip()}" for name in names]
+    place, _, query = path.partition("?")
+    request = "\n".join(
+        [method, place, query, *lines, "", signed, headers["x-amz-content-sha256"]]
+    ).encode()
+    when = headers["x-amz-date"]
+    steps = (when[:8], region, "s3", "aws4_request")
+    scope = "/".join(steps)
+    text = "\n".join([_ALGORITHM, when, scope, hashlib.sha256(request).hexdigest()])
+    key = b"AWS4" + credentials.secret_access_key.encode()
+    for step in steps:
+        key = hmac.digest(key, step.encode(), "sha256")
+    signature = hmac.digest(key, text.encode(), "sha256").hex()
+    return (
+        f"{_ALGORITHM} Credential={credentials.access_key_id}/{scope}, "
+        f"SignedHeaders={signed}, Signature={signature}"
+    )
+
+
+# ------------------------------------------------------------------------------------- s3 location
+# The location and credentials of a bucket, from a URL and the AWS environment variables.
+
+_DEFAULT_REGION = "us-east-1"
+_PARAMETERS = ("endpoint_url", "region", "addressing_style")
+_STYLES = ("path", "virtual")
+
+
+class S3Location(msgspec.Struct, frozen=True, kw_only=True):
+    """The location of objects: ``scheme://host:port``, then ``base`` before each object's name.
+
+    ``base`` is percent-encoded, begins and ends with a slash and has bucket (unless it is in
+    ``host``) and prefix; ``bucket_path`` is the part of it before the prefix.  ``credentials``
+    returns valid credentials, which may change over time; None: requests are not signed.
+    """
+
+    url: str
+    scheme: str
+    host: str
+    port: int
+    base: str
+    bucket_path: str
+    region: str
+    credentials: Callable[[], Credentials] | None = None
+
+    @property
+    def host_header(self) -> str:
+        """The header ``Host``: with the port unless it is the scheme's default."""
+        standard = {"http": 80, "https": 443}[self.scheme]
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return host if self.port == standard else f"{host}:{self.port}"
+
+
+def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3Location:
+    """Return the location named by ``s3://bucket/prefix?endpoint_url=…&region=…``.
+
+    Parameters override ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION`` and
+    ``AWS_DEFAULT_REGION``.  The default endpoint is Amazon's in the region.  ``addressing_style``
+    puts the bucket's name into the ``path`` (the default with an endpoint) or, ``virtual``, into
+    the host name.  Credentials are read from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY`` and
+    ``AWS_SESSION_TOKEN`` only, as URLs are logged.
+
+    Raises ``ConfigError`` for a malformed URL or environment.
+    """
+    parts = urlsplit(url)
+    if parts.scheme != "s3" or not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
+        raise ConfigError(
+            f"storage {parts.scheme}://{parts.netloc} is not s3://BUCKET/PREFIX; give a bucket "
+            "name of 3 to 63 lowercase letters, digits, dots and hyphens"
+        )
+    given = _parameters(parts.query)
+    region = (
+        given.get("region")
+        or environment.get("AWS_REGION")
+        or environment.get("AWS_DEFAULT_REGION")
+        or _DEFAULT_REGION
+    )
+    endpoint = (
+        given.get("endpoint_url")
+        or environment.get("AWS_ENDPOINT_URL_S3")
+        or environment.get("AWS_ENDPOINT_URL")
+        or ""
+    )
+    style = given.get("addressing_style") or ("path" if endpoint else "virtual")
+    scheme, host, port, folder = _endpoint(endpoint or f"https://s3.{region}.amazonaws.com")
+    bucket = parts.netloc
+    if style == "virtual":
+        host = f"{bucket}.{host}"
+    else:
+        folder = f"{folder}/{bucket}"
+    prefix = quote(unquote(parts.path).strip("/"), safe="/-._~")
+    return S3Location(
+        url=f"s3://{bucket}/{prefix}",
+        scheme=scheme,
+        host=host,
+        port=port,
+        base=f"{folder}/{prefix}/" if prefix else f"{folder}/",
+        bucket_path=f"{folder}/",
+        region=region,
+        credentials=_credentials(environment),
+    )
+
+
+def _parameters(query: str) -> dict[str, str]:
+    given = dict(parse_qsl(query))
+    unknown = [name for name in given if name not in _PARAMETERS]
+    if unknown:
+        raise ConfigError(
+            f"storage parameter {unknown[0]!r} is none of {', '.join(_PARAMETERS)}; correct it, "
+            "and give credentials as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
+        )
+    style = given.get("addressing_style", "path")
+    if style not in _STYLES:
+        raise ConfigError(f"addressing_style is {style!r}, must be one of {', '.join(_STYLES)}")
+    return given
+
+
+def _endpoint(url: str) -> tuple[str, str, int, str]:
+    """Return scheme, host, port and folder."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise ConfigError(f"S3 endpoint {url!r} is not a URL ({error}); correct it") from error
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+        raise ConfigError(f"S3 endpoint {url!r} must be http://HOST:PORT or https://HOST")
+    if parts.username or parts.password:
+        raise ConfigError("the S3 endpoint holds credentials; set AWS_ACCESS_KEY_ID instead")
+    default = 80 if parts.scheme == "http" else 443
+    return parts.scheme, parts.hostname, port or default, parts.path.rstrip("/")
+
+
+def _credentials(environment: Mapping[str, str]) -> Callable[[], Credentials] | None:
+    access = environment.get("AWS_ACCESS_KEY_ID", "")
+    secret = environment.get("AWS_SECRET_ACCESS_KEY", "")
+    if not access and not secret:
+        return None
+    if not access or not secret:
+        raise ConfigError(
+            "only one of AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY is set; set both or none"
+        )
+    keys = Credentials(access, secret, environment.get("AWS_SESSION_TOKEN", ""))
+    return lambda: keys
+
+
+# ----------------------------------------------------------------------------------- s3 connection
+# An HTTP connection with a deadline on every step.
+
+
+class RetryPolicy(msgspec.Struct, frozen=True, kw_only=True):
+    """Timeouts and retries of requests; all times are seconds above 0.
+
+    ``connect_s``: to connect.  ``stall_s``: without a byte.  ``request_s``: for one request with
+    all its ``attempts`` (at least 1).  ``pause_s``: before the second attempt, doubled before each
+    further one.
+    """
+
+    connect_s: float = 5.0
+    stall_s: float = 10.0
+    request_s: float = 60.0
+    attempts: int = 3
+    pause_s: float = 0.1
+
+
+class _TimedSocket(socket.socket):
+    """A socket that times out when no byte moves for ``stall_s``, and at ``deadline_s``."""
+
+    deadline_s: float
+    stall_s: float
+
+    def recv_into(self, buffer: "WriteableBuffer", nbytes: int = 0, flags: int = 0) -> int:
+        _arm(self)
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: "ReadableBuffer", flags: int = 0) -> None:
+        _send_all(self, data)
+
+
+class _TimedTlsSocket(ssl.SSLSocket):
+    """The same over TLS."""
+
+    deadline_s: float
+    stall_s: float
+
+    def recv_into(
+        self, buffer: "WriteableBuffer", nbytes: int | None = None, flags: int = 0
+    ) -> int:
+        _arm(self)
+        return super().recv_into(buffer, nbytes, flags)
+
+    def sendall(self, data: "ReadableBuffer", flags: int = 0) -> None:
+        _send_all(self, data)
+
+
+def _send_all(timed: _TimedSocket | _TimedTlsSocket, data: "ReadableBuffer") -> None:
+    # In pieces: the timeout of socket.sendall applies to all of the data.
+    left = memoryview(data).cast("B")
+    while left:
+        _arm(timed)
+        left = left[timed.send(left) :]
+
+
+def _arm(timed: _TimedSocket | _TimedTlsSocket) -> None:
+    left_s = timed.deadline_s - time.monotonic()
+    if left_s <= 0:
+        raise TimeoutError("deadline of the request passed")
+    timed.settimeout(min(left_s, timed.stall_s))
+
+
+class Connection(http.client.HTTPConnection):
+    """A connection to ``location``; it is opened by the first request.
+
+    ``deadline_s`` (of ``time.monotonic``) is set before each request.
+    """
+
+    deadline_s: float
+    sock: _TimedSocket | _TimedTlsSocket
+
+    def __init__(
+        self, location: S3Location, retry_policy: RetryPolicy, tls: ssl.SSLContext | None
+    ) -> None:
+        super().__init__(location.host, location.port)
+        self._retry_policy = retry_policy
+        self._tls = tls
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is open, as far as this side knows."""
+        return self.sock is not None
+
+    def connect(self) -> None:
+        """Open the connection; raises ``OSError``."""
+        left_s = max(self.deadline_s - time.monotonic(), 0.001)
+        plain = socket.create_connection(
+            (self.host, self.port), min(left_s, self._retry_policy.connect_s)
+        )
+        try:
+            plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._tls is None:
+                self.sock = _TimedSocket(
+                    plain.family, plain.type, plain.proto, fileno=plain.detach()
+                )
+            else:
+                wrapped = self._tls.wrap_socket(plain, server_hostname=self.host)
+                assert isinstance(wrapped, _TimedTlsSocket)
+                self.sock = wrapped
+        except BaseException:
+            plain.close()
+            raise
+        self.sock.stall_s = self._retry_policy.stall_s
+        self.set_deadline(self.deadline_s)
+
+    def set_deadline(self, deadline_s: float) -> None:
+        """Set the deadline of all following steps."""
+        self.deadline_s = deadline_s
+        if self.is_open:
+            self.sock.deadline_s = deadline_s
+
+
+def tls_context(scheme: str) -> ssl.SSLContext | None:
+    """Return the TLS context of https, with the system's certificates; None for http."""
+    if scheme != "https":
+        return None
+    context = ssl.create_default_context()
+    context.sslsocket_class = _TimedTlsSocket
+    return context
+
+
+def fill(receive: Callable[[memoryview], int], parts: list[memoryview], wanted: int) -> int:
+    """Receive up to ``wanted`` bytes into ``parts``, one after the other; return how many."""
+    done = 0
+    for part in parts:
+        place = part[: wanted - done]
+        while place:
+            received = receive(place)
+            if not received:
+                return done
+            done += received
+            place = place[received:]
+    return done
+
+
+# ---------------------------------------------------------------------------------- s3 credentials
+# S3 credentials: the keys of the environment, else those that botocore finds.
+#
+# botocore reads AWS profiles and the roles of machines and containers, and renews keys that expire.
+# It is optional: without it requests are signed with the environment's keys or not at all.
+
+#: Variables that name a source of keys which only botocore can read.
+_SOURCES = (
+    "AWS_PROFILE",
+    "AWS_ROLE_ARN",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+)
+
+
+def with_credentials(
+    location: S3Location, environment: Mapping[str, str] = os.environ
+) -> S3Location:
+    """Return the location with botocore's credentials unless it has its own.
+
+    If botocore finds none, requests are not signed.  Raises ``ConfigError`` if ``environment``
+    names a source of keys that needs botocore and it is not installed or cannot read the source.
+    """
+    if location.credentials is not None:
+        return location
+    try:
+        session = importlib.import_module("botocore.session")
+    except ImportError as error:
+        named = [name for name in _SOURCES if environment.get(name)]
+        if named:
+            raise ConfigError(
+                f"{named[0]} is set, and reading S3 keys from there needs botocore; "
+                f"{extra('s3').remedy}, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+            ) from error
+        return location
+    try:
+        found = session.get_session().get_credentials()
+    except Exception as error:  # botocore's errors have no common base but this one
+        raise ConfigError(
+            f"botocore cannot find S3 keys ({error}); correct the profile, or set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
+        ) from error
+    if found is None:
+        return location
+    return msgspec.structs.replace(location, credentials=_renewed(found))
+
+
+def _renewed(found: Any) -> Callable[[], Credentials]:  # noqa: ANN401 - a library without types
+    """Return a function that returns valid keys, or raises ``ConnectionError``."""
+
+    def current() -> Credentials:
+        try:
+            keys = found.get_frozen_credentials()
+        except Exception as error:  # as above; the request is tried again
+            raise ConnectionError(f"S3 keys could not be renewed: {error}") from error
+        return Credentials(keys.access_key, keys.secret_key, keys.token or "")
+
+    return current
+
 
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERROR_TEXT_BYTES = 1 << 16

@@ -8,35 +8,136 @@ storage key, the probability that two have drawn the same random bytes is 2^-129
 Head and tail have a tag each, so that a block can be read without its window layers.  Each tag also
 authenticates the header: key, namespace, lengths, origin.  *Encrypted* blocks hide their payload,
 *authenticated* ones have it in clear: GMAC takes a third of the CPU time of keyed BLAKE3 and a
-twentieth of keyed BLAKE2b (``benchmarks/sealed_blocks.py``), as processors have instructions for
+twentieth of keyed BLAKE2b (``lab/dualpath_lab/benchmarks/sealed_blocks.py``), as processors have instructions for
 it.
 """
 
+import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
 
+import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, Protection
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, Protection, StoreNamespace
+from dualpath.core.errors import ConfigError
+from dualpath.core.extras import extra
 from dualpath.storage.block_file import (
+    CHECKSUM_BYTES,
     NOT_AUTHENTIC,
     OTHER_STORAGE_KEY,
-    BlockVerifier,
-    DeferredVerifier,
-    header_asked_for,
-)
-from dualpath.storage.block_header import (
-    CHECKSUM_BYTES,
     SEALED_VERSION,
+    BlockCodec,
     BlockHeader,
+    BlockVerifier,
+    Buffer,
+    DeferredVerifier,
+    PlainBlocks,
     Seal,
+    Sections,
     authenticated_fields,
+    header_asked_for,
     packed_header,
 )
-from dualpath.storage.key_ring import KeyRing
-from dualpath.storage.sections import Buffer, Sections
+
+# -------------------------------------------------------------------------------------- protection
+# Selects a namespace's block codec by its protection; ``cryptography`` is optional.
+
+#: The environment variable with storage keys, read if no file is given.
+STORAGE_KEY_VARIABLE = "DUALPATH_STORAGE_KEY"
+STORAGE_KEY_REMEDY = (
+    f"create a storage key with `openssl rand -hex 32`; give the same keys to all engines in a "
+    f"file (storage_key_file) or in {STORAGE_KEY_VARIABLE}, one key per line, the newest first"
+)
+
+
+def key_ring(text: str, origin: str) -> "KeyRing":
+    """Return the ``KeyRing`` of a text; raises ``ConfigError`` also without ``cryptography``."""
+    try:
+        importlib.import_module("cryptography")
+    except ImportError as error:
+        raise ConfigError(
+            f"storage keys need the package cryptography ({error}); "
+            f"{extra('sealed').remedy}, or give no storage key"
+        ) from error
+
+    return KeyRing(text, origin)
+
+
+def block_codec(namespace: StoreNamespace, keys: "KeyRing | None" = None) -> BlockCodec:
+    """Return the codec of a namespace's blocks; raises ``ConfigError`` without its keys."""
+    digest, protection = namespace.digest(), namespace.protection
+    if protection is msgspec.UNSET:
+        return PlainBlocks(digest)
+    if keys is None:
+        raise ConfigError(
+            f"blocks must be {protection}, and there is no storage key; {STORAGE_KEY_REMEDY}"
+        )
+
+    return SealedBlocks(digest, protection, keys)
+
+
+# ---------------------------------------------------------------------------------------- key ring
+# Storage keys: writes are sealed with the newest key, reads accept all keys.
+
+#: 256 bits in hexadecimal digits.
+MIN_SECRET_CHARACTERS = 64
+_MAX_KEYS = 16
+
+
+class StorageKey:
+    """One key; its ``id``, 8 bytes stored with each block, reveals nothing about the key."""
+
+    def __init__(self, text: str) -> None:
+        self._secret = text.encode()
+        self.id = _hkdf(b"", b"dualpath storage key id", 8).derive(self._secret)
+
+    def block_key(self, kind: int, tenant: str, salt: bytes) -> bytes:
+        """Return the 32-byte key of one block.
+
+        ``salt``: 32 bytes, random for every write.  ``kind``: see ``Seal``.
+        """
+        info = b"dualpath block %d %s" % (kind, tenant.encode())
+        return _hkdf(salt, info, 32).derive(self._secret)
+
+
+class KeyRing:
+    """Keys of a text, one per line, the newest first; # starts a comment.
+
+    Raises ``ConfigError`` for no key, a short key, a duplicate, or too many keys.  ``origin``
+    (file or variable) is named in errors.
+    """
+
+    def __init__(self, text: str, origin: str) -> None:
+        lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        texts = [line for line in lines if line]
+        short = min(map(len, texts), default=0)
+        if short < MIN_SECRET_CHARACTERS:
+            raise ConfigError(
+                f"a storage key in {origin} has {short} characters, must have at least "
+                f"{MIN_SECRET_CHARACTERS}; {STORAGE_KEY_REMEDY}"
+            )
+        if len(texts) > _MAX_KEYS or len({*texts}) < len(texts):
+            raise ConfigError(
+                f"{origin} has {len(texts)} storage keys, {len({*texts})} of them different; give "
+                f"each key once, and at most {_MAX_KEYS}"
+            )
+        keys = [StorageKey(text) for text in texts]
+        self.newest = keys[0]
+        self._by_id = {key.id: key for key in keys}
+
+    def find(self, key_id: bytes) -> StorageKey | None:
+        """Return the key with this ID, None if it is not in the ring."""
+        return self._by_id.get(key_id)
+
+
+def _hkdf(salt: bytes, info: bytes, size_bytes: int) -> HKDF:
+    return HKDF(SHA256(), size_bytes, salt or None, info)
+
 
 _KINDS = {Protection.AUTHENTICATED: 1, Protection.ENCRYPTED: 2}
 _SALT_BYTES = 32

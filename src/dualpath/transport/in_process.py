@@ -9,7 +9,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError, PeerLostError
 from dualpath.transport.contract import AgentInfo
-from dualpath.transport.copying import CopyTransfer, CopyTransport
+from dualpath.transport.copy_transport import CopyTransfer, CopyTransport
 
 
 class _InjectedFailure(msgspec.Struct, frozen=True):

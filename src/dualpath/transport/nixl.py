@@ -12,12 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from dualpath.core.errors import ConfigError, PeerLostError, TransportError
+from dualpath.core.extras import extra
 from dualpath.transport.contract import (
     AgentInfo,
     Direction,
@@ -25,8 +26,6 @@ from dualpath.transport.contract import (
     RegionInfo,
     TransferState,
 )
-from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
-from dualpath.transport.nixl_transfer import NixlTransfer
 from dualpath.transport.regions import (
     check_pair,
     check_region,
@@ -37,6 +36,188 @@ from dualpath.transport.regions import (
     span_bytes,
 )
 from dualpath.transport.ucx_config import engine_config_text
+
+# -------------------------------------------------------------------------------------- nixl agent
+# Opens NIXL agents: the import, the progress thread's pause, UCX's environment.
+#
+# All workarounds for the library are in this file.
+#
+# * ``nixl_cu12`` is imported, not ``nixl``: the latter imports torch (1.2 s, 234 MB).
+# * The Python API creates agents with ``pthrDelay = 0``, which makes the UCX progress thread spin
+#   on a full core.  There is no public setting, so the constructor of the native agent is replaced
+#   during creation and sets the field.  On RDMA hardware 0 is right: completions arrive without the
+#   CPU, and the spinning thread notices them early.  With a delay the thread still wakes on events:
+#   100 and 1000 µs cost no latency over shared memory or TCP and 1.8 % of a core when idle
+#   (``lab/dualpath_lab/benchmarks/transfer_speed.py``).
+# * ``UCX_*`` variables of the user always override our settings.
+
+_creation_lock = threading.Lock()
+
+
+def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
+    """Import the NIXL API module; raises ``ConfigError`` if it is not installed."""
+    os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+    try:
+        from nixl_cu12 import _api
+    except ImportError as error:
+        raise ConfigError(
+            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run emulated engines "
+            "of one machine without it: --transport memory"
+        ) from error
+    return _api
+
+
+def open_agent(name: str, progress_delay_us: int | None) -> Any:  # noqa: ANN401 - as above
+    """Create an agent without backends; ``progress_delay_us`` None means no progress thread.
+
+    The agent is thread-safe (strict lock mode).
+    """
+    api = load_nixl()
+    bindings = api.nixlBind
+    native_agent = bindings.nixlAgent
+
+    def native_agent_with_delay(agent_name: str, config: Any) -> Any:  # noqa: ANN401 - as above
+        config.pthrDelay = progress_delay_us or 0
+        return native_agent(agent_name, config)
+
+    config = api.nixl_agent_config(
+        enable_prog_thread=progress_delay_us is not None,
+        backends=[],
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    with _creation_lock:
+        bindings.nixlAgent = native_agent_with_delay
+        try:
+            return api.nixl_agent(name, config)
+        finally:
+            bindings.nixlAgent = native_agent
+
+
+def nixl_errors(api: Any) -> tuple[type[Exception], ...]:  # noqa: ANN401 - as above
+    """Return the exception types that NIXL raises; they have no common base class."""
+    bindings = api.nixlBind
+    names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
+    return tuple(getattr(bindings, name) for name in names)
+
+
+# ----------------------------------------------------------------------------------- nixl transfer
+# One posted NIXL request.
+#
+# A request cannot be cancelled: over TCP, bytes of a cancelled READ were written after the peer had
+# been removed and the handle released.  A transfer with a disconnected peer therefore stays MOVING
+# until NIXL reports its end, and only then becomes FAILED; until then its handle and the peer's
+# connection are kept.
+
+
+class TransferOwner(Protocol):
+    """The interface of a transport for its transfers."""
+
+    errors: tuple[type[Exception], ...]
+
+    def start(self, handle: Any) -> str:  # noqa: ANN401 - untyped library
+        """Post a request and return its state."""
+        ...
+
+    def state_of(self, handle: Any) -> str:  # noqa: ANN401 - untyped library
+        """Return the state of a request."""
+        ...
+
+    def note_failure(self, agent: str, error: Exception) -> None:
+        """Handle the failure of a request with ``agent``."""
+        ...
+
+    def drop_if_idle(self, agent: str) -> None:
+        """Handle the end of a request with a disconnected agent."""
+        ...
+
+    def released(self, transfer: "NixlTransfer") -> None:
+        """Handle the release of a transfer."""
+        ...
+
+
+class NixlTransfer:
+    """One posted NIXL request; see ``dualpath.transport.contract.Transfer``."""
+
+    def __init__(self, owner: TransferOwner, agent: str, handle: Any, size: int) -> None:  # noqa: ANN401 - untyped library
+        self.bytes = size
+        self.agent = agent
+        self._owner = owner
+        self._handle = handle
+        self._lock = threading.Lock()
+        self._state = TransferState.MOVING if handle is not None else TransferState.DONE
+        self._error: str | None = None
+        self._failure_reason: str | None = None
+
+    def poll(self) -> TransferState:
+        """Drive progress and return the state; it becomes FAILED if the peer is lost."""
+        with self._lock:
+            if self._state is TransferState.MOVING:
+                self._advance(self._owner.state_of, "check")
+            return self._state
+
+    @property
+    def is_moving(self) -> bool:
+        """Whether bytes may still move, as of the last poll."""
+        return self._state is TransferState.MOVING
+
+    def error(self) -> str | None:
+        """Return why the transfer failed, or None."""
+        return self._error
+
+    def release(self) -> None:
+        """Release the handle; raises ``TransportError`` while the transfer is moving."""
+        with self._lock:
+            if self._state is TransferState.MOVING:
+                raise TransportError("transfer released while moving; poll it to the end first")
+            self._drop_handle()
+        self._owner.released(self)
+
+    def start(self) -> None:
+        """Post the request; called once by the transport."""
+        with self._lock:
+            self._advance(self._owner.start, "post")
+
+    def fail_when_over(self, reason: str) -> None:
+        """Fail with ``reason`` once no more bytes of the transfer can be written."""
+        with self._lock:
+            self._failure_reason = reason
+
+    def abort(self, reason: str) -> None:
+        """Fail immediately and release the handle; only while the agent itself is closing."""
+        with self._lock:
+            if self._state is TransferState.MOVING:
+                self._state = TransferState.FAILED
+                self._error = reason
+            self._drop_handle()
+
+    def _advance(self, ask: Callable[[Any], str], verb: str) -> None:
+        try:
+            status = ask(self._handle)
+        except self._owner.errors as error:
+            self._state = TransferState.FAILED
+            self._error = f"{verb} of a transfer with {self.agent!r} failed: {error}"
+            self._owner.note_failure(self.agent, error)
+        else:
+            if status == "PROC":
+                return
+            if status != "DONE":
+                self._error = f"transfer with {self.agent!r} ended in NIXL state {status}"
+            elif self._failure_reason is not None:
+                self._error = self._failure_reason
+            self._state = TransferState.DONE if self._error is None else TransferState.FAILED
+        if self._failure_reason is not None:
+            self._owner.drop_if_idle(self.agent)
+
+    def _drop_handle(self) -> None:
+        handle, self._handle = self._handle, None
+        if handle is None:
+            return
+        try:
+            handle.release()
+        except self._owner.errors as error:
+            # NIXL's wrapper retries when the agent is destroyed.
+            logger.warning("cannot release a transfer handle with %s yet: %s", self.agent, error)
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,7 +10,7 @@ import sys
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
+from dualpath.transport.nixl import load_nixl, nixl_errors, open_agent
 from dualpath.transport.ucx_config import engine_config_text
 
 

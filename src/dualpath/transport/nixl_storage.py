@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from dualpath.core.errors import ConfigError
-from dualpath.transport.nixl_agent import load_nixl, nixl_errors, open_agent
+from dualpath.transport.nixl import load_nixl, nixl_errors, open_agent
 
 #: Pause between polls of a transfer; polls also drive its progress.
 _POLL_S = 0.0002

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import ConfigError, PeerLostError
 from dualpath.transport.contract import AgentInfo, Direction, RegionInfo
-from dualpath.transport.copying import CopyTransfer, CopyTransport
+from dualpath.transport.copy_transport import CopyTransfer, CopyTransport
 
 #: Most pieces per system call (IOV_MAX).
 _MAX_PIECES_PER_CALL = 1024

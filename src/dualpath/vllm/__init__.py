@@ -1,4 +1,4 @@
 """DualPath inside vLLM: a KV connector, a worker class, a scheduler class and one wrapped function.
 
-This package and ``dualpath.laboratory.models`` are the only ones that import vLLM and torch.
+This package and ``dualpath_lab.models`` are the only ones that import vLLM and torch.
 """

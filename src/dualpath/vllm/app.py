@@ -15,10 +15,13 @@ often send extensions.
 import argparse
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+import traceback
+from collections.abc import Awaitable, Callable, Sequence
+from types import TracebackType
 from typing import Any, Protocol
 
 import msgspec
+import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
@@ -28,6 +31,8 @@ from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.launcher import serve_http
 from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+from vllm.entrypoints.serve.exception_handling.handlers.exception import exception_handler
+from vllm.exceptions import VLLMValidationError
 from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from dualpath.core.errors import BadRequestError
@@ -48,10 +53,92 @@ from dualpath.router.requests.limits import LimitedService, RequestLimits, conne
 from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
-from dualpath.vllm.drain_signal import drain_on_sigterm
+from dualpath.vllm.drain_on_sigterm import drain_on_sigterm
 from dualpath.vllm.frontend import DualPathLLM, RouterBackend
-from dualpath.vllm.shared_port import ConnectionCloser, server_parts
-from dualpath.vllm.validation import answer_400_for_validator_errors
+
+# ------------------------------------------------------------------------------------- shared port
+# Connects vLLM's server to a port shared by several processes (``router.http.shared_port``).
+
+ServerParts = tuple[
+    Sequence[asyncio.Server], Connections, Callable[[socket.socket], Awaitable[object]]
+]
+
+
+def server_parts(server: uvicorn.Server, connections: Connections) -> ServerParts:
+    """Return the arguments of ``SharedPort.taken`` for a listening server."""
+    config, loop = server.config, asyncio.get_running_loop()
+
+    def make_protocol() -> asyncio.Protocol:
+        # The same call as in uvicorn's ``startup`` for connections that it accepts itself.
+        return config.http_protocol_class(  # type: ignore[call-arg,return-value,unused-ignore]
+            config=config,
+            server_state=server.server_state,
+            app_state=server.lifespan.state,
+            _loop=loop,
+        )
+
+    async def connected(connection: socket.socket) -> object:
+        return await loop.connect_accepted_socket(make_protocol, connection, ssl=config.ssl)
+
+    return server.servers, connections, connected
+
+
+class ConnectionCloser:
+    """ASGI middleware: once a server has left its port, it closes connections after a response."""
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Forward the call; add ``Connection: close`` if the server has left its port."""
+        shared: SharedPort | None = None
+        if scope["type"] == "http":
+            shared = getattr(scope["app"].state, "dualpath_shared_port", None)
+        if shared is None or not shared.left:
+            await self._app(scope, receive, send)
+            return
+
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
+            await send(message)
+
+        await self._app(scope, receive, send_last)
+
+
+# -------------------------------------------------------------------------------------- validation
+# Answers 400 instead of 500 to requests that raise an error in one of vLLM's validators.
+#
+# A validator of vLLM that reads a field before checking its type (``structured_outputs: 5``) raises
+# a plain Python error.  pydantic does not convert it, so vLLM answers 500 and logs a traceback, for
+# as many requests as a client sends.  The same happens with JSON that is nested too deep.  Here
+# every error raised while a body is read is reported as an error of the body.
+
+#: Errors of reading a value of the wrong type; vLLM itself answers 400 to other errors.
+_KINDS = (AttributeError, LookupError, RecursionError)
+#: Functions that read bodies, at FastAPI's routes and at ``/invocations``.
+_READ_BODIES = frozenset({"TypeAdapter.validate_python", "Request.json"})
+
+
+def answer_400_for_validator_errors(app: FastAPI) -> None:
+    """Make the application answer 400 if one of vLLM's validators raises such an error."""
+    for kind in _KINDS:
+        app.add_exception_handler(kind, _handler)
+    # vLLM built the middleware stack with the application; it is rebuilt at the first call.
+    app.middleware_stack = None
+
+
+async def _handler(request: Request, error: Exception) -> Response:
+    if not _while_reading_body(error.__traceback__):
+        raise error
+    refused = VLLMValidationError(f"the request body is invalid: {error}; correct it")
+    return await exception_handler(request, refused)
+
+
+def _while_reading_body(trace: TracebackType | None) -> bool:
+    frames = (frame.f_code.co_qualname for frame, _ in traceback.walk_tb(trace))
+    return not _READ_BODIES.isdisjoint(frames)
+
 
 #: Seconds that open connections may take to close after a signal; their requests failed before.
 SHUTDOWN_GRACE_S = 5

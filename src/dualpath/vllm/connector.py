@@ -28,32 +28,32 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import EngineSettings
-from dualpath.vllm.adapter_identity import adapter_problems
-from dualpath.vllm.cache_checks import KV_LAYOUT, cache_problems
 from dualpath.vllm.cache_layers import (
+    KV_LAYOUT,
     cache_groups,
     cache_layers,
+    cache_problems,
     geometry_of,
     hooked_layers,
+    max_drafted_prompt_tokens,
 )
-from dualpath.vllm.data_parallel import engine_id_of_rank, group_problems
-from dualpath.vllm.draft_context import max_drafted_prompt_tokens
-from dualpath.vllm.drain_signal import forward_drain_signal
+from dualpath.vllm.drain_on_sigterm import forward_drain_signal
 from dualpath.vllm.engine_arguments import (
     HASH_ALGORITHM,
     PLUGIN,
     SCHEDULER_CLASS,
     WORKER_CLASS,
     engine_arguments,
+    engine_settings,
+    engine_values,
     join_vllm_logging,
 )
-from dualpath.vllm.engine_settings import engine_settings, engine_values
-from dualpath.vllm.late_blocks import HeldBlocksMetadata
-from dualpath.vllm.metadata import StepMetadata, WorkerFacts
+from dualpath.vllm.kernel_patches import patch_sparse_layers
+from dualpath.vllm.metadata import HeldBlocksMetadata, StepMetadata, WorkerFacts
+from dualpath.vllm.model_identity import adapter_problems
+from dualpath.vllm.parallel_ranks import engine_id_of_rank, group_problems, place_of, slices_of
 from dualpath.vllm.pass_costs import PassCosts
 from dualpath.vllm.scheduler_side import SchedulerSide
-from dualpath.vllm.sparse_attention import patch_sparse_layers
-from dualpath.vllm.tensor_parallel import place_of, slices_of
 from dualpath.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:

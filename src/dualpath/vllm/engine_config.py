@@ -17,7 +17,20 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from dualpath.core.errors import ConfigError
 from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
-from dualpath.vllm.serve_parser import make_arg_parser, validate_parsed_serve_args
+
+# ------------------------------------------------------------------------------------ serve parser
+# vLLM's argument parser of ``vllm serve``, whose module depends on vLLM's version.
+
+try:
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+except ImportError:  # vLLM 0.33
+    from vllm.entrypoints.common.cli_args import (
+        make_arg_parser,
+        validate_parsed_serve_args,
+    )
+
+__all__ = ["make_arg_parser", "validate_parsed_serve_args"]
+
 
 #: vLLM arguments that do not apply to one HTTP front end, with the values that are accepted.
 _FOREIGN_ARGUMENTS: dict[str, tuple[Any, ...]] = {

@@ -7,16 +7,23 @@ API.
 """
 
 import asyncio
+import base64
+import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
-from typing import NoReturn, Protocol
+from typing import Any, NoReturn, Protocol
 
+import msgspec
+import numpy as np
 from vllm.config.kv_events import KVEventsConfig
+from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
 from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec
+from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import (
     EngineCoreEvent,
     EngineCoreEventType,
@@ -26,14 +33,242 @@ from vllm.v1.engine import (
     FinishReason,
 )
 from vllm.v1.metrics.stats import PrefillStats, SchedulerStats
-from vllm.v1.outputs import LogprobsLists
+from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
-from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.core.key_memory import KeyCache
+from dualpath.core.blocks import KeyExtras, PromptItem, tenant_tag
+from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError
+from dualpath.core.key_cache import Adapter, KeyCache
+from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.vllm.prompt_images import ImageInput, check_encoder_cache, image_inputs
-from dualpath.vllm.request_job import NO_ADAPTERS, ClientRequest, make_job
+from dualpath.router.requests.prompt_limits import check_salt
+
+# ----------------------------------------------------------------------------------- prompt images
+# The images of a request: their names in block keys, and their data for the engines.
+#
+# The front end has converted an image to the input values of the model's vision encoder.  The
+# SHA-256 of these values names the image in block keys and in the engines' encoder caches: equal
+# names mean equal input, independent of the client's name for it and of the front end's
+# configuration.  Both engines receive the values.  A prefill engine encodes the images of blocks
+# that it does not hit; a decode engine encodes images only if it has to recompute a prompt.
+
+IMAGE = "image"
+
+
+class ImageInput(msgspec.Struct, frozen=True):
+    """An image as sent to engines: ``name``, ``data`` (base64), and its ``item`` in block keys."""
+
+    name: str
+    data: str
+    item: PromptItem
+
+
+def image_inputs(features: Sequence[MultiModalFeatureSpec] | None) -> tuple[ImageInput, ...]:
+    """Return a request's images, in the order of their tokens.
+
+    Raises ``BadRequestError`` for parts of other kinds, and for images with other tokens between
+    their own.
+    """
+    return tuple(_sent(feature) for feature in features or ())
+
+
+def _sent(feature: MultiModalFeatureSpec) -> ImageInput:
+    place = feature.mm_position
+    if feature.modality != IMAGE or feature.data is None:
+        raise BadRequestError(
+            f"a part of kind {feature.modality!r} is not supported, only text and images are; "
+            "leave it out"
+        )
+    if place.get_num_embeds() != place.length:
+        raise BadRequestError(
+            "this model puts other tokens between those of an image, which cannot be sent to "
+            "engines; send text"
+        )
+    data = encode_mm_kwargs_item(feature.data)
+    name = hashlib.sha256(base64.b64decode(data)).hexdigest()
+    # vLLM prefixes the name of an image with the adapter of the vision encoder, if there is one.
+    prefix = feature.identifier.removesuffix(feature.mm_hash or "")
+    if prefix == feature.identifier:
+        prefix = ""
+    return ImageInput(name, data, PromptItem(f"{prefix}{name}", place.offset, place.length))
+
+
+def check_encoder_cache(
+    images: Sequence[ImageInput], block_tokens: int, encoder_tokens: int
+) -> None:
+    """Raise ``BadRequestError`` for images that exceed a prefill engine's encoder cache.
+
+    A prefill engine computes whole blocks and needs all images of a block in the cache at once.
+    """
+    in_block: dict[int, int] = {}
+    for image in images:
+        for block in image.item.blocks(block_tokens):
+            in_block[block] = in_block.get(block, 0) + image.item.tokens
+    if (most := max(in_block.values(), default=0)) > encoder_tokens:
+        raise BadRequestError(
+            f"one block of {block_tokens} tokens needs images of {most} tokens, but the engines' "
+            f"encoder cache holds {encoder_tokens}; send smaller images or more text between "
+            "them, or raise --max-num-batched-tokens"
+        )
+
+
+def features_on_wire(images: Sequence[ImageInput]) -> dict[str, Any] | None:
+    """Return the ``features`` of a request to an engine, None without images."""
+    if not images:
+        return None
+    places = [{"offset": i.item.first_token, "length": i.item.tokens} for i in images]
+    return {
+        "mm_hashes": {IMAGE: [image.name for image in images]},
+        "mm_placeholders": {IMAGE: places},
+        "kwargs_data": {IMAGE: [image.data for image in images]},
+    }
+
+
+# ------------------------------------------------------------------------------------- request job
+# Converts vLLM's requests to the router's ``Job`` and refuses unsupported ones.
+#
+# The prefill engine samples the first token unless sampling depends on state that exists on one
+# engine only: a grammar, a seeded generator, counts of generated tokens.  In that case the decode
+# engine samples the first token too, at the cost of recomputing one prompt token.
+
+#: Entries of ``extra_args`` that are not sent to engines: those reserved for the connectors, which
+#: a client must not set, and those for the router.
+TRANSFER_ARGUMENTS = frozenset({"kv_transfer_params", "ec_transfer_params"})
+ROUTER_ARGUMENTS = TRANSFER_ARGUMENTS | HINT_ARGUMENTS
+
+NO_ADAPTERS = ServedAdapters({})
+
+
+class ClientRequest:
+    """The payload of a ``Job``: vLLM's request, and its prompt logprobs if requested.
+
+    ``prompt_logprobs`` are set by the prefill call (again after a retry) and read once, when the
+    first token is sent to the client.
+    """
+
+    def __init__(
+        self,
+        request: EngineCoreRequest,
+        adapter: Adapter | None = None,
+        images: tuple[ImageInput, ...] = (),
+    ) -> None:
+        self.request = request
+        self.adapter = adapter
+        self.images = images
+        self.prompt_logprobs: LogprobsTensors | None = None
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """Sampling parameters as vLLM's front end resolved them."""
+        params = self.request.sampling_params
+        assert params is not None
+        return params
+
+    @property
+    def engine_salt(self) -> str | None:
+        """The salt for the engines' block hashes, which includes an adapter's digest."""
+        salt = self.request.cache_salt
+        return self.adapter.salt(salt) if self.adapter else salt
+
+    def extras(self) -> KeyExtras:
+        """Return what this request's block keys depend on besides tokens."""
+        salt = self.request.cache_salt
+        items = tuple(image.item for image in self.images)
+        if self.adapter:
+            return self.adapter.extras(salt, items)
+        return KeyExtras(cache_salt=salt, items=items)
+
+
+def make_job(
+    request: EngineCoreRequest,
+    memory: KeyCache,
+    stateful_sampling: bool,
+    adapters: ServedAdapters = NO_ADAPTERS,
+    images: tuple[ImageInput, ...] = (),
+) -> Job:
+    """Return the router's job for ``request``; ``memory`` caches block keys of earlier prompts.
+
+    ``stateful_sampling``: the engines run custom logits processors, which may depend on generated
+    tokens.  ``images`` are the request's ``image_inputs``.  Raises ``BadRequestError`` for
+    unsupported requests, and ``DualPathError`` for an adapter that no engine has registered yet.
+    """
+    _refuse_unsupported(request)
+    params = request.sampling_params
+    prompt = request.prompt_token_ids
+    assert params is not None
+    assert prompt is not None
+    assert params.max_tokens is not None
+    check_salt(request.cache_salt)
+    lora = request.lora_request
+    adapter = adapters.adapter(lora.lora_name, lora.lora_path) if lora else None
+    client = ClientRequest(request, adapter, images)
+    extras = client.extras()
+
+    keys = tuple(memory.keys(prompt, extras))
+
+    def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
+        return memory.continued(keys, token_ids, extras)
+
+    return Job(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(prompt),
+        max_new_tokens=params.max_tokens,
+        keys=keys,
+        keys_for=keys_for,
+        cacheable=params.prompt_logprobs is None,
+        first_token_from_pe=not stateful_sampling and is_stateless(params),
+        payload=client,
+        trace_headers=request.trace_headers,
+        tenant=tenant_tag(request.cache_salt),
+        hints=session_hints(params.extra_args or {}, request.session_id),
+    )
+
+
+def is_stateless(params: SamplingParams) -> bool:
+    """Whether the choice of a token depends only on the tokens before it.
+
+    ``min_tokens`` is state only for the first token: see ``can_continue``.
+    """
+    return params.min_tokens == 0 and can_continue(params)
+
+
+def can_continue(params: SamplingParams) -> bool:
+    """Whether another engine can continue after generated tokens as if they were prompt tokens.
+
+    False if sampling has state that generated tokens in a prompt do not restore: the position in a
+    grammar, a seeded generator, counts of tokens.
+    """
+    custom_arguments = set(params.extra_args or {}) - ROUTER_ARGUMENTS
+    return not (
+        params.structured_outputs is not None
+        or params.presence_penalty != 0.0
+        or params.frequency_penalty != 0.0
+        or params.repetition_penalty != 1.0
+        or params.seed is not None
+        or params.bad_words
+        or params.thinking_token_budget is not None
+        or params.repetition_detection is not None
+        or params.trace_decode_token_ids
+        or custom_arguments
+    )
+
+
+def _refuse_unsupported(request: EngineCoreRequest) -> None:
+    params = request.sampling_params
+    if params is None:
+        raise BadRequestError("pooling requests are not supported; use an engine's own server")
+    options = {
+        "prompt embeddings": request.prompt_embeds is not None,
+        "streaming inputs": request.resumable,
+        "prompt_logprob_token_ids": isinstance(params.prompt_logprob_token_ids, np.ndarray | list),
+    }
+    refused = [name for name, present in options.items() if present]
+    if refused:
+        raise BadRequestError(
+            f"{' and '.join(refused)}: not supported with separate prefill and decode engines; "
+            "send token or text prompts without these options"
+        )
+
 
 logger = logging.getLogger(__name__)
 

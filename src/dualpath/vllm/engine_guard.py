@@ -28,9 +28,8 @@ from dualpath.router.api_keys import ApiKeys, engine_keys
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.wire import GENERATE_PATH
-from dualpath.vllm.drain_signal import drain_engine_core, drain_on_sigterm
-from dualpath.vllm.engine_arguments import CONNECTOR
-from dualpath.vllm.engine_settings import engine_settings, engine_values
+from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
+from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403

@@ -104,7 +104,7 @@ def _handmade_passes() -> bool:
 
 
 def _handmade_step() -> bool:
-    self_profile = import_module("dualpath.vllm.self_profile")
+    self_profile = import_module("dualpath.vllm.profiling")
     limits = self_profile.PassLimits(
         block_tokens=16, blocks=8, budget_tokens=64, context_tokens=128
     )
@@ -163,7 +163,7 @@ def _layer_attributes() -> bool:
 
 def _sparse_attention() -> bool:
     """Whether DeepSeek-V3.2 can be served; engines of other models do not need this hook."""
-    ours = import_module("dualpath.vllm.sparse_attention")
+    ours = import_module("dualpath.vllm.kernel_patches")
     kind = _of("vllm.models.deepseek_v32.attention", "DeepseekV32Attention")
     return bool(ours.calls_connector(kind) or ours.reads_at_one_place(kind))
 

@@ -17,10 +17,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheTensor
 
 from dualpath.core.errors import ConfigError
-from dualpath.vllm.cache_checks import state_problems
+from dualpath.vllm.cache_layers import state_problems
 from dualpath.vllm.connector import DualPathConnector
-from dualpath.vllm.engine_arguments import ONE_CACHE_GROUP
-from dualpath.vllm.engine_settings import engine_settings
+from dualpath.vllm.engine_arguments import ONE_CACHE_GROUP, engine_settings
 
 if current_platform.is_cpu():
     from vllm.v1.worker.cpu_worker import CPUWorker as PlatformWorker

@@ -10,21 +10,198 @@ a test compares every field of vLLM's configuration with it.
 
 import hashlib
 import json
+import logging
+import os
 import re
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 import vllm
 from vllm import envs
+from vllm.lora.utils import get_adapter_absolute_path
 from vllm.platforms import current_platform
 
 from dualpath.core.errors import ConfigError
-from dualpath.vllm.weight_digest import files_digest
+from dualpath.core.key_cache import Adapter
+from dualpath.core.names import name_problem
+from dualpath.engine.settings import EngineSettings
+from dualpath.node.cache_directory import cache_directory
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
+
+# ----------------------------------------------------------------------------------- weight digest
+# Identifies the weights in a model folder by the SHA-256 of its files.
+#
+# All bytes are hashed.  A merged adapter or a retrained token changes some tensors in the middle of
+# a file without changing its size, head or tail, so a digest of samples could miss the change.  The
+# hub's cache names its files by their SHA-256.  Other files are read once per machine, several in
+# parallel, and their digests are cached in the cache directory by path, size, inode and times.
+
+log = logging.getLogger(__name__)
+
+_READERS = 8
+_SHA256_HEX = 64
+
+
+class _FileStamp(msgspec.Struct, frozen=True):
+    """Path, size, inode and times of a file when its digest was computed."""
+
+    path: str
+    size_bytes: int
+    inode: int
+    modified_ns: int
+    changed_ns: int
+    sha256: str = ""
+
+
+def files_digest(files: Iterable[Path]) -> str:
+    """Return the SHA-256 over the files' names and contents, in the order of their names.
+
+    Raises ``OSError`` for a file that cannot be read.
+    """
+    ordered = sorted(files, key=lambda file: file.name)
+    with ThreadPoolExecutor(_READERS) as readers:
+        digests = list(readers.map(_file_sha256, ordered))
+    whole = hashlib.sha256()
+    for file, digest in zip(ordered, digests, strict=True):
+        whole.update(f"{file.name}\0{digest}\0".encode())
+    return whole.hexdigest()
+
+
+def _file_sha256(file: Path) -> str:
+    real = file.resolve()
+    if real.parent.name == "blobs" and _is_sha256(real.name):
+        return real.name
+    stamp = _stamp(real)
+    cached = (
+        cache_directory() / "weights" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
+    )
+    if (known := _read(cached)) is not None and msgspec.structs.replace(known, sha256="") == stamp:
+        return known.sha256
+    log.info("reading %s (%.1f GB) once to identify its weights", real, stamp.size_bytes / 1e9)
+    with real.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    if _stamp(real) == stamp:
+        _write(cached, msgspec.structs.replace(stamp, sha256=digest))
+    return digest
+
+
+def _is_sha256(name: str) -> bool:
+    return len(name) == _SHA256_HEX and all(digit in "0123456789abcdef" for digit in name)
+
+
+def _stamp(file: Path) -> _FileStamp:
+    status = file.stat()
+    return _FileStamp(
+        str(file), status.st_size, status.st_ino, status.st_mtime_ns, status.st_ctime_ns
+    )
+
+
+def _read(cached: Path) -> _FileStamp | None:
+    """Return the cached stamp with its digest, None if there is none that can be read."""
+    try:
+        return msgspec.json.decode(cached.read_bytes(), type=_FileStamp)
+    except (OSError, ValueError, msgspec.MsgspecError):
+        return None
+
+
+def _write(cached: Path, stamp: _FileStamp) -> None:
+    """Write a digest to the cache; if that fails, the next start reads the file again."""
+    temporary = cached.with_suffix(f".{os.getpid()}")
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_bytes(msgspec.json.encode(stamp))
+        temporary.replace(cached)
+    except OSError as error:
+        log.warning(
+            "%s cannot be written (%s); the next start reads the weights again", cached, error
+        )
+
+
+# -------------------------------------------------------------------------------- adapter identity
+# Identity of an engine's LoRA adapters: a digest over everything that changes their requests' KV.
+#
+# The digest covers an adapter's files and the few settings with which vLLM derives different
+# weights from them.  The base model's identity (``model_identity``) does not depend on adapters:
+# requests without an adapter share their KV with engines that have no adapters.
+
+#: Fields of vLLM's ``LoRAConfig`` that change what an adapter computes.  The other fields set
+#: limits and memory or choose kernels; ``default_mm_loras`` is refused.
+ADAPTER_FIELDS = (
+    "enable_mixed_moe_lora_format",
+    "enable_moe_shared_loras",
+    "enable_tower_connector_lora",
+    "lora_dtype",
+    "target_modules",
+)
+#: Suffixes of the files that vLLM reads in an adapter's folder.
+_SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".pt", ".tensors"})
+
+
+def adapters_of(config: "VllmConfig", settings: EngineSettings) -> tuple[Adapter, ...]:
+    """Return this engine's adapters; reads their files, once per machine.
+
+    Raises ``ConfigError`` for an adapter with missing or unreadable files.
+    """
+    return tuple(
+        Adapter(name, path, _adapter_digest(config, name, path))
+        for name, path in settings.lora_modules.items()
+    )
+
+
+def adapter_problems(config: "VllmConfig", settings: EngineSettings) -> list[str]:
+    """Describe the settings under which the KV of two adapters could be confused."""
+    lora = config.lora_config
+    if lora is None:
+        modules = " ".join(f"{name}={path}" for name, path in settings.lora_modules.items())
+        return [f"--lora-modules {modules} without --enable-lora; add it"] if modules else []
+    problems = [
+        f"adapter {name!r} at {path!r}: {wrong}"
+        for name, path in settings.lora_modules.items()
+        if (wrong := name_problem(name) or name_problem(path)) is not None
+    ]
+    if (lora.max_cpu_loras or 0) < (count := len(settings.lora_modules)):
+        problems.append(
+            f"max_cpu_loras is {lora.max_cpu_loras} for {count} adapters: vLLM could evict an "
+            f"adapter and reload it from changed files; give --max-cpu-loras {count}"
+        )
+    if envs.VLLM_ALLOW_RUNTIME_LORA_UPDATING:
+        problems.append(
+            "VLLM_ALLOW_RUNTIME_LORA_UPDATING is set: adapters could change while KV computed "
+            "with their former weights is stored; unset it"
+        )
+    if lora.default_mm_loras:
+        problems.append(
+            "default_mm_loras is set: it applies adapters that requests do not name; give the "
+            "adapters with --lora-modules"
+        )
+    return problems
+
+
+def _adapter_digest(config: "VllmConfig", name: str, path: str) -> str:
+    try:
+        folder = Path(get_adapter_absolute_path(path))
+        files = [file for file in folder.iterdir() if file.suffix in _SUFFIXES]
+        content = files_digest(files)
+    except OSError as error:
+        raise ConfigError(
+            f"adapter {name!r} at {path!r}: {error}; its files must be readable, since their "
+            "digest is part of the keys of stored KV"
+        ) from error
+    if not files:
+        raise ConfigError(
+            f"adapter {name!r} at {path!r} has no adapter_config.json and no weights; give its "
+            "folder in --lora-modules"
+        )
+    settings = {field: getattr(config.lora_config, field) for field in ADAPTER_FIELDS}
+    text = json.dumps({"files": content, "settings": settings}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
+
 
 #: Fields of vLLM's configuration that change KV, by sub-configuration; ``_model`` adds others.
 KV_FIELDS = {

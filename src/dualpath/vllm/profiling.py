@@ -1,25 +1,30 @@
 """Determines a prefill engine's pass costs: from a file, from the cache, or by timing passes."""
 
 import contextlib
+import hashlib
 import logging
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
 import vllm
+from vllm import SamplingParams
 from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.rates import Rate, RateOrigin
-from dualpath.engine.cache_directory import cache_directory
+from dualpath.engine.ranks.group import ONE_RANK, RankGroup
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
+from dualpath.node.cache_directory import cache_directory
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.costs_cache import STARTS, CachedCosts, CostsCache
+from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import (
     PassCosts,
     TimedPass,
@@ -31,6 +36,255 @@ from dualpath.vllm.pass_costs import (
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+# ------------------------------------------------------------------------------------- costs cache
+# Caches an engine's measured pass costs in a file, keyed by all that the measurement depends on.
+#
+# A busy machine makes passes look slower, never faster: the fastest of the first ``STARTS`` starts
+# is used.  Costs older than ``MAX_AGE_S`` are measured again.
+
+#: Number of starts that measure; later starts use the cached costs.
+STARTS = 3
+#: Seconds for which cached costs are valid: drivers, clocks and other load of a machine change.
+MAX_AGE_S = 7 * 24 * 3600.0
+
+
+class CachedCosts(msgspec.Struct, frozen=True):
+    """The fastest ``costs`` of ``starts`` starts, measured at ``measured_s`` (Unix time).
+
+    ``of`` are the names and values that the costs depend on.
+    """
+
+    of: dict[str, str]
+    costs: PassCosts
+    measured_s: float = 0.0
+    starts: int = 1
+
+
+class CostsCache:
+    """One file per ``of``: the names and values that the costs depend on.
+
+    A file that cannot be read or written is ignored with a warning.  After the file is removed, the
+    next start measures again.
+    """
+
+    def __init__(self, directory: Path, of: Mapping[str, str]) -> None:
+        """``directory`` need not exist."""
+        self._of = dict(sorted(of.items()))
+        digest = hashlib.sha256(msgspec.json.encode(self._of)).hexdigest()[:24]
+        self.file = directory / f"costs-{digest}.json"
+
+    def load(self, now_s: float) -> CachedCosts | None:
+        """Return the cached costs; None if there are none or they are too old."""
+        try:
+            found = msgspec.json.decode(self.file.read_bytes(), type=CachedCosts)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, ValueError) as error:
+            log.warning("measured costs in %s are not used: %s", self.file, error)
+            return None
+        costs = found.costs
+        usable = costs.prefill_tokens_per_s > 0 and costs.attention.flops_per_s > 0
+        # A time in the future comes from a wrong clock, so the age is unknown.
+        fresh = 0 <= now_s - found.measured_s <= MAX_AGE_S
+        return found if found.of == self._of and usable and fresh else None
+
+    def store(self, costs: PassCosts, now_s: float) -> CachedCosts:
+        """Write the fastest costs so far to the file atomically; return them."""
+        before = self.load(now_s)
+        best = CachedCosts(self._of, costs, now_s)
+        if before is not None:
+            faster = before.costs.prefill_tokens_per_s > costs.prefill_tokens_per_s
+            best = msgspec.structs.replace(before if faster else best, starts=before.starts + 1)
+        self._write(best)
+        return best
+
+    def _write(self, best: CachedCosts) -> None:
+        temporary = self.file.with_suffix(f".{os.getpid()}")
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
+            temporary.replace(self.file)
+        except OSError as error:
+            log.warning("measured costs cannot be written to %s: %s", self.file, error)
+
+
+# ------------------------------------------------------------------------------------ self profile
+# Times a few forward passes of a prefill engine at start, before the engine joins (§A.4).
+#
+# Each pass is one request in a handmade ``SchedulerOutput``, as in vLLM's own warm-up: tokens to
+# compute after tokens that are marked as cached, whose KV need not be valid for timing.  The
+# connector's hooks before and after each layer's attention measure the share of attention.
+
+#: Tokens computed in a pass, if the limits allow as many.
+PASS_TOKENS = 512
+#: Seconds of measured passes after which no other pass is started.
+BUDGET_S = 3.0
+_REPEATS = 2
+#: Value that the first rank broadcasts in place of a number of cached tokens to end profiling.
+NO_MORE_PASSES = -1
+_REQUEST = "dualpath-profile"
+
+
+class PassRunner(Protocol):
+    """The calls that run one step of a vLLM worker."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:  # noqa: ANN401 - vLLM's
+        """Run the forward pass."""
+
+    def sample_tokens(self, grammar_output: None) -> Any:  # noqa: ANN401 - vLLM's
+        """Sample; the tokens are on the host when it returns."""
+
+
+class AttentionStopwatch:
+    """Sums the time between the hooks before and after each layer's attention."""
+
+    def __init__(self, synchronize: Callable[[], None]) -> None:
+        """``synchronize`` waits until the device has computed all that is queued."""
+        self.synchronize = synchronize
+        self._began_s = 0.0
+        self.seconds = 0.0
+
+    def begin(self) -> None:
+        """Start timing; called before a layer's attention."""
+        self.synchronize()
+        self._began_s = time.perf_counter()
+
+    def end(self) -> None:
+        """Stop timing; called when a layer's attention has been queued."""
+        self.synchronize()
+        self.seconds += time.perf_counter() - self._began_s
+
+
+class PassLimits:
+    """How large a pass may be: ``blocks`` of ``block_tokens`` in HBM, tokens computed, context."""
+
+    def __init__(
+        self, block_tokens: int, blocks: int, budget_tokens: int, context_tokens: int
+    ) -> None:
+        self.block_tokens = block_tokens
+        most_tokens = min(blocks * block_tokens, context_tokens - 1)
+        whole = min(PASS_TOKENS, budget_tokens, most_tokens // 2) // block_tokens
+        self.bsz = whole * block_tokens
+        self._most_cached = (most_tokens - self.bsz) // block_tokens * block_tokens
+
+    def cached(self) -> Iterator[int]:
+        """Yield the numbers of cached tokens to time: 0, then doubling up to the limit."""
+        if self.bsz < 1 or self._most_cached < self.block_tokens:
+            return
+        yield 0
+        cached = min(self.bsz, self._most_cached)
+        while True:
+            yield cached
+            if cached == self._most_cached:
+                return
+            cached = min(2 * cached, self._most_cached)
+
+
+def time_passes(
+    runner: PassRunner,
+    stopwatch: AttentionStopwatch,
+    limits: PassLimits,
+    group: RankGroup = ONE_RANK,
+) -> list[TimedPass]:
+    """Return passes of one size after increasing numbers of cached tokens, the best of two runs.
+
+    The number of passes depends on their time, so each is broadcast to the engine's other ranks.
+
+    Returns fewer than two passes if no more fit or none can be computed.  Raises ``ConfigError`` if
+    vLLM cannot continue after a failed pass.
+    """
+    timed: list[TimedPass] = []
+    if not limits.bsz:
+        return timed
+    try:
+        group.broadcast(0)
+        _time(runner, stopwatch, limits, 0)  # The first pass is slower than any other.
+        began_s = time.perf_counter()
+        for cached in limits.cached():
+            runs = []
+            for _ in range(_REPEATS):
+                group.broadcast(cached)
+                runs.append(_time(runner, stopwatch, limits, cached))
+            timed.append(min(runs, key=lambda run: run.pass_s))
+            # Each run of the next pass takes up to twice as long.
+            next_s = 2 * _REPEATS * timed[-1].pass_s
+            if len(timed) > 1 and time.perf_counter() - began_s + next_s > BUDGET_S:
+                break
+    except _PassFailedError as error:
+        log.warning("%s; no more passes are timed", error)
+    return timed
+
+
+def repeat_passes(runner: PassRunner, limits: PassLimits, group: RankGroup) -> None:
+    """Compute the passes that the first rank times, until it broadcasts the end."""
+    stopwatch = AttentionStopwatch(lambda: None)
+    while (cached := group.broadcast(NO_MORE_PASSES)) != NO_MORE_PASSES:
+        with contextlib.suppress(_PassFailedError):  # It also fails at the first rank.
+            _time(runner, stopwatch, limits, cached)
+
+
+class _PassFailedError(Exception):
+    """A pass failed, and vLLM has removed its request."""
+
+
+def _time(
+    runner: PassRunner, stopwatch: AttentionStopwatch, limits: PassLimits, cached: int
+) -> TimedPass:
+    """Compute one pass, then remove its request from vLLM."""
+    step, end = step_of(limits, cached), SchedulerOutput.make_empty()
+    end.finished_req_ids = {_REQUEST}
+    end.kv_connector_metadata = StepMetadata()
+    before_s, began_s = stopwatch.seconds, time.perf_counter()
+    failure: Exception | None = None
+    try:
+        runner.execute_model(step)
+        runner.sample_tokens(None)
+    except Exception as error:
+        failure = error  # Some kernels cannot compute after cached tokens and raise any error.
+    pass_s = time.perf_counter() - began_s
+    try:
+        runner.execute_model(end)
+        stopwatch.synchronize()
+    except Exception as error:
+        # A worker in an unknown state, or without its device, must not serve.
+        raise ConfigError(
+            f"vLLM cannot continue after a timed pass of {limits.bsz} tokens after {cached} "
+            f"cached ones ({failure or error}); set {{profile}} to off or to a file of "
+            "`dualpath profile`"
+        ) from error
+    if failure is not None:
+        raise _PassFailedError(
+            f"vLLM cannot compute {limits.bsz} tokens after {cached} cached ones ({failure})"
+        ) from failure
+    return TimedPass(cached, limits.bsz, pass_s, stopwatch.seconds - before_s)
+
+
+def step_of(limits: PassLimits, cached: int) -> SchedulerOutput:
+    """Return a step of one request: ``limits.bsz`` tokens after ``cached`` cached tokens."""
+    tokens = cached + limits.bsz
+    prompt = [1 + token % 97 for token in range(tokens)]
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [
+        NewRequestData(
+            req_id=_REQUEST,
+            prompt_token_ids=prompt,
+            mm_features=[],
+            sampling_params=SamplingParams(max_tokens=1, temperature=0.0),
+            pooling_params=None,
+            # Block 0 is vLLM's null block.
+            block_ids=(list(range(1, 1 + tokens // limits.block_tokens)),),
+            num_computed_tokens=cached,
+            lora_request=None,
+            prefill_token_ids=prompt,
+        )
+    ]
+    step.num_scheduled_tokens = {_REQUEST: limits.bsz}
+    step.total_num_scheduled_tokens = limits.bsz
+    step.num_common_prefix_blocks = [0]
+    step.kv_connector_metadata = StepMetadata()
+    return step
+
 
 log = logging.getLogger(__name__)
 

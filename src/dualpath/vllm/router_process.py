@@ -21,6 +21,9 @@ from vllm.utils.gc_utils import freeze_gc_heap
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
+from dualpath.router.http.shared_port import SharedPort
+from dualpath.router.links.service import LinkedFrontEnd
+from dualpath.router.links.settings import LinkSettings
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
@@ -200,3 +203,35 @@ def _make_llm(
             f"{' '.join(str(error).split())[:300]}; put its files beside config.json or name them "
             "with --vllm-args --tokenizer"
         ) from error
+
+
+# -------------------------------------------------------------------------------- frontend process
+# The process of a separate front end: the OpenAI endpoint, linked to a remote scheduler.
+
+
+async def run_front_end(
+    settings: RouterSettings, front_end: FrontEndSettings, link: LinkSettings
+) -> None:
+    """Run a front end until SIGINT or SIGTERM; the scheduler may restart meanwhile.
+
+    Raises ``ConfigError`` (value, limit, remedy) if it cannot be started with these settings.
+    """
+    args = client_arguments(settings, front_end)
+    settings = with_tracing(settings, args)
+    async with AsyncExitStack() as stack:
+        shared = SharedPort() if link.share_port else None
+        listener = bind_clients(args, stack, share_port=link.share_port)
+        config = make_engine_config(args)
+        service = LinkedFrontEnd(
+            settings, link, engine_client(config, stack), adapter_paths=adapter_paths(args)
+        )
+        stack.push_async_callback(service.stop)
+        app = await client_app(config, service, front_end, args, stack)
+        await service.start()
+        listener.listen()
+        print(
+            f"dualpath frontend: OpenAI endpoint http://{args.host}:{args.port}/v1, scheduler at "
+            f"{link.scheduler}",
+            flush=True,
+        )
+        await serve_app(app, args, listener, shared)

@@ -20,16 +20,15 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.forward_pass import PromptPart
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.hbm_layout import NO_BLOCK, HbmBlock
+from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
+from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.transfer_checks import TransferChecks, with_own_hits
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
 from dualpath.vllm.cache_layers import CacheGroups
-from dualpath.vllm.late_blocks import HeldBlocksMetadata, apply
-from dualpath.vllm.metadata import DecodeWork, StepMetadata
+from dualpath.vllm.metadata import DecodeWork, HeldBlocksMetadata, StepMetadata, apply
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

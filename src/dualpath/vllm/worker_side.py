@@ -17,41 +17,40 @@ import msgspec
 import torch
 from vllm.distributed.parallel_state import get_tp_group
 
-from dualpath.core.blocks import BlockGeometry, StoreNamespace
+from dualpath.core.blocks import BlockGeometry, PartSlice, StoreNamespace
 from dualpath.core.cluster import Role
-from dualpath.core.parts import PartSlice
-from dualpath.engine.follower import FollowedPass, Follower, open_follower
-from dualpath.engine.forward_pass import ForwardPass, PromptPart
-from dualpath.engine.generated import GeneratedBlock
-from dualpath.engine.hbm_layout import HbmLayout
-from dualpath.engine.membership import Membership, ServedModel
-from dualpath.engine.rank import RankPlace
+from dualpath.engine.control.membership import Membership, ServedModel
+from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.hbm_layout import HbmLayout
+from dualpath.engine.ranks.follower import FollowedPass, Follower, open_follower
+from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.traffic_manager import TrafficManager
-from dualpath.vllm.adapter_identity import adapters_of
-from dualpath.vllm.cache_layers import CacheGroups, CacheLayer, read_before_hook
-from dualpath.vllm.cpu_adapters import patch_cpu_lora_kernels
-from dualpath.vllm.cpu_tiles import enable_amx_tiles
+from dualpath.vllm.cache_layers import (
+    CacheGroups,
+    CacheLayer,
+    hbm_layout,
+    max_drafted_prompt_tokens,
+    read_before_hook,
+)
 from dualpath.vllm.cuda_device import open_device
-from dualpath.vllm.data_parallel import agree_on_group
-from dualpath.vllm.draft_context import max_drafted_prompt_tokens
-from dualpath.vllm.drain_signal import ApiServer, on_drain_signal
-from dualpath.vllm.kv_regions import hbm_layout
-from dualpath.vllm.late_blocks import HeldBlocks, HeldBlocksMetadata
-from dualpath.vllm.load_exchange import with_load_exchange
-from dualpath.vllm.metadata import DecodeWork, StepMetadata
-from dualpath.vllm.model_identity import kv_layout, model_fingerprint
+from dualpath.vllm.drain_on_sigterm import ApiServer, on_drain_signal
+from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernels
+from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
+from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
+from dualpath.vllm.parallel_ranks import agree_on_group, nearest_nic, with_load_exchange
 from dualpath.vllm.pass_costs import PassCosts, TimedPass
-from dualpath.vllm.profiling import find_costs, needs_costs
-from dualpath.vllm.self_profile import (
+from dualpath.vllm.profiling import (
     NO_MORE_PASSES,
     AttentionStopwatch,
     PassLimits,
     PassRunner,
+    find_costs,
+    needs_costs,
     repeat_passes,
     time_passes,
 )
-from dualpath.vllm.tensor_parallel import nearest_nic
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

@@ -9,9 +9,8 @@ from collections.abc import Awaitable
 from typing import TypeVar
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
-from dualpath.core.control import Sync
+from dualpath.core.control import Persist, PrefillDone, Read, ReadDone, Reserved, Sync
 from dualpath.core.errors import EngineLostError, TransportError
-from dualpath.core.request_messages import Persist, PrefillDone, Read, ReadDone, Reserved
 from dualpath.core.runs import HitRun
 from dualpath.router.control.context import SchedulerContext
 from dualpath.router.control.exchange import AttemptChannel, CallAnswer

@@ -8,8 +8,8 @@ import asyncio
 import logging
 
 from dualpath.core.blocks import holding_blocks, max_hit_blocks
+from dualpath.core.control import KvInHbm, PrefillDone
 from dualpath.core.request import CachedPrefix, Request
-from dualpath.core.request_messages import KvInHbm, PrefillDone
 from dualpath.core.runs import HitRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.policy.events import Granted

@@ -16,7 +16,7 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, chain_root
 from dualpath.core.cluster import Role
-from dualpath.core.request_messages import Reserved
+from dualpath.core.control import Reserved
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.router.attempts.attempt_steps import AttemptSteps
 from dualpath.router.attempts.hits import (

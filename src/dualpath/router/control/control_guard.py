@@ -11,8 +11,8 @@ import zmq
 import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 
+from dualpath.node.cluster_secret import SECRET_VARIABLE, ClusterSecret
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
-from dualpath.transport.cluster_secret import SECRET_VARIABLE, ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from dualpath.core import control
-from dualpath.core.addresses import Writer
+from dualpath.core.cluster import Writer
 from dualpath.router.engines import EngineInfo
 
 

@@ -11,12 +11,14 @@ import logging
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 
-from dualpath.core import control, envelopes
-from dualpath.core.addresses import Writer
-from dualpath.core.cluster import HostProcess
+from dualpath.core import control
+from dualpath.core import control as envelopes
+from dualpath.core.cluster import HostProcess, Writer
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
+from dualpath.node.cluster_secret import ClusterSecret
+from dualpath.node.host_process import has_exited
 from dualpath.router.control.control_listener import ControlListener
 from dualpath.router.control.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.control.endings import LEFT, Endings
@@ -31,8 +33,6 @@ from dualpath.router.control.session_loops import (
 from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
-from dualpath.storage.host_process import has_exited
-from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ import zmq
 import zmq.asyncio
 
 from dualpath.core.errors import ConfigError
+from dualpath.node.cluster_secret import ClusterSecret, check_control_host
 from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES, ControlConnections
 from dualpath.router.control.control_guard import ControlGuard
 from dualpath.router.loop_socket import AT_ONCE, LoopSocket
 from dualpath.router.refusals import ControlRefusals
-from dualpath.transport.cluster_secret import ClusterSecret, check_control_host
 
 logger = logging.getLogger(__name__)
 

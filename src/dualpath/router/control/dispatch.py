@@ -15,10 +15,9 @@ from typing import Protocol
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Report
+from dualpath.core.control import Assign, Report
 from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
-from dualpath.core.request_messages import Assign
 from dualpath.policy.events import Assignment, EngineSpec, Granted, Thresholds
 from dualpath.policy.role_loads import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler

@@ -9,7 +9,7 @@ still about to leave.
 import logging
 from collections.abc import Callable, Sequence
 
-from dualpath.core.addresses import Writer
+from dualpath.core.cluster import Writer
 from dualpath.core.control import PeerDown, RouterMessage
 from dualpath.core.sessions import Action, Event
 from dualpath.router.control.control_listener import ControlListener

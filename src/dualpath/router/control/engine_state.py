@@ -3,7 +3,7 @@
 from collections import deque
 from enum import StrEnum
 
-from dualpath.core.addresses import Writer
+from dualpath.core.cluster import Writer
 from dualpath.core.control import EngineMessage, Report, RouterMessage
 from dualpath.core.sessions import ROUTER_TABLE, Channel, RouterSideState, StateMachine
 from dualpath.router.engines import EngineInfo

@@ -10,7 +10,8 @@ import itertools
 from collections.abc import Callable
 from typing import TypeVar
 
-from dualpath.core import control, request_messages
+from dualpath.core import control
+from dualpath.core import control as request_messages
 from dualpath.core.errors import BadRequestError, EngineLostError
 
 Answer = request_messages.Reserved | request_messages.ReadDone | request_messages.PrefillDone

@@ -9,9 +9,8 @@ import itertools
 
 import msgspec
 
-from dualpath.core.addresses import Writer
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import Role, Writer
 from dualpath.core.control import Register
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode

@@ -17,9 +17,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Iterable
 
-from dualpath.core.addresses import Writer
-from dualpath.core.control import RouterMessage
-from dualpath.core.request_messages import Release
+from dualpath.core.cluster import Writer
+from dualpath.core.control import Release, RouterMessage
 from dualpath.router.engines import EngineInfo
 
 logger = logging.getLogger(__name__)

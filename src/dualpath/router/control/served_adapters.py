@@ -8,8 +8,8 @@ adapter one by one before the router does.
 
 from collections.abc import Iterable, Mapping
 
-from dualpath.core.adapters import Adapter
 from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.key_cache import Adapter
 
 
 class ServedAdapters:

@@ -4,9 +4,9 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 
+from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.refusals import ControlRefusals
-from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

@@ -8,11 +8,10 @@ prefill engine itself comes back under its ``engine_id``.
 
 from collections.abc import Callable, Iterable
 
-from dualpath.core.addresses import Writer
-from dualpath.core.cluster import HostProcess
+from dualpath.core.cluster import HostProcess, Writer
 from dualpath.core.control import LivenessProbe, RouterMessage
+from dualpath.node.host_process import has_exited
 from dualpath.router.control.registry import Registry
-from dualpath.storage.host_process import has_exited
 
 
 class Witnesses:

@@ -11,8 +11,15 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from dualpath.core.control import Ack, Deregister, Refused, Registered
-from dualpath.core.envelopes import Envelope, decode_with, unnumbered
+from dualpath.core.control import (
+    Ack,
+    Deregister,
+    Envelope,
+    Refused,
+    Registered,
+    decode_with,
+    unnumbered,
+)
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.sessions import (
     HEARTBEAT_S,
@@ -23,6 +30,7 @@ from dualpath.core.sessions import (
     RouterSideState,
     StateMachine,
 )
+from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.router.control.control_socket import ControlSocket
 from dualpath.router.control.session_loops import (
     ACKNOWLEDGE_S,
@@ -35,7 +43,6 @@ from dualpath.router.links.frames import Frames, frames_of
 from dualpath.router.links.guest import Guest
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.router.scheduler import Scheduler
-from dualpath.transport.cluster_secret import ClusterSecret
 
 logger = logging.getLogger(__name__)
 

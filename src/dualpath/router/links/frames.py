@@ -4,8 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from dualpath.core.envelopes import Envelope, encode_batches
-from dualpath.core.message import Message
+from dualpath.core.control import Envelope, Message, encode_batches
 
 M = TypeVar("M", bound=Message)
 

@@ -16,11 +16,9 @@ from enum import StrEnum
 import msgspec
 
 from dualpath.core import errors
-from dualpath.core.adapters import Adapter
 from dualpath.core.blocks import StoreNamespace
-from dualpath.core.control import Ack, Deregister, Refused, Registered
-from dualpath.core.envelopes import Envelope
-from dualpath.core.message import Message
+from dualpath.core.control import Ack, Deregister, Envelope, Message, Refused, Registered
+from dualpath.core.key_cache import Adapter
 from dualpath.core.modes import Mode
 from dualpath.core.names import Name
 from dualpath.core.session_hints import SessionHints

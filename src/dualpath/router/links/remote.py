@@ -14,8 +14,7 @@ from typing import Protocol, TypeVar
 
 import msgspec
 
-from dualpath.core.control import Deregister
-from dualpath.core.envelopes import Envelope, decode_with
+from dualpath.core.control import Deregister, Envelope, decode_with
 from dualpath.core.errors import (
     BadRequestError,
     EngineLostError,
@@ -24,7 +23,7 @@ from dualpath.core.errors import (
 )
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import REGISTER_INTERVAL_S
-from dualpath.engine.router_session import RouterSession
+from dualpath.engine.control.link import RouterSession
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import EngineInfo, Presence
 from dualpath.router.links import messages as m

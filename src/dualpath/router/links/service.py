@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from dualpath.core.modes import Mode
+from dualpath.node.cluster_secret import load_secret
 from dualpath.router.control.registry import Registry
 from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import EngineCalls
@@ -25,7 +26,6 @@ from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
-from dualpath.transport.cluster_secret import load_secret
 
 
 class LinkedFrontEnd(FrontEndService):

@@ -4,9 +4,9 @@ import contextlib
 
 import zmq
 
-from dualpath.engine.dealer import LINGER_MS, connect_dealer, prepare_dealer
+from dualpath.engine.control.link import LINGER_MS, connect_dealer, prepare_dealer
+from dualpath.node.cluster_secret import ClusterSecret, check_control_url
 from dualpath.router.loop_socket import LoopSocket
-from dualpath.transport.cluster_secret import ClusterSecret, check_control_url
 
 
 class ZmqLinkConnection:

@@ -1,0 +1,1 @@
+"""Benchmarks: figures of parts, each from a command of its own."""

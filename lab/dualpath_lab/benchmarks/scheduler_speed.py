@@ -1,0 +1,107 @@
+"""Assignments per CPU-second of ``RequestScheduler`` alone, on one core.
+
+Run: ``python lab/dualpath_lab/benchmarks/scheduler_speed.py``.  The cost of an assignment includes submit, its share
+of fetches and reports, read_done, prefill_done and finished.  Each round submits one request per
+engine, fetches for every group, ends the oldest requests and reports for every engine.
+"""
+
+import argparse
+import time
+from collections import deque
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.report import markdown
+from dualpath.report.model import Table
+
+ENGINES_PER_NODE = 8
+PROMPT_TOKENS = 32_768
+HIT_TOKENS = 32_320
+HBM_TOKENS = 600_000
+
+
+def cluster(engines: int, mode: Mode) -> tuple[RequestScheduler, list[EngineSpec]]:
+    """Return a scheduler with a third of the engines in PE groups, one group per node."""
+    scheduler = RequestScheduler(
+        SchedulerSettings(mode=mode, alpha_tokens=1_000_000, beta_tokens=120_000)
+    )
+    specs = []
+    for order in range(engines):
+        node = order // ENGINES_PER_NODE
+        role = Role.PREFILL if node % 3 == 0 else Role.DECODE
+        spec = EngineSpec(f"e{order}", role, f"n{node}", f"g{node}", order, HBM_TOKENS)
+        scheduler.engine_joined(spec)
+        specs.append(spec)
+    return scheduler, specs
+
+
+def measure(engines: int, mode: Mode, assignments: int) -> tuple[float, float]:
+    """Return assignments per CPU-second and CPU-seconds for joining all engines."""
+    started = time.process_time()
+    scheduler, specs = cluster(engines, mode)
+    joined_s = time.process_time() - started
+    groups = sorted({spec.group for spec in specs}, key=lambda name: int(name[1:]))
+    tokens = dict.fromkeys((spec.engine_id for spec in specs), 0)
+    seq = dict.fromkeys(tokens, 0)
+    live: deque[Assignment] = deque()
+    done = submitted = 0
+    started = time.process_time()
+    while done < assignments:
+        for _ in range(engines):
+            scheduler.submit(Request(f"r{submitted}", PROMPT_TOKENS, HIT_TOKENS, 256))
+            submitted += 1
+        for group in groups:
+            for assignment in scheduler.fetch(group):
+                tokens[assignment.prefill_engine] += assignment.prefill_tokens
+                tokens[assignment.decode_engine] += assignment.decode_tokens
+                seq[assignment.prefill_engine] = assignment.prefill_assign_seq
+                seq[assignment.decode_engine] = assignment.decode_assign_seq
+                live.append(assignment)
+        while len(live) > engines // 3:
+            done += 1
+            _end(scheduler, live.popleft(), tokens)
+        for spec in specs:
+            scheduler.report(_report(spec, seq, tokens))
+    return done / (time.process_time() - started), joined_s
+
+
+def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, int]) -> None:
+    scheduler.read_done(assignment.request_id)
+    scheduler.prefill_done(assignment.request_id)
+    scheduler.finished(assignment.request_id)
+    tokens[assignment.prefill_engine] -= assignment.prefill_tokens
+    tokens[assignment.decode_engine] -= assignment.decode_tokens
+
+
+def _report(spec: EngineSpec, seq: dict[str, int], tokens: dict[str, int]) -> EngineReport:
+    load = tokens[spec.engine_id]
+    return EngineReport(
+        engine_id=spec.engine_id,
+        assign_seq=seq[spec.engine_id],
+        unfinished_requests=load // PROMPT_TOKENS,
+        unfinished_tokens=load,
+        read_queue_tokens=0,
+        free_hbm_tokens=spec.hbm_tokens - load,
+        free_buffer_tokens=0,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--engines", type=int, nargs="+", default=[16, 384, 1152])
+    parser.add_argument("--assignments", type=int, default=40_000)
+    arguments = parser.parse_args()
+    rows = []
+    for engines in arguments.engines:
+        for mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN):
+            rate, joined_s = measure(engines, mode, arguments.assignments)
+            rows.append((f"{engines:,}", mode.value, f"{rate:,.0f}", f"{joined_s:.3f}"))
+    columns = ("engines", "mode", "assignments/CPU-s", "join CPU-s")
+    print(markdown.table(Table("", columns, tuple(rows))))
+
+
+if __name__ == "__main__":
+    main()

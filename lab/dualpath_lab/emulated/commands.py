@@ -1,0 +1,73 @@
+"""Commands that start emulated engines and their router, for the same launcher as vLLM clusters."""
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.settings import arguments
+from dualpath.engine.settings import EngineSettings
+from dualpath.launch.commands import ROUTER_ENTRY, Commands, DpRank, rank_id
+from dualpath.launch.settings import LocalClusterSettings
+from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.settings import EmulatedOptions
+
+
+def emulated_commands(
+    options: EmulatedOptions, router: RouterSettings | None = None, *, touch_memory: bool = False
+) -> Commands:
+    """Return the commands that start engines with these options and a router with these settings.
+
+    Addresses, mode, storage and buffers are those of the cluster, and so is the model if the
+    options name none.
+    """
+    router_settings = router or RouterSettings()
+
+    def router_command(
+        settings: LocalClusterSettings, port: int, control_port: int, *more: object
+    ) -> list[str]:
+        own = msgspec.structs.replace(
+            router_settings,
+            control_host=settings.control_host,
+            control_port=control_port,
+            mode=settings.mode,
+        )
+        return ["emulate", "router", "--port", str(port), *arguments(own)]
+
+    def engine_command(
+        settings: LocalClusterSettings,
+        role: Role,
+        index: int,
+        port: int,
+        control_port: int,
+        *,
+        host: str,
+        router_host: str,
+        named_as: Role | None,
+        dp: DpRank | None = None,
+        **more: object,
+    ) -> list[str]:
+        rank = dp or DpRank(0, 1, 0)
+        engine = EngineSettings(
+            role=role,
+            engine_id=rank_id(named_as or role, index, rank.rank, rank.size),
+            router=f"tcp://{router_host}:{control_port}",
+            api_url=f"http://{host}:{port}",
+            storage=settings.storage,
+            mode=settings.mode,
+            buffer_bytes=settings.buffer_bytes,
+            layer_buffers=settings.layer_buffers,
+            compute_quota_s=settings.compute_quota_s,
+            touch_memory=touch_memory,
+        )
+        own = msgspec.structs.replace(
+            options,
+            host=host,
+            port=port,
+            model=options.model or settings.model,
+            dp_rank=rank.rank,
+            dp_size=rank.size,
+            dp_address=f"{rank.address}:{rank.rpc_port}" if dp else "",
+        )
+        of_role, *flags = arguments(engine, positional=("role",))
+        return ["emulate", of_role, *flags, *arguments(own)]
+
+    return Commands(ROUTER_ENTRY, router_command, ROUTER_ENTRY, engine_command)

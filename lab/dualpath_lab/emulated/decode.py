@@ -1,0 +1,258 @@
+"""A decode engine without a model: H2D copies of prompts, then steps that yield tokens.
+
+One thread emulates the GPU of the engine's first rank: it broadcasts steps to all ranks, itself
+included (``decode_steps``).  Another thread verifies the DE buffer before a prompt is copied to
+HBM, and HBM after the copy.  A request joins the next step when all ranks have its KV.
+"""
+
+import functools
+import itertools
+import logging
+from collections import deque
+from collections.abc import Iterable
+
+from dualpath.core.blocks import chain_root
+from dualpath.core.errors import EngineLostError
+from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.threads import Thread
+from dualpath_lab.emulated.checkable_kv import CheckedAt
+from dualpath_lab.emulated.data_plane import DataPlane
+from dualpath_lab.emulated.emulated_gpu import (
+    ComputeClock,
+    DecodeStep,
+    Fill,
+    Filled,
+    NewToken,
+    RankSteps,
+)
+from dualpath_lab.emulated.requests import Answer, DecodeRequest
+from dualpath_sim.simulator.rules import decode_step_s
+
+log = logging.getLogger(__name__)
+
+
+class DecodeEngine:
+    """Generates tokens after prompts; ``submit`` and ``abort`` may be called from any thread."""
+
+    def __init__(self, plane: DataPlane) -> None:
+        self._plane = plane
+        self._costs = plane.settings.costs.decode
+        self._threads = plane.threads
+        self._clock = ComputeClock(plane.now_s, plane.threads.sleep)
+        self._wake = self._threads.condition()
+        self._waiting: deque[DecodeRequest] = deque()
+        self._filling: deque[DecodeRequest] = deque()
+        self._fills: dict[int, _RunningFill] = {}
+        self._numbers = itertools.count()
+        self._joining: deque[DecodeRequest] = deque()
+        self._running: list[DecodeRequest] = []
+        self._closing = False
+        self._steps = RankSteps(plane)
+        self._thread: Thread | None = None
+        plane.on_rank_event = self._on_filled
+
+    def start(self) -> None:
+        """Begin to serve."""
+        self._thread = self._threads.start("decode", self._run)
+
+    def close(self) -> None:
+        """Stop after the current step; unfinished requests get no final answer."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread is not None:
+            self._thread.join()
+        self._steps.close()
+
+    def submit(self, request: DecodeRequest) -> None:
+        """Queue a prompt; HBM is allocated in FIFO order."""
+        with self._wake:
+            self._waiting.append(request)
+        self._place_waiting()
+
+    def abort(self, request: DecodeRequest) -> None:
+        """Abort a request; its HBM is freed as soon as no transfer writes to it."""
+        with self._wake:
+            request.aborted = True
+            if request in self._waiting:
+                self._waiting.remove(request)
+            self._wake.notify()
+        self._place_waiting()
+
+    def _place_waiting(self) -> None:
+        """Allocate HBM for waiting requests and start their H2D copies."""
+        with self._wake:
+            while self._waiting and not self._closing:
+                request = self._waiting[0]
+                needed = self._plane.geometry.blocks_for(request.capacity_tokens)
+                blocks = self._plane.hbm.allocate(needed)
+                if blocks is None:
+                    break
+                request.hbm_blocks = blocks
+                self._waiting.popleft()
+                self._steps.soon(functools.partial(self._compare_buffer, request))
+        self._plane.hbm_changed()
+
+    # ------------------------------------------------------------------ decode transfers
+
+    def _compare_buffer(self, request: DecodeRequest) -> None:
+        if request.aborted:
+            self._end(request, Answer(finish_reason="abort"))
+            return
+        transfer = request.decode_transfer
+        geometry, last_token = self._plane.geometry, transfer.prompt_tokens - 1
+        wrong = self._plane.verify_buffer(
+            CheckedAt.DE_BUFFER,
+            transfer.request_id,
+            transfer.slots,
+            request.prefix.seeds,
+            [geometry.seen_from(layer, last_token) for layer in range(geometry.layers)],
+        )
+        if wrong is not None:
+            self._end(request, Answer(finish_reason="error", error=wrong))
+            return
+        with self._wake:
+            self._filling.append(request)
+            self._wake.notify()
+
+    def _on_filled(self, rank: int, event: object) -> None:
+        """Record that a rank has ended its share of a fill; after all ranks, start decoding."""
+        assert isinstance(event, Filled)
+        with self._wake:
+            fill = self._fills[event.number]
+            fill.results[rank] = event
+            if len(fill.results) < self._plane.place.group.size:
+                return
+            del self._fills[event.number]
+        self._filled(fill.request, fill.results)
+
+    def _filled(self, request: DecodeRequest, results: dict[int, Filled]) -> None:
+        in_order = [(rank, results[rank]) for rank in sorted(results)]
+        errors = [f"rank {rank}: {result.error}" for rank, result in in_order if result.error]
+        if errors:
+            # Wrong KV is not reported, because other ranks may have read reused slots.
+            log.warning("request %s: %s", request.decode_transfer.request_id, "; ".join(errors))
+            self._end(request, Answer(finish_reason="error"))
+            return
+        for rank, filled in results.items():
+            if rank:
+                self._plane.verifier.add(filled.counts)
+        if found := [result.wrong for _, result in in_order if result.wrong]:
+            self._plane.report_wrong(found)
+            self._end(request, Answer(finish_reason="error", error=found[0]))
+            return
+        for token in request.prior_tokens:
+            request.prefix.append(token)
+        with self._wake:
+            self._joining.append(request)
+            self._wake.notify()
+
+    # ------------------------------------------------------------------ the GPU's thread
+
+    def _run(self) -> None:
+        try:
+            while self._gather():
+                if self._running:
+                    self._clock.work(self._step_s() / self._plane.settings.speedup)
+                self._step()
+        except EngineLostError as error:
+            log.error("no more steps: %s", error)  # The traffic manager has failed, too.
+
+    def _gather(self) -> bool:
+        """Wait until there is work; return False when the engine closes."""
+        if not self._running:
+            self._await_work()
+            self._clock.begin()
+        with self._wake:
+            self._running += self._joining
+            self._joining.clear()
+            aborted = [request for request in self._running if request.aborted]
+            self._running = [request for request in self._running if not request.aborted]
+            closing = self._closing
+        for request in aborted:
+            self._end(request, Answer(finish_reason="abort"))
+        return not closing
+
+    def _await_work(self) -> None:
+        with self._wake:
+            self._wake.wait_for(lambda: bool(self._joining) or bool(self._filling) or self._closing)
+
+    def _step_s(self) -> float:
+        costs = self._costs
+        contexts = [request.computed_tokens + 1 for request in self._running]
+        window = costs.window_tokens
+        attended = sum(min(c, window) for c in contexts) if window else sum(contexts)
+        return decode_step_s(
+            len(contexts),
+            attended,
+            sum(contexts),
+            1,
+            costs.step_s,
+            costs.request_s,
+            costs.pair_s,
+            costs.index_pair_s,
+        )
+
+    def _step(self) -> None:
+        """Compute one token of every request; full blocks are persisted before answers are sent."""
+        tokens = tuple(map(self._token, self._running))
+        full = tuple(block for r in self._running if (block := self._computed(r)) is not None)
+        step = DecodeStep(tokens, full, tuple(self._begin_fills()))
+        self._plane.group.broadcast(step)
+        self._steps.run(step)
+        unfinished = []
+        for request in self._running:
+            token = request.prefix.next_token
+            request.remaining_tokens -= 1
+            if request.remaining_tokens == 0:
+                self._end(request, Answer((token,), "length"))
+                continue
+            request.prefix.append(token)
+            request.deliver(Answer((token,)))
+            unfinished.append(request)
+        with self._wake:
+            self._running = unfinished
+
+    def _token(self, request: DecodeRequest) -> NewToken:
+        """Return where the KV of a request's next token is written."""
+        block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
+        return NewToken(request.hbm_blocks[block], place, request.prefix.seeds[block, place])
+
+    def _computed(self, request: DecodeRequest) -> GeneratedBlock | None:
+        """Count a request's next token as computed; return its block if it is now full."""
+        block, place = divmod(request.computed_tokens, self._plane.geometry.block_tokens)
+        in_prompt = request.computed_tokens < request.decode_transfer.prompt_tokens
+        request.computed_tokens += 1
+        if in_prompt or place + 1 < self._plane.geometry.block_tokens:
+            return None
+        keys = request.prefix.keys
+        parent = keys[block - 1] if block else chain_root()
+        tenant = request.decode_transfer.tenant
+        return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
+
+    def _begin_fills(self) -> Iterable[Fill]:
+        """Yield the prompts whose copies start with this step."""
+        with self._wake:
+            requests = list(self._filling)
+            self._filling.clear()
+            numbered = [(next(self._numbers), request) for request in requests]
+            self._fills.update((n, _RunningFill(request)) for n, request in numbered)
+        for number, request in numbered:
+            transfer = request.decode_transfer
+            seeds = request.prefix.seeds[: len(transfer.slots)]
+            yield Fill(number, transfer, request.hbm_blocks, seeds)
+
+    def _end(self, request: DecodeRequest, answer: Answer) -> None:
+        self._plane.manager.decode_ended(request.decode_transfer.request_id)
+        self._plane.hbm.free(request.hbm_blocks)
+        request.hbm_blocks = ()
+        self._place_waiting()
+        request.deliver(answer)
+
+
+class _RunningFill:
+    """A request whose prompt is being copied, and the results of ranks that have finished."""
+
+    def __init__(self, request: DecodeRequest) -> None:
+        self.request = request
+        self.results: dict[int, Filled] = {}

@@ -1,0 +1,255 @@
+"""The HTTP server of an emulated engine, with the token API of a vLLM engine.
+
+POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
+GET  /health                  200
+GET  /metrics                 verified Layer Blocks by place, bytes moved, CPU time by thread
+"""
+
+import asyncio
+import functools
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
+from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
+from dualpath.router.api_keys import engine_keys
+from dualpath.router.http.server import (
+    api_key_guard,
+    body_refused,
+    json_answer,
+    read_body,
+    until_client_leaves,
+)
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
+from dualpath.router.token_api.wire import (
+    GENERATE_PATH,
+    STREAM_END,
+    ApiError,
+    Choice,
+    GenerateAnswer,
+    GenerateRequest,
+    decode_body,
+    server_event,
+)
+from dualpath_lab.emulated.checkable_kv import TokenPrefix
+from dualpath_lab.emulated.data_plane import DataPlane
+from dualpath_lab.emulated.decode import DecodeEngine
+from dualpath_lab.emulated.metrics import EngineMetrics
+from dualpath_lab.emulated.prefill import PrefillEngine
+from dualpath_lab.emulated.requests import Answer, DecodeRequest, Deliver, PrefillRequest, Sampling
+
+# --------------------------------------------------------------------------------------- admission
+# Validates requests to an emulated engine and submits them to it.
+
+
+class Admission:
+    """Validates and submits requests of one engine; methods may be called from any thread."""
+
+    def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
+        self._plane = plane
+        self._engine = engine
+        self._settings = plane.settings
+        self._checks = TransferChecks(plane.settings.engine, plane.geometry)
+
+    def transfer(self, request: GenerateRequest[Sampling]) -> PrefillTransfer | DecodeTransfer:
+        """Return the request's transfer; raises ``BadRequestError`` for invalid requests."""
+        transfer = self._checks.carried(request.kv_transfer_params)
+        if transfer is None:
+            raise BadRequestError(
+                f"request {request.request_id} has no kv_transfer_params; send it through the "
+                "router"
+            )
+        vocab_size = self._settings.vocab_size
+        if (
+            request.token_ids
+            and not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size
+        ):
+            raise BadRequestError(
+                f"request {request.request_id} has token ids from {min(request.token_ids)} to "
+                f"{max(request.token_ids)}, but the vocabulary has 0 to {vocab_size - 1}; correct "
+                "them"
+            )
+        tokens, most = self._tokens(request), self._settings.max_model_len
+        if max_tokens(request) < 1:
+            raise BadRequestError(
+                f"request {request.request_id}: max_tokens is {max_tokens(request)}; it must be at "
+                "least 1"
+            )
+        if tokens > min(most, self._plane.manager.hbm_tokens):
+            raise BadRequestError(
+                f"request {request.request_id} needs {tokens} tokens, but the longest context is "
+                f"{most} and the HBM holds {self._plane.manager.hbm_tokens}; shorten it or raise "
+                "the engine's HBM"
+            )
+        self._checks.check(transfer, len(request.token_ids))
+        return transfer
+
+    def _tokens(self, request: GenerateRequest[Sampling]) -> int:
+        """Return the number of tokens that need HBM at this engine."""
+        if self._settings.engine.role is Role.PREFILL:
+            return len(request.token_ids)
+        return len(request.token_ids) + max_tokens(request)
+
+    def prefix(
+        self, request: GenerateRequest[Sampling], transfer: PrefillTransfer | DecodeTransfer
+    ) -> TokenPrefix:
+        """Return the prompt's keys and seeds, which takes long for a long prompt."""
+        return TokenPrefix(
+            request.token_ids[: transfer.prompt_tokens],
+            self._settings.geometry.block_tokens,
+            cache_salt=request.cache_salt,
+            vocab_size=self._settings.vocab_size,
+            capacity_tokens=self._tokens(request),
+        )
+
+    def submit(
+        self,
+        request: GenerateRequest[Sampling],
+        transfer: PrefillTransfer | DecodeTransfer,
+        prefix: TokenPrefix,
+        deliver: Deliver,
+    ) -> Callable[[], None]:
+        """Submit the request to the engine; return a function that aborts it, even if it ended."""
+        if isinstance(transfer, PrefillTransfer):
+            assert isinstance(self._engine, PrefillEngine)
+            prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)
+            self._engine.submit(prompt)
+            return functools.partial(self._engine.abort, prompt)
+        assert isinstance(self._engine, DecodeEngine)
+        prior = tuple(request.token_ids[transfer.prompt_tokens :])
+        decode = DecodeRequest(prefix, transfer, prior, max_tokens(request), deliver)
+        self._engine.submit(decode)
+        return functools.partial(self._engine.abort, decode)
+
+
+def max_tokens(request: GenerateRequest[Sampling]) -> int:
+    """Return how many tokens the request may generate."""
+    return request.sampling_params.max_tokens
+
+
+class EngineBodies(msgspec.Struct, frozen=True):
+    """``BodyLimits`` of an engine, for prompts of a few million tokens as JSON."""
+
+    max_body_bytes: int = 1 << 28
+    max_arriving_bytes: int = 1 << 30
+    body_timeout_s: float = 60.0
+
+
+class LoopBridge:
+    """Passes answers from the engine's threads to the event loop, batched per wake-up."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._pending: deque[tuple[asyncio.Queue[Answer], Answer]] = deque()
+        self._called = False
+
+    def into(self, answers: "asyncio.Queue[Answer]") -> Deliver:
+        """Return the function that puts into ``answers`` from any thread."""
+
+        def deliver(answer: Answer) -> None:
+            self._pending.append((answers, answer))
+            # A race only causes an extra call: ``_drain`` resets the flag before it reads.
+            if not self._called and not self._loop.is_closed():
+                self._called = True
+                self._loop.call_soon_threadsafe(self._drain)
+
+        return deliver
+
+    def _drain(self) -> None:
+        self._called = False
+        while self._pending:
+            answers, answer = self._pending.popleft()
+            answers.put_nowait(answer)
+
+
+class EngineServer:
+    """The HTTP handlers of one engine; belongs to one event loop."""
+
+    def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
+        self._admission = Admission(plane, engine)
+        self._metrics = EngineMetrics(plane)
+        self._bodies = ArrivingBodies(EngineBodies())
+        self._bridge = LoopBridge(asyncio.get_running_loop())
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        app = web.Application(middlewares=[until_client_leaves, api_key_guard(engine_keys())])
+        app.router.add_post(GENERATE_PATH, self._generate)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._scrape)
+        return app
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _scrape(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+    async def _generate(self, request: web.Request) -> web.StreamResponse:
+        try:
+            generate = decode_body(
+                await read_body(request, self._bodies), GenerateRequest[Sampling]
+            )
+            transfer = self._admission.transfer(generate)
+            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
+        except DualPathError as error:
+            return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
+        except BodyRefusedError as error:
+            return body_refused(error)
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
+        abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
+        try:
+            if generate.stream:
+                return await self._stream(request, generate, answers)
+            return await self._whole(generate.request_id, answers)
+        finally:
+            abort()
+
+    async def _whole(self, request_id: str, answers: "asyncio.Queue[Answer]") -> web.Response:
+        token_ids: list[int] = []
+        while True:
+            answer = await answers.get()
+            if answer.error is not None:
+                return json_answer(_event(request_id, answer), UNPROCESSABLE)
+            token_ids += answer.token_ids
+            if answer.finish_reason is not None:
+                choice = Choice(token_ids, answer.finish_reason)
+                return json_answer(GenerateAnswer(request_id, [choice]))
+
+    async def _stream(
+        self,
+        request: web.Request,
+        generate: GenerateRequest[Sampling],
+        answers: "asyncio.Queue[Answer]",
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        held: tuple[int, ...] = ()
+        least_tokens = 1  # The first token is sent at once.
+        while True:
+            answer = await answers.get()
+            held += answer.token_ids
+            ended = answer.error is not None or answer.finish_reason is not None
+            if not ended and len(held) < least_tokens:
+                continue
+            ready = Answer(held, answer.finish_reason, answer.error)
+            await response.write(server_event(_event(generate.request_id, ready)))
+            if ended:
+                await response.write(STREAM_END)
+                return response
+            held, least_tokens = (), generate.sampling_params.stream_interval
+
+
+def _event(request_id: str, answer: Answer) -> GenerateAnswer:
+    if answer.error is not None:
+        return GenerateAnswer(request_id, error=ApiError(answer.error, UNPROCESSABLE))
+    return GenerateAnswer(request_id, [Choice(list(answer.token_ids), answer.finish_reason)])

@@ -1,0 +1,431 @@
+"""A light router: the router's service with an HTTP server for prompts of token ids.
+
+`dualpath router` serves emulated engines as well, but it includes vLLM's whole front end, for text.
+This server needs neither vLLM nor a model:
+
+    POST /v1/completions        token ids in, token ids out
+    GET  /v1/models             the one model, by the name that the first engine registered
+    GET  /dualpath/v1/status    as in `dualpath router`
+    POST, DELETE /dualpath/v1/sessions/SESSION   as in `dualpath router`
+    GET, POST /dualpath/v1/roles   as in `dualpath router`
+    GET  /dashboard             as in `dualpath router`
+    GET  /health, /metrics      as in `dualpath router`, without vLLM's own metrics
+"""
+
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from prometheus_client import CONTENT_TYPE_LATEST
+
+from dualpath.core.blocks import KeyExtras, tenant_tag
+from dualpath.core.errors import (
+    BadRequestError,
+    DualPathError,
+)
+from dualpath.core.key_cache import KeyCache
+from dualpath.core.session_hints import session_hints
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.collector import collect_seldom
+from dualpath.router.connections import Connections
+from dualpath.router.control.session_orders import SESSION_PATH
+from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engines import EngineInfo
+from dualpath.router.http.cluster_calls import ClusterCalls
+from dualpath.router.http.server import (
+    api_key_guard,
+    body_refused,
+    error_answer,
+    json_answer,
+    read_body,
+    refusal_count,
+    serving_app,
+    until_client_leaves,
+    until_signal,
+)
+from dualpath.router.http.shared_port import SharedPort
+from dualpath.router.links.service import LinkedFrontEnd
+from dualpath.router.links.settings import LinkSettings
+from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import allow_many_streams, connection_limits
+from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
+from dualpath.router.requests.session_calls import session_call
+from dualpath.router.service import RouterService
+from dualpath.router.settings import RouterSettings
+from dualpath.router.standby.open_turn import open_turn
+from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
+from dualpath.router.token_api.client import TokenApi, TokenApiClient, token_event
+from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
+from dualpath.router.token_api.wire import STREAM_END, GenerateRequest, decode_body, server_event
+from dualpath_lab.emulated.requests import Sampling
+
+# ----------------------------------------------------------------------------------- engine client
+# The emulated router's calls to engines, for jobs of token ids without sampling parameters.
+
+
+class EngineClient:
+    """See ``router.engine_calls.EngineCalls``; call ``aclose`` at the end.
+
+    A job's payload is its cache salt.  Raises what ``TokenApiClient`` raises.
+    """
+
+    def __init__(self, api: TokenApi) -> None:
+        self._api = api
+
+    async def prefill(
+        self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
+    ) -> TokenEvent:
+        """Run the prompt on a PE; return the first token."""
+        request = _request(job, prefill_transfer, job.prompt_token_ids, 1)
+        answer = await self._api.generate(engine, job, request)
+        if not job.first_token_from_pe:
+            return TokenEvent(token_ids=(), finish_reason="length")
+        return token_event(answer.choices[0])
+
+    async def decode(
+        self,
+        engine: EngineInfo,
+        job: Job,
+        decode_transfer: DecodeTransfer,
+        prior_tokens: Sequence[int],
+    ) -> AsyncIterator[TokenEvent]:
+        """Continue after ``prior_tokens`` on a DE."""
+        tokens = (*job.prompt_token_ids, *prior_tokens)
+        request = _request(job, decode_transfer, tokens, job.max_new_tokens - len(prior_tokens))
+        async with aclosing(self._api.stream(engine, job, request)) as choices:
+            async for choice in choices:
+                yield token_event(choice)
+
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server answers that it is healthy."""
+        await self._api.answers(engine)
+
+    async def aclose(self) -> None:
+        """Close all connections; engines abort the requests that still run on them."""
+        await self._api.aclose()
+
+
+def _request(
+    job: Job, transfer: PrefillTransfer | DecodeTransfer, tokens: Sequence[int], max_tokens: int
+) -> GenerateRequest[Sampling]:
+    assert job.payload is None or isinstance(job.payload, str)
+    return GenerateRequest(
+        request_id=transfer.request_id,
+        token_ids=tokens,
+        sampling_params=Sampling(max_tokens=max_tokens),
+        cache_salt=job.payload,
+        kv_transfer_params=to_transfer_params(transfer),
+    )
+
+
+#: Headers of the W3C trace context, which are forwarded to engines.
+TRACE_HEADERS = ("traceparent", "tracestate")
+#: vLLM's header for the name of a session.
+SESSION_HEADER = "X-Session-ID"
+
+
+class CompletionRequest(msgspec.Struct):
+    """A completion request with token ids; exactly ``max_tokens`` tokens are generated.
+
+    Other fields are ignored.  ``n`` is decoded only to refuse values other than 1, ``session_id``
+    and ``vllm_xargs`` are decoded for the hints of ``core.session_hints``.
+    """
+
+    prompt: list[int]
+    n: int = 1
+    max_tokens: int = 16
+    cache_salt: str | None = None
+    stream: bool = False
+    session_id: str | None = None
+    vllm_xargs: dict[str, Any] = {}
+
+
+class RouterServer:
+    """HTTP application for a service; both belong to the same event loop.
+
+    With a ``RouterService`` it also serves the routes about the cluster.
+    """
+
+    def __init__(self, service: RouterService | LinkedFrontEnd) -> None:
+        self._service = service
+        self._bodies = ArrivingBodies(service.settings)
+        self._memory: KeyCache | None = None
+
+    def app(self) -> web.Application:
+        """Return the application."""
+        settings = self._service.settings
+        app = web.Application(
+            middlewares=[
+                refusal_count(self._service.metrics),
+                until_client_leaves,
+                api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+            ],
+        )
+        app.router.add_post("/v1/completions", self._complete)
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/dualpath/v1/status", self._status)
+        app.router.add_post(SESSION_PATH, self._session)
+        app.router.add_delete(SESSION_PATH, self._session)
+        app.router.add_get("/health", self._health)
+        app.router.add_get("/metrics", self._metrics)
+        if not isinstance(self._service, LinkedFrontEnd):
+            ClusterCalls(self._service, self._bodies).add_to(app)
+        return app
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        try:
+            # Checked before the body is read, because a full router must not buffer bodies.
+            if (refusal := self._service.turned_away()) is not None:
+                raise refusal
+            body = await read_body(request, self._bodies)
+            completion = decode_body(body, CompletionRequest)
+            job = await self._job(completion, request.headers)
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+        events = self._service.submit(job)
+        try:
+            # An error before the first token becomes an HTTP status, not an event of a stream.
+            first = await anext(events)
+            if completion.stream:
+                return await self._stream(request, completion, first, events)
+            return json_answer(_whole(completion, [first, *[event async for event in events]]))
+        except DualPathError as error:
+            return error_answer(error)
+        finally:
+            # Aborts the request if its client has disconnected.
+            if (close := getattr(events, "aclose", None)) is not None:
+                await close()
+
+    async def _stream(
+        self,
+        request: web.Request,
+        completion: CompletionRequest,
+        first: TokenEvent,
+        rest: AsyncIterator[TokenEvent],
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        await response.write(server_event(_chunk(first)))
+        generated = len(first.token_ids)
+        try:
+            async for event in rest:
+                generated += len(event.token_ids)
+                await response.write(server_event(_chunk(event)))
+        except DualPathError as error:
+            await response.write(server_event({"error": api_error(error)}))
+        else:
+            usage = _usage(completion, generated, first.cached_tokens)
+            await response.write(server_event({"choices": [], "usage": usage}))
+        await response.write(STREAM_END)
+        return response
+
+    async def _job(self, completion: CompletionRequest, headers: Mapping[str, str]) -> Job:
+        """Return the router's job.
+
+        Raises ``BadRequestError`` for invalid requests, ``DeadlineError`` if no engine has
+        registered, so that the block size is unknown.
+        """
+        registry = self._service.registry
+        if registry.namespace is None:
+            await self._service.wait_ready(1, 1, self._service.settings.engine_wait_s)
+        assert registry.namespace is not None
+        if self._memory is None:
+            self._memory = KeyCache(registry.namespace.geometry.block_tokens)
+        memory = self._memory
+        if completion.n != 1:
+            raise BadRequestError(
+                f"n is {completion.n}, but this endpoint supports only 1; set n to 1"
+            )
+        check_prompt(len(completion.prompt), self._service.settings, registry)
+        check_token_ids(completion.prompt, registry)
+        check_salt(completion.cache_salt)
+
+        extras = KeyExtras(cache_salt=completion.cache_salt)
+        keys = tuple(memory.keys(completion.prompt, extras))
+
+        def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
+            return memory.continued(keys, token_ids, extras)
+
+        return Job(
+            request_id=f"cmpl-{uuid.uuid4().hex}",
+            prompt_token_ids=tuple(completion.prompt),
+            max_new_tokens=completion.max_tokens,
+            keys=keys,
+            keys_for=keys_for,
+            payload=completion.cache_salt,
+            trace_headers={n: headers[n] for n in TRACE_HEADERS if n in headers},
+            tenant=tenant_tag(completion.cache_salt),
+            hints=session_hints(
+                completion.vllm_xargs, completion.session_id or headers.get(SESSION_HEADER)
+            ),
+        )
+
+    async def _models(self, request: web.Request) -> web.Response:
+        report = self._service.status()
+        model = {"id": report["model"] or "emulated", "object": "model"}
+        return json_answer({"data": [{**model, "max_model_len": report["max_model_len"]}]})
+
+    async def _status(self, request: web.Request) -> web.Response:
+        return json_answer(self._service.status())
+
+    async def _session(self, request: web.Request) -> web.Response:
+        try:
+            body = await read_body(request, self._bodies)
+        except BodyRefusedError as error:
+            return body_refused(error)
+        except DualPathError as error:
+            return error_answer(error)
+        session_id, over = request.match_info["session_id"], request.method == "DELETE"
+        status, answer = await session_call(self._service, session_id, body, over=over)
+        return json_answer(answer, status)
+
+    async def _health(self, request: web.Request) -> web.Response:
+        if (reason := self._service.unready()) is None:
+            return json_answer({})
+        return json_answer({"status": "unavailable", "reason": reason}, UNAVAILABLE)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=self._service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )
+
+
+@asynccontextmanager
+async def emulated_router(
+    settings: RouterSettings, host: str, port: int
+) -> AsyncIterator[tuple[str, RouterService]]:
+    """Serve in the block, as soon as this router is the leader; yields endpoint and service.
+
+    Raises ``ConfigError`` for an address in use.
+    """
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    async with AsyncExitStack() as stack:
+        turn = open_turn(settings)
+        stack.push_async_callback(turn.over)
+        calls = EngineClient(TokenApiClient(engine_headers()))
+        stack.push_async_callback(calls.aclose)
+        service = RouterService(settings, calls)
+        if turn.others:
+            print(STANDS_BY, flush=True)
+        await turn.taken()
+        service.cluster.fence(lambda: turn.held)
+        await ended_when_lost(turn, stack, service.stop)
+        stack.push_async_callback(service.stop)
+        await bound(turn, service.start)
+
+        async def serve() -> str:
+            return await served(service, host, port, stack)
+
+        yield await bound(turn, serve), service
+
+
+async def served(
+    service: RouterService | LinkedFrontEnd,
+    host: str,
+    port: int,
+    stack: AsyncExitStack,
+    shared: SharedPort | None = None,
+) -> str:
+    """Serve clients until the stack is closed; return the endpoint."""
+    connections = Connections(connection_limits(service.settings), service.metrics)
+    app = RouterServer(service).app()
+    server = serving_app(app, host, port, connections, shared)
+    at = await stack.enter_async_context(server)
+    return f"http://{host}:{at}"
+
+
+def _chunk(event: TokenEvent) -> dict[str, Any]:
+    choice = {
+        "index": 0,
+        "text": "",
+        "token_ids": event.token_ids,
+        "finish_reason": event.finish_reason,
+    }
+    return {"object": "text_completion", "choices": [choice]}
+
+
+def _whole(completion: CompletionRequest, events: Sequence[TokenEvent]) -> dict[str, Any]:
+    token_ids = [token for event in events for token in event.token_ids]
+    body = _chunk(TokenEvent(tuple(token_ids), events[-1].finish_reason))
+    body["usage"] = _usage(completion, len(token_ids), events[0].cached_tokens)
+    return body
+
+
+def _usage(completion: CompletionRequest, generated: int, cached: int | None) -> dict[str, Any]:
+    prompt = len(completion.prompt)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": generated,
+        "total_tokens": prompt + generated,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+# ------------------------------------------------------------------------------ front door process
+# Runs the light router as a process, or a light front end linked to a remote scheduler.
+
+
+@asynccontextmanager
+async def emulated_front_end(
+    settings: RouterSettings,
+    link: LinkSettings,
+    host: str,
+    port: int,
+    shared: SharedPort | None = None,
+) -> AsyncIterator[tuple[str, LinkedFrontEnd]]:
+    """Serve in the block, linked to a remote scheduler; yields the endpoint and the service.
+
+    Raises ``ConfigError`` for an address that is in use or invalid.
+    """
+    warn_if_open(host, ApiKeys(settings.api_keys))
+    async with AsyncExitStack() as stack:
+        calls = EngineClient(TokenApiClient(engine_headers()))
+        stack.push_async_callback(calls.aclose)
+        service = LinkedFrontEnd(settings, link, calls)
+        stack.push_async_callback(service.stop)
+        await service.start()
+        endpoint = await served(service, host, port, stack, shared)
+        yield endpoint, service
+
+
+async def run_emulated_router(settings: RouterSettings, host: str, port: int) -> None:
+    """Run a light router until SIGINT, or until it has drained after SIGTERM.
+
+    Raises ``ConfigError`` for an address in use.
+    """
+    allow_many_streams()
+    async with emulated_router(settings, host, port) as (endpoint, service):
+        collect_seldom()
+        print(
+            f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
+            f"{service.control_address}{_front_ends(service)}",
+            flush=True,
+        )
+        await until_signal(service.drain)
+
+
+async def run_emulated_front_end(
+    settings: RouterSettings, link: LinkSettings, host: str, port: int
+) -> None:
+    """Run a light front end, linked to a remote scheduler, until SIGINT or until drained."""
+    allow_many_streams()
+    shared = SharedPort() if link.share_port else None
+    async with emulated_front_end(settings, link, host, port, shared) as (endpoint, service):
+        collect_seldom()
+        print(
+            f"dualpath emulated front end: token ids at {endpoint}/v1, scheduler at "
+            f"{service.scheduler_address}",
+            flush=True,
+        )
+        await until_signal(lambda: shared.leave(service) if shared else service.drain())
+
+
+def _front_ends(service: RouterService) -> str:
+    address = service.front_ends_address
+    return f", front ends at {address}" if address else ""

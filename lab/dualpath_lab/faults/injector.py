@@ -1,0 +1,274 @@
+"""Fault injection: signals, connection resets, a failing disk, corrupted blocks."""
+
+import asyncio
+import contextlib
+import os
+import random
+import shutil
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.core.cluster import Role
+from dualpath.storage.posix import object_name
+from dualpath_lab.faults.cluster import ChaosCluster
+from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointServer, PausedProcess
+from dualpath_lab.faults.load import Load
+from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, PlannedFault
+
+# -------------------------------------------------------------------------------------- corruption
+# Damage to stored blocks at rest, as by bit rot, a torn write or swapped files.
+
+_MOST_BITS = 8
+
+
+def block_files(storage: Path, keys: Sequence[BlockKey]) -> list[Path]:
+    """Return the files of the given blocks that are stored, in any namespace."""
+    folders = [path for path in storage.iterdir() if path.is_dir()]
+    paths = (storage / object_name(folder.name, key) for key in keys for folder in folders)
+    return [path for path in paths if path.is_file()]
+
+
+def corrupt(files: Sequence[Path], fault: Fault, chance: random.Random) -> int:
+    """Damage files unless an engine removes or rewrites them first; return how many."""
+    done = 0
+    for group in _groups(files, 2 if fault is Fault.SWAPPED else 1):
+        try:
+            match fault:
+                case Fault.BIT_FLIPS:
+                    _flip_bits(group[0], chance)
+                case Fault.TRUNCATED:
+                    os.truncate(group[0], chance.randrange(group[0].stat().st_size))
+                case Fault.NO_FILE:
+                    _replace(group[0], chance)
+                case _:
+                    _swap(*group)
+        except OSError:  # removed or rewritten meanwhile
+            continue
+        done += len(group)
+    return done
+
+
+def _groups(files: Sequence[Path], size: int) -> Iterator[tuple[Path, ...]]:
+    return zip(*[iter(files)] * size, strict=False)
+
+
+def _flip_bits(path: Path, chance: random.Random) -> None:
+    with path.open("r+b") as file:
+        size = path.stat().st_size
+        for _ in range(chance.randint(1, _MOST_BITS)):
+            place = chance.randrange(size)
+            file.seek(place)
+            byte = file.read(1)
+            if byte:
+                file.seek(place)
+                file.write(bytes([byte[0] ^ 1 << chance.randrange(8)]))
+
+
+def _replace(path: Path, chance: random.Random) -> None:
+    """Replace a block's file by a directory, or by a FIFO, which blocks the process opening it."""
+    path.unlink()
+    chance.choice((os.mkdir, os.mkfifo))(path)
+
+
+def _swap(one: Path, other: Path) -> None:
+    aside = one.with_suffix(".aside")
+    os.rename(one, aside)
+    os.rename(other, one)
+    os.rename(aside, other)
+
+
+_REACH_S = 6.0
+_END_S = 45.0
+_BACK_S = 60.0
+_SLOW_CALL_S = 0.05
+_IO_ERROR_SHARE = 0.5
+#: Corrupted of the stored blocks of some agents: at least this many, or this share.
+_BLOCKS_HIT = 12
+_BLOCKS_SHARE = 0.02
+_CONTEXTS_HIT = 4
+
+
+class InjectedFault(msgspec.Struct, frozen=True):
+    """A fault that was injected and is over: from its beginning until the cluster had recovered.
+
+    ``problem`` describes a recovery that failed; times are of the monotonic clock, and a kill
+    begins with the signal.  ``answered_s`` is when a router answered again after one had ended.
+    """
+
+    planned: PlannedFault
+    begin_s: float
+    end_s: float
+    problem: str = ""
+    damaged_blocks: int = 0
+    answered_s: float | None = None
+
+
+class FaultInjector:
+    """Injects faults into a cluster under load."""
+
+    def __init__(
+        self, cluster: ChaosCluster, failpoints: FailpointServer, load: Load, block_tokens: int
+    ) -> None:
+        self._block_tokens = block_tokens
+        self._cluster = cluster
+        self._failpoints = failpoints
+        self._load = load
+
+    async def inject(self, planned: PlannedFault) -> InjectedFault | None:
+        """Inject a fault and restore the cluster; None if its step was not reached in time."""
+        paused = await self._failpoints.pause_at(
+            planned.process, planned.step, planned.passes, _REACH_S
+        )
+        if paused is None:
+            return None
+        begin_s = time.monotonic()
+        problem, damaged = "", 0
+        match planned.fault:
+            case Fault.KILL | Fault.TERMINATE:
+                return await self._end_and_restart(planned, paused)
+            case Fault.OTHER_ROLE:
+                problem = await self._change_roles(planned, paused)
+            case Fault.STOP:
+                problem = await self._stop(planned, paused)
+            case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
+                problem = await self._reset(planned, paused)
+            case fault if fault in CORRUPTIONS or fault is Fault.REMOVED:
+                damaged = await self._damage(planned)
+                paused.resume()
+            case _:
+                await self._disk_fault(planned, paused)
+        return InjectedFault(planned, begin_s, time.monotonic(), problem, damaged)
+
+    async def _end_and_restart(self, planned: PlannedFault, paused: PausedProcess) -> InjectedFault:
+        cluster, process = self._cluster, self._cluster.owner_of(paused.pid)
+        name, ends_router = process.name, planned.component is Component.ROUTER
+        # A router has no epoch, and a paused one does not answer.
+        old_epoch = await cluster.epoch(name) if planned.component.is_engine else None
+        begin_s = time.monotonic()
+        if planned.fault is Fault.KILL:
+            os.kill(paused.pid, signal.SIGKILL)
+        else:
+            process.terminate()
+        paused.resume()
+        code = await cluster.wait_ended(name, _END_S)
+        problem = ""
+        if code is None:
+            problem = f"still runs {_END_S:g} s after {planned.fault.value}"
+            process.kill()
+            await cluster.wait_ended(name, _END_S)
+        elif planned.fault is Fault.TERMINATE and code != 0:
+            problem = f"exit code {code} after SIGTERM"
+        if not await cluster.group_ended(process.pid, _END_S):
+            problem = problem or f"child processes of {name} outlive it"
+        problem = await self._end_siblings(name) or problem
+        for rank in cluster.group(name):
+            cluster.start(rank)
+        answered_s = None
+        if ends_router and await cluster.router_answers(_BACK_S):
+            answered_s = time.monotonic()
+        if not await self._recovered(planned, old_epoch):
+            problem = problem or f"not back {_BACK_S:g} s after its restart"
+        # The campaign restarts, and reports, other processes that have ended meanwhile.
+        return InjectedFault(planned, begin_s, time.monotonic(), problem, answered_s=answered_s)
+
+    async def _change_roles(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Change an engine's group to the other role and back; return what failed."""
+        paused.resume()
+        own = self._cluster.role(planned.engine)
+        other = Role.DECODE if own is Role.PREFILL else Role.PREFILL
+        return await self._to_role(planned, other) or await self._to_role(planned, own)
+
+    async def _to_role(self, planned: PlannedFault, role: Role) -> str:
+        """Do what the supervisor of engines does when the router requests another role."""
+        cluster, name = self._cluster, planned.engine
+        old_epoch = await cluster.epoch(name)
+        if not await cluster.request_role(name, role, _BACK_S):
+            return f"the router refuses role {role.value} for {_BACK_S:g} s"
+        group = cluster.group(name)
+        for rank in group:
+            cluster.process(rank).terminate()
+        ended = [await cluster.wait_ended(rank, _END_S) for rank in group]
+        problem = "" if set(ended) == {0} else f"exit codes {ended} after SIGTERM for another role"
+        for rank in group:
+            if cluster.process(rank).alive:
+                cluster.process(rank).kill()
+                await cluster.wait_ended(rank, _END_S)
+        cluster.set_role(name, role)
+        for rank in group:
+            cluster.start(rank)
+        if not await cluster.joined(name, old_epoch, _BACK_S):
+            problem = problem or f"not {role.value} {_BACK_S:g} s after its restart"
+        return problem
+
+    async def _end_siblings(self, name: str) -> str:
+        """Wait for the end of the other ranks of its group; return which did not end by itself."""
+        problem = ""
+        for rank in self._cluster.group(name):
+            if rank != name and await self._cluster.wait_ended(rank, _END_S) is None:
+                problem = f"{rank} still runs {_END_S:g} s after the end of {name}"
+                self._cluster.process(rank).kill()
+                await self._cluster.wait_ended(rank, _END_S)
+        return problem
+
+    async def _stop(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        # The process with its children; of an engine's ranks only one.
+        group = self._cluster.owner_of(paused.pid).pid
+        one_rank = planned.component.failure_domain is not planned.component
+        with contextlib.suppress(ProcessLookupError):
+            for number, wait_s in ((signal.SIGSTOP, planned.lasts_s), (signal.SIGCONT, 0.0)):
+                if one_rank:
+                    os.kill(paused.pid, number)
+                else:
+                    os.killpg(group, number)
+                await asyncio.sleep(wait_s)
+        paused.resume()
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
+
+    async def _reset(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        name, cluster = planned.process, self._cluster
+        relay = {
+            Fault.RESET_CONTROL: cluster.control[name],
+            Fault.RESET_HTTP: cluster.http[name],
+            Fault.RESET_CLIENTS: cluster.clients,
+        }[planned.fault]
+        relay.reset()
+        paused.resume()
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after the reset"
+
+    async def _disk_fault(self, planned: PlannedFault, paused: PausedProcess) -> None:
+        share = _IO_ERROR_SHARE if planned.fault is Fault.IO_ERROR else 1.0
+        self._failpoints.set_disk_fault(DiskFault(planned.fault, share, _SLOW_CALL_S))
+        paused.resume()
+        await asyncio.sleep(planned.lasts_s)
+        self._failpoints.set_disk_fault(DiskFault())
+
+    async def _damage(self, planned: PlannedFault) -> int:
+        storage = self._cluster.storage
+        if planned.fault is Fault.REMOVED:
+            for folder in storage.iterdir():
+                await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            return 0
+        chance = random.Random(planned.number)
+        agents = [agent for agent in self._load.agents if agent.context]
+        keys = [
+            key
+            for agent in chance.sample(agents, min(_CONTEXTS_HIT, len(agents)))
+            for key in block_keys(agent.context, self._block_tokens, cache_salt=agent.salt)
+        ]
+        files = await asyncio.to_thread(block_files, storage, keys)
+        wanted = max(_BLOCKS_HIT, int(len(files) * _BLOCKS_SHARE))
+        hit = chance.sample(files, min(wanted, len(files)))
+        return await asyncio.to_thread(corrupt, hit, planned.fault, chance)
+
+    async def _recovered(self, planned: PlannedFault, old_epoch: str | None = None) -> bool:
+        """Wait until an engine has re-registered; after a fault of the router, until all have."""
+        if planned.component is Component.ROUTER:
+            return await self._cluster.all_registered(_BACK_S)
+        if planned.component is Component.FRONT_END:
+            return await self._cluster.serves_clients(_BACK_S)
+        return await self._cluster.joined(planned.engine, old_epoch, _BACK_S)

@@ -1,0 +1,340 @@
+"""The adversary: injects a few faults at times that the seed decides, and ends them."""
+
+import enum
+import functools
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from dualpath_lab.faults.simulation.clients import Clients
+from dualpath_lab.faults.simulation.cluster import Cluster
+from dualpath_lab.faults.simulation.connections import Connection
+from dualpath_lab.faults.simulation.ranks import SimFollower
+from dualpath_lab.faults.simulation.router import SimFrontEnd
+from dualpath_lab.faults.simulation.world import Process, World
+
+#: Faults begin within this time.
+FAULTS_WITHIN_S = 1.2
+#: Probability that a fault begins at an opportunity (``World.maybe_fault``).
+_FAULT_SHARE = 0.008
+#: Delays of stalling transfers, below and above time-outs, and of hanging ones, above all of them.
+_STALL_S = (0.5, 8.0)
+_HANG_S = (32.0, 50.0)
+
+
+class ClusterFeature(enum.Enum):
+    """Features that only some clusters have."""
+
+    RANKS = enum.auto()
+    FRONT_ENDS = enum.auto()
+    LEASE = enum.auto()
+
+
+class FaultKind(msgspec.Struct, frozen=True):
+    """One kind of fault; ``begin`` returns the function that ends it, if there is one.
+
+    It is injected only in clusters with the feature that it ``needs``.
+    """
+
+    name: str
+    begin: Callable[["Adversary"], Callable[[], None] | None]
+    needs: ClusterFeature | None = None
+
+
+class Adversary:
+    """Injects ``faults`` faults of the given ``kinds``, and ends each after a while."""
+
+    def __init__(
+        self,
+        world: World,
+        cluster: Cluster,
+        clients: Clients,
+        faults: int,
+        kinds: Sequence[FaultKind],
+    ) -> None:
+        self.world = world
+        self.cluster = cluster
+        self.clients = clients
+        #: Whether a transfer outlasts all time-outs: requests without other engines fail.
+        self.transfer_hangs = False
+        self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
+        self._unfinished = len(self._waiting)
+        world.maybe_fault = self._maybe_begin
+        for _ in range(faults):
+            world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._begin_next)
+
+    @property
+    def done(self) -> bool:
+        """Whether every fault has ended."""
+        return self._unfinished == 0
+
+    def _maybe_begin(self) -> None:
+        """Something begins or is in flight that a fault may hit: half of the faults begin here."""
+        if self._waiting and self.world.chance.random() < _FAULT_SHARE:
+            self.world.after(self.world.chance.choice((0.0, 1e-4, 1e-3)), self._begin_next)
+
+    def _begin_next(self) -> None:
+        if self._waiting:
+            self._begin(self._waiting.pop())
+
+    def _begin(self, kind: FaultKind) -> None:
+        self.world.note("adversary", kind.name)
+        end = kind.begin(self)
+        self.world.after(
+            self.world.chance.choice((0.02, 0.2, 1.0, 3.0)), lambda: self._end(kind, end)
+        )
+
+    def _end(self, kind: FaultKind, end: Callable[[], None] | None) -> None:
+        if end is not None:
+            self.world.note("adversary", f"{kind.name}: over")
+            end()
+        self._unfinished -= 1
+
+    # ------------------------------------------------------------------ processes
+
+    def kill_engine(self) -> None:
+        """SIGKILL; the supervisor restarts it."""
+        engine_id = self._some_engine()
+        if self.cluster.engines[engine_id].process.alive:
+            self.cluster.restart_engine(engine_id, self._pause_s())
+
+    def lose_engine(self) -> None:
+        """SIGKILL without a restart."""
+        self.cluster.lose_engine(self._some_engine())
+
+    def terminate_engine(self) -> None:
+        """SIGTERM; the supervisor restarts it once it has ended."""
+        engine = self.cluster.engines[self._some_engine()]
+        if engine.serves:
+            engine.terminate()
+            self.cluster.replace_ended_engine(engine.engine_id, self._pause_s())
+
+    def stop_engine(self) -> Callable[[], None]:
+        """SIGSTOP, later SIGCONT."""
+        return self.stop(self.cluster.engines[self._some_engine()].process)
+
+    def kill_rank(self) -> None:
+        """SIGKILL of a follower rank: its engine ends, and the supervisor restarts it."""
+        if (follower := self._some_follower()) is not None:
+            self.cluster.kill_follower(follower, self._pause_s())
+
+    def stop_rank(self) -> Callable[[], None] | None:
+        """SIGSTOP of a follower rank, later SIGCONT."""
+        follower = self._some_follower()
+        return None if follower is None else self.stop(follower.process)
+
+    def kill_router(self) -> None:
+        """SIGKILL; the supervisor restarts it."""
+        if self.cluster.router.process.alive:
+            self.cluster.restart_router(self._pause_s())
+
+    def stop_router(self) -> Callable[[], None]:
+        """SIGSTOP, later SIGCONT."""
+        return self.stop(self.cluster.router.process)
+
+    def kill_front_end(self) -> None:
+        """SIGKILL; the supervisor restarts it."""
+        if (front_end := self._some_front_end()) is not None:
+            front_end.kill()
+
+    def kill_both(self) -> None:
+        """SIGKILL of the router and a front end at once."""
+        self.kill_router()
+        self.kill_front_end()
+
+    def terminate_front_end(self) -> None:
+        """SIGTERM; the supervisor restarts it once it has ended."""
+        if (front_end := self._some_front_end()) is not None:
+            front_end.terminate()
+
+    def stop_front_end(self) -> Callable[[], None] | None:
+        """SIGSTOP, later SIGCONT."""
+        front_end = self._some_front_end()
+        return None if front_end is None else self.stop(front_end.process)
+
+    def stop(self, process: Process) -> Callable[[], None]:
+        """Stop a process; return the function that resumes it."""
+        self.world.note(process.name, "is stopped")
+        process.stop()
+
+        def resume() -> None:
+            self.world.note(process.name, "is resumed")
+            process.resume()
+
+        return resume
+
+    # ------------------------------------------------------------------ connections
+
+    def reset_control(self) -> None:
+        """Reset a control connection."""
+        if (connection := self._some_connection()) is not None:
+            self.world.note(connection.process.name, "its control connection is reset")
+            connection.reset()
+
+    def stall_control(self) -> None:
+        """Delay all frames of a control connection for a while."""
+        if (connection := self._some_connection()) is not None:
+            connection.stalled_until_s = self.world.now_s + self._pause_s()
+            self.world.note(connection.process.name, "its control connection stalls")
+
+    def duplicate_control(self) -> Callable[[], None]:
+        """Make some frames arrive twice."""
+        return self.set(self.cluster.shared.wire_faults, "duplicated", 0.3)
+
+    def reset_call(self) -> None:
+        """Reset a call of the router to an engine."""
+        if calls := list(self.cluster.shared.http.calls):
+            self.world.chance.choice(calls).break_off("connection reset by the adversary")
+
+    def client_leaves(self) -> None:
+        """Close a client's connection."""
+        if in_flight := self.clients.in_flight():
+            self.clients.leave(self.world.chance.choice(in_flight))
+
+    # ------------------------------------------------------------------ storage and transfers
+
+    def slow_storage(self) -> Callable[[], None]:
+        """Make some operations slow."""
+        return self.set(self.cluster.shared.storage_faults, "slow", 0.3)
+
+    def failing_storage(self) -> Callable[[], None]:
+        """Make some operations fail."""
+        return self.set(self.cluster.shared.storage_faults, "failing", 0.5)
+
+    def full_storage(self) -> Callable[[], None]:
+        """Make all writes fail."""
+        return self.set(self.cluster.shared.storage_faults, "full", True)
+
+    def rotting_storage(self) -> Callable[[], None]:
+        """Corrupt some stored blocks."""
+        return self.set(self.cluster.shared.storage_faults, "corrupting", 0.5)
+
+    def stalling_transfers(self) -> Callable[[], None]:
+        """Make some transfers slow."""
+        self.cluster.shared.transfer_faults.stall_s = _STALL_S
+        return self.set(self.cluster.shared.transfer_faults, "to_stall", self._some())
+
+    def hanging_transfers(self) -> Callable[[], None]:
+        """Make a transfer outlast all time-outs."""
+        faults = self.cluster.shared.transfer_faults
+        faults.stall_s = _HANG_S
+        self.transfer_hangs = True
+        return self.set(faults, "to_stall", 1)
+
+    def failing_transfers(self) -> Callable[[], None]:
+        """Make some transfers fail."""
+        return self.set(self.cluster.shared.transfer_faults, "to_fail", self._some())
+
+    def _some(self) -> int:
+        """Return a number of transfers whose faults a request survives."""
+        return self.world.chance.choice((1, 2))
+
+    def set(self, faults: object, name: str, value: float) -> Callable[[], None]:
+        """Set a fault; return the function that resets it."""
+        setattr(faults, name, value)
+        return functools.partial(setattr, faults, name, type(value)(0))
+
+    def _some_engine(self) -> str:
+        return self.world.chance.choice(sorted(self.cluster.engines))
+
+    def _some_front_end(self) -> SimFrontEnd | None:
+        """Return a live front end."""
+        alive = self.cluster.front_ends.alive
+        return self.world.chance.choice(alive) if alive else None
+
+    def _some_connection(self) -> Connection | None:
+        """Return a connection of a live engine or front end."""
+        shared = self.cluster.shared
+        both = (*shared.control.connections, *shared.links.connections)
+        alive = [connection for connection in both if connection.is_open]
+        return self.world.chance.choice(alive) if alive else None
+
+    def _some_follower(self) -> SimFollower | None:
+        """Return a live follower rank of a live engine."""
+        living = [e for _, e in sorted(self.cluster.engines.items()) if e.process.alive]
+        alive = [f for engine in living for f in engine.followers if f.process.alive]
+        return self.world.chance.choice(alive) if alive else None
+
+    def _pause_s(self) -> float:
+        return self.world.chance.choice((0.05, 0.3, 1.0, 2.5))
+
+
+FAULT_KINDS = (
+    FaultKind("kill an engine", Adversary.kill_engine),
+    FaultKind("lose an engine", Adversary.lose_engine),
+    FaultKind("terminate an engine", Adversary.terminate_engine),
+    FaultKind("stop an engine", Adversary.stop_engine),
+    FaultKind("kill a rank", Adversary.kill_rank, needs=ClusterFeature.RANKS),
+    FaultKind("stop a rank", Adversary.stop_rank, needs=ClusterFeature.RANKS),
+    FaultKind("kill the router", Adversary.kill_router),
+    FaultKind("stop the router", Adversary.stop_router),
+    FaultKind("kill a front end", Adversary.kill_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind(
+        "kill the router and a front end", Adversary.kill_both, needs=ClusterFeature.FRONT_ENDS
+    ),
+    FaultKind(
+        "terminate a front end", Adversary.terminate_front_end, needs=ClusterFeature.FRONT_ENDS
+    ),
+    FaultKind("stop a front end", Adversary.stop_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind("reset a control connection", Adversary.reset_control),
+    FaultKind("stall a control connection", Adversary.stall_control),
+    FaultKind("duplicate control messages", Adversary.duplicate_control),
+    FaultKind("reset a call to an engine", Adversary.reset_call),
+    FaultKind("let a client leave", Adversary.client_leaves),
+    FaultKind("slow storage", Adversary.slow_storage),
+    FaultKind("failing storage", Adversary.failing_storage),
+    FaultKind("full storage", Adversary.full_storage),
+    FaultKind("rotting storage", Adversary.rotting_storage),
+    FaultKind("stalling transfers", Adversary.stalling_transfers),
+    FaultKind("hanging transfers", Adversary.hanging_transfers),
+    FaultKind("failing transfers", Adversary.failing_transfers),
+)
+
+
+# ------------------------------------------------------------------------------------- lease kinds
+# Faults of schedulers that are elected by a lease, and of the store of leases.
+
+#: Probability that a call to the store is slow, doubled or unanswered during such a fault.
+_OFTEN = 0.5
+#: How long the lease's holder is stopped: long enough for another to acquire the lease.
+_OUTLIVES_S = (1.5, 2.0, 3.0)
+
+
+def _terminate_router(adversary: Adversary) -> None:
+    """SIGTERM: it drains and releases the lease."""
+    router = adversary.cluster.router
+    if router.serves:
+        router.terminate()
+
+
+def _outlive_lease(adversary: Adversary) -> None:
+    """SIGSTOP, and SIGCONT after another has acquired the lease."""
+    resume = adversary.stop(adversary.cluster.router.process)
+    adversary.world.after(adversary.world.pick(_OUTLIVES_S), resume)
+
+
+def _cut_router(adversary: Adversary) -> Callable[[], None]:
+    """Cut the lease's holder off from the store."""
+    cut, name = adversary.cluster.shared.leadership.faults.cut, adversary.cluster.router.name
+    adversary.world.note(name, "does not reach the store of leases")
+    cut.add(name)
+    return lambda: cut.discard(name)
+
+
+def _store(name: str, value: float) -> Callable[[Adversary], Callable[[], None]]:
+    return lambda adversary: adversary.set(adversary.cluster.shared.leadership.faults, name, value)
+
+
+def _kind(name: str, begin: Callable[[Adversary], Callable[[], None] | None]) -> FaultKind:
+    return FaultKind(name, begin, needs=ClusterFeature.LEASE)
+
+
+LEASE_FAULT_KINDS = (
+    _kind("terminate the router", _terminate_router),
+    _kind("stop the router for longer than its lease", _outlive_lease),
+    _kind("cut the router from the store of leases", _cut_router),
+    _kind("unreachable store of leases", _store("unreachable", True)),
+    _kind("slow store of leases", _store("slow", _OFTEN)),
+    _kind("lost answers of the store of leases", _store("unanswered", _OFTEN)),
+    _kind("doubled calls of the store of leases", _store("doubled", _OFTEN)),
+)

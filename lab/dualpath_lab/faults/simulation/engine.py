@@ -1,0 +1,521 @@
+"""An emulated engine in a simulated cluster: the real code on simulated time."""
+
+import functools
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
+from dualpath.core.cluster import GroupRank, HostProcess, Role
+from dualpath.core.control import decode_engine_message, decode_router_message
+from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
+from dualpath.engine.control.link import RouterConnection
+from dualpath.engine.control.surroundings import Surroundings, open_node_dram
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import TimeLimit
+from dualpath.router.token_api.wire import GenerateRequest, decode_body
+from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.contract import BlockStorage, ReadOutcome, run_origins
+from dualpath.storage.node_dram import NodeDram
+from dualpath.storage.objects import ObjectInfo, ObjectTree, PosixObjects
+from dualpath.storage.posix import PosixStorage
+from dualpath.transport.contract import Transport
+from dualpath.transport.memory import address_of
+from dualpath_lab.emulated.data_plane import DataPlane
+from dualpath_lab.emulated.decode import DecodeEngine
+from dualpath_lab.emulated.engine_server import Admission
+from dualpath_lab.emulated.prefill import PrefillEngine
+from dualpath_lab.emulated.rank_processes import ConnectedLeader
+from dualpath_lab.emulated.requests import Sampling
+from dualpath_lab.emulated.settings import EmulatedSettings
+from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
+from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
+from dualpath_lab.faults.simulation.disk import ROOT, Disk, SimCalls, StorageFaults
+from dualpath_lab.faults.simulation.http import Call
+from dualpath_lab.faults.simulation.janitor_checks import CheckedCalls
+from dualpath_lab.faults.simulation.ranks import SimFollower
+from dualpath_lab.faults.simulation.threads import SimThreads, Waiting
+from dualpath_lab.faults.simulation.transfers import SimTransport
+
+# ------------------------------------------------------------------------------------------ blocks
+# The storage of a simulated cluster: the real file storage on a simulated, unreliable disk.
+
+_DELAYS_S = (0.0002, 0.0005, 0.001, 0.003)
+#: Probability that a slow read fails after it has written part of its destination.
+_SLOW_FAIL = 0.5
+
+
+class Pace:
+    """Delays of one process's operations on the storage."""
+
+    def __init__(self, threads: SimThreads, faults: StorageFaults) -> None:
+        self.world = threads.world
+        self.faults = faults
+        self._threads = threads
+
+    def take_time(self, what: str) -> bool:
+        """Wait; return whether the operation was slow."""
+        self.world.maybe_fault()
+        delay_s = self.world.pick(_DELAYS_S)
+        if self.faults.slow and self.world.chance.random() < self.faults.slow:
+            delay_s = self.world.chance.uniform(*self.faults.slow_s)
+            self.faults.injected += 1
+            self.world.note(self._threads.process.name, f"{what} takes {delay_s:.3f} s")
+        self._threads.sleep(delay_s)
+        return delay_s >= self.faults.slow_s[0]
+
+    def happens(self, how_often: float, what: str) -> bool:
+        """Whether a fault with this probability occurs now."""
+        if not how_often or self.world.chance.random() >= how_often:
+            return False
+        self.faults.injected += 1
+        self.world.note(self._threads.process.name, what)
+        return True
+
+
+class SimStorage:
+    """One engine's access to the shared storage: ``storage.contract.BlockStorage``."""
+
+    def __init__(
+        self, inner: PosixStorage, disk: Disk, pace: Pace, check: Callable[[memoryview], None]
+    ) -> None:
+        self.geometry = inner.geometry
+        self.parallel_lookups = 2
+        self._inner = inner
+        self._disk = disk
+        self._pace = pace
+        self._check = check
+
+    def is_stored(self, key: BlockKey) -> bool:
+        """Look up a block after a delay."""
+        self._pace.take_time("look-up")
+        return self._inner.is_stored(key)
+
+    def read(self, key: BlockKey, destination: memoryview, *, whole: bool = True) -> ReadOutcome:
+        """Read a block after a delay; the read may fail or the block may be corrupted."""
+        slow = self._pace.take_time("read")
+        self._check(destination)
+        if slow and self._pace.happens(_SLOW_FAIL, "read fails"):
+            destination[: len(destination) // 2] = bytes(len(destination) // 2)
+            return ReadOutcome(0, "read error: injected")
+        if self._pace.happens(self._pace.faults.corrupting, f"block {key.hex()[:8]} is corrupted"):
+            self._corrupt(key)
+        return self._inner.read(key, destination, whole=whole)
+
+    def write(
+        self,
+        keys: Sequence[BlockKey],
+        sources: Sequence[memoryview],
+        origin: BlockOrigin = UNKNOWN_ORIGIN,
+    ) -> int:
+        """Write one block after the other, each after a delay."""
+        new = 0
+        for key, source, own in zip(keys, sources, run_origins(keys, origin), strict=True):
+            self._pace.take_time("write")
+            new += self._inner.write([key], [source], own)
+        return new
+
+    def used(self, key: BlockKey) -> None:
+        """See ``BlockStorage``; nothing to record here."""
+
+    def close(self) -> None:
+        """Close the files."""
+        self._inner.close()
+
+    def _corrupt(self, key: BlockKey) -> None:
+        file = self._disk.files.get(str(self._inner.block_path(key)))
+        if file is not None:
+            file.corrupted = True
+            file.content[self._pace.world.chance.randrange(HEADER_BYTES, len(file.content))] ^= 1
+
+
+class SimTree:
+    """One engine's access to other objects: ``storage.objects.ObjectTree`` with delays."""
+
+    def __init__(self, inner: ObjectTree, pace: Pace) -> None:
+        self._inner = inner
+        self._pace = pace
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Create an object after a delay."""
+        self._pace.take_time("creating an object")
+        return self._inner.create(name, content)
+
+    def replace(self, name: str, content: bytes) -> None:
+        """Replace an object after a delay."""
+        self._pace.take_time("replacing an object")
+        self._inner.replace(name, content)
+
+    def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
+        """Return an object without a delay."""
+        return self._inner.get(name, max_bytes)
+
+    def remove(self, names: Sequence[str]) -> int:
+        """Remove objects one after the other, each after a delay."""
+        removed = 0
+        for name in names:
+            self._pace.take_time("removing an object")
+            removed += self._inner.remove([name])
+        return removed
+
+    def folders(self, prefix: str) -> list[str]:
+        """List folders."""
+        return self._inner.folders(prefix)
+
+    def objects(self, prefix: str) -> Iterator[ObjectInfo]:
+        """List objects."""
+        return self._inner.objects(prefix)
+
+
+# ----------------------------------------------------------------------------------------- control
+# The engines' ends of simulated control connections.
+
+
+class EngineConnection(Connection):
+    """An engine's end: ``engine.router_connection.RouterConnection``."""
+
+    router = ADDRESS
+
+    def __init__(self, network: Network, threads: SimThreads) -> None:
+        self._threads = threads
+        self._inbox: deque[bytes] = deque()
+        self._waiting: list[Waiting] = []
+        self._woken = False
+        self._reconnected = False
+        super().__init__(network, threads.process)
+
+    def send(self, frame: bytes) -> bool:
+        """Send a frame, once connected."""
+        self._send(frame)
+        return True
+
+    def receive(self) -> bytes | None:
+        """Return the oldest frame that has arrived, None if there is none."""
+        return self._inbox.popleft() if self._inbox else None
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for a frame, a wake-up or a reconnect; return whether it has reconnected."""
+        if not self._inbox and not self._woken:
+            self._threads.wait(self._waiting, timeout_s)
+        reconnected, self._reconnected = self._reconnected, False
+        self._woken = False
+        return reconnected
+
+    def wake(self) -> None:
+        """Wake the waiting thread."""
+        self._woken = True
+        while self._waiting:
+            self._waiting.pop(0).wake()
+
+    def reconnect(self) -> None:
+        """Reset the connection and connect again."""
+        self.reset()
+
+    def _on_frame(self, frame: bytes) -> None:
+        self._inbox.append(frame)
+        self.wake()
+
+    def _connected(self) -> None:
+        self._reconnected = True
+        self.wake()
+
+    def _decoded(self, frame: bytes, *, to_router: bool) -> object:
+        return decode_engine_message(frame) if to_router else decode_router_message(frame)
+
+
+# ------------------------------------------------------------------------------------ engine files
+# One simulated engine's access to the storage: the real file storage on the simulated disk.
+
+
+class EngineFiles:
+    """``check`` is called with the memory that a block is about to be read into."""
+
+    def __init__(
+        self,
+        shared: ClusterResources,
+        threads: SimThreads,
+        known: HostProcess,
+        check: Callable[[memoryview], None],
+    ) -> None:
+        context = (threads, shared.storage_faults, known, shared.runs)
+        self._shared = shared
+        self._block_calls = SimCalls(shared.disk, *context)
+        self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
+        self._dram_calls = SimCalls(shared.node_dram[known.host], *context)
+        self._pace = Pace(threads, shared.storage_faults)
+        self._check = check
+
+    @property
+    def open(self) -> int:
+        """Number of open files."""
+        calls = self._block_calls, self._object_calls, self._dram_calls
+        return sum(each.descriptors for each in calls)
+
+    def half_written(self, writer: str) -> list[str]:
+        """Return the temporary files of one process whose removal was not refused."""
+        return self._shared.disk.temporaries_of(writer) + self._dram_calls.disk.temporaries_of(
+            writer
+        )
+
+    def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
+        """Open the storage; without faults, which would only make the engine restart."""
+        self._shared.namespaces[namespace] = None
+        self._block_calls.reliable = True
+        inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
+        self._block_calls.reliable = False
+        return SimStorage(inner, self._shared.disk, self._pace, self._check)
+
+    def open_node_dram(
+        self, settings: EngineSettings, namespace: StoreNamespace
+    ) -> NodeDram | None:
+        """Open the DRAM that it shares with other engines of its machine, if there is one."""
+        self._dram_calls.reliable = True
+        dram = open_node_dram(settings, namespace, self._dram_calls)
+        self._dram_calls.reliable = False
+        return dram
+
+    def open_tree(self, settings: EngineSettings) -> ObjectTree:
+        """Open the objects that are stored with the blocks."""
+        return SimTree(PosixObjects(ROOT, self._object_calls), self._pace)
+
+
+#: Idle ranks end within this time, or are killed.
+_RANKS_END_S = 10.0
+_LOOK_S = 0.05
+
+
+class SimEngine:
+    """An engine from the start of its process to its end; ``name`` has the number of the start.
+
+    Its first rank runs in ``process``; the other ranks are ``followers``.
+    """
+
+    def __init__(
+        self,
+        shared: ClusterResources,
+        settings: EmulatedSettings,
+        start: int,
+        host: str,
+        dp: GroupRank | None = None,
+    ) -> None:
+        self.settings = settings
+        self._dp = dp
+        self.shared = shared
+        self.engine_id = settings.engine.engine_id
+        self.name = f"{self.engine_id}#{start}"
+        self.host = host
+        self.process, self._known = shared.process(self.name, host)
+        self.threads = SimThreads(self.process)
+        self.transport: SimTransport | None = None
+        self.plane: DataPlane | None = None
+        self._engine: PrefillEngine | DecodeEngine | None = None
+        self._admission: Admission | None = None
+        self._ending = False
+        self._leaving = False
+        self._hbm_owners: dict[int, str] = {}
+        self._files = EngineFiles(shared, self.threads, self._known, self._check_read)
+        shared.world.note(self.name, "starts")
+        others = range(1, settings.tensor_parallel_size)
+        self.followers = tuple(SimFollower(self, rank) for rank in others)
+        self.threads.start("main", self._main)
+
+    # ------------------------------------------------------------------ start and end
+
+    def _main(self) -> None:
+        surroundings = Surroundings(
+            threads=self.threads,
+            open_storage=self._files.open_storage,
+            open_tree=self._files.open_tree,
+            open_node_dram=self._files.open_node_dram,
+            now_s=lambda: self.shared.world.now_s,
+            open_transport=self._open_transport,
+            connect=self._connect,
+            listens=lambda url: self.serves,
+            new_epoch=lambda: self.name,
+            this_process=lambda: self._known,
+            has_exited=functools.partial(self.shared.has_exited, self.host),
+            end_process=self._exit,
+        )
+        try:
+            plane = DataPlane(self.settings, surroundings, self._lead())
+        except EngineLostError as error:
+            self.shared.world.note(self.name, f"ends: {error}")
+            self.kill()
+            return
+        self._watch_hbm(plane)
+        self.plane = plane
+        prefills = self.settings.engine.role is Role.PREFILL
+        self._engine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
+        self._engine.start()
+        self._admission = Admission(plane, self._engine)
+        plane.membership.join(self.settings.engine.api_url, dp=self._dp)
+
+    def _lead(self) -> ConnectedLeader | None:
+        """Return the connection to the other ranks; None if there are none."""
+        if not self.followers:
+            return None
+        return ConnectedLeader([follower.tie() for follower in self.followers], self.threads)
+
+    def terminate(self) -> None:
+        """End as after SIGTERM: drain, then end HTTP, then the engine, then the process.
+
+        An engine that has not started ends at once.
+        """
+        if self._ending:
+            return
+        if self._engine is None:
+            self.kill()
+            return
+        self._ending = True
+        self.shared.world.note(self.name, "is asked to end")
+        self._on_thread("sigterm", self._end)
+
+    def _end(self) -> None:
+        assert self._engine is not None
+        assert self.plane is not None
+        drained = self.threads.event()
+        self.plane.membership.drain("its process got SIGTERM", drained.set)
+        drained.wait(self.settings.engine.drain_timeout_s)
+        self.shared.world.note(self.name, "has drained" if drained.is_set() else "ends undrained")
+        self._leaving = True
+        self.shared.http.server_died(self)
+        self._engine.close()
+        self.plane.close()
+        limit = TimeLimit(self.threads, _RANKS_END_S)
+        while any(f.process.alive for f in self.followers) and limit.left_s():
+            self.threads.sleep(_LOOK_S)
+        self.shared.world.note(self.name, "ends")
+        self.shared.world.after(0.0, self.kill)
+
+    def _exit(self) -> None:
+        """End the process at once; does not return."""
+        self.kill()
+        self.threads.sleep(0.0)
+
+    def kill(self) -> None:
+        """End as after SIGKILL; the other ranks end a while later."""
+        if not self.process.alive:
+            return
+        self.shared.world.note(self.name, "is dead")
+        self.process.kill()
+        self.shared.http.server_died(self)
+        if self.transport is not None:
+            self.shared.fabric.kill(self.transport.agent)
+        for follower in self.followers:
+            follower.leader_died()
+
+    # ------------------------------------------------------------------ its HTTP server
+
+    @property
+    def serves(self) -> bool:
+        """Whether its server accepts connections."""
+        return self.process.alive and self._admission is not None and not self._leaving
+
+    def serve(self, body: bytes, call: Call) -> None:
+        """Accept a request on a thread of its own."""
+        self._on_thread("api", lambda: self._accept(body, call))
+
+    def aborted(self, abort: Callable[[], None]) -> None:
+        """The client has disconnected."""
+        self._on_thread("abort", abort)
+
+    def _on_thread(self, name: str, work: Callable[[], None]) -> None:
+        self.process.step(lambda: self.threads.start(name, work))
+
+    def _accept(self, body: bytes, call: Call) -> None:
+        assert self._admission is not None
+        try:
+            request = decode_body(body, GenerateRequest[Sampling])
+            transfer = self._admission.transfer(request)
+            prefix = self._admission.prefix(request, transfer)
+        except DualPathError as error:
+            self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
+            call.deliver(error)
+            return
+        call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
+
+    # ------------------------------------------------------------------ its surroundings
+
+    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+        shared = self.shared
+        self.transport = SimTransport(
+            *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),
+            self._poll_transfers,
+        )
+        shared.agents[agent] = self
+        return self.transport
+
+    def _poll_transfers(self) -> None:
+        """Poll transfers when one has ended, instead of all the time."""
+        if self.plane is not None:
+            self.plane.manager.wake_pump()
+
+    def _connect(self, settings: EngineSettings) -> RouterConnection:
+        return EngineConnection(self.shared.control, self.threads)
+
+    # ------------------------------------------------------------------ owners of memory
+
+    def owner_of(self, region: str, piece: int) -> str | None:
+        """Return who owns a piece of a region, None if nobody."""
+        if self.plane is None:
+            return None
+        manager = self.plane.manager
+        memory = region.partition(".")[0]
+        if memory == BUFFER_REGION:
+            return manager.buffer.owner(piece)
+        if memory == STAGING_REGION:
+            return "staging" if manager.staging.is_leased(piece) else None
+        free = piece in self.plane.hbm._free
+        return None if free else self._hbm_owners.get(piece)
+
+    def _check_read(self, destination: memoryview) -> None:
+        """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
+        if self.plane is None or not self.process.alive:
+            return
+        buffer = self.plane.manager.buffer
+        slot = buffer.slot_at(address_of(destination))
+        if not buffer.is_pinned(slot):
+            self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
+
+    def _watch_hbm(self, plane: DataPlane) -> None:
+        allocate, numbers = plane.hbm.allocate, itertools.count()
+
+        def noted_allocate(blocks: int) -> tuple[int, ...] | None:
+            taken = allocate(blocks)
+            lease = f"hbm lease {next(numbers)}"
+            self._hbm_owners.update(dict.fromkeys(taken or (), lease))
+            return taken
+
+        plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
+
+    def kept(self) -> Iterator[tuple[BlockKey, bytes]]:
+        """Yield what its buffer keeps for requests to come."""
+        if self.plane is not None and self.process.alive:
+            buffer = self.plane.manager.buffer
+            for slot, key in buffer.cached_blocks():
+                yield key, bytes(buffer.view(slot))
+
+    def held_when_idle(self) -> list[str]:
+        """Return what it still holds though nobody is served."""
+        if self.plane is None:
+            return [f"{self.name} has not come up"]
+        manager = self.plane.manager
+        report = manager.report()
+        transports = (self.transport, *(follower.transport for follower in self.followers))
+        counts = {
+            "requests": (report.unfinished_requests, 0),
+            "tokens to read": (report.read_queue_tokens, 0),
+            "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
+            "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
+            "free staging": (manager.staging.free, manager.staging.capacity),
+            "transfers": (sum(t.unfinished for t in transports if t is not None), 0),
+            "open files": (self._files.open, 0),
+            "half-written files": (len(self._files.half_written(self.name)), 0),
+            "retained blocks": (manager.buffer.retained, 0),
+        }
+        return [
+            f"{self.name}: {what} {found}, not {right}"
+            for what, (found, right) in counts.items()
+            if found != right
+        ]

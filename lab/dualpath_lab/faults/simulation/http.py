@@ -1,0 +1,185 @@
+"""Simulated HTTP from routers and front ends to engines: one request and response per call.
+
+A call to a stopped process waits; one to a dead process is refused; the other end sees the death of
+one end, or a reset, a moment later.
+"""
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
+
+import msgspec
+
+from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
+from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
+from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
+from dualpath_lab.emulated.requests import Answer
+from dualpath_lab.faults.simulation.event_loop import ProcessLoop
+from dualpath_lab.faults.simulation.world import World
+
+_DELAYS_S = (0.0001, 0.0005, 0.002, 0.04)
+
+
+class Server(Protocol):
+    """An engine's HTTP server."""
+
+    @property
+    def serves(self) -> bool:
+        """Whether it accepts connections."""
+        ...
+
+    def serve(self, body: bytes, call: "Call") -> None:
+        """Accept a request, once the process runs."""
+        ...
+
+    def aborted(self, abort: Callable[[], None]) -> None:
+        """The client has disconnected."""
+        ...
+
+
+class HttpNetwork:
+    """All calls in flight."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.servers: dict[str, Server] = {}
+        self.calls: dict[Call, None] = {}
+
+    def open(self, url: str, body: bytes, loop: ProcessLoop) -> "Call":
+        """Begin a call."""
+        call = Call(self, self.servers[url], loop)
+        self.calls[call] = None
+        self.world.after(self.delay_s(), functools.partial(call.connect, body))
+        return call
+
+    def server_died(self, server: Server) -> None:
+        """Break all calls to a server."""
+        for call in [call for call in self.calls if call.server is server]:
+            call.break_off("connection reset by peer")
+
+    def caller_died(self, loop: ProcessLoop) -> None:
+        """Break all calls of a process."""
+        for call in [call for call in self.calls if call.caller is loop]:
+            call.close()
+
+    def delay_s(self) -> float:
+        """Return the delay to the other end."""
+        return self.world.pick(_DELAYS_S)
+
+
+class Call:
+    """One request; its response arrives in order."""
+
+    def __init__(self, network: HttpNetwork, server: Server, loop: ProcessLoop) -> None:
+        self.server = server
+        self.arrived: asyncio.Queue[Answer | DualPathError | str] = asyncio.Queue()
+        self._network = network
+        self.caller = loop
+        self._abort: Callable[[], None] | None = None
+        self._open = True
+        self._free_s = 0.0
+
+    def connect(self, body: bytes) -> None:
+        """The request reaches the engine."""
+        if not self._open:
+            return
+        self._network.world.maybe_fault()
+        if not self.server.serves:
+            self.break_off("connection refused")
+            return
+        self.server.serve(body, self)
+
+    def begun(self, abort: Callable[[], None]) -> None:
+        """The engine has accepted the request; ``abort`` ends it."""
+        self._abort = abort
+        if not self._open:
+            self.server.aborted(abort)
+
+    def deliver(self, answer: Answer | DualPathError) -> None:
+        """Send a part of the engine's response."""
+        self._send(answer)
+
+    def break_off(self, reason: str) -> None:
+        """Break the connection for both ends."""
+        self._send(reason)
+        self.close()
+
+    def close(self) -> None:
+        """Close the caller's end; the engine notices it later."""
+        if not self._open:
+            return
+        self._open = False
+        self._network.calls.pop(self, None)
+        if self._abort is not None:
+            abort = functools.partial(self.server.aborted, self._abort)
+            self._network.world.after(self._network.delay_s(), abort)
+
+    def _send(self, item: Answer | DualPathError | str) -> None:
+        if self._open:
+            world = self._network.world
+            self._free_s = max(self._free_s, world.now_s + self._network.delay_s())
+            put = functools.partial(
+                self.caller.process.step, functools.partial(self.arrived.put_nowait, item)
+            )
+            world.at(self._free_s, put)
+
+
+class SimTokenApi:
+    """The calls of one process: ``router.token_api.client.TokenApi``."""
+
+    def __init__(
+        self, network: HttpNetwork, loop: ProcessLoop, called: Callable[[EngineInfo], None]
+    ) -> None:
+        """``called`` is called with the engine before each call."""
+        self._network = network
+        self._loop = loop
+        self._called = called
+
+    async def generate(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> GenerateAnswer:
+        """Return the whole response."""
+        token_ids: list[int] = []
+        finish_reason = None
+        stream = self.stream(engine, job, request)
+        try:
+            async for choice in stream:
+                token_ids += choice.token_ids or ()
+                finish_reason = choice.finish_reason
+        finally:
+            await stream.aclose()
+        return GenerateAnswer(request.request_id, [Choice(token_ids, finish_reason)])
+
+    async def stream(
+        self, engine: EngineInfo, job: Job, request: GenerateRequest[Any]
+    ) -> AsyncGenerator[Choice, None]:
+        """Yield the response as it arrives."""
+        self._called(engine)
+        call = self._network.open(engine.api_url, msgspec.json.encode(request), self._loop)
+        named = f"engine {engine.engine_id} at {engine.api_url}"
+        try:
+            while True:
+                answer = await call.arrived.get()
+                if isinstance(answer, str):
+                    raise EngineLostError(f"{named} does not answer: {answer}; restart it")
+                if isinstance(answer, DualPathError):
+                    raise engine_error(named, BAD_REQUEST, str(answer))
+                if answer.error is not None:
+                    raise engine_error(named, UNPROCESSABLE, answer.error)
+                yield Choice(list(answer.token_ids), answer.finish_reason)
+                if answer.finish_reason is not None:
+                    return
+        finally:
+            call.close()
+
+    async def answers(self, engine: EngineInfo) -> None:
+        """Return if the engine's server accepts connections; ``Sync`` checks the rest."""
+        await asyncio.sleep(2 * self._network.delay_s())
+        if not self._network.servers[engine.api_url].serves:
+            raise EngineLostError(f"engine {engine.engine_id} does not answer; restart it")
+
+    async def aclose(self) -> None:
+        """Nothing to close: each call closes itself."""

@@ -1,0 +1,136 @@
+"""Checks that the janitor of a simulated storage respects the events it has read.
+
+It must not evict a block that was used or written in the last ``protect_s``, or that is pinned, if
+that was recorded before the janitor last read the journal or the pins; nor a block that precedes
+such a block in its chain.
+"""
+
+from collections.abc import Callable, Mapping
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import HostProcess
+from dualpath.storage.block_file import HEADER_BYTES, decode_header
+from dualpath.storage.janitor import PINS
+from dualpath.storage.journal import JOURNAL, Removed, Written, decode_segment
+from dualpath.storage.posix import key_of
+from dualpath_lab.faults.simulation.disk import Disk, Listing, SimCalls, StorageFaults, object_path
+from dualpath_lab.faults.simulation.threads import SimThreads
+from dualpath_lab.faults.simulation.world import World
+
+_JOURNAL, _PINS = object_path(JOURNAL), object_path(PINS)
+
+
+class JanitorChecker:
+    """The recorded events of blocks and their times, in seconds of the simulation."""
+
+    def __init__(self, world: World, disk: Disk, protect_s: float) -> None:
+        self.evicted = 0
+        self._world = world
+        self._disk = disk
+        self._protect_s = protect_s
+        self._parents: dict[BlockKey, BlockKey] = {}
+        #: For each block, pairs of when a use was recorded and when it happened.
+        self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
+        #: Last blocks of pinned chains, and since when the then known blocks are pinned.
+        self._pinned_ends: list[BlockKey] = []
+        self._pinned_s: dict[BlockKey, float] = {}
+
+    def on_journal_segment(self, path: str) -> None:
+        """A segment of the journal has been written."""
+        segment = decode_segment(bytes(self._disk.files[path].content))
+        for news in segment.events if segment is not None else ():
+            if isinstance(news, Written) and news.parent:
+                self._parents[news.key] = news.parent
+        for news in segment.events if segment is not None else ():
+            if not isinstance(news, Removed):
+                self._used(news.key, (self._world.now_s, news.time_s))
+
+    def pin(self, key: BlockKey) -> None:
+        """A chain has been pinned."""
+        self._pinned_ends.append(key)
+        for one in self._chain(key):
+            self._pinned_s.setdefault(one, self._world.now_s)
+
+    @property
+    def pinned(self) -> set[BlockKey]:
+        """All blocks of pinned chains, by the events recorded so far."""
+        return {one for end in self._pinned_ends for one in self._chain(end)}
+
+    @property
+    def possibly_pinned(self) -> set[BlockKey]:
+        """Blocks that a janitor may regard as pinned: it also reads headers of stored blocks."""
+        parents, stored = dict(self._parents), set()
+        for path, file in self._disk.blocks():
+            header, key = decode_header(bytes(file.content[:HEADER_BYTES])), key_of(path)
+            if key is not None:
+                stored.add(key)
+                if header is not None and header.origin.parent:
+                    parents.setdefault(key, header.origin.parent)
+        return stored & {one for end in self._pinned_ends for one in chain_of(end, parents)}
+
+    def on_evicted(self, key: BlockKey, by: str, events_s: float, pins_s: float) -> None:
+        """A janitor removes a block; it last read events and pins at these times."""
+        self.evicted += 1
+        now_s, name = self._world.now_s, f"{by} evicts block {key.hex()[:8]}"
+        uses = self._uses.get(key, ())
+        used_s = max((use_s for recorded_s, use_s in uses if recorded_s < events_s), default=0.0)
+        if now_s - used_s < self._protect_s:
+            self._world.problem(f"{name} although it knows of a use {now_s - used_s:.3f} s ago")
+        if self._pinned_s.get(key, now_s) < pins_s:
+            self._world.problem(f"{name} although it is pinned")
+
+    def _used(self, key: BlockKey, use: tuple[float, float]) -> None:
+        for one in self._chain(key):
+            uses = self._uses.setdefault(one, [])
+            if uses and uses[-1] == use:
+                return
+            uses.append(use)
+
+    def _chain(self, key: BlockKey) -> list[BlockKey]:
+        return chain_of(key, self._parents)
+
+
+def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list[BlockKey]:
+    """Return a block and its known predecessors in the chain, last block first."""
+    chain: list[BlockKey] = []
+    while key is not None:
+        chain.append(key)
+        key = parents.get(key)
+    return chain
+
+
+class CheckedCalls(SimCalls):
+    """System calls of a process for objects, as janitor also for evicting blocks."""
+
+    def __init__(
+        self,
+        checker: JanitorChecker,
+        disk: Disk,
+        threads: SimThreads,
+        faults: StorageFaults,
+        known: HostProcess,
+        runs: Callable[[int], bool],
+    ) -> None:
+        super().__init__(disk, threads, faults, known, runs)
+        self._checker = checker
+        self._events_s = self._pins_s = 0.0
+
+    def scandir(self, path: str, /) -> Listing:
+        """Record when the journal and the pins were last read."""
+        if path == _JOURNAL:
+            self._events_s = self.world.now_s
+        elif path == _PINS:
+            self._pins_s = self.world.now_s
+        return super().scandir(path)
+
+    def rename(self, source: str, target: str, /) -> None:
+        """Record events of the journal."""
+        super().rename(source, target)
+        if target.startswith(_JOURNAL):
+            self._checker.on_journal_segment(target)
+
+    def unlink(self, path: str, /) -> None:
+        """Check an eviction."""
+        super().unlink(path)
+        if (key := key_of(path)) is not None:
+            self._checker.on_evicted(key, self.writer, self._events_s, self._pins_s)

@@ -1,0 +1,494 @@
+"""Planted bugs, which the simulation must find.
+
+Each disables one mechanism that keeps KV right or the cluster alive.
+"""
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey, BlockOrigin
+from dualpath.core.cluster import Role
+from dualpath.core.control import Envelope, Release
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.sessions import Channel
+from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedBlocks, SlotPool
+from dualpath.engine.buffer.dram_tier import Retention
+from dualpath.engine.control.assigned_requests import ActiveRequests
+from dualpath.engine.control.membership import Membership
+from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
+from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
+from dualpath.engine.passes.prefill_passes import PassOutcome
+from dualpath.engine.ranks import follower
+from dualpath.engine.ranks.rank import Rank
+from dualpath.node.system_calls import create_file
+from dualpath.router.attempts import loading
+from dualpath.router.control.engine_state import EngineState
+from dualpath.router.control.registry import Registry
+from dualpath.router.control.releases import Releases
+from dualpath.router.control.roles import Roles
+from dualpath.router.control.witnesses import Witnesses
+from dualpath.router.engine_calls import Job
+from dualpath.router.links.door import FrontEndDoor
+from dualpath.router.links.guest import Guest
+from dualpath.router.links.remote import RemoteScheduling
+from dualpath.router.links.remote_requests import RemoteAttempt, RemoteRequest
+from dualpath.router.requests import request_life
+from dualpath.router.requests.lifecycle import Attempt
+from dualpath.router.standby import leased_turn
+from dualpath.router.standby.kubernetes_lease import KubernetesLease
+from dualpath.router.standby.leased_turn import LeasedTurn
+from dualpath.storage import janitor
+from dualpath.storage.block_file import PlainVerifier
+from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
+from dualpath.storage.contract import ReadOutcome
+from dualpath.storage.janitor import Lease, apply_events
+from dualpath.storage.journal import segments
+from dualpath.storage.node_dram import NodeDram, NodeDramStorage
+from dualpath.storage.objects import ObjectTree
+from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
+from dualpath.storage.quotas import StorageLimits
+
+# ------------------------------------------------------------------------------------------- plant
+# Planted bugs: each disables one mechanism that keeps KV right or the cluster alive.
+
+
+class PlantedBug(msgspec.Struct, frozen=True):
+    """``what`` describes the bug; the context of ``patch`` plants it."""
+
+    what: str
+    patch: Callable[[], AbstractContextManager[object]]
+
+
+def replaced(owner: object, name: str, other: object) -> Callable[[], Any]:
+    """Return a factory of contexts that replace an attribute."""
+    return lambda: mock.patch.object(owner, name, other)
+
+
+# ---------------------------------------------------------------------------------- plants of dram
+# Planted bugs of DRAM: blocks retained for agents' next turns, and blocks shared by engines.
+
+
+def _good_if_fetched(
+    self: ReadQueue, task: ReadTask, position: int, slot: int, track: str
+) -> ReadOutcome:
+    """``ReadQueue._read`` that reports every prefetched block as good."""
+    outcome = _read(self, task, position, slot, track)
+    return ReadOutcome(outcome.bytes_read) if task.request_id == NO_REQUEST else outcome
+
+
+def _allocated_without_eviction(self: SlotPool, key: BlockKey) -> int | None:
+    """``SlotPool.allocate_for`` that does not evict the block whose slot it leases."""
+    if self._free or self._waiting or not self.cached.would_evict_for(key):
+        return _allocate_for(self, key)
+    slot = self.cached._next()
+    self.cached.touch(slot)
+    self._ref_count[slot], self._writer[slot] = 1, NO_REQUEST
+    return slot
+
+
+def _sharing(is_shared: Callable[[ReadOutcome, bool], bool]) -> Callable[..., ReadOutcome]:
+    """Return a ``NodeDramStorage.read`` that shares a block if ``is_shared(outcome, whole)``."""
+
+    def read(
+        self: NodeDramStorage, key: BlockKey, destination: memoryview, *, whole: bool = True
+    ) -> ReadOutcome:
+        if (found := self.dram.read(key, destination, whole=whole)) is not None:
+            return found
+        outcome = self.inner.read(key, destination, whole=whole)
+        if is_shared(outcome, whole):
+            self.dram.add(key, destination)
+        return outcome
+
+    return read
+
+
+_read, _allocate_for = ReadQueue._read, SlotPool.allocate_for
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+DRAM_BUGS: dict[str, PlantedBug] = {
+    "retention-unending": PlantedBug(
+        "the retention of an agent's blocks does not expire",
+        replaced(Retention, "expire", lambda self, now_ns: None),
+    ),
+    "prefetched-unverified": PlantedBug(
+        "a prefetched block is cached even if its read failed",
+        replaced(ReadQueue, "_read", _good_if_fetched),
+    ),
+    "prefetched-over-cached": PlantedBug(
+        "a prefetched block takes a slot whose block is not removed from the cache",
+        replaced(SlotPool, "allocate_for", _allocated_without_eviction),
+    ),
+    "shared-unverified": PlantedBug(
+        "a block whose read failed is shared with the engines of the machine",
+        replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
+    ),
+    "shared-in-part": PlantedBug(
+        "a block that was read without its window layers is shared as complete",
+        replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: outcome.is_good)),
+    ),
+    "shared-unbounded": PlantedBug(
+        "nothing is evicted from shared DRAM",
+        replaced(NodeDram, "_make_room", lambda self, key: None),
+    ),
+}
+
+
+# ---------------------------------------------------------------------------- plants of front ends
+# Planted bugs of separate front ends and of role changes.
+
+
+def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
+    self.engines.lose(self._away(reason))
+
+
+def _announce_once(self: RemoteRequest) -> None:
+    if not self._begun_in:
+        _announce(self)
+
+
+def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
+    return 2 * _nodes(self, role)
+
+
+_announce, _nodes = RemoteRequest._announce, Roles.nodes
+#: An attribute that is always false.
+_NEVER = property(lambda self: False, lambda self, value: None)
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+FRONT_END_BUGS: dict[str, PlantedBug] = {
+    "front-end-attempts-stay": PlantedBug(
+        "a front end's attempts stay at the scheduler after its session has ended",
+        replaced(Guest, "leave", lambda self, reason: None),
+    ),
+    "front-end-unwatched": PlantedBug(
+        "a silent front end is not declared lost",
+        replaced(FrontEndDoor, "_look", lambda self: None),
+    ),
+    "calls-keep-waiting": PlantedBug(
+        "a front end keeps waiting for answers of a lost scheduler",
+        replaced(RemoteScheduling, "_ended", _engines_lost_only),
+    ),
+    "decoding-ends": PlantedBug(
+        "a decoding stream ends with the scheduler that has placed it",
+        lambda: mock.patch.object(RemoteAttempt, "decoding", _NEVER, create=True),
+    ),
+    "unannounced": PlantedBug(
+        "a front end does not report its requests to the next scheduler",
+        replaced(RemoteRequest, "_announce", _announce_once),
+    ),
+    "undrained": PlantedBug(
+        "a terminated engine does not drain its requests",
+        replaced(Membership, "drain", lambda self, reason, drained: drained()),
+    ),
+    "last-of-role": PlantedBug(
+        "the last engine of a role may change its role",
+        replaced(Roles, "nodes", _twice_as_many),
+    ),
+    "size-kept": PlantedBug(
+        "a group counts as back with its old number of ranks, whatever its new size is",
+        replaced(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
+    ),
+}
+
+
+# ------------------------------------------------------------------------------- plants of storage
+# Planted bugs of the file storage and its janitor.
+
+
+def _written_in_place(
+    self: PosixStorage, key: BlockKey, source: memoryview, origin: BlockOrigin
+) -> bool:
+    """``PosixStorage._write_one`` without a temporary name."""
+    if self.is_stored(key):
+        return False
+    path = str(self.block_path(key))
+    try:
+        self._calls.makedirs(os.path.dirname(path), exist_ok=True)
+        create_file(path, self._codec.encoded(key, self._order.of(source), origin), self._calls)
+    except OSError as error:
+        raise refused("write", path, source.nbytes, error, self._calls) from error
+    return True
+
+
+def _heard_anyway(
+    tree: ObjectTree, index: ChainIndex, taken: dict[str, int]
+) -> tuple[set[int], int]:
+    """``janitor.apply_events`` that skips events which it could not read at first."""
+    try:
+        return apply_events(tree, index, taken)
+    except StorageError:
+        taken.update({writer: number for writer, number, _ in segments(tree)})
+        raise
+
+
+def _unprotected(index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float) -> Rows:
+    return victims(index, msgspec.structs.replace(limits, protect_s=0.0), pins, now_s)
+
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+STORAGE_BUGS: dict[str, PlantedBug] = {
+    "checksum-ignored": PlantedBug(
+        "a stored block's checksum is not verified",
+        replaced(PlainVerifier, "defect", lambda self, key, header: None),
+    ),
+    "written-in-place": PlantedBug(
+        "a block gets its name before it is complete",
+        replaced(PosixStorage, "_write_one", _written_in_place),
+    ),
+    "stale-stays": PlantedBug(
+        "a starting engine does not remove temporary files of exited processes",
+        replaced(NamespaceDirectory, "_remove_stale", lambda self: None),
+    ),
+    "unlink-forgotten": PlantedBug(
+        "a temporary name is not removed after its block got its name",
+        replaced(NamespaceDirectory, "remove_temporary", lambda self, temporary: None),
+    ),
+    "lease-unchecked": PlantedBug(
+        "a janitor continues after another has acquired its lease",
+        replaced(Lease, "_is_ours", lambda self, newest: True),
+    ),
+    "janitor-dead": PlantedBug(
+        "no engine takes over from a janitor that has exited",
+        replaced(Lease, "_is_stale", lambda self, term, content, now_s: False),
+    ),
+    "pins-ignored": PlantedBug(
+        "pinned blocks are evicted like others",
+        replaced(janitor, "read_pins", lambda tree: NO_PINS),
+    ),
+    "unprotected": PlantedBug(
+        "recently used blocks are evicted like others",
+        replaced(janitor, "victims", _unprotected),
+    ),
+    "events-forgotten": PlantedBug(
+        "events that could not be read at first are never applied",
+        replaced(janitor, "apply_events", _heard_anyway),
+    ),
+}
+
+
+# --------------------------------------------------------------------------------- plants of turns
+# Planted bugs of leader election by a lease.
+
+#: Whether the store has not yet reported another holder.
+_UNTIL_REPORTED = property(lambda self: self._until_s > float("-inf"))
+
+
+async def _renew_until_reported(self: LeasedTurn) -> str:
+    """``LeasedTurn._renew`` that does not check the clock."""
+    while True:
+        await asyncio.sleep(self._gap_s)
+        sent_s = self._clock()
+        renewed = await self._tried("renewed", self._store.renew())
+        if renewed:
+            self._granted(sent_s)
+        elif renewed is not None:
+            self._until_s = float("-inf")
+            return f"the lease {self._name} is another's"
+
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+TURN_BUGS: dict[str, PlantedBug] = {
+    "lease-outlived": PlantedBug(
+        "a scheduler that cannot renew its lease continues until the store reports another holder",
+        lambda: mock.patch.multiple(LeasedTurn, held=_UNTIL_REPORTED, _renew=_renew_until_reported),
+    ),
+    "lease-stolen": PlantedBug(
+        "a lease is acquired without checking whether its holder has renewed it",
+        replaced(KubernetesLease, "_stands_still", lambda self, lease: True),
+    ),
+    "lease-without-margin": PlantedBug(
+        "a scheduler relies on its lease to the last moment, although clocks differ",
+        replaced(leased_turn, "_MARGIN", 0.0),
+    ),
+}
+
+
+def _take_anything(
+    self: Channel[Any, Any], envelope: Envelope[Any], now_s: float
+) -> tuple[Any, list[Envelope[Any]]]:
+    """``Channel.receive`` that handles every message on arrival, duplicates included."""
+    while self._unacknowledged and self._unacknowledged[0][0] <= envelope.received:
+        self._unacknowledged.popleft()
+    self._received = max(self._received, envelope.number)
+    return envelope.message, self._resent(now_s)
+
+
+def _release_at_once(self: Releases, engine_id: str, attempt_id: str, reason: str) -> None:
+    self._slots.pop(attempt_id, None)
+    self._send(engine_id, Release(request_id=attempt_id, reason=reason))
+
+
+def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
+    """``RequestLife._one_attempt`` that gives all attempts the request's id."""
+    attempt = Attempt(
+        self._context,
+        job,
+        job.request_id,
+        self._scheduled,
+        self.record,
+        self._emit,
+        self._trace,
+    )
+    self._attempt = attempt
+    return attempt.run()
+
+
+def _computed_at_once(self: LayerStream, layer: int) -> None:
+    """``LayerStream.computed`` that does not wait until the layer in its region has been sent."""
+    self._computed.add(layer)
+    if self._settings.overlap:
+        self._send(layer, self._device.record())
+    self._layer_start_ns = self._trace.now_ns()
+
+
+def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool:
+    self.pin(slots)
+    return True
+
+
+def _over_at_once(
+    stream: LayerStream, holder: BlockHolder
+) -> tuple[PassOutcome, list[ChunkTransfers]]:
+    """``end_stream`` that does not wait; without overlap it still sends."""
+    if not stream._settings.overlap:
+        stream.finish()
+    return PassOutcome(dict(stream.failures), ()), []
+
+
+#: An attribute that is always empty.
+_NONE = property(lambda self: (), lambda self, value: None)
+#: An attribute that is always true.
+_ALWAYS = property(lambda self: True, lambda self, value: None)
+
+#: By name, in the order of docs/reference/simulated-faults.md.
+PLANTED_BUGS: dict[str, PlantedBug] = {
+    "no-resend": PlantedBug(
+        "frames that a reset has lost are not sent again",
+        replaced(Channel, "_resent", lambda self, now_s: []),
+    ),
+    "duplicates-handled": PlantedBug(
+        "a message that arrives twice is handled twice",
+        replaced(Channel, "receive", _take_anything),
+    ),
+    "session-end-keeps": PlantedBug(
+        "an engine keeps its requests after its session has ended",
+        replaced(TrafficManager, "end_session", lambda self, reason: None),
+    ),
+    "silence-ignored": PlantedBug(
+        "a silent engine is not declared lost",
+        replaced(Registry, "silent", lambda self, now_s, timeout_s: []),
+    ),
+    "ranks-apart": PlantedBug(
+        "ranks of a group join, and are declared lost, one by one",
+        lambda: mock.patch.multiple(
+            Registry,
+            group=lambda self, info: [self.get(info.engine_id)],
+            waits_for=lambda self, info: None,
+        ),
+    ),
+    "one-attempt-id": PlantedBug(
+        "all attempts of a request have the same id",
+        replaced(request_life.RequestLife, "_one_attempt", _same_name),
+    ),
+    "retry-forgets-tokens": PlantedBug(
+        "an attempt after streamed tokens starts with the old prompt",
+        replaced(Job, "continued", lambda self, generated: self),
+    ),
+    "freed-at-once": PlantedBug(
+        "a DE's slots are freed before its PE has reported that it writes no more",
+        replaced(Releases, "release_when_safe", _release_at_once),
+    ),
+    "no-quarantine": PlantedBug(
+        "slots that a lost engine may still write to are freed at once",
+        replaced(SlotPool, "quarantine", SlotPool.release),
+    ),
+    "in-doubt-unreported": PlantedBug(
+        "a PE does not report the transfers that its ended session has left in flight",
+        replaced(ActiveRequests, "unsettled", lambda self: ()),
+    ),
+    "no-death-confirmation": PlantedBug(
+        "no engine is asked whether a lost process has exited",
+        replaced(Witnesses, "ask", lambda self, writers: []),
+    ),
+    "released-in-pass": PlantedBug(
+        "a request is released at its PE while a forward pass transfers its KV",
+        replaced(ActiveRequests, "ask_release", lambda self, release: True),
+    ),
+    "rank-unawaited": PlantedBug(
+        "a PE reports a prompt's KV as sent when its first rank has, while others still send",
+        replaced(follower, "end_stream", _over_at_once),
+    ),
+    "ranks-unnamed": PlantedBug(
+        "a lost engine counts as dead when its first rank is dead",
+        lambda: mock.patch.object(Rank, "other_processes", _NONE, create=True),
+    ),
+    "load-before-send": PlantedBug(
+        "a layer is computed before the previous layer in its region has been sent",
+        replaced(LayerStream, "computed", _computed_at_once),
+    ),
+    "next-pass-at-once": PlantedBug(
+        "a pass loads its first layers before the last ones of the previous pass have been sent",
+        replaced(LayerStream, "when_left", lambda self, region, then: then()),
+    ),
+    "no-pins": PlantedBug(
+        "slots are not pinned while they are read or written",
+        lambda: mock.patch.multiple(
+            BlockBuffer,
+            pin=lambda self, slots: None,
+            pin_to_write=lambda self, request_id, slot: self._pool.may_write(request_id, slot),
+            unpin=lambda self, slots: None,
+        ),
+    ),
+    "abandoned-read-continues": PlantedBug(
+        "an abandoned read continues into the request's own slots",
+        replaced(ReadQueue, "_replace_slots", lambda self, task: True),
+    ),
+    "late-slots-free": PlantedBug(
+        "a request leaves its forward pass while abandoned transfers still move",
+        replaced(LayerStream, "late", property(lambda self: [])),
+    ),
+    "slots-unchecked": PlantedBug(
+        "a DE does not check that a request still holds the slots it decodes from",
+        replaced(BlockBuffer, "pin_lease", _any_lease),
+    ),
+    "keys-ignored": PlantedBug(
+        "a request is granted cached blocks without comparing their keys",
+        replaced(CachedBlocks, "cached_slots", lambda self, keys: list(self._blocks)[: len(keys)]),
+    ),
+    "cached-once-read": PlantedBug(
+        "a DE caches blocks as soon as they are read, although the PE may recompute them",
+        lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "windows-unread": PlantedBug(
+        "a shortened hit is used without the window layers of its last blocks",
+        replaced(loading, "to_read_whole", lambda hits, whole_from: ()),
+    ),
+    **DRAM_BUGS,
+    **STORAGE_BUGS,
+    **FRONT_END_BUGS,
+    **TURN_BUGS,
+}
+
+
+@contextlib.contextmanager
+def planted(name: str) -> Iterator[None]:
+    """Plant a bug within ``with``; none for an empty name.
+
+    Raises ``ConfigError`` for an unknown name.
+    """
+    if not name:
+        yield
+        return
+    if name not in PLANTED_BUGS:
+        raise ConfigError(f"{{plant}} is {name!r}; choose one of {', '.join(PLANTED_BUGS)}")
+    with PLANTED_BUGS[name].patch():
+        yield

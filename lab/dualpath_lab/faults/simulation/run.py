@@ -1,0 +1,453 @@
+"""One run: a cluster, its agents, the faults of a seed, and the invariants that are checked.
+
+* Every request ends exactly once, within its deadline, with the right tokens; or because its client
+  disconnected, or the router died, which the client sees.  ``max_attempts`` is above the number of
+  faults, so no request may end with an error, with two exceptions: a transfer hangs longer than all
+  time-outs and there is no other pair of engines; or the router has lost its leadership.  Both
+  errors state this reason.
+* A scheduler that starts or places requests is the only leader, by the clocks of all schedulers and
+  by the store of leases.
+* No byte arrives in memory that belongs to another owner.
+* No token, no stored block and no block cached in a buffer is wrong.
+* The invariants of ``storage_watch`` and ``afterwards`` hold.
+* After the faults the cluster becomes idle: no request, slot, block of HBM, transfer or call is
+  held; slots of cached blocks are free.
+"""
+
+import functools
+import gc
+import logging
+import multiprocessing
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from unittest import mock
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import EngineLostError
+from dualpath.engine.control import link
+from dualpath.engine.control import link as router_session
+from dualpath.engine.io import storage_maintenance
+from dualpath.engine.passes import pump
+from dualpath.engine.ranks import follower
+from dualpath.launch import local_cluster
+from dualpath.router.links import door
+from dualpath.storage import janitor
+from dualpath.storage import janitor as lease
+from dualpath.storage import janitor as survey
+from dualpath.storage.block_file import HEADER_BYTES, FileOrder, defect_of_file
+from dualpath.storage.janitor import LEASE_S, STALE_S, Janitor, pin_name, remove_stale_temporaries
+from dualpath.storage.objects import PosixObjects
+from dualpath.storage.posix import PosixStorage, key_of
+from dualpath.storage.quotas import StorageLimits
+from dualpath.storage.sealed_blocks import block_codec
+from dualpath_lab.emulated.checkable_kv import KvFunction
+from dualpath_lab.faults.simulation.adversary import (
+    FAULT_KINDS,
+    LEASE_FAULT_KINDS,
+    Adversary,
+    ClusterFeature,
+    FaultKind,
+)
+from dualpath_lab.faults.simulation.clients import Clients, SimRequest
+from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
+from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.settings import ONE_RANK, drawn_settings
+from dualpath_lab.faults.simulation.world import World
+
+# ---------------------------------------------------------------------------------------- operator
+# Actions of a human operator on the storage of a simulated cluster, without faults.
+
+
+def fault_free_calls(cluster: Cluster, host: str, disk: Disk | None = None) -> DiskCalls:
+    """Return system calls without faults on a machine; by default for the storage's disk."""
+    known, shared = HostProcess(host=host, pid=0, start_ticks=0), cluster.shared
+    return DiskCalls(disk or shared.disk, shared.world, known, shared.runs)
+
+
+def pin_stored_block(cluster: Cluster) -> None:
+    """Pin the chain of a random stored block, if there is one."""
+    shared = cluster.shared
+    stored = [path for path, _ in shared.disk.blocks()]
+    if not stored:
+        return
+    path = shared.world.chance.choice(stored)
+    key = key_of(path)
+    assert key is not None
+    name = pin_name("chain", path.split("/")[2], key.hex())
+    PosixObjects(ROOT, fault_free_calls(cluster, "elsewhere")).create(name, b"")
+    shared.janitor_checker.pin(key)
+    shared.world.note("operator", f"pins the chain of block {key.hex()[:8]}")
+
+
+# -------------------------------------------------------------------------------------- afterwards
+# Invariants of the storage of a simulated cluster that is idle, and a day later.
+
+#: Threads of an engine that may add a block to the shared DRAM: two that read, one that writes.
+_ADDERS = 3
+
+
+def storage_problems(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator[str]:
+    """Yield problems of the storage of an idle cluster; ``right`` has the payload of each block."""
+    for disk in (cluster.shared.disk, *cluster.shared.node_dram.values()):
+        yield from _wrong_blocks(cluster, disk, right)
+    yield from _shared_beyond_bounds(cluster)
+    yield from _after_next_starts(cluster)
+    yield from _a_day_later(cluster)
+
+
+def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) -> Iterator[str]:
+    """Every block is complete and right, unless a fault has corrupted it."""
+    for namespace in cluster.shared.namespaces:
+        form, order = block_codec(namespace), FileOrder(namespace.geometry)
+        for path, file in disk.blocks():
+            key, content = key_of(path), bytes(file.content)
+            assert key is not None
+            if len(content) != HEADER_BYTES + namespace.geometry.full_block_bytes:
+                yield f"stored block {key.hex()[:8]} is half-written: {len(content)} bytes"
+            elif reason := defect_of_file(form, key, content):
+                if not file.corrupted:
+                    yield f"stored block {key.hex()[:8]} is bad: {reason}"
+            elif b"".join(order.of(memoryview(right[key])).buffers) != content[HEADER_BYTES:]:
+                yield f"stored block {key.hex()[:8]} is wrong"
+
+
+def _shared_beyond_bounds(cluster: Cluster) -> Iterator[str]:
+    """Shared DRAM exceeds its size by at most one block per thread that adds blocks."""
+    bound = cluster.settings.node_dram_blocks + _ADDERS * len(cluster.engines)
+    for host, disk in cluster.shared.node_dram.items():
+        if (blocks := sum(1 for _ in disk.blocks())) > bound:
+            yield f"engines of {host} share {blocks} blocks of {cluster.settings.node_dram_blocks}"
+
+
+def _after_next_starts(cluster: Cluster) -> Iterator[str]:
+    """A starting engine removes temporary files of processes of its machine that have exited."""
+    shared = cluster.shared
+    for host in sorted({engine.host for engine in cluster.engines.values()}):
+        for root, disk in ((ROOT, shared.disk), (NODE_DRAM_ROOT, shared.node_dram[host])):
+            calls = fault_free_calls(cluster, host, disk)
+            for namespace in shared.namespaces:
+                PosixStorage(root, namespace, direct_io=False, calls=calls)
+            for path, _ in disk.half_written():
+                writer, _, _ = path.rpartition("/")[2].rpartition("-")
+                pid = writer.rpartition("-")[2]
+                if writer.startswith(f"{host}-") and not shared.runs(int(pid)):
+                    yield f"{path} was not removed although its writer has exited"
+
+
+def _a_day_later(cluster: Cluster) -> Iterator[str]:
+    """A janitor removes temporary files, knows every block, and evicts all but pinned blocks."""
+    disk, now_s = cluster.shared.disk, cluster.world.now_s + STALE_S + LEASE_S
+    tree = PosixObjects(ROOT, fault_free_calls(cluster, "elsewhere"))
+    remove_stale_temporaries(tree, now_s)
+    yield from (f"{path} is never removed" for path, _ in disk.half_written())
+    if not cluster.settings.quota_blocks:
+        return
+    pinned = cluster.shared.janitor_checker.pinned
+    pinned_paths = {path for path, _ in disk.blocks() if key_of(path) in pinned}
+    janitor = _janitor_of_the_next_day(tree, now_s)
+    if janitor.index is None or janitor.survey is None:
+        yield "no engine replaces a janitor that has exited"
+        return
+    janitor.survey.run_to_end()
+    if janitor.index.blocks != (blocks := sum(1 for _ in disk.blocks())):
+        yield f"the janitor knows {janitor.index.blocks} blocks of {blocks}"
+    janitor.step()
+    left = {path for path, _ in disk.blocks()}
+    yield from (f"{path} was evicted although it is pinned" for path in pinned_paths - left)
+    if not pinned:
+        yield from (f"{path} was not evicted" for path in left)
+
+
+def _janitor_of_the_next_day(tree: PosixObjects, now_s: float) -> Janitor:
+    """Return a janitor that has just acquired the lease, with a quota of one byte."""
+    steady_s = now_s
+    limits = StorageLimits(quota_bytes=1)
+    janitor = Janitor(tree, "next-day", limits, lambda: now_s, lambda: steady_s)
+    janitor.lease.acquire(steady_s)
+    steady_s += 2 * LEASE_S
+    janitor.step()
+    return janitor
+
+
+#: A real pump polls a thousand times a second; here it is woken when a transfer ends.
+_POLL_S = 1.0
+#: How often a control link and a follower rank check their timers, and how often a link sends a
+#: heartbeat: several times within ``engine_timeout_s``.
+_TICK_S = 0.15
+_HEARTBEAT_S = 0.75
+#: Delay of acknowledgements to a front end.
+_ACKNOWLEDGE_S = 0.3
+#: How often the supervisor of engines polls requested roles.
+_ROLE_POLL_S = 0.2
+#: The storage janitor's poll interval, its lease without renewal, and how often it saves its index:
+#: shorter than in production, as a run is short.
+_KEEPER_S = 0.25
+_LEASE_S = 1.5
+_SAVE_S = 1.0
+#: When a chain is pinned, if one is.
+_PINNED_S = (0.5, 3.0)
+#: Limit of the time that all agents together take.
+_AGENTS_LIMIT_S = 900.0
+#: After the last fault and the last request the cluster becomes idle within this time.
+_REST_S = 90.0
+_REQUEST_DEADLINE_S = 150.0
+_ALL = (*FAULT_KINDS, *LEASE_FAULT_KINDS)
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """The result of a seed; ``digest`` is a hash of its log."""
+
+    seed: int
+    digest: str
+    problems: tuple[str, ...]
+    requests: int
+    answered: int
+    faults: int
+    virtual_s: float
+    events: int
+    story: tuple[str, ...] = ()
+
+
+def run_seed(seed: int, *, story: bool = False, kinds: Sequence[FaultKind] = _ALL) -> Outcome:
+    """Run a seed, with faults of these kinds."""
+    with _collected():
+        return _run_seed(seed, story, kinds)
+
+
+def _run_seed(seed: int, story: bool, kinds: Sequence[FaultKind]) -> Outcome:
+    world = World(seed, verbose=story)
+    with _logged(world), _slow_polls():
+        try:
+            return _Run(world, kinds).execute(story)
+        finally:
+            world.end()
+
+
+@contextmanager
+def _slow_polls() -> Iterator[None]:
+    with (
+        mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
+        mock.patch.object(link, "TICK_S", _TICK_S),
+        mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+        mock.patch.object(door, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
+        mock.patch.object(local_cluster, "INTERVAL_S", _ROLE_POLL_S),
+        mock.patch.object(follower, "_POLL_S", _TICK_S),
+        mock.patch.multiple(storage_maintenance, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
+        mock.patch.object(lease, "BEAT_S", _KEEPER_S),
+        mock.patch.object(janitor, "SAVE_S", _SAVE_S),
+        mock.patch.object(survey, "SETTLED_S", _SAVE_S),
+    ):
+        yield
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """Collect all objects of a run; errors in destructors are not reported."""
+    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
+    gc.disable()
+    try:
+        yield
+    finally:
+        # All objects of the run are in the youngest generation, as nothing was collected meanwhile,
+        # and are unreachable: what survived this collection would stay for ever.
+        gc.collect(0)
+        gc.enable()
+        sys.unraisablehook = hook
+
+
+class _LogHandler(logging.Handler):
+    """Adds log records of the system to the log of the run; a traceback is a problem."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__(logging.WARNING)
+        self._world = world
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = f"{record.name.rpartition('.')[2]}: {record.getMessage()}"
+        if record.exc_info:
+            self._world.problem(f"{line}: {record.exc_info[1]!r}")
+        else:
+            self._world.note("log", line)
+
+
+@contextmanager
+def _logged(world: World) -> Iterator[None]:
+    """Add log records of the system to the log of the run."""
+    logger, handler = logging.getLogger("dualpath"), _LogHandler(world)
+    propagate, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+
+
+class _Run:
+    def __init__(self, world: World, kinds: Sequence[FaultKind]) -> None:
+        chance = world.chance
+        self.faults = chance.choice((0, 1, 1, 1, 2, 3, 4, 6))
+        settings = drawn_settings(world, self.faults, _REQUEST_DEADLINE_S)
+        world.note(
+            "world",
+            f"seed {world.seed}: {settings.mode}, {settings.prefill}x{settings.prefill_ranks} P "
+            f"{settings.decode}x{settings.decode_ranks} D",
+        )
+        if settings.tensor_parallel != ONE_RANK:
+            world.note("world", f"engines of {settings.tensor_parallel}")
+        if settings.role_switches:
+            world.note("world", f"{settings.role_switches} role changes are requested")
+        if settings.front_ends:
+            world.note("world", f"{settings.front_ends} front ends")
+        if settings.standby.leased:
+            world.note("world", f"the leader is elected by {settings.standby}")
+        if settings.quota_blocks:
+            world.note("world", f"a quota of {settings.quota_blocks} blocks")
+        if settings.node_dram_blocks:
+            world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
+        self.world = world
+        self.cluster = Cluster(world, settings)
+        if settings.quota_blocks and world.seed % 2:
+            world.after(
+                chance.uniform(*_PINNED_S), functools.partial(pin_stored_block, self.cluster)
+            )
+        self.role_changes = RoleChanges(self.cluster, settings.role_switches)
+        self.clients = Clients(
+            world, self.cluster, chance.choice(settings.agents), chance.choice(settings.turns)
+        )
+        features = {ClusterFeature.RANKS} if settings.tensor_parallel != ONE_RANK else set()
+        features |= {ClusterFeature.FRONT_ENDS} if settings.front_ends else set()
+        features |= {ClusterFeature.LEASE} if settings.standby.leased else set()
+        possible = [kind for kind in kinds if kind.needs in (None, *features)]
+        self.adversary = Adversary(world, self.cluster, self.clients, self.faults, possible)
+
+    def execute(self, story: bool) -> Outcome:
+        world, clients = self.world, self.clients
+        world.run(self._is_done, _AGENTS_LIMIT_S)
+        for request in clients.in_flight():
+            world.problem(f"{request.name} never ended")
+        self._wait_idle()
+        for request in clients.requests:
+            self._check(request)
+        if self.faults == 0:
+            self._check_nothing_failed()
+        self._check_blocks()
+        return Outcome(
+            seed=world.seed,
+            digest=world.digest(),
+            problems=tuple(world.problems),
+            requests=len(clients.requests),
+            answered=sum(a.outcome == "answered" for a in clients.requests),
+            faults=self.faults,
+            virtual_s=world.elapsed_s,
+            events=world.events,
+            story=tuple(world.lines()) if story or world.problems else (),
+        )
+
+    def _is_done(self) -> bool:
+        return self.clients.done and self.adversary.done and self.role_changes.done
+
+    def _wait_idle(self) -> None:
+        """Wait until the cluster holds nothing."""
+        world = self.world
+        end_s = world.now_s + _REST_S
+        held = self.cluster.held_when_idle()
+        while held and world.now_s < end_s:
+            world.run(lambda: False, 0.25)
+            held = self.cluster.held_when_idle()
+        for what in held:
+            world.problem(f"held when idle: {what}")
+
+    def _check_nothing_failed(self) -> None:
+        """Without faults no attempt fails, and requested role changes complete."""
+        for endpoint in self.cluster.endpoints:
+            for record in endpoint.service.records:
+                for failure in record.failures:
+                    self.world.problem(f"an attempt at {record.request_id} failed: {failure}")
+        for what in self.role_changes.failed():
+            self.world.problem(f"a role switch failed: {what}")
+
+    def _check_blocks(self) -> None:
+        """Compare stored and cached blocks with the right ones; corrupted files may be bad."""
+        right: dict[BlockKey, bytes] = {}
+        settings = self.cluster.settings
+        kv = KvFunction(settings.geometry, settings.tensor_parallel.kv_heads)
+        for request in self.clients.requests:
+            right.update(request.blocks(kv))
+        for what in storage_problems(self.cluster, right):
+            self.world.problem(what)
+        for engine in self.cluster.engines.values():
+            for key, payload in engine.kept():
+                if right.get(key) != payload:
+                    self.world.problem(f"{engine.name} caches a wrong block {key.hex()[:8]}")
+
+    def _check(self, request: SimRequest) -> None:
+        took_s = (request.ended_s or self.world.now_s) - request.sent_s
+        if took_s > _REQUEST_DEADLINE_S + 1.0 and self.faults == 0:
+            self.world.problem(f"{request.name} took {took_s:.1f} s")
+        explained = request.must_retry or (
+            self.adversary.transfer_hangs and isinstance(request.error, EngineLostError)
+        )
+        if request.outcome not in ("answered", "left", "reset", None) and not explained:
+            self.world.problem(f"{request.name} failed: {request.outcome}")
+
+
+# ---------------------------------------------------------------------------------------- campaign
+# Runs of many seeds on several CPU cores.
+
+#: Seeds per task of a worker process.
+_CHUNK = 20
+
+
+class Totals(msgspec.Struct):
+    """Totals of many runs; ``failing`` are the seeds with problems."""
+
+    seeds: int = 0
+    faults: int = 0
+    requests: int = 0
+    answered: int = 0
+    virtual_s: float = 0.0
+    events: int = 0
+    failing: list[int] = []
+
+    def add(self, outcome: Outcome) -> None:
+        """Add one run."""
+        self.seeds += 1
+        self.faults += outcome.faults
+        self.requests += outcome.requests
+        self.answered += outcome.answered
+        self.virtual_s += outcome.virtual_s
+        self.events += outcome.events
+        if outcome.problems:
+            self.failing.append(outcome.seed)
+
+
+def outcomes(first: int, count: int, jobs: int, bug: str = "") -> Iterator[Outcome]:
+    """Run ``count`` seeds in ``jobs`` processes; yield their outcomes in order."""
+    chunks = [
+        (start, min(_CHUNK, first + count - start), bug)
+        for start in range(first, first + count, _CHUNK)
+    ]
+    if jobs == 1:
+        for chunk in chunks:
+            yield from _run_chunk(chunk)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        try:
+            for outcomes in pool.map(_run_chunk, chunks):
+                yield from outcomes
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_chunk(chunk: tuple[int, int, str]) -> list[Outcome]:
+    first, count, bug = chunk
+    with planted(bug):
+        return [run_seed(seed) for seed in range(first, first + count)]

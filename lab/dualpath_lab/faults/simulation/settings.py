@@ -1,0 +1,253 @@
+"""Settings of a simulated cluster: its size, its memories, the limits of router and storage."""
+
+from random import Random
+
+import msgspec
+
+from dualpath.core.blocks import BlockGeometry, slices_of
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.engine.settings import EngineSettings
+from dualpath.router.settings import RouterSettings
+from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.node_dram import page_rounded
+from dualpath_lab.emulated.settings import EmulatedSettings, Verify, part_geometry
+from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT
+from dualpath_lab.faults.simulation.leadership import LeaderElection
+from dualpath_lab.faults.simulation.world import World
+from dualpath_sim.simulator.settings import DecodeCosts, ModelCosts, PrefillCosts
+
+LAYERS = 3
+BLOCK_TOKENS = 4
+COSTS = ModelCosts(
+    name="small",
+    layers=LAYERS,
+    kv_bytes_per_token=LAYERS * 8.0,
+    prefill=PrefillCosts(batch_s=1e-2, attention_token_s=2e-4, pair_s=1e-6),
+    decode=DecodeCosts(step_s=1e-2),
+    prefill_tokens_per_s=1e4,
+)
+#: By KV heads: equal layers, layers of two parts, and different layers, one of them a window layer.
+_LAYER_PARTS = {
+    1: ("8*3", "16+8*3", "24,8+8@6,8"),
+    2: ("16*3", "32+16*3", "48,16+16@6,16"),
+}
+GEOMETRIES = {
+    heads: tuple(part_geometry(parts, BLOCK_TOKENS) for parts in layers)
+    for heads, layers in _LAYER_PARTS.items()
+}
+VOCABULARY = 1000
+#: Blocks used within this time are not evicted: less than a request may take.
+PROTECT_S = 0.5
+
+
+class TensorParallel(msgspec.Struct, frozen=True):
+    """Ranks of each engine of a role, among which ``kv_heads`` are divided."""
+
+    prefill: int = 1
+    decode: int = 1
+    kv_heads: int = 1
+
+    def ranks(self, role: Role) -> int:
+        """Number of ranks of an engine of a role."""
+        return self.prefill if role is Role.PREFILL else self.decode
+
+    def __str__(self) -> str:
+        return f"{self.prefill} and {self.decode} ranks for {self.kv_heads} KV heads"
+
+
+#: Engines of one rank.
+ONE_RANK = TensorParallel()
+
+
+class ClusterSettings(msgspec.Struct, frozen=True):
+    """Size of the cluster, of its memories in blocks, and the router's limits.
+
+    ``prefill`` and ``decode`` count data-parallel groups, of ``prefill_ranks`` and ``decode_ranks``
+    engines each; a group of one rank is a plain engine.  ``standby`` is how the leading router is
+    elected, if there are two.  ``quota_blocks`` above 0 limits the storage, and every engine may
+    become its janitor.  ``links``: whether its file system supports hard links.  ``front_ends`` are
+    separate processes; the router serves clients as well.  ``role_switches`` counts requests for
+    another role, some of which also change the size of a group.  ``node_dram_blocks`` above 0 are
+    shared by the engines of each machine.  A run has one of these numbers of ``agents``, each with
+    one of these numbers of ``turns``, and one of ``pauses_s`` between two turns.
+    """
+
+    mode: Mode
+    prefill: int
+    decode: int
+    buffer_blocks: int
+    hbm_blocks: int
+    layer_buffers: int
+    router: RouterSettings
+    hosts: int
+    geometry: BlockGeometry
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    standby: LeaderElection = LeaderElection.ONE
+    tensor_parallel: TensorParallel = ONE_RANK
+    quota_blocks: int = 0
+    links: bool = True
+    front_ends: int = 0
+    role_switches: int = 0
+    node_dram_blocks: int = 0
+    agents: tuple[int, ...] = (2, 3, 4)
+    turns: tuple[int, ...] = (1, 2, 3)
+    pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
+
+    def usual_ranks(self, role: Role) -> int:
+        """Engines of a group of a role, unless another number was requested."""
+        return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
+
+
+def engine_settings(
+    cluster: ClusterSettings, role: Role, engine_id: str, api_url: str
+) -> EmulatedSettings:
+    """Return the settings of one engine."""
+    engine = EngineSettings(
+        role=role,
+        engine_id=engine_id,
+        router="tcp://127.0.0.1:5700",
+        api_url=api_url,
+        storage="memory://simulated",
+        mode=cluster.mode,
+        buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
+        staging_blocks=4,
+        layer_buffers=cluster.layer_buffers,
+        parallel_reads=2,
+        drain_timeout_s=30.0,
+        storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
+        storage_protect_s=PROTECT_S,
+        dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
+        dram_bytes=cluster.node_dram_blocks * page_rounded(stored_bytes(cluster.geometry)),
+    )
+    ranks, heads = cluster.tensor_parallel.ranks(role), cluster.tensor_parallel.kv_heads
+    hbm_bytes = cluster.hbm_blocks * cluster.geometry.full_block_bytes
+    return EmulatedSettings(
+        engine=engine,
+        geometry=cluster.geometry,
+        costs=COSTS,
+        tensor_parallel_size=ranks,
+        kv_heads=heads,
+        hbm_bytes=hbm_bytes // slices_of(ranks, heads),
+        batch_cap_tokens=16,
+        max_model_len=160,
+        verify=Verify.FULL,
+        vocab_size=VOCABULARY,
+    )
+
+
+def stored_bytes(geometry: BlockGeometry) -> int:
+    """Return the size of a stored block."""
+    return HEADER_BYTES + geometry.full_block_bytes
+
+
+# ----------------------------------------------------------------------------------- drawn cluster
+# The cluster of a seed.
+#
+# Options that only some seeds have are drawn from random sources of their own, so that the runs of
+# other seeds do not depend on them.
+
+_MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
+#: Combinations for clusters with engines of several ranks.
+_TENSOR_PARALLEL = tuple(
+    TensorParallel(prefill, decode, heads)
+    for prefill, decode in ((2, 1), (1, 2), (2, 2))
+    for heads in (1, 2)
+)
+
+#: A role switch whose engine is not back within this time counts the engine as lost.
+_SWITCH_S = 30.0
+
+
+def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSettings:
+    """Draw a cluster in which requests survive this number of ``faults`` within their deadline."""
+    chance = world.chance
+    router = RouterSettings(
+        engine_timeout_s=2.0,
+        suspect_timeout_s=1.0,
+        lookup_timeout_s=1.0,
+        read_deadline_s=3.0,
+        read_margin_s=2.0,
+        release_wait_s=1.0,
+        engine_wait_s=20.0,
+        request_deadline_s=deadline_s,
+        max_attempts=3 if faults <= 1 else 1 + 2 * faults,
+        # In every seventh cluster buffers cache nothing: all hits are read.
+        dram_tier=world.seed % 7 != 5,
+    )
+    tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
+    geometries = GEOMETRIES[tensor_parallel.kv_heads]
+    settings = ClusterSettings(
+        mode=chance.choice(_MODES),
+        prefill=chance.choice((1, 2)),
+        decode=chance.choice((1, 2)),
+        buffer_blocks=chance.choice((32, 48, 96)),
+        hbm_blocks=chance.choice((40, 64)),
+        layer_buffers=chance.choice((0, 1, 2)),
+        router=msgspec.structs.replace(router, front_ends_port=0) if front_ends else router,
+        hosts=chance.choice((1, 1, 2)),
+        geometry=geometries[world.seed % len(geometries)],
+        prefill_ranks=chance.choice((1, 1, 2)),
+        decode_ranks=chance.choice((1, 1, 2)),
+        standby=_standby(world.seed),
+        tensor_parallel=tensor_parallel,
+        quota_blocks=_quota_blocks(world.seed),
+        links=world.seed % 5 != 0,
+        front_ends=front_ends,
+        node_dram_blocks=_node_dram_blocks(world.seed),
+    )
+    if settings.node_dram_blocks or world.seed % 5 == 4:
+        settings = _with_pauses(settings)
+    return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
+
+
+def _front_ends(seed: int) -> int:
+    """Every fourth cluster has front ends, half of these with a standby router."""
+    return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
+
+
+def _standby(seed: int) -> LeaderElection:
+    """Every fourth cluster has a standby router, half of these elected by a lease."""
+    if seed % 4 != 1:
+        return LeaderElection.ONE
+    kinds = (
+        LeaderElection.LOCK,
+        LeaderElection.LOCK,
+        LeaderElection.ETCD,
+        LeaderElection.KUBERNETES,
+    )
+    return Random(f"turn of {seed}").choice(kinds)
+
+
+def _tensor_parallel(seed: int) -> TensorParallel:
+    """Every fourth cluster has engines of several ranks."""
+    return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
+
+
+def _quota_blocks(seed: int) -> int:
+    """Every third cluster has a storage quota; 0 is none."""
+    return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0
+
+
+def _node_dram_blocks(seed: int) -> int:
+    """In every fifth cluster engines of a machine share DRAM; 0 is none."""
+    return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
+
+
+def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
+    """Agents pause for tools while others need the buffers, which hold about one context."""
+    return msgspec.structs.replace(
+        settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
+    )
+
+
+def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Engines change their role in every seventh cluster."""
+    chance = Random(f"roles of {seed}")
+    prefill, decode = chance.choice(((2, 1), (1, 2)))
+    router = msgspec.structs.replace(settings.router, role_switch_timeout_s=_SWITCH_S)
+    switches = chance.choice((1, 2, 3))
+    return msgspec.structs.replace(
+        settings, prefill=prefill, decode=decode, router=router, role_switches=switches
+    )

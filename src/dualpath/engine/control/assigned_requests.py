@@ -1,0 +1,533 @@
+"""The requests that the router has assigned to an engine: their slots, storage reads and release.
+
+An assignment counts against the engine's load at once and may reserve slots, which are granted in
+order (``engine.slots``).  Blocks are read from storage into them.  A release removes the request;
+its slots are free once nothing can write to them.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+from dualpath.core.blocks import chain_root
+from dualpath.core.cluster import Role, Writer
+from dualpath.core.control import (
+    Assign,
+    EngineMessage,
+    KvInHbm,
+    Persist,
+    Read,
+    Release,
+    Released,
+    Reserved,
+    Retain,
+)
+from dualpath.core.errors import BadRequestError, BufferTooSmallError
+from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import DecodeTransfer
+from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
+from dualpath.engine.buffer.dram_tier import DramTier, Retention
+from dualpath.engine.control.peers import Peers
+from dualpath.engine.counters import Counter
+from dualpath.engine.io.persister import Persister, WriteShare, WriteTask
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
+from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.ranks.rank import Rank
+from dualpath.engine.settings import EngineSettings
+from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
+from dualpath.plan.movements import PERSIST_PROMPT
+from dualpath.plan.steps import PromptLayout, decode_steps, run_reads, step_of
+from dualpath.storage.contract import BlockStorage
+from dualpath.storage.node_dram import NodeDram
+
+# --------------------------------------------------------------------------------- active requests
+# The requests of one engine: their load, and their state until their buffer slots are free.
+
+
+class _Request:
+    def __init__(self, tokens: int, assigned_ns: int) -> None:
+        self.tokens = tokens
+        self.assigned_ns = assigned_ns
+        self.kv_in_hbm = False
+        #: It decodes on after the end of its session, until the end of its HTTP call.
+        self.detached = False
+        self.ended = False
+        self.persist_seen = False
+        self.streams = 0
+        self.pass_ns = 0
+        self.waited_ns = 0
+        self.release: Release | None = None
+
+
+class ActiveRequests:
+    """State of requests by id; all methods may be called from any thread.
+
+    A request in a forward pass (``streams`` > 0) is never dropped: its transfers may still write
+    into another engine's buffer, whose slots must not be reused before the transfers are over.
+    """
+
+    def __init__(self, threads: Threads = OS_THREADS) -> None:
+        self._lock = threads.lock()
+        self._active: dict[str, _Request] = {}
+
+    def add(self, request_id: str, tokens: int, now_ns: int) -> None:
+        """Count a request of ``tokens`` that was assigned to this engine."""
+        with self._lock:
+            assert request_id not in self._active, f"request {request_id} is active already"
+            self._active[request_id] = _Request(tokens, now_ns)
+
+    def end_session(self, reason: str) -> dict[str, bool]:
+        """Drop all requests except those in a forward pass, which are released after it.
+
+        Return the requests whose buffer slots have to be released, and whether each still expects
+        KV from another engine: a request whose prompt is to be persisted has all of its KV.  A
+        request that decodes needs no slots and no router: it is detached and counts until
+        ``ended``.
+        """
+        dropped = {}
+        with self._lock:
+            for request_id, request in list(self._active.items()):
+                if request.streams:
+                    request.release = request.release or Release(request_id, reason)
+                    continue
+                dropped[request_id] = not (request.persist_seen or request.kv_in_hbm)
+                request.detached = request.kv_in_hbm and not request.ended
+                if not request.detached:
+                    del self._active[request_id]
+        return dropped
+
+    def ended(self, request_id: str) -> None:
+        """The engine's own request is over; a detached one is dropped."""
+        with self._lock:
+            if (request := self._active.get(request_id)) is None:
+                return
+            request.ended = True
+            if request.detached:
+                del self._active[request_id]
+
+    @property
+    def any_detached(self) -> bool:
+        """Whether requests decode after the end of their session."""
+        with self._lock:
+            return any(request.detached for request in self._active.values())
+
+    def unsettled(self) -> tuple[str, ...]:
+        """Return the requests whose release waits for a forward pass."""
+        with self._lock:
+            return tuple(name for name, r in self._active.items() if r.release is not None)
+
+    def is_known(self, request_id: str) -> bool:
+        """Whether the request is here, released or not."""
+        with self._lock:
+            return request_id in self._active
+
+    def drop(self, request_id: str) -> None:
+        """Remove a request that is in no forward pass."""
+        with self._lock:
+            request = self._active.pop(request_id, None)
+            assert request is None or not request.streams, f"request {request_id} is in a pass"
+
+    def load(self) -> tuple[int, int]:
+        """Return (seq_e, tok_e) of §6.1."""
+        with self._lock:
+            return len(self._active), sum(r.tokens for r in self._active.values())
+
+    def assigned_ns(self, request_id: str) -> int | None:
+        """Return when the request was assigned; None if it is not (or no longer) here."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return None if request is None else request.assigned_ns
+
+    def is_active(self, request_id: str) -> bool:
+        """Whether the request is here and not released."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return request is not None and request.release is None
+
+    def persist_seen(self, request_id: str) -> bool:
+        """Note that the prompt's new blocks are being persisted; False for an unknown request."""
+        with self._lock:
+            if (request := self._active.get(request_id)) is None:
+                return False
+            request.persist_seen = True
+            return True
+
+    def kv_in_hbm(self, request_id: str) -> None:
+        """Note that the prompt's KV is in HBM."""
+        with self._lock:
+            if request := self._active.get(request_id):
+                request.kv_in_hbm = True
+
+    def done_with_buffer(self, request_id: str) -> bool:
+        """Whether its slots can be freed: the KV is in HBM and new blocks are being persisted."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return request is not None and request.kv_in_hbm and request.persist_seen
+
+    def enter_stream(self, request_ids: Iterable[str]) -> set[str]:
+        """Add requests to a forward pass; return those refused, which are unknown or released.
+
+        Check and addition are atomic: a release that comes later waits for the pass.
+        """
+        refused = set()
+        with self._lock:
+            for request_id in request_ids:
+                request = self._active.get(request_id)
+                if request is None or request.release is not None:
+                    refused.add(request_id)
+                else:
+                    request.streams += 1
+        return refused
+
+    def passed(self, request_ids: Iterable[str], pass_ns: int, waited_ns: int) -> None:
+        """Add the duration of a forward pass, and its wait for transfers, to its requests."""
+        with self._lock:
+            for request_id in request_ids:
+                if request := self._active.get(request_id):
+                    request.pass_ns += pass_ns
+                    request.waited_ns += waited_ns
+
+    def pass_times_ns(self, request_id: str) -> tuple[int, int]:
+        """Return the sums of ``passed``; zeros for an unknown request."""
+        with self._lock:
+            request = self._active.get(request_id)
+            return (0, 0) if request is None else (request.pass_ns, request.waited_ns)
+
+    def leave_stream(self, request_ids: Iterable[str]) -> list[Release]:
+        """Remove requests from a forward pass; return the releases that waited for it."""
+        waiting = []
+        with self._lock:
+            for request_id in request_ids:
+                if request := self._active.get(request_id):
+                    # A request that was assigned during the pass is not part of it.
+                    request.streams = max(request.streams - 1, 0)
+                    if request.streams == 0 and request.release is not None:
+                        waiting.append(request.release)
+        return waiting
+
+    def ask_release(self, release: Release) -> bool:
+        """Note the release of a request; False if it has to wait for a forward pass."""
+        with self._lock:
+            request = self._active.get(release.request_id)
+            if request is None:
+                return True
+            request.release = release
+            return request.streams == 0
+
+
+# ---------------------------------------------------------------------------------- served prompts
+# A prompt's KV in the DE's buffer: it is written to storage and copied to HBM.
+#
+# Slots of a request at the decode engine are freed when three conditions hold: the KV was copied to
+# HBM (or the router released the request), the router's ``Persist`` has arrived, so that no new
+# block is lost, and the slots are not pinned.
+
+
+class ServedPrompts:
+    """``moves_bytes`` False (mode Oracle): there are no slots, and only lengths are stored."""
+
+    def __init__(
+        self,
+        rank: Rank,
+        active: ActiveRequests,
+        buffer: BlockBuffer,
+        persister: Persister,
+        send: Callable[[EngineMessage], None],
+        *,
+        moves_bytes: bool,
+    ) -> None:
+        self._geometry = rank.geometry
+        self._rank = rank
+        self._active = active
+        self._buffer = buffer
+        self._persister = persister
+        self._counters = rank.counters
+        self._trace = rank.trace
+        self._send = send
+        self._moves_bytes = moves_bytes
+
+    def persist(self, message: Persist) -> None:
+        """Write a prompt's new blocks to storage; drop them if the request is no longer here."""
+        blocks = BlockRun(message.first_block, len(message.keys))
+        held = self._buffer.slots_of(message.request_id)
+        slots = held[blocks.first : blocks.end]
+        complete = len(slots) == len(message.keys) or not self._moves_bytes
+        if not complete or not self._active.is_active(message.request_id):
+            self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(message.keys))
+            return
+        self._buffer.pin(slots)
+        self._cache(message, held)
+        # From here on another thread may free the request's slots, once its KV is in HBM.
+        self._active.persist_seen(message.request_id)
+        step = step_of(PERSIST_PROMPT, self._geometry, blocks, slots=slots)
+        sources = [self._buffer.view(slot) for slot in slots]
+        over = functools.partial(self._buffer.unpin, slots)
+        self._persister.add(
+            WriteTask(message.request_id, step, message.keys, sources, over, message.origin)
+        )
+        self._free_if_served(message.request_id)
+
+    def _cache(self, message: Persist, held: Sequence[int]) -> None:
+        """Cache the full blocks of a prompt, to which no transfer writes any more.
+
+        In a model with window layers hit blocks may lack layers here and are not added.
+        """
+        hit_keys, first = message.hit_keys, message.first_block
+        if self._moves_bytes and len(hit_keys) == first:
+            begin = first if self._geometry.layer_windows else 0
+            keys = (hit_keys + message.keys)[begin:]
+            slots = held[begin : begin + len(keys)]
+            parent = hit_keys[begin - 1] if begin else chain_root()
+            self._buffer.cache_blocks(message.request_id, slots, keys, parent)
+
+    def fill_hbm(
+        self,
+        decode_transfer: DecodeTransfer,
+        hbm_blocks: Sequence[HbmBlock],
+        done: Callable[[str | None], None],
+    ) -> None:
+        """See ``TrafficManager.fill_hbm``."""
+        request_id, slots = decode_transfer.request_id, decode_transfer.slots
+        start_ns = self._trace.now_ns()
+        if not self._moves_bytes:
+            self._kv_in_hbm(request_id, 0.0)
+            done(None)
+            return
+        number = self._rank.work.begin()
+
+        def over(error: str | None) -> None:
+            self._buffer.unpin(slots)
+            if error is None:
+                self._kv_in_hbm(request_id, (self._trace.now_ns() - start_ns) / _NS_PER_S)
+
+        def copied(error: str | None) -> None:
+            # Each rank reports its own copy to the engine, which fails the request if one failed.
+            self._rank.work.when_idle(number, functools.partial(over, error))
+            done(error)
+
+        if not self._buffer.pin_lease(request_id, slots):
+            self._counters.add(Counter.STALE_TRANSFERS, 1)
+            done(f"request {request_id}: its DE buffer slots have a new owner")
+        else:
+            prompt = PromptLayout(self._geometry, decode_transfer.prompt_tokens, de_slots=slots)
+            self._rank.copier.into_hbm(request_id, decode_steps(prompt), hbm_blocks, copied)
+
+    def _kv_in_hbm(self, request_id: str, h2d_s: float) -> None:
+        self._active.kv_in_hbm(request_id)
+        self._send(KvInHbm(request_id=request_id, h2d_s=h2d_s))
+        self._free_if_served(request_id)
+
+    def _free_if_served(self, request_id: str) -> None:
+        if self._active.done_with_buffer(request_id):
+            self._buffer.release(request_id)
+
+
+# ---------------------------------------------------------------------------------- session doubts
+# The teardown of a session at an engine: only in-doubt requests are left.
+
+
+class InDoubt(NamedTuple):
+    """The in-doubt requests of earlier sessions, and their writers: see ``control.Register``."""
+
+    unsettled: tuple[str, ...]
+    quarantined: tuple[str, ...]
+    writers: tuple[Writer, ...]
+
+
+class SessionTeardown:
+    """Ends sessions and tracks in-doubt requests; methods may be called from any thread.
+
+    ``cancel_reads`` drops a request's storage reads.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        active: ActiveRequests,
+        buffer: BlockBuffer,
+        peers: Peers,
+        cancel_reads: Callable[[str], None],
+    ) -> None:
+        self._cancel_reads = cancel_reads
+        self._role = role
+        self._active = active
+        self._buffer = buffer
+        self._peers = peers
+        self._reported_unsettled: set[str] = set()
+
+    def end_session(self, reason: str) -> None:
+        """Drop all requests except those that decode, which hold no slots any more.
+
+        Memory to which transfers may still write is not reused: a DE's slots are quarantined until
+        the router confirms that they have no writer, a PE's requests in a forward pass stay until
+        it is over.
+        """
+        for request_id, awaits_kv in self._active.end_session(reason).items():
+            self._cancel_reads(request_id)
+            if awaits_kv and self._role is Role.DECODE:
+                self._buffer.quarantine(request_id)
+            self._buffer.release(request_id)
+
+    def in_doubt(self) -> InDoubt:
+        """Return the in-doubt requests, for the next ``Register``."""
+        unsettled = self._active.unsettled()
+        self._reported_unsettled.update(unsettled)
+        return InDoubt(unsettled, self._buffer.quarantined(), self._peers.writers())
+
+    def settled_since(self) -> list[str]:
+        """A session begins: return requests that have settled since they were reported in doubt."""
+        settled = self._reported_unsettled.difference(self._active.unsettled())
+        self._reported_unsettled.clear()
+        return sorted(settled)
+
+
+_NS_PER_S = 1_000_000_000
+
+
+class AssignedRequests:
+    """Owns the PE or DE buffer and its read queue; answers go through ``send``.
+
+    Commands come from one thread; slots are granted, and requests released, on any thread.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        rank: Rank,
+        storage: BlockStorage,
+        threads: Threads,
+        send: Callable[[EngineMessage], None],
+        share: WriteShare | None = None,
+        node_dram: NodeDram | None = None,
+    ) -> None:
+        self._geometry = rank.geometry
+        self._trace = rank.trace
+        self._send = send
+        self.active = ActiveRequests(threads)
+        slots = settings.buffer_slots(rank.geometry)
+        self.buffer = BlockBuffer(rank.geometry, slots, self._granted, threads, rank.memory.buffer)
+        self._tier = DramTier(self.buffer, rank.counters, send, node_dram)
+        self._reader = ReadQueue(
+            storage,
+            self.buffer,
+            rank.counters,
+            rank.trace,
+            send,
+            settings.parallel_reads,
+            rank.health,
+            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            caches=settings.role is Role.PREFILL,
+            share=share,
+        )
+        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
+        self._teardown = SessionTeardown(
+            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+        )
+        #: The last assignment that counts already; set after its load is counted.
+        self.assign_seq = 0
+
+    def read_queue_tokens(self) -> int:
+        """Return read_q of §6.1."""
+        return self._reader.tokens()
+
+    def totals(self) -> dict[str, float]:
+        """Return the counters of the DRAM cache."""
+        return self._tier.totals()
+
+    # ------------------------------------------------------------------ sessions
+
+    def begin_session(self, *, caching: bool) -> None:
+        """Begin a session; ``caching``: whether blocks are cached for later requests."""
+        self._tier.begin_session(caching=caching)
+
+    def send_settled(self) -> None:
+        """Report the in-doubt requests that have settled between the sessions."""
+        for request_id in self._teardown.settled_since():
+            self._send(Released(request_id=request_id))
+
+    def end_session(self, reason: str) -> None:
+        """Drop the requests that do not decode yet (``session_doubts``)."""
+        self._tier.end_session()
+        self._retention.end_session()
+        self._teardown.end_session(reason)
+        self.assign_seq = 0
+
+    def in_doubt(self) -> InDoubt:
+        """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
+        return self._teardown.in_doubt()
+
+    # ------------------------------------------------------------------ commands
+
+    def assign(self, message: Assign) -> None:
+        """Count a request and queue its reservation of slots; ``Reserved`` follows.
+
+        Raises ``BadRequestError`` if an earlier request of this id is still here,
+        ``BufferTooSmallError`` for more slots than the buffer has.
+        """
+        if self.active.is_known(message.request_id) or self.buffer.has_request(message.request_id):
+            raise BadRequestError(
+                f"request {message.request_id}: an earlier request of this name has not left the "
+                "engine; send it under another id"
+            )
+        self.active.add(message.request_id, message.tokens, self._trace.now_ns())
+        self.assign_seq = max(self.assign_seq, message.assign_seq)
+        if message.reserve_blocks == 0:
+            return
+        try:
+            self.buffer.request(message.request_id, message.reserve_blocks, message.keys)
+        except BufferTooSmallError:
+            self.active.drop(message.request_id)
+            raise
+
+    def _granted(self, grant: Grant) -> None:
+        assigned_ns = self.active.assigned_ns(grant.request_id)
+        if assigned_ns is None:  # released while waiting
+            self.buffer.release(grant.request_id)
+            return
+        wait_s = (self._trace.now_ns() - assigned_ns) / _NS_PER_S
+        self._tier.granted(grant)
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+
+    def read(self, message: Read) -> None:
+        """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
+        reads, now_ns = run_reads(self._geometry, message.run), self._trace.now_ns()
+        self._reader.add(
+            ReadTask(
+                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
+            )
+        )
+
+    def retain(self, message: Retain) -> None:
+        """Retain blocks for a turn that may follow."""
+        self._retention.apply(message, self._trace.now_ns())
+
+    def ask_release(self, message: Release) -> None:
+        """Release a request, at once or after the forward pass that it is part of."""
+        if self.active.ask_release(message):
+            self.release(message)
+
+    def release(self, message: Release) -> None:
+        """Release a request that is in no forward pass; ``Released`` follows."""
+        self._reader.cancel(message.request_id)
+        self.active.drop(message.request_id)
+        if message.writer_certain:
+            self.buffer.end_quarantine(message.request_id)
+        else:
+            self.buffer.quarantine(message.request_id)
+        self.buffer.release(message.request_id)
+        self._send(Released(request_id=message.request_id))
+
+    # ------------------------------------------------------------------ time
+
+    def expire(self, now_ns: int) -> None:
+        """Answer reads whose deadline has passed; end retentions whose time has passed."""
+        self._reader.expire(now_ns)
+        self._retention.expire(now_ns)
+
+    def send_cache_updates(self) -> None:
+        """Send the changes of the DRAM cache to the router."""
+        self._tier.send_changes()
+
+    def close(self, limit: TimeLimit) -> None:
+        """Stop reading."""
+        self._reader.close(limit)

@@ -1,0 +1,288 @@
+"""The membership of an engine in a cluster: it starts its data plane, registers, reports, leaves.
+
+It is the same for all kinds of engines.  A kind of engine provides its HBM, its device, the model
+that it serves, and a callback that watches its process.
+"""
+
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import GroupRank
+from dualpath.core.control import (
+    PROTOCOL_VERSION,
+    Deregister,
+    Drained,
+    EngineMessage,
+    Register,
+    Report,
+    RouterMessage,
+)
+from dualpath.core.key_cache import Adapter
+from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.engine.control.link import ControlLink
+from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.io.read_speed import PROBE_MODEL, measure
+from dualpath.engine.io.storage_maintenance import MaintenanceThread, needs_maintenance
+from dualpath.engine.passes.device import Device
+from dualpath.engine.passes.hbm_layout import HbmLayout
+from dualpath.engine.passes.pass_transfers import BlockHolder
+from dualpath.engine.ranks.rank import ALONE, RankPlace
+from dualpath.engine.settings import EngineSettings
+
+log = logging.getLogger(__name__)
+
+#: Time for the last report to be sent before a process ends itself.
+_LAST_REPORT_NS = 200_000_000
+
+
+class ServedModel(msgspec.Struct, frozen=True):
+    """The model of an engine and its limits for requests.
+
+    Prompt and answer have at most ``max_model_len`` tokens, token ids are below ``vocab_size``;
+    requests may name one of ``adapters``.  A prompt has at most ``max_prompt_tokens``, None if only
+    ``max_model_len`` limits it.
+    """
+
+    served_model_name: str
+    max_model_len: int
+    vocab_size: int
+    adapters: tuple[Adapter, ...] = ()
+    max_prompt_tokens: int | None = None
+
+    def limits(self) -> dict[str, Any]:
+        """Return the ``limits`` of a ``Register``."""
+        fields = msgspec.structs.asdict(self)
+        del fields["adapters"]
+        return {name: value for name, value in fields.items() if value is not None}
+
+
+class Membership:
+    """Owns the traffic manager and the control link; methods may be called from any thread.
+
+    Each process of an engine has a unique ``epoch``, so that others detect a restart.  Raises
+    ``ConfigError`` if the storage, buffer or transport cannot be opened.
+    """
+
+    def __init__(
+        self,
+        settings: EngineSettings,
+        namespace: StoreNamespace,
+        model: ServedModel,
+        hbm: HbmLayout,
+        device: Device | None = None,
+        surroundings: Surroundings = LIVE,
+        holder: BlockHolder | None = None,
+        place: RankPlace = ALONE,
+    ) -> None:
+        self.settings = settings
+        self.rates = Rates(read_bytes=_bounded(settings.snic_bytes_per_s))
+        self.epoch = surroundings.new_epoch()
+        self._surroundings = surroundings
+        self._namespace = namespace
+        self._model = model
+        self._link: ControlLink | None = None
+        self._broken_ns: int | None = None
+        self._draining: str | None = None
+        self._drained: Callable[[], None] | None = None
+        self._empty = False
+        self._maintenance: MaintenanceThread | None = None
+        storage = surroundings.open_storage(settings, namespace)
+        tree = surroundings.open_tree(settings)
+        if needs_maintenance(tree, settings):
+            # This id becomes a part of objects' names, for which an engine's id is not safe.
+            threads, process = surroundings.threads, surroundings.new_epoch()
+            self._maintenance = MaintenanceThread(
+                *(storage, tree, settings, namespace, process, threads), surroundings.now_s
+            )
+            storage = self._maintenance.storage
+        transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
+        self.manager = TrafficManager(
+            settings,
+            namespace.geometry,
+            storage,
+            transport,
+            hbm,
+            self.send,
+            device,
+            surroundings.threads,
+            surroundings.has_exited,
+            holder,
+            place,
+            surroundings.open_node_dram(settings, namespace),
+        )
+
+    def join(
+        self,
+        api_url: str,
+        watch: Callable[[], None] = lambda: None,
+        dp: GroupRank | None = None,
+    ) -> None:
+        """Register as soon as the HTTP server at ``api_url`` accepts connections.
+
+        ``dp`` is the engine's rank in a data-parallel group, None without one.  ``watch`` is called
+        several times a second on the link's thread, for conditions that end this process.
+        """
+
+        def tick(now_ns: int) -> None:
+            watch()
+            self._end_if_broken(now_ns)
+            self.manager.tick(now_ns)
+            self._leave_if_drained()
+
+        self._link = ControlLink(
+            self._surroundings.connect(self.settings),
+            lambda registration: self._register(api_url, registration, dp),
+            self._report,
+            self._handle,
+            self.manager.end_session,
+            tick,
+            self._failed,
+            self._surroundings.threads,
+        )
+        self._link.start()
+        log.info(
+            "dualpath %s engine %s: %d layers of %d-token blocks, buffer of %d tokens, HBM of %d",
+            self.settings.role,
+            self.settings.engine_id,
+            self._namespace.geometry.layers,
+            self._namespace.geometry.block_tokens,
+            self.manager.buffer_tokens,
+            self.manager.hbm_tokens,
+        )
+
+    def measure_reading(self) -> None:
+        """Measure the read rate of storage and report it from the next registration on.
+
+        With a throttle, its rate is reported without a measurement.  Takes a second or two, at most
+        ten.
+        """
+        if self.rates.read_bytes is None and self.settings.mode.moves_bytes:
+            namespace = msgspec.structs.replace(self._namespace, model=PROBE_MODEL)
+            rate = measure(
+                self._surroundings.open_storage(self.settings, namespace),
+                self.settings.parallel_reads,
+                self._surroundings.threads,
+            )
+            self.rates = msgspec.structs.replace(self.rates, read_bytes=rate)
+
+    def set_compute_rate(self, prefill_tokens: Rate, computed_weight: float) -> None:
+        """Report these rates of computation from the next registration on; see ``Rates``."""
+        self.rates = msgspec.structs.replace(
+            self.rates, prefill_tokens=prefill_tokens, computed_weight=computed_weight
+        )
+
+    def _end_if_broken(self, now_ns: int) -> None:
+        """Report a broken data plane, then end this process."""
+        if (reason := self.manager.broken) is None:
+            return
+        if self._broken_ns is None:
+            self._broken_ns = now_ns
+            self.changed()
+        elif now_ns - self._broken_ns > _LAST_REPORT_NS:
+            self._failed(reason)
+
+    def send(self, message: EngineMessage) -> None:
+        """Send a message to the router; dropped before the engine joins and after it leaves."""
+        if self._link is not None:
+            self._link.send(message)
+
+    def changed(self) -> None:
+        """The load has changed: report it soon."""
+        if self._link is not None:
+            self._link.changed()
+
+    def drain(self, reason: str, drained: Callable[[], None]) -> None:
+        """Request no new requests from the router and finish the present ones.
+
+        ``drained`` is called once when no request is left: the router has sent ``Drained`` or this
+        engine has no session, and requests that decode without a session are over.  Then call
+        ``leave``.  Only the first call has an effect.
+        """
+        if self._drained is not None:
+            return
+        self._draining, self._drained = reason, drained
+        if self._link is None:
+            drained()
+        else:
+            self.changed()
+
+    def leave(self) -> None:
+        """Deregister, finish writes and free all resources; idempotent."""
+        link, self._link = self._link, None
+        if link is not None:
+            self.manager.end_session("the engine shuts down")
+            settled = not self.manager.in_doubt().unsettled
+            link.close(Deregister(reason="engine shuts down", settled=settled))
+        self.manager.close()
+        if self._maintenance is not None:
+            self._maintenance.close()
+
+    def _report(self) -> Report:
+        report = msgspec.structs.replace(self.manager.report(), draining=self._draining)
+        if self._maintenance is None:
+            return report
+        counters = report.counters | self._maintenance.totals()
+        return msgspec.structs.replace(report, counters=counters, storage=self._maintenance.use())
+
+    def _handle(self, message: RouterMessage) -> None:
+        if isinstance(message, Drained):
+            self._empty = True
+        else:
+            self.manager.handle(message)
+
+    def _leave_if_drained(self) -> None:
+        """Called on the link's thread, which owns the state of the session."""
+        link, drained = self._link, self._drained
+        if drained is None or link is None or self.manager.decodes_without_session:
+            return
+        if self._empty or link.unregistered:
+            self._drained = _nothing
+            drained()
+
+    def _failed(self, reason: str) -> None:
+        """End this process, so that a failed engine does not seem alive."""
+        log.critical("engine %s ends itself: %s", self.settings.engine_id, reason)
+        self._surroundings.end_process()
+
+    def _register(self, api_url: str, registration: int, dp: GroupRank | None) -> Register | None:
+        # An unhealthy engine registers when it has recovered; a draining one does not register.
+        unavailable = self._draining is not None or self.manager.health() is not None
+        if unavailable or not self._surroundings.listens(api_url):
+            return None
+        settings, manager = self.settings, self.manager
+        in_doubt = manager.in_doubt()
+        return Register(
+            version=PROTOCOL_VERSION,
+            address=manager.address(self.epoch, self._surroundings.this_process()),
+            namespace=self._namespace,
+            api_url=api_url,
+            node=settings.node_name,
+            group=settings.group_name,
+            mode=settings.mode.value,
+            hbm_tokens=manager.hbm_tokens,
+            buffer_tokens=manager.buffer_tokens,
+            snic_bytes_per_s=settings.snic_bytes_per_s or None,
+            rates=self.rates,
+            limits={**self._model.limits(), "pid": os.getpid()},
+            registration=registration,
+            unsettled=in_doubt.unsettled,
+            quarantined=in_doubt.quarantined,
+            writers=in_doubt.writers,
+            dp=dp,
+            adapters=self._model.adapters,
+            node_dram=manager.node_dram,
+        )
+
+
+def _bounded(bytes_per_s: float) -> Rate | None:
+    return Rate(bytes_per_s, RateOrigin.SET) if bytes_per_s else None
+
+
+def _nothing() -> None:
+    """Do nothing: the engine has drained already."""

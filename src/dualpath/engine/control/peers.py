@@ -1,0 +1,135 @@
+"""The engines of the other role that one engine is connected to."""
+
+import logging
+from collections.abc import Iterable
+
+import msgspec
+
+from dualpath.core.cluster import AgentAddress, EngineAddress, RegionAddress, Role, Writer
+from dualpath.core.control import PeerDown
+from dualpath.core.errors import ConfigError, TransportError
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION
+from dualpath.engine.passes.hbm_layout import PartViews
+from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.transport.contract import AgentInfo, RegionInfo, Transport
+
+log = logging.getLogger(__name__)
+
+
+class Peers:
+    """Connects and disconnects peers; stores the processes whose transfers may still arrive.
+
+    The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
+    peer that cannot be reached when it is announced does not affect others; its connection is
+    retried when it is needed.  Rank ``rank`` of ``ranks`` connects only to its share of a peer's
+    agents.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        transport: Transport,
+        views: PartViews,
+        threads: Threads = OS_THREADS,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self._rank, self._ranks = rank, ranks
+        self._connects = role is Role.PREFILL
+        self._transport = transport
+        self._views = views
+        self._lock = threads.lock()
+        self._peers: dict[str, EngineAddress] = {}
+        self._connected: set[str] = set()
+        self._writers: dict[tuple[str, str], Writer] = {}
+
+    def up(self, peer: EngineAddress) -> None:
+        """A peer joined."""
+        with self._lock:
+            self._peers[peer.engine_id] = peer
+            if peer.role is Role.PREFILL:
+                self._writers[peer.writer.id] = peer.writer
+        if self._connects:
+            try:
+                self._connect(peer)
+            except TransportError as error:
+                log.warning(
+                    "the connection to engine %s is retried when needed: %s", peer.engine_id, error
+                )
+
+    def down(self, message: PeerDown) -> None:
+        """A peer is lost; unless its process is confirmed dead, it may still write."""
+        with self._lock:
+            peer = self._peers.get(message.engine_id)
+            if peer is not None and peer.epoch == message.epoch:
+                del self._peers[message.engine_id]
+            else:
+                peer = None
+            if message.certain:
+                self._writers.pop((message.engine_id, message.epoch), None)
+        if peer is not None and self._connects:
+            for agent in self._of(peer):
+                self._connected.discard(agent.agent)
+                self._transport.disconnect(agent.agent)
+
+    def only(self, peers: Iterable[EngineAddress]) -> None:
+        """A session begins with exactly these peers; other known peers are disconnected."""
+        present = {(peer.engine_id, peer.epoch) for peer in peers}
+        with self._lock:
+            known = [(peer.engine_id, peer.epoch) for peer in self._peers.values()]
+        for engine_id, epoch in known:
+            if (engine_id, epoch) not in present:
+                self.down(PeerDown(engine_id, epoch, certain=False))
+
+    def known(self) -> tuple[EngineAddress, ...]:
+        """Return all peers."""
+        with self._lock:
+            return tuple(self._peers.values())
+
+    def writers(self) -> tuple[Writer, ...]:
+        """Return the prefill engines that may be writing here."""
+        with self._lock:
+            return tuple(self._writers.values())
+
+    def agents_of(self, engine_id: str, epoch: str) -> tuple[str, ...]:
+        """Return the transport agents of a peer that this rank is connected to.
+
+        Raises ``TransportError`` if that engine is not a peer in that epoch or cannot be reached.
+        """
+        with self._lock:
+            peer = self._peers.get(engine_id)
+        if peer is None or peer.epoch != epoch:
+            raise TransportError(
+                f"engine {engine_id} (epoch {epoch}) is not connected; it is lost or restarted"
+            )
+        self._connect(peer)
+        return tuple(agent.agent for agent in self._of(peer))
+
+    def _of(self, peer: EngineAddress) -> tuple[AgentAddress, ...]:
+        return peer.agents_for(self._rank, self._ranks)
+
+    def _connect(self, peer: EngineAddress) -> None:
+        for agent in self._of(peer):
+            if agent.agent not in self._connected:
+                self._connect_agent(peer.engine_id, agent_info(agent))
+
+    def _connect_agent(self, engine_id: str, agent: AgentInfo) -> None:
+        buffers = (region for region in agent.regions if region.name == BUFFER_REGION)
+        try:
+            views = [view for buffer in buffers for view in self._views.of(buffer)]
+            self._transport.connect(agent, views)
+        except ConfigError as error:
+            raise TransportError(f"engine {engine_id}: {error}") from error
+        self._connected.add(agent.agent)
+
+
+def agent_info(address: AgentAddress) -> AgentInfo:
+    """Return an agent in the form of transports."""
+    regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
+    return AgentInfo(agent=address.agent, metadata=address.metadata, regions=regions)
+
+
+def agent_address(info: AgentInfo) -> AgentAddress:
+    """Return an agent of a transport in the wire form."""
+    regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
+    return AgentAddress(info.agent, info.metadata, regions)

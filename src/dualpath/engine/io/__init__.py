@@ -1,0 +1,1 @@
+"""Storage I/O: look-ups, the read queue, writes of new blocks."""

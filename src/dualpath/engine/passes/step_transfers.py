@@ -1,0 +1,230 @@
+"""From a step of the plan to a posted transfer: its regions, pieces and direction.
+
+These follow from the source and destination of the step.  With both ends in this engine it is a
+copy, by the device's copier or, without one, by a transport to itself (§5.2).  With one end in this
+engine it is a write to the other engine or a read from it; the prefill engine starts all of these.
+
+Each part of a layer is a transfer of the transport; together they count as one transfer.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+
+import msgspec
+import numpy as np
+
+from dualpath.core.blocks import BlockGeometry
+from dualpath.core.cluster import Role
+from dualpath.core.runs import BlockRun
+from dualpath.core.transfers import PrefillTransfer
+from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
+from dualpath.engine.counters import Counters
+from dualpath.engine.passes.device import PASSED, Device, DeviceCopier, DeviceCopy, DeviceEvent
+from dualpath.engine.passes.hbm_layout import HbmLayout, view_name
+from dualpath.plan.movements import Place
+from dualpath.plan.steps import PromptLayout, Step
+from dualpath.transport.contract import Direction, PieceIndices, Transfer, Transport, post_together
+
+_DRAM_REGIONS = {
+    Place.PE_BUFFER: BUFFER_REGION,
+    Place.DE_BUFFER: BUFFER_REGION,
+    Place.DE_STAGING: STAGING_REGION,
+}
+
+
+class PrefillChunk(msgspec.Struct, frozen=True):
+    """One request's part in a forward pass.
+
+    ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
+    ``decode_agents`` are the transport agents of the DE that this rank is connected to.
+    """
+
+    prefill_transfer: PrefillTransfer
+    chunk: BlockRun
+    hbm_blocks: tuple[int, ...]
+    decode_agents: tuple[str, ...]
+
+    def layout(self, geometry: BlockGeometry) -> PromptLayout:
+        """Return the plan's view of the prompt."""
+        transfer = self.prefill_transfer
+        return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
+
+
+class Replica(msgspec.Struct, frozen=True):
+    """Replica ``index`` of ``count`` ranks whose HBM has the same bytes.
+
+    Sends out of HBM are divided among replicas, block by block in turn; every replica loads all
+    blocks, or at a PE with ``shared_loads`` one block in turn, which it gives to the others.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def turn(self, step: Step, position: int) -> int:
+        """Return the replica that moves block ``position`` of a step that is divided among them.
+
+        Generated blocks have no prompt position: their slot is used instead.
+        """
+        slot = step.slots[position] if step.destination is Place.DE_STAGING else 0
+        return (step.blocks.first + position + slot) % self.count
+
+
+#: A rank without replicas.
+ONLY = Replica()
+_HBM = (Place.PE_HBM, Place.DE_HBM)
+
+
+class _End(msgspec.Struct, frozen=True):
+    """The pieces at one end of a step, with one region for each part of its layer."""
+
+    regions: tuple[str, ...]
+    pieces: PieceIndices
+
+
+class StepTransfers:
+    """Posts the steps of an engine of one side, between Full Blocks and its ``hbm``.
+
+    ``shares_loads``: blocks that this rank does not load come from another replica.
+    """
+
+    def __init__(
+        self,
+        side: Role,
+        transport: Transport,
+        device: Device,
+        counters: Counters,
+        agent: str,
+        hbm: HbmLayout,
+        replica: Replica = ONLY,
+        *,
+        shares_loads: bool = False,
+    ) -> None:
+        self._side = side
+        self._transport = transport
+        self._device = device
+        self._counters = counters
+        self._agent = agent
+        self._replica = replica
+        self._shares_loads = shares_loads
+        #: See ``HbmLayout``.
+        self.group_of_layer = hbm.group_of_layer
+        self.layer_name = hbm.name_of
+        self._hbm_regions = [tuple(part.region.name for part in parts) for parts in hbm.layers]
+        self._dram_regions = {
+            region: [
+                tuple(view_name(region, layer, part) for part in range(len(parts)))
+                for layer, parts in enumerate(hbm.layers)
+            ]
+            for region in (BUFFER_REGION, STAGING_REGION)
+        }
+
+    @property
+    def own_agent(self) -> str:
+        """This engine's transport agent: the other end of copies within it."""
+        return self._agent
+
+    def agent_of(self, step: Step, peers: Sequence[str]) -> str:
+        """Return the agent at the other end of a step: this rank's own, or one of ``peers``.
+
+        Layers are assigned to ``peers`` in turn, so that the load is spread over their NICs.
+        """
+        if step.source.side is step.destination.side:
+            return self._agent
+        assert step.layer is not None, "Full Blocks are moved by storage"
+        return peers[step.layer % len(peers)]
+
+    def post(
+        self,
+        step: Step,
+        hbm_blocks: Sequence[int],
+        peers: Sequence[str] = (),
+        earlier: DeviceEvent = PASSED,
+    ) -> tuple[Transfer, tuple[DeviceEvent, ...]]:
+        """Post a step of one layer; return also the events of its end if the device copies it.
+
+        ``hbm_blocks`` are the engine's block ids of the request's blocks from 0 on, ``peers`` are
+        transport agents of the other engine, if the step has an end there.  All dependencies of the
+        step must be over, except that a copy by the device waits for ``earlier``.  Raises
+        ``TransportError`` if nothing was posted.
+        """
+        source = self._end(step.source, step, hbm_blocks)
+        destination = self._end(step.destination, step, hbm_blocks)
+        within = step.source.side is step.destination.side
+        events: list[DeviceEvent] = []
+        if within and self._device.copier is not None:
+            posts = _copies(self._device.copier, source, destination, earlier, events)
+        elif step.source.side is self._side:
+            posts = self._posts(Direction.WRITE, source, destination, step, peers)
+        else:
+            posts = self._posts(Direction.READ, destination, source, step, peers)
+        transfer = post_together(posts)
+        self._counters.moved(step, step.bytes * self._copies_of(step))
+        return transfer, tuple(events)
+
+    def _copies_of(self, step: Step) -> int:
+        """Return the number of ranks that move each byte of a step; rank 0 counts for all."""
+        return 1 if self._divided(step) else self._replica.count
+
+    def _divided(self, step: Step) -> bool:
+        """Whether the blocks of a step are divided among the replicas."""
+        loads = self._shares_loads and step.destination is Place.PE_HBM
+        return self._replica.count > 1 and (loads or step.source in _HBM)
+
+    def _posts(
+        self, direction: Direction, here: _End, there: _End, step: Step, peers: Sequence[str]
+    ) -> list[Callable[[], Transfer]]:
+        agent = self.agent_of(step, peers)
+        return [
+            functools.partial(
+                self._transport.post,
+                direction,
+                *(region, here.pieces),
+                agent,
+                *(other_region, there.pieces),
+                traffic_class=step.traffic_class.value,
+            )
+            for region, other_region in zip(here.regions, there.regions, strict=True)
+        ]
+
+    def _end(self, place: Place, step: Step, hbm_blocks: Sequence[int]) -> _End:
+        """Return the regions and pieces of this rank at one end of a step."""
+        assert step.layer is not None, "Full Blocks are moved by storage"
+        region = _DRAM_REGIONS.get(place)
+        if region is None:
+            regions = self._hbm_regions[step.layer]
+            pieces = tuple(hbm_blocks[step.blocks.first : step.blocks.end])
+        else:
+            regions, pieces = self._dram_regions[region][step.layer], step.slots
+        if self._divided(step):
+            replica = self._replica
+            mine = (p for i, p in enumerate(pieces) if replica.turn(step, i) == replica.index)
+            pieces = tuple(mine)
+        return _End(regions, _indices(pieces))
+
+
+@functools.lru_cache(maxsize=256)
+def _indices(pieces: tuple[int, ...]) -> PieceIndices:
+    """Return pieces in the form of transports, cached for all layers of a prompt."""
+    indices = np.array(pieces, dtype=np.int64)
+    indices.setflags(write=False)
+    return indices
+
+
+def _copies(
+    copier: DeviceCopier,
+    source: _End,
+    destination: _End,
+    earlier: DeviceEvent,
+    events: list[DeviceEvent],
+) -> list[Callable[[], Transfer]]:
+    """Return a callable per part that queues its copy and adds the event of its end."""
+
+    def copy(source_region: str, destination_region: str) -> DeviceCopy:
+        queued = copier.copy(
+            source_region, source.pieces, destination_region, destination.pieces, earlier
+        )
+        events.append(queued.event)
+        return queued
+
+    pairs = zip(source.regions, destination.regions, strict=True)
+    return [functools.partial(copy, *pair) for pair in pairs]

@@ -1,0 +1,1 @@
+"""Engines of several devices: the leader and the ranks that follow it."""

@@ -1,0 +1,192 @@
+"""A router as several processes of this machine: a scheduler, and front ends on one port.
+
+The kernel distributes connections over the front ends (SO_REUSEPORT), each with its own accept
+queue.  This process only supervises: a front end that exits loses its own streams and is restarted
+while the others serve; the scheduler is restarted too, and front ends and engines reconnect to it.
+"""
+
+import os
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import MappingProxyType, TracebackType
+from typing import Self
+
+import msgspec
+from prometheus_client.multiprocess import mark_process_dead
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import OTHER_VARIABLES, PREFIX, arguments, declared, variable
+from dualpath.launch.ports import claim_port, family_of, free_port
+from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Supervisor, local
+from dualpath.router.http.settings import SchedulerAddress
+from dualpath.router.links.settings import LinkSettings
+from dualpath.router.observe.metrics import SHARED_METRICS
+from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
+from dualpath.router.settings import RouterSettings
+
+SCHEDULER = "scheduler"
+#: Exit code of a command with invalid arguments or settings.
+EXIT_REFUSED = 2
+_POLL_S = 0.05
+#: Wildcard addresses, with the address at which this machine itself reaches their listeners.
+_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
+
+
+@contextmanager
+def client_port(host: str, port: int) -> Iterator[int]:
+    """Reserve the port that front ends share during the ``with`` block; yields its number.
+
+    The socket is bound but does not listen, so that it receives no connections.  Raises
+    ``ConfigError`` if the port is in use.
+    """
+    with socket.socket(family_of(host)) as reserved:
+        try:
+            # Check without SO_REUSEPORT first, which would share with other servers of this user.
+            number = free_port(host, port)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reserved.bind((host, number))
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {host}:{port}: {error.strerror}; free it or choose another "
+                "with --host and --port"
+            ) from error
+        yield number
+
+
+class ScaledRouter:
+    """The processes of ``settings.front_ends`` > 0; a context manager that stops them.
+
+    ``front_end`` returns the arguments after ``dualpath`` of a front end with these settings and
+    this link.  ``adapters`` maps the adapters that clients may name to their paths.  Ports of 0 are
+    chosen once.  Exits and restarts are logged.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        host: str,
+        front_end: Callable[[RouterSettings, LinkSettings], Sequence[str]],
+        adapters: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
+        settings = _with_ports(settings, host)
+        self.control_address = f"tcp://{settings.control_host}:{settings.control_port}"
+        self.cluster_url = f"http://{host}:{settings.cluster_port}"
+        #: Shared by front ends: each one answers scrapes for all, including previous processes.
+        self._metrics = tempfile.TemporaryDirectory(prefix="dualpath-metrics-")
+        self._environment = _environment(settings, os.environ)
+        self._commands: dict[str, Sequence[str]] = {}
+        self._commands[SCHEDULER] = scheduler_command(settings, host, adapters)
+        for index in range(settings.front_ends):
+            link = _link(settings, index)
+            own = _without(settings, (*SCHEDULERS_OWN, "api_keys"))
+            self._commands[f"front-end-{index}"] = front_end(own, link)
+        self._supervisor = Supervisor()
+        self._restarts = Restarts(self._start)
+        self._starts: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        for name in self._commands:
+            self._start(name)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Stop all processes; after an error or Ctrl-C running requests end with an error."""
+        self._supervisor.end(interrupt=error is not None)
+        self._metrics.cleanup()
+
+    def watch(self) -> None:
+        """Restart processes that exit; never returns.
+
+        Raises ``ConfigError`` if a process refuses its settings at its first start.
+        """
+        while True:
+            for process in self._supervisor.processes:
+                if process.exit_code == EXIT_REFUSED and self._starts[process.name] == 1:
+                    raise ConfigError(f"{process.name} cannot be started; see its error above")
+            self._restarts.poll(self._supervisor.processes, time.monotonic())
+            time.sleep(_POLL_S)
+
+    def drain(self) -> None:
+        """Accept no new requests; return when running requests and front ends have ended."""
+        fronts = [p for p in self._supervisor.processes if p.name != SCHEDULER]
+        for process in fronts:
+            process.terminate()
+        until_s = time.monotonic() + DRAIN_GUARD_S
+        # Restart the scheduler if it exits meanwhile, but no front end.
+        while any(p.alive for p in fronts) and time.monotonic() < until_s:
+            scheduler = self._supervisor.process(SCHEDULER)
+            self._restarts.poll([scheduler], time.monotonic())
+            time.sleep(_POLL_S)
+
+    def _start(self, name: str) -> None:
+        is_front_end = name != SCHEDULER
+        if is_front_end and self._starts[name]:
+            # Its counters remain; its gauges of running requests are removed.
+            old = local(self._supervisor.process(name))
+            mark_process_dead(old.pid, self._metrics.name)  # type: ignore[no-untyped-call]
+        self._starts[name] += 1
+        command = (sys.executable, "-m", "dualpath.cli.main", *self._commands[name])
+        shared = {SHARED_METRICS: self._metrics.name} if is_front_end else {}
+        process = SpawnedProcess(name, command, None, {**self._environment, **shared})
+        self._supervisor.add(process, ends_last=not is_front_end)
+
+
+def scheduler_command(
+    settings: RouterSettings, host: str, adapters: Mapping[str, str]
+) -> list[str]:
+    """Return the arguments after ``dualpath`` of the scheduler."""
+    address = SchedulerAddress(host, settings.cluster_port, dict(adapters))
+    own = _without(settings, (*FRONT_ENDS_OWN, "api_keys"))
+    return [SCHEDULER, *arguments(address), *arguments(own)]
+
+
+def _link(settings: RouterSettings, index: int) -> LinkSettings:
+    host = _ANYWHERE.get(settings.control_host, settings.control_host)
+    return LinkSettings(
+        scheduler=f"tcp://{host}:{settings.front_ends_port}",
+        # A restarted process of this name replaces the previous one at the scheduler.
+        front_end_name=f"{socket.gethostname()}-front-{index}",
+        share_port=True,
+    )
+
+
+def _without(settings: RouterSettings, names: Sequence[str]) -> RouterSettings:
+    """Return the settings with ``names`` reset to their defaults."""
+    defaults = {field.name: field.default for field in declared(RouterSettings)}
+    return msgspec.structs.replace(settings, **{name: defaults[name] for name in names})
+
+
+def _environment(settings: RouterSettings, environment: Mapping[str, str]) -> dict[str, str]:
+    """Return an environment without settings, which are passed as flags, but with API keys."""
+    kept = {
+        name: value
+        for name, value in environment.items()
+        if (not name.startswith(PREFIX) or name in OTHER_VARIABLES) and name != SHARED_METRICS
+    }
+    keys = msgspec.json.encode(settings.api_keys).decode()
+    return {**kept, variable("router", "api_keys"): keys} if settings.api_keys else kept
+
+
+def _with_ports(settings: RouterSettings, host: str) -> RouterSettings:
+    """Choose ports of 0 now, so that restarted processes have the same ports."""
+    chosen = {
+        name: claim_port(where)
+        for name, where in (
+            ("control_port", settings.control_host),
+            ("front_ends_port", settings.control_host),
+            ("cluster_port", host),
+        )
+        if not getattr(settings, name)
+    }
+    return msgspec.structs.replace(settings, **chosen)

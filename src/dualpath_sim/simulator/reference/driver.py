@@ -1,0 +1,268 @@
+"""Drives the live system's ``RequestScheduler``: its ids, engines' reports and fetches (§6.1)."""
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, Protocol
+
+import msgspec
+
+from dualpath.core.blocks import holding_blocks
+from dualpath.core.cluster import Role
+from dualpath.core.request import CachedPrefix, Request
+from dualpath.policy.events import Assignment, EngineReport, Granted
+from dualpath.policy.role_loads import RoleQueue
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.workload.columns.agent_table import AgentTable
+from dualpath_sim.simulator.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
+from dualpath_sim.simulator.reference.machine import EventQueue
+from dualpath_sim.simulator.rules import first_group, next_multiple_ns, to_ns
+from dualpath_sim.simulator.settings import Setup
+
+
+class _Account:
+    """The true load of one engine; ``dirty`` until it has been reported."""
+
+    def __init__(self, engine: int, hbm_tokens: int) -> None:
+        self._engine_id = str(engine)
+        self._assign_seq = 0
+        self.requests = 0
+        self.tokens = 0
+        self.free_hbm_tokens = hbm_tokens
+        self.read_tokens = 0
+        self.dirty = False
+
+    def assigned(self, seq: int, tokens: int, hbm_tokens: int, read_tokens: int) -> None:
+        self._assign_seq = seq
+        self.requests += 1
+        self.tokens += tokens
+        self.free_hbm_tokens -= hbm_tokens
+        self.read_tokens += read_tokens
+        self.dirty = True
+
+    def over(self, tokens: int, hbm_tokens: int) -> None:
+        self.requests -= 1
+        self.tokens -= tokens
+        self.free_hbm_tokens += hbm_tokens
+        self.dirty = True
+
+    def report(self) -> EngineReport:
+        self.dirty = False
+        return EngineReport(
+            engine_id=self._engine_id,
+            assign_seq=self._assign_seq,
+            unfinished_requests=self.requests,
+            unfinished_tokens=self.tokens,
+            read_queue_tokens=self.read_tokens,
+            free_hbm_tokens=self.free_hbm_tokens,
+            free_buffer_tokens=0,
+        )
+
+
+class RoundWatch(Protocol):
+    """Is notified of the progress of rounds, right after the scheduler."""
+
+    def loaded(self, round_index: int) -> None:
+        """All hits of a round are in DRAM."""
+
+    def prefilled(self, round_index: int, assignment: Assignment) -> None:
+        """The PE has prefilled a round."""
+
+    def finished(self, round_index: int, assignment: Assignment) -> None:
+        """A round is over."""
+
+
+class _Group(NamedTuple):
+    """Engines that fetch together."""
+
+    name: str
+    role: Role
+    members: list[_Account]
+
+
+class SchedulerDriver:
+    """Submits rounds, lets groups fetch while any round waits, and passes on the assignments."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        limits: Limits,
+        layout: ClusterLayout,
+        agents: AgentTable,
+        events: EventQueue,
+        assigned: Callable[[int, Assignment], None],
+    ) -> None:
+        self._block_tokens = setup.cluster.block_tokens
+        # Lists, which Python reads faster than arrays.
+        self._prompt_tokens = agents.prompt_tokens.tolist()
+        self._hit_tokens = agents.hit_tokens.tolist()
+        self._generated_tokens = agents.generated_tokens.tolist()
+        self._events = events
+        self._assigned = assigned
+        self._interval_ns = to_ns(setup.cluster.fetch_interval_s)
+        self._fetch_due = False
+        self._scheduler = RequestScheduler(scheduler_settings(setup, limits))
+        self._waiting: dict[int, Request] = {}
+        self.watch: RoundWatch | None = None
+        self._specs = engine_specs(setup, limits, layout)
+        self._accounts: list[_Account] = []
+        for spec in self._specs:
+            self._scheduler.engine_joined(spec)
+            self._accounts.append(_Account(len(self._accounts), spec.hbm_tokens))
+        self._groups = [
+            _Group(group.name, group.role, [self._accounts[e] for e in group.engines])
+            for group in layout.groups
+        ]
+
+    def submit(self, round_index: int, cached_blocks: dict[int, int]) -> None:
+        """Let a round wait; engines' DRAM holds ``cached_blocks`` at the head of its context."""
+        hit_tokens = self._hit_tokens[round_index]
+        hit_blocks = holding_blocks(hit_tokens, self._block_tokens)
+        request = Request(
+            request_id=str(round_index),
+            prompt_tokens=self._prompt_tokens[round_index],
+            hit_tokens=hit_tokens,
+            max_new_tokens=self._generated_tokens[round_index],
+            cached=tuple(
+                [
+                    CachedPrefix(self._specs[engine].engine_id, min(blocks, hit_blocks))
+                    for engine, blocks in cached_blocks.items()
+                ]
+                if hit_blocks
+                else ()
+            ),
+        )
+        self._scheduler.submit(request)
+        self._waiting[round_index] = request
+        self._expect_fetch(self._events.now_ns)
+
+    def granted(self, assignment: Assignment, cached_blocks: Mapping[Role, int]) -> Assignment:
+        """A DE has granted a round's slots; return its assignment, maybe re-planned."""
+        grant = Granted(
+            assignment.request_id,
+            decode_blocks=cached_blocks[Role.DECODE],
+            prefill_blocks=cached_blocks[Role.PREFILL],
+        )
+        if not (answer := self._scheduler.granted(grant)):
+            return assignment
+        (changed,) = answer
+        for role in Role:
+            before, after = assignment.at(role), changed.at(role)
+            self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
+            self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
+        return changed
+
+    def read_more(self, engine: int, tokens: int) -> None:
+        """An engine has to read so many tokens more than it was assigned."""
+        self.part_read(engine, -tokens)
+
+    def part_read(self, engine: int, tokens: int) -> None:
+        """One part of a request's reads is over."""
+        account = self._accounts[engine]
+        account.read_tokens -= tokens
+        account.dirty = True
+
+    def read_done(self, round_index: int) -> None:
+        """All reads of a request are over."""
+        self._scheduler.read_done(str(round_index))
+        if self.watch is not None:
+            self.watch.loaded(round_index)
+
+    def prefill_done(self, round_index: int, assignment: Assignment) -> None:
+        """The PE has prefilled a request."""
+        self._scheduler.prefill_done(str(round_index))
+        self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
+        if self.watch is not None:
+            self.watch.prefilled(round_index, assignment)
+
+    def finished(self, round_index: int, assignment: Assignment) -> None:
+        """A request is over."""
+        self._scheduler.finished(str(round_index))
+        tokens = assignment.decode_tokens
+        self._accounts[int(assignment.decode_engine)].over(tokens, tokens)
+        if self.watch is not None:
+            self.watch.finished(round_index, assignment)
+
+    def unfinished(self, engines: range) -> tuple[int, int]:
+        """Return the unfinished tokens and requests of engines."""
+        accounts = [self._accounts[engine] for engine in engines]
+        return sum(a.tokens for a in accounts), sum(a.requests for a in accounts)
+
+    def queue(self, role: Role) -> RoleQueue:
+        """Return a role's queue; a request that waits counts as the mean of those that wait."""
+        lengths, waiting = self._scheduler.queue_lengths(), len(self._waiting)
+        count = lengths.prefill if role is Role.PREFILL else lengths.decode
+        mean = sum(self._scheduler.request_tokens(r, role) for r in self._waiting.values())
+        mean = mean // waiting if waiting else 0
+        accounts = [a for group in self._groups if group.role is role for a in group.members]
+        placed = sum(account.tokens for account in accounts)
+        return RoleQueue(placed + (waiting - count) * mean, count, count * mean)
+
+    def retire(self, engines: range) -> None:
+        """Assign nothing more to engines; what they were assigned continues and stays counted.
+
+        The scheduler removes the requests of a lost engine, also from the load of their other
+        engine, unless that has reported them: so all engines report first.  Requests that had this
+        PE but no DE yet are on no engine; they are submitted again and wait behind the others.
+        """
+        for group in self._groups:
+            self._report(group)
+        lost: set[int] = set()
+        for engine in engines:
+            lost.update(int(request) for request in self._scheduler.engine_lost(str(engine)))
+        for round_index in [r for r in self._waiting if r in lost]:
+            request = self._waiting.pop(round_index)
+            self._scheduler.submit(request)
+            self._waiting[round_index] = request
+        retired = {id(self._accounts[engine]) for engine in engines}
+        for group in self._groups:
+            group.members[:] = [a for a in group.members if id(a) not in retired]
+        self._groups = [group for group in self._groups if group.members]
+
+    def join(self, engines: range, role: Role) -> None:
+        """Let idle retired engines serve in a role, as a group of their own."""
+        name = f"{role}-node-{self._specs[engines[0]].node}"
+        for engine in engines:
+            spec = msgspec.structs.replace(self._specs[engine], role=role, group=name)
+            self._scheduler.engine_joined(spec)
+            self._accounts[engine] = _Account(engine, spec.hbm_tokens)
+        self._groups.append(_Group(name, role, [self._accounts[engine] for engine in engines]))
+
+    def _expect_fetch(self, not_before_ns: int) -> None:
+        if not self._fetch_due:
+            self._fetch_due = True
+            self._events.at(next_multiple_ns(not_before_ns, self._interval_ns), self._fetch)
+
+    def _fetch(self) -> None:
+        """Let every group report and fetch, PE groups first and in turn."""
+        self._fetch_due = False
+        for group in self._in_turn():
+            self._report(group)
+            for assignment in self._scheduler.fetch(group.name):
+                self._take(assignment)
+        if self._scheduler.waiting():
+            self._expect_fetch(self._events.now_ns + 1)
+
+    def _in_turn(self) -> list[_Group]:
+        """Return the PE groups, with another one first at every tick, then the DE groups."""
+        prefill = [group for group in self._groups if group.role is Role.PREFILL]
+        decode = [group for group in self._groups if group.role is Role.DECODE]
+        first = first_group(self._events.now_ns, self._interval_ns, max(len(prefill), 1))
+        return prefill[first:] + prefill[:first] + decode
+
+    def _report(self, group: _Group) -> None:
+        for account in group.members:
+            if account.dirty:
+                self._scheduler.report(account.report())
+
+    def _take(self, assignment: Assignment) -> None:
+        self._accounts[int(assignment.prefill_engine)].assigned(
+            assignment.prefill_assign_seq,
+            assignment.prefill_tokens,
+            0,
+            assignment.prefill_read_tokens,
+        )
+        tokens = assignment.decode_tokens
+        self._accounts[int(assignment.decode_engine)].assigned(
+            assignment.decode_assign_seq, tokens, tokens, assignment.decode_read_tokens
+        )
+        del self._waiting[int(assignment.request_id)]
+        self._assigned(int(assignment.request_id), assignment)
