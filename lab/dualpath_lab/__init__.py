@@ -1,1 +1,3 @@
-"""The laboratory: what did happen (agents and their traces, emulated engines, nodes)."""
+"""What a cluster did: emulated engines, faults, nodes on one machine, experiments, the demo."""
+
+__version__ = "0.1.0"

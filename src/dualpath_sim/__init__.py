@@ -1,1 +1,1 @@
-"""The model: what a cluster would do (simulator, catalog, the paper's figures)."""
+"""What a cluster would do: catalog of models and clusters, simulator, the paper's evaluation, planner."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, commands, marks
 
-from dualpath.cli.main import SUBCOMMANDS, main
+from dualpath.cli.main import command_module, main, subcommands
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 CONSOLE = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell")]
@@ -48,9 +48,9 @@ def folder(tmp_path, monkeypatch):
 
 def subparser(name: str) -> argparse.ArgumentParser:
     """The real parser of a subcommand."""
-    assert name in [known for known, _ in SUBCOMMANDS], f"no subcommand {name!r}"
+    assert name in subcommands(), f"no subcommand {name!r}"
     subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
-    importlib.import_module(f"dualpath.cli.{name}").add_parser(subparsers)
+    command_module(name).add_parser(subparsers)
     return subparsers.choices[name]
 
 

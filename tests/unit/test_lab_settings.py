@@ -9,7 +9,8 @@ from dualpath_lab.cli import lab
 from dualpath_lab.nodes.settings import LabSettings, Shaping
 
 from dualpath.cli import main
-from dualpath.cli.settings import LAB, configuration
+from dualpath.cli.settings import configuration
+from dualpath_lab.cli import LAB
 from dualpath.core.cluster import parse_nodes
 from dualpath.core.errors import ConfigError
 

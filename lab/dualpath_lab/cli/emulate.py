@@ -4,9 +4,9 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
+from dualpath_lab.cli import EMULATED
 from dualpath.cli.scaled_router import FrontEndCommand, run_scaled_router
 from dualpath.cli.settings import (
-    EMULATED,
     ENGINE,
     FRONT_END_OF_ROUTER,
     FRONTEND,

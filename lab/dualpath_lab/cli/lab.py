@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualpath_lab.cli import LAB
 from dualpath.cli.output import add_json_argument, print_progress, warn_if_no_plots, wrote_json
 from dualpath.cli.settings import (
-    LAB,
     Part,
     add_parts,
     add_settings,

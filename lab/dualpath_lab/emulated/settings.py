@@ -1,5 +1,6 @@
 """Settings of an emulated engine."""
 
+from dualpath_sim.catalog.load import CostsName, GpuName
 import enum
 import re
 from typing import Annotated, Literal
@@ -36,15 +37,6 @@ class Verify(enum.StrEnum):
         return Verify.FULL if small else Verify.SAMPLED
 
 
-CostsName = Annotated[
-    str,
-    Setting(
-        "model that determines the times of forward passes: a catalog model, a folder with a "
-        "config.json, or costs measured by `dualpath profile`",
-        metavar="NAME|FOLDER|COSTS.toml",
-    ),
-]
-GpuName = Annotated[str, Setting("GPU that runs a catalog model", metavar="NAME")]
 Layers = Annotated[int, Setting("layers of KV", ge=1)]
 Speedup = Annotated[float, Setting("factor by which computation is faster", gt=0)]
 BatchCap = Annotated[int, Setting("tokens of a pass in modes without compute quota", ge=1)]

@@ -1,5 +1,6 @@
 """Settings of the experiments with agents; this module imports no heavy dependencies."""
 
+from dualpath_sim.catalog.load import CostsName, GpuName
 import enum
 import json
 from pathlib import Path
@@ -28,8 +29,6 @@ from dualpath.workload.replay.client import SentHintsSetting, ToolDelaysSetting
 from dualpath.workload.replay.result import SentHints, ToolDelays
 from dualpath_lab.emulated.settings import (
     BatchCap,
-    CostsName,
-    GpuName,
     Layers,
     Speedup,
     Verify,

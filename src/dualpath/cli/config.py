@@ -1,18 +1,16 @@
 """`dualpath config check`: the effective settings and the origin of each."""
 
 import argparse
-import importlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import command_module, configured_subcommands
 from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from dualpath.core.settings import Given, Layers, Schema
 
-#: Commands that read settings; ``checked_layers`` of each returns its effective settings.
-_COMMANDS = ("serve", "router", "scheduler", "frontend", "emulate")
 #: Longer values are truncated in the table, not in JSON.
 _WIDTH = 60
 
@@ -47,7 +45,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
-        help=f"{', '.join(_COMMANDS)} with its arguments, as on a command line; default: none",
+        help=f"{', '.join(configured_subcommands())} with its arguments, as on a command line; default: none",
     )
     command.required = False  # argparse treats every positional as required
 
@@ -79,9 +77,9 @@ def run(args: argparse.Namespace) -> int:
 def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
     """Return the effective settings of a command, after its own checks."""
     name, *arguments = command
-    if name not in _COMMANDS:
-        raise ConfigError(f"{name!r} has no settings; give one of {', '.join(_COMMANDS)}")
-    module = importlib.import_module(f"dualpath.cli.{name}")
+    if name not in (known := configured_subcommands()):
+        raise ConfigError(f"{name!r} has no settings; give one of {', '.join(known)}")
+    module = command_module(name)
     subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
     module.add_parser(subparsers)
     args = subparsers.choices[name].parse_args(arguments)

@@ -1,12 +1,14 @@
 """Entry point of the `dualpath` command.
 
-A subcommand is a module `dualpath.cli.<name>` with two functions:
+A subcommand is a module `<package>.<name>` with two functions:
 
     add_parser(subparsers) -> None     adds the parser called <name> with its arguments
     run(args) -> int                   does the work and returns the exit code
 
-`--help` and `--version` must be fast, and vLLM and torch take seconds to import, so the table below
-has the one-line helps and only the module of the given subcommand is imported.
+`--help` and `--version` must be fast, and vLLM and torch take seconds to import.  So each package of
+subcommands has a table ``SUBCOMMANDS`` with one-line helps, and only the module of the given subcommand
+is imported.  The packages are `dualpath.cli` and those that installed distributions name in the entry
+points `dualpath.commands`: the simulator's and the lab's.
 
 Exit codes: 0 success, 1 a defect of dualpath (with traceback), 2 invalid input or a failure outside
 dualpath (one line on standard error), 130 interrupted.
@@ -17,10 +19,11 @@ import importlib
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from importlib.metadata import entry_points
 from types import ModuleType
 
-from dualpath import __version__
+from dualpath import __version__, cli
 from dualpath.core.errors import DualPathError
 from dualpath.core.extras import not_installed
 
@@ -36,39 +39,13 @@ _FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 def configure_logging() -> None:
     """Configure logging of this process, unless it has handlers already."""
     logging.basicConfig(format=_FORMAT)
-    logging.getLogger("dualpath").setLevel(logging.INFO)
+    for package in ("dualpath", "dualpath_sim", "dualpath_lab"):
+        logging.getLogger(package).setLevel(logging.INFO)
 
 
 EXIT_DEFECT = 1
 EXIT_WRONG_INPUT = 2
 EXIT_INTERRUPTED = 130
-
-SUBCOMMANDS = (
-    ("serve", "start router, prefill and decode engines on this machine"),
-    ("router", "start the router alone; engines register themselves with it"),
-    ("scheduler", "start the scheduler alone; engines and front ends register with it"),
-    ("frontend", "start a further front end of a router; all front ends share its engines"),
-    ("roles", "print or change the roles of engines while they serve"),
-    ("replay", "replay agent trajectories against an endpoint"),
-    ("record", "write live traffic as a trace: lengths, times and numbered blocks, no text"),
-    ("report", "turn replay results into a table and an HTML page"),
-    ("demo", "compare Basic, DualPath and Oracle on real sessions, on this machine"),
-    ("model", "prepare a small model: SmolLM2 from its package, or a random tiny one"),
-    ("table1", "print the paper's Table 1 from model geometry, beside the paper's figures"),
-    ("bounds", "print Eq. 1-9 for a cluster, the bottleneck-free P/D range and the bottleneck"),
-    ("workingset", "print the KV bytes of prompts, agents and the working set, per model"),
-    ("simulate", "compare the modes on a simulated cluster, model and trace"),
-    ("eval", "reproduce the paper's evaluation in the simulator"),
-    ("plan", "find the best split of nodes into prefill and decode, and its capacity"),
-    ("emulate", "start an emulated engine, or a router for emulated engines"),
-    ("profile", "measure a model's costs on this machine for the simulator"),
-    ("config", "check settings from flags, environment and file, and print the origin of each"),
-    ("storage", "list, verify, pin or remove stored blocks; keep a storage within limits"),
-    ("doctor", "check a node for everything that engines need, and print remedies"),
-    ("qos", "print the settings that keep KV from delaying model communication"),
-    ("lab", "emulate a cluster on this machine: nodes with shaped compute and storage NICs"),
-    ("chaos", "inject faults and check that nothing is lost, late or wrong"),
-)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,11 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = _chosen_subcommand(arguments)
     try:
-        if chosen is None:
+        if chosen is None or not any(chosen in package.SUBCOMMANDS for package in _packages()):
             # argparse prints the help or an error for the unknown subcommand.
             _overview_parser().parse_args(arguments or ["--help"])
             return EXIT_WRONG_INPUT
-        return _run(importlib.import_module(f"dualpath.cli.{chosen}"), arguments)
+        return _run(command_module(chosen), arguments)
     except DualPathError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -99,10 +76,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_DEFECT
 
 
+def subcommands() -> dict[str, str]:
+    """Return the one-line help of every installed subcommand, by name."""
+    return {name: line for package in _packages() for name, line in package.SUBCOMMANDS.items()}
+
+
+def configured_subcommands() -> tuple[str, ...]:
+    """Return the installed subcommands that read settings from a file and the environment."""
+    return tuple(name for package in _packages() for name in getattr(package, "CONFIGURED", ()))
+
+
+def command_module(name: str) -> ModuleType:
+    """Import the module of a subcommand; raises ``KeyError`` if no installed package has it."""
+    for package in _packages():
+        if name in package.SUBCOMMANDS:
+            return importlib.import_module(f"{package.__name__}.{name}")
+    raise KeyError(name)
+
+
+def _packages() -> Iterator[ModuleType]:
+    """Yield the packages of subcommands; installed distributions are searched on demand only."""
+    yield cli
+    for entry in sorted(entry_points(group="dualpath.commands"), key=lambda entry: entry.value):
+        yield entry.load()
+
+
 def _chosen_subcommand(arguments: Sequence[str]) -> str | None:
-    """Return the subcommand at the beginning of `arguments`, or None."""
-    names = [name for name, _ in SUBCOMMANDS]
-    return arguments[0] if arguments and arguments[0] in names else None
+    """Return the first argument unless it is an option, or None."""
+    return arguments[0] if arguments and not arguments[0].startswith("-") else None
 
 
 def _run(module: ModuleType, arguments: Sequence[str]) -> int:
@@ -143,7 +144,7 @@ def _refuse(message: str) -> int:
 def _overview_parser() -> argparse.ArgumentParser:
     parser = _base_parser()
     subparsers = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
-    for name, help_line in SUBCOMMANDS:
+    for name, help_line in subcommands().items():
         subparsers.add_parser(name, help=help_line)
     return parser
 

@@ -16,7 +16,7 @@ from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.settings import Setting, Settings
 from dualpath.workload.formats import AUTO
 from dualpath.workload.replay.client import ReplayOptions
-from dualpath_sim.cli.simulation_inputs import TraceSettings
+from dualpath.workload.formats import TraceSettings
 
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError

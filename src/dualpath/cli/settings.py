@@ -7,9 +7,11 @@ file and as variables; commands that compute or measure have flags only.
 """
 
 import argparse
+import functools
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
 from dualpath.core.settings import (
@@ -38,35 +40,40 @@ ENDPOINT = "endpoint"
 FRONTEND = "frontend"
 SCHEDULER = "scheduler"
 ENGINE = "engine"
-EMULATED = "emulated"
-LAB = "lab"
 
 #: The struct of each section; imported when the section is used.
-_SECTIONS = {
+_OWN_SECTIONS = {
     CLUSTER: "dualpath.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
     ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
     SCHEDULER: "dualpath.router.http.settings:SchedulerAddress",
     FRONTEND: "dualpath.router.links.settings:LinkSettings",
     ENGINE: "dualpath.engine.settings:EngineSettings",
-    EMULATED: "dualpath_lab.emulated.settings:EmulatedOptions",
-    LAB: "dualpath_lab.nodes.settings:LabSettings",
 }
+
+
+@functools.cache
+def _section_places() -> dict[str, str]:
+    """Return where the struct of each section is, with those of installed command packages."""
+    places = dict(_OWN_SECTIONS)
+    for entry in entry_points(group="dualpath.commands"):
+        places |= getattr(entry.load(), "SECTIONS", {})
+    return places
 
 
 class _Sections(Mapping[str, type[Settings]]):
     """The schema of a settings file, imported section by section."""
 
     def __getitem__(self, section: str) -> type[Settings]:
-        module, _, name = _SECTIONS[section].partition(":")
+        module, _, name = (_OWN_SECTIONS.get(section) or _section_places()[section]).partition(":")
         kind: type[Settings] = getattr(importlib.import_module(module), name)
         return kind
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_SECTIONS)
+        return iter(_section_places())
 
     def __len__(self) -> int:
-        return len(_SECTIONS)
+        return len(_section_places())
 
 
 SECTIONS: Schema = _Sections()

@@ -1,5 +1,7 @@
 """Reads the data files: by a name in the catalog or by the path of a file of one's own."""
 
+from dualpath.core.settings import Setting
+from typing import Annotated
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -14,6 +16,17 @@ from dualpath_sim.catalog.families import KvCacheDtype, decode_config, geometry_
 from dualpath_sim.catalog.geometry import ModelGeometry
 from dualpath_sim.catalog.gpu import GpuRates
 from dualpath_sim.simulator.settings import ClusterSettings, ModelCosts
+
+CostsName = Annotated[
+    str,
+    Setting(
+        "model that determines the times of forward passes: a catalog model, a folder with a "
+        "config.json, or costs measured by `dualpath profile`",
+        metavar="NAME|FOLDER|COSTS.toml",
+    ),
+]
+GpuName = Annotated[str, Setting("GPU that runs a catalog model", metavar="NAME")]
+
 
 T = TypeVar("T")
 

@@ -1,11 +1,12 @@
 """Inputs that `dualpath simulate` and `dualpath plan` share: machine, model, workload, files."""
 
+from dualpath_sim.catalog.load import CostsName, GpuName
+from dualpath.workload.formats import TraceSettings
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
-from dualpath_lab.emulated.settings import CostsName, GpuName
 
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
@@ -55,20 +56,6 @@ class CoreSettings(Settings, frozen=True):
     ] = "auto"
 
 
-class TraceSettings(Settings, frozen=True, kw_only=True):
-    """The source of the agents."""
-
-    trace: Annotated[
-        str,
-        Setting(
-            "a trace that `dualpath replay` reads, or trajectories like those of Table 2",
-            metavar="T.jsonl|32k|48k|64k",
-        ),
-    ]
-    trace_format: Annotated[str, Setting("format of the trace", choices=(AUTO, *FORMATS))] = AUTO
-    tokenizer: Annotated[
-        str, Setting("tokenizer for text traces; empty: 4 bytes are a token", metavar="FOLDER")
-    ] = ""
 
 
 class DelaySettings(Settings, frozen=True):

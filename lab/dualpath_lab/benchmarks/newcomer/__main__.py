@@ -221,7 +221,7 @@ def _end(output: str) -> str:
     return "\n".join(output.splitlines()[-15:])
 
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 #: Variables that a new account would have, too, such as proxies.
 KEPT = ("PATH", "LANG", "TERM", "TMPDIR")
 KEPT_BEGINNINGS = ("PIP_", "SSL_", "HTTP_", "HTTPS_", "NO_PROXY", "http", "no_proxy")

@@ -7,6 +7,8 @@ To add a format, write such a module and add a row to ``FORMATS``, which command
     write_trace(sessions, "trace.mooncake.jsonl", "mooncake")
 """
 
+from dualpath.core.settings import Setting, Settings
+from typing import Annotated
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain, islice
@@ -159,3 +161,19 @@ def _unique(sessions: "Iterable[Session]") -> "list[Session]":
         count = copies[session.session_id] = copies.get(session.session_id, 0) + 1
         unique.append(session if count == 1 else session.renamed(f"{session.session_id}#{count}"))
     return unique
+
+
+class TraceSettings(Settings, frozen=True, kw_only=True):
+    """The source of the agents."""
+
+    trace: Annotated[
+        str,
+        Setting(
+            "a trace that `dualpath replay` reads, or trajectories like those of Table 2",
+            metavar="T.jsonl|32k|48k|64k",
+        ),
+    ]
+    trace_format: Annotated[str, Setting("format of the trace", choices=(AUTO, *FORMATS))] = AUTO
+    tokenizer: Annotated[
+        str, Setting("tokenizer for text traces; empty: 4 bytes are a token", metavar="FOLDER")
+    ] = ""

@@ -1,1 +1,0 @@
-"""Operation of clusters: launching processes, checking nodes, network settings."""
