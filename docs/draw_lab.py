@@ -21,12 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from dualpath_lab.experiments.jct import merged_by_role
-from dualpath_lab.experiments.report import ExperimentReport, as_report
 
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
 from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath_lab.experiments.jct import merged_by_role
+from dualpath_lab.experiments.report import ExperimentReport, as_report
 
 EVALUATION = Path(__file__).parent / "evaluation"
 LAB = EVALUATION / "lab"

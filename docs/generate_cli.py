@@ -45,7 +45,10 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 
 def render() -> dict[Path, str]:
     """Return every page by its path: the index and one for each subcommand."""
-    rows = [f"| [`{name}`](cli/{name}.md) | {_cell(purpose)} |" for name, purpose in subcommands().items()]
+    rows = [
+        f"| [`{name}`](cli/{name}.md) | {_cell(purpose)} |"
+        for name, purpose in subcommands().items()
+    ]
     pages = {REFERENCE / "cli.md": _INDEX + "\n".join(rows) + "\n"}
     for name, purpose in subcommands().items():
         pages[REFERENCE / "cli" / f"{name}.md"] = _page(name, purpose)

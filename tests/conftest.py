@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 from hypothesis import settings
 from xdist.scheduler import Scheduling
 
+from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 from tests import long_tests
 from tests.own_cache import use_own_cache
 from tests.ray_cluster import RayCluster

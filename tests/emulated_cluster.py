@@ -8,9 +8,6 @@ from typing import Any
 
 import aiohttp
 import msgspec
-from dualpath_lab.emulated.process import EmulatedEngine, emulated_engine
-from dualpath_lab.emulated.router_server import emulated_router
-from dualpath_lab.emulated.settings import EmulatedSettings, block_geometry
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
@@ -20,6 +17,9 @@ from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.transport.contract import Transport
 from dualpath.transport.in_process import InProcessFabric
+from dualpath_lab.emulated.process import EmulatedEngine, emulated_engine
+from dualpath_lab.emulated.router_server import emulated_router
+from dualpath_lab.emulated.settings import EmulatedSettings, block_geometry
 from dualpath_sim.simulator.settings import DecodeCosts, ModelCosts, PrefillCosts
 from tests.control_network import Arrivals
 from tests.guard import GUARD_S

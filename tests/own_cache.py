@@ -4,9 +4,8 @@ import contextlib
 import os
 from pathlib import Path
 
-from dualpath_lab.models.prepared import read_stamp
-
 from dualpath.node.cache_directory import cache_directory
+from dualpath_lab.models.prepared import read_stamp
 
 _NAME = "tests"
 

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from dualpath_lab.emulated.ranks import ThreadRanks
 from numpy.typing import NDArray
 
 from dualpath.core.blocks import BlockKey, PartSlice
@@ -37,6 +36,7 @@ from dualpath.transport.contract import Direction, PieceIndices, RegionInfo, Tra
 from dualpath.transport.copy_transport import CopyTransfer
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
 from dualpath.transport.memory import allocate_registered
+from dualpath_lab.emulated.ranks import ThreadRanks
 from tests.engine_harness import (
     GEOMETRY,
     HeldBlocks,

@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import parse_qs
 
-from dualpath_lab.nodes.s3_server import S3Server, serve_folder
-
 from dualpath.storage.s3_client import S3Location, parse_location
+from dualpath_lab.nodes.s3_server import S3Server, serve_folder
 
 #: Fault of one request: an error status, a connection closed before or during the response, no
 #: response, or a response one byte at a time.

@@ -1,1 +1,1 @@
-"""What a cluster would do: catalog of models and clusters, simulator, the paper's evaluation, planner."""
+"""What a cluster would do: catalog, simulator, the paper's evaluation, planner."""

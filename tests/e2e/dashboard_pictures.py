@@ -12,8 +12,6 @@ import random
 from pathlib import Path
 from typing import Any
 
-from dualpath_lab.emulated.router_server import RouterServer
-from dualpath_lab.emulated.settings import block_geometry
 from tests.e2e.chromium import THEMES, WIDTHS, Tab, chromium_for, open_tab
 from tests.e2e.test_dashboard_browser import simulation
 from tests.emulated_cluster import Cluster, cluster
@@ -23,6 +21,8 @@ from tests.unit.test_workload_report import result, turn
 from dualpath.core.modes import Mode
 from dualpath.router.http.server import serving_app
 from dualpath.workload.replay.result import write_result
+from dualpath_lab.emulated.router_server import RouterServer
+from dualpath_lab.emulated.settings import block_geometry
 from dualpath_sim.simulator.settings import DecodeCosts, ModelCosts, PrefillCosts
 
 #: Of the picture in the docs: down to the tables of nodes.

@@ -1,4 +1,4 @@
-"""``--worker-extension-cls tests.e2e.frequent_janitor_worker.FrequentJanitor``: continuous janitors."""
+"""Janitors without pauses, for ``--worker-extension-cls``."""
 
 from dualpath.engine.io import storage_maintenance
 

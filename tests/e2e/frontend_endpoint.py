@@ -11,7 +11,6 @@ from contextlib import closing
 import numpy as np
 import torch
 import uvicorn
-from dualpath_lab.models.random_models import END_ID
 from tests.guard import GUARD_S
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
@@ -28,6 +27,7 @@ from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import make_engine_config, parse_front_end_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.frontend import DualPathLLM
+from dualpath_lab.models.random_models import END_ID
 
 REPLY = "The storage holds the cache, block by block."
 BLOCK_TOKENS = 64

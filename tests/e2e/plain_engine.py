@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.guard import GUARD_S
 
 from dualpath.launch.commands import ENGINE_ENTRY
@@ -21,6 +20,7 @@ from dualpath.launch.ports import claim_port
 from dualpath.workload.conversation.prompts import load_encoder
 from dualpath.workload.conversation.text_session import TextSession
 from dualpath.workload.formats import read_trace
+from dualpath_lab.models.random_models import make_tiny_model
 
 MAX_MODEL_LEN = 4096
 

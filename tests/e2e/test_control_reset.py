@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Callable, Iterable, Sequence
 
 import pytest
-from dualpath_lab.faults.cluster import Relay
 from tests.guard import GUARD_S
 from tests.unit.router_fakes import FakeEngine
 
@@ -16,6 +15,7 @@ from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
 from dualpath.router.control.control_server import ControlServer
 from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
+from dualpath_lab.faults.cluster import Relay
 
 RESETS = 5
 #: Between two resets, each way: enough that some are under way when the connection is cut.

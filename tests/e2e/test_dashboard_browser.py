@@ -9,7 +9,6 @@ from urllib.parse import quote
 import msgspec
 import pytest
 from aiohttp import web
-from dualpath_lab.emulated.router_server import RouterServer
 from tests.e2e.chromium import Tab, find_chromium, open_tab, running_chromium
 from tests.emulated_cluster import cluster
 from tests.unit.dashboard_cluster import ReportedCluster, large_cluster
@@ -24,6 +23,7 @@ from dualpath.core.sessions import Event
 from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.router_server import RouterServer
 
 PROMPT = list(range(1, 50))
 MARKUP = "<img src=x onerror=document.title='owned'>"

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from dualpath_lab.emulated.commands import emulated_commands
-from dualpath_lab.emulated.settings import EmulatedOptions, Verify
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_rolling_restart import AGENTS, Agents, well_after
 
@@ -16,6 +14,8 @@ from dualpath.cli.main import main
 from dualpath.launch.executor import LocalExecutor
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.launch.settings import LocalClusterSettings
+from dualpath_lab.emulated.commands import emulated_commands
+from dualpath_lab.emulated.settings import EmulatedOptions, Verify
 
 
 @contextlib.asynccontextmanager

@@ -12,8 +12,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from dualpath_lab.emulated.metrics import engine_counts
-from dualpath_lab.emulated.router_server import emulated_router
 from tests.control_network import Arrivals
 from tests.e2e.small_costs import COSTS
 from tests.guard import GUARD_S
@@ -30,6 +28,8 @@ from dualpath.storage.factory import open_storage
 from dualpath.storage.sealed_blocks import KeyRing
 from dualpath.workload.replay.client import RealClock
 from dualpath.workload.replay.endpoint import CompletionBody, complete, completion_body
+from dualpath_lab.emulated.metrics import engine_counts
+from dualpath_lab.emulated.router_server import emulated_router
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

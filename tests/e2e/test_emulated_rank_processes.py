@@ -8,7 +8,6 @@ from pathlib import Path
 
 import aiohttp
 import pytest
-from dualpath_lab.emulated.router_server import emulated_router
 from tests.e2e.small_costs import COSTS
 from tests.e2e.test_emulated_cluster import (
     ENGINE,
@@ -25,6 +24,7 @@ from dualpath.core.modes import Mode
 from dualpath.launch.process import LocalProcess, all_processes
 from dualpath.node.host_process import process_stat
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.router_server import emulated_router
 
 pytest.importorskip("nixl_cu12")
 pytestmark = pytest.mark.nixl

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import NAME, Answer, PlainEngine, Round, in_parallel, play_plain
 from tests.guard import GUARD_S
@@ -23,6 +22,7 @@ from dualpath.core.blocks import KeyExtras, block_keys
 from dualpath.core.cluster import Role
 from dualpath.core.key_cache import KeyCache
 from dualpath.vllm.engine_arguments import lora_arguments
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -9,15 +9,15 @@ import pytest
 
 pytest.importorskip("vllm")
 
+from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
+from tests.e2e.plain_engine import Answer, PlainEngine, Round, in_parallel, play_plain
+
+from dualpath.core.cluster import Role
 from dualpath_lab.models.random_models import (
     DEFAULT_LAYERS,
     MLA_COMPILATION_CONFIG,
     make_tiny_model,
 )
-from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
-from tests.e2e.plain_engine import Answer, PlainEngine, Round, in_parallel, play_plain
-
-from dualpath.core.cluster import Role
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

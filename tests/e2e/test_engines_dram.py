@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain, until
 from tests.guard import GUARD_S
@@ -20,6 +19,7 @@ from tests.guard import GUARD_S
 from dualpath.core.cluster import Role
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.storage.block_file import HEADER_BYTES
+from dualpath_lab.models.random_models import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -14,13 +14,13 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.e2e.engine_cluster import tiny_cluster_settings
 from tests.e2e.plain_engine import NAME, START_S, Answer, PlainEngine, Round, play_plain, until
 from tests.guard import GUARD_S
 
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.vllm.engine_arguments import lora_arguments
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
     START_S,
@@ -30,6 +29,7 @@ from tests.guard import GUARD_S
 from dualpath.core.cluster import Role
 from dualpath.launch.ports import claim_port
 from dualpath.launch.settings import LocalClusterSettings
+from dualpath_lab.models.random_models import make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -11,13 +11,13 @@ pytest.importorskip("vllm")
 
 import numpy as np
 import openai
-from dualpath_lab.models.random_models import IMAGE_TOKENS, make_tiny_image_model
 from PIL import Image
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import NAME, PlainEngine
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
+from dualpath_lab.models.random_models import IMAGE_TOKENS, make_tiny_image_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

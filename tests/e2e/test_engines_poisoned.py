@@ -6,11 +6,11 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import TinyKind, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, play_plain
 
 from dualpath.core.cluster import Role
+from dualpath_lab.models.random_models import TinyKind, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(400)]
 

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import MLA_COMPILATION_CONFIG, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import (
     Answer,
@@ -26,6 +25,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.launch.process import local
+from dualpath_lab.models.random_models import MLA_COMPILATION_CONFIG, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

@@ -7,7 +7,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import WINDOW_TOKENS, TinyKind, make_tiny_model
 from tests.e2e.engine_cluster import EngineCluster, tiny_cluster_settings
 from tests.e2e.plain_engine import PlainEngine, Round, in_parallel, play_plain
 
@@ -15,6 +14,7 @@ from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.steps import run_reads
+from dualpath_lab.models.random_models import WINDOW_TOKENS, TinyKind, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long]
 

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_model
 from openai import APIError, APIStatusError, BadRequestError, NotFoundError, OpenAI
 from tests.e2e.frontend_endpoint import BLOCK_TOKENS, REPLY, Endpoint
 from tests.guard import GUARD_S
@@ -26,6 +25,7 @@ from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.vllm.generate_client import decode_sampling
+from dualpath_lab.models.random_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

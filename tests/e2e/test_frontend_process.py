@@ -10,11 +10,10 @@ from tests.guard import GUARD_S
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_model
-
 from dualpath.core.modes import Mode
 from dualpath.launch.fork_server import ForkedProcess
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.models.random_models import make_tiny_model
 
 PROMPT = list(range(1, 38))
 

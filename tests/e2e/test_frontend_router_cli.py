@@ -13,7 +13,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.e2e.plain_engine import until
 from tests.guard import GUARD_S
 
@@ -22,6 +21,7 @@ from dualpath.launch.fork_server import ForkedProcess
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath.vllm.router_process import client_arguments
+from dualpath_lab.models.random_models import make_tiny_model
 
 
 @pytest.fixture(scope="module")

@@ -4,16 +4,16 @@ import os
 
 import msgspec
 import pytest
+from tests.e2e.test_lab_network import classes
+
+from dualpath.core.errors import ConfigError
+from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 from dualpath_lab.experiments.isolation import measure_isolation
 from dualpath_lab.experiments.isolation_settings import Case, IsolationSettings, Leg
 from dualpath_lab.nodes.cluster import lab_status
 from dualpath_lab.nodes.machine import find_machine, find_remains, prefix
 from dualpath_lab.nodes.settings import Shaping
 from dualpath_lab.nodes.steps import CNIC
-from tests.e2e.test_lab_network import classes
-
-from dualpath.core.errors import ConfigError
-from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
 
 NAME = f"iso{os.getpid()}"
 #: An upper bound of all bytes besides the bulk: messages, replies, connections.

@@ -12,6 +12,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.guard import GUARD_S
+
+from dualpath.core.errors import ConfigError
+from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 from dualpath_lab.nodes.cluster import (
     LabState,
     enter_node,
@@ -33,10 +37,6 @@ from dualpath_lab.nodes.machine import (
 from dualpath_lab.nodes.runner import enter_user_namespace
 from dualpath_lab.nodes.settings import LabSettings, Shaping
 from dualpath_lab.nodes.steps import CNIC, make_steps
-from tests.guard import GUARD_S
-
-from dualpath.core.errors import ConfigError
-from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS, LINK_CLASS
 
 NAME = f"test{os.getpid()}"
 SETTINGS = LabSettings(

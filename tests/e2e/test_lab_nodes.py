@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+
+from dualpath.core.errors import ConfigError
 from dualpath_lab.nodes.cluster import LabState, enter_node, lab_down, lab_nodes, lab_up
 from dualpath_lab.nodes.machine import find_machine, find_remains
 from dualpath_lab.nodes.settings import LabSettings, Shaping
 from dualpath_lab.nodes.steps import CNIC
-
-from dualpath.core.errors import ConfigError
 
 NAME = f"nodes{os.getpid()}"
 SETTINGS = LabSettings(name=NAME, image_bytes=16 << 20, shaping=Shaping.ROOT)

@@ -10,6 +10,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.e2e.test_lab_network import surroundings
+from tests.guard import GUARD_S
+
+from dualpath.core.cluster import nodes_text
+from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.modes import Mode
+from dualpath.launch.process import SpawnedProcess
+from dualpath.workload.replay.client import ReplayOptions
 from dualpath_lab.emulated.settings import Verify
 from dualpath_lab.experiments.dram_tier import dram_share
 from dualpath_lab.experiments.engine_nodes import EmulatedEngines
@@ -20,14 +28,6 @@ from dualpath_lab.experiments.settings import EmulatedNodes, JctSettings, Window
 from dualpath_lab.experiments.workload import windows
 from dualpath_lab.nodes.machine import find_machine, find_remains
 from dualpath_lab.nodes.settings import LabSettings, Shaping
-from tests.e2e.test_lab_network import surroundings
-from tests.guard import GUARD_S
-
-from dualpath.core.cluster import nodes_text
-from dualpath.core.errors import ConfigError, EngineLostError
-from dualpath.core.modes import Mode
-from dualpath.launch.process import SpawnedProcess
-from dualpath.workload.replay.client import ReplayOptions
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(

@@ -10,6 +10,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.e2e.test_lab_network import bits, crash, list_of, refusal
+from tests.guard import GUARD_S
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath_lab.nodes.cluster import (
     LabState,
     enter_node,
@@ -24,10 +28,6 @@ from dualpath_lab.nodes.machine import find_machine, find_remains, lab_folder, p
 from dualpath_lab.nodes.runner import enter_user_namespace
 from dualpath_lab.nodes.settings import LabSettings, Shaping, StorageServer
 from dualpath_lab.nodes.steps import make_steps, storage_switch_name
-from tests.e2e.test_lab_network import bits, crash, list_of, refusal
-from tests.guard import GUARD_S
-
-from dualpath.core.blocks import BlockGeometry, StoreNamespace
 
 NAME = f"s3test{os.getpid()}"
 SETTINGS = LabSettings(

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dualpath_lab.models.random_models import make_tiny_model
-from dualpath_lab.nodes.cluster import lab_down
-from dualpath_lab.nodes.machine import find_machine, find_remains
-from dualpath_lab.nodes.settings import LabSettings, Shaping
 from tests.docs_blocks import ROOT, blocks
 from tests.e2e.typed_pages import TypedPages, types
 
 from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
+from dualpath_lab.models.random_models import make_tiny_model
+from dualpath_lab.nodes.cluster import lab_down
+from dualpath_lab.nodes.machine import find_machine, find_remains
+from dualpath_lab.nodes.settings import LabSettings, Shaping
 
 HOW_TO = ROOT / "docs" / "how-to"
 #: Others may have the page's lab here.

@@ -14,7 +14,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.docs_blocks import ROOT, Block, blocks
 from tests.e2e.emulated_reader import runs
 from tests.e2e.plain_engine import complete, tiny_model, until
@@ -26,6 +25,7 @@ from tests.ray_cluster import RayCluster
 
 from dualpath.launch.process import Supervisor
 from dualpath.node.cluster_secret import SECRET_VARIABLE
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(580)]
 

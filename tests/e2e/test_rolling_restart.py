@@ -10,14 +10,14 @@ from itertools import islice
 from pathlib import Path
 
 import aiohttp
-from dualpath_lab.faults.engine_kinds import EmulatedEngines
-from dualpath_lab.faults.settings import EmulatedEnginesSettings
 from tests.e2e.test_emulated_cluster import ENGINE, Processes
 from tests.guard import GUARD_S
 
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import LocalProcess
 from dualpath.router.standby.turn import STANDS_BY
+from dualpath_lab.faults.engine_kinds import EmulatedEngines
+from dualpath_lab.faults.settings import EmulatedEnginesSettings
 
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")

@@ -19,7 +19,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.guard import GUARD_S
 from tests.parity.short_names import shortened
 
@@ -35,6 +34,7 @@ from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.replay.client import ReplayOptions, replay
 from dualpath.workload.replay.progress import NoProgress, ProgressState
+from dualpath_lab.models.random_models import make_tiny_model
 
 FOLDER = Path(__file__).parent / "recorded"
 

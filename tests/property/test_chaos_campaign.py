@@ -3,6 +3,7 @@
 import os
 
 import pytest
+
 from dualpath_lab.faults.simulation.run import outcomes
 
 SEEDS = 2000

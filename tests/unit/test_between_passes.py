@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
 from dualpath_lab.benchmarks.overhead.between_passes import PARTS, idle_times, spans
 
 #: Track, name, start, duration, arguments.

@@ -7,6 +7,12 @@ import random
 from pathlib import Path
 
 import pytest
+from tests.guard import GUARD_S
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.errors import ConfigError, StorageError
+from dualpath.storage import factory
+from dualpath.storage.posix import PosixStorage
 from dualpath_lab.faults.cluster import Relay
 from dualpath_lab.faults.engine_kinds import EmulatedEngines
 from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointClient, FailpointServer
@@ -16,12 +22,6 @@ from dualpath_lab.faults.load import AnswerChecker, Outcome
 from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, ProcessNames, Step
 from dualpath_lab.faults.settings import EmulatedEnginesSettings
 from dualpath_lab.faults.tested_process import BlockCounter, FaultyDisk, loaded_blocks
-from tests.guard import GUARD_S
-
-from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.core.errors import ConfigError, StorageError
-from dualpath.storage import factory
-from dualpath.storage.posix import PosixStorage
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=512)
 KEYS = block_keys(range(16), 4)

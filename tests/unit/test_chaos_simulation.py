@@ -4,13 +4,13 @@ import gc
 from pathlib import Path
 
 import pytest
+
+from dualpath.core.errors import ConfigError
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
 from dualpath_lab.faults.simulation.planted_bugs import PLANTED_BUGS, planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import Process, World
-
-from dualpath.core.errors import ConfigError
 
 PAGE = Path(__file__).parents[2] / "docs/reference/simulated-faults.md"
 

@@ -10,7 +10,6 @@ from typing import Annotated
 
 import msgspec
 import pytest
-from dualpath_lab.cli import emulate
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +34,7 @@ from dualpath.core.settings import (
     layered,
     variable,
 )
+from dualpath_lab.cli import emulate
 
 ROOT = Path(__file__).parents[2]
 

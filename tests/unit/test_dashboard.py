@@ -8,7 +8,6 @@ from importlib.resources import files
 import aiohttp
 import msgspec
 import pytest
-from dualpath_lab.emulated.router_server import RouterServer
 from tests.unit.dashboard_cluster import BUFFER_TOKENS, ReportedCluster, large_cluster
 
 from dualpath.core.cluster import Role
@@ -18,6 +17,7 @@ from dualpath.router.http.server import serving_app
 from dualpath.router.observe.dashboard.board import SCHEMA
 from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample
 from dualpath.router.observe.dashboard.page_file import SCRIPTS, dashboard_page
+from dualpath_lab.emulated.router_server import RouterServer
 
 
 @pytest.fixture

@@ -9,9 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 from aiohttp import web
-from dualpath_lab.demo.run import LOAD_SHARE, DemoRun, TimeLeft, choose_rate
-from dualpath_lab.demo.sessions import MidSessionAgent, mid_session_agents
-from dualpath_lab.demo.settings import DemoSettings, cluster_settings, history_settings
 from tests.unit.test_workload_report import result
 from tests.unit.workload_server import BLOCK_TOKENS, FakeServer, served
 
@@ -31,6 +28,9 @@ from dualpath.workload.conversation.text_session import Message, TextSession, Te
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.replay.client import ReplayOptions, replay
 from dualpath.workload.replay.result import ReplayResult
+from dualpath_lab.demo.run import LOAD_SHARE, DemoRun, TimeLeft, choose_rate
+from dualpath_lab.demo.sessions import MidSessionAgent, mid_session_agents
+from dualpath_lab.demo.settings import DemoSettings, cluster_settings, history_settings
 
 GEOMETRY = BlockGeometry.uniform(2, 64, 512)
 NAMESPACE = StoreNamespace(model="m", dtype="float32", layout="l", geometry=GEOMETRY)

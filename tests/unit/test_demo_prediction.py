@@ -3,11 +3,11 @@
 import statistics
 
 import pytest
-from dualpath_lab.benchmarks import demo_prediction
-from dualpath_lab.demo.settings import COMPUTE_QUOTA_S
 
 from dualpath.policy.batching import AttentionGeometry
 from dualpath.workload.conversation.prompts import approximate_encode
+from dualpath_lab.benchmarks import demo_prediction
+from dualpath_lab.demo.settings import COMPUTE_QUOTA_S
 
 #: Assumed speed of a CPU engine (``vllm.quota_scheduler``, which needs vLLM), SmolLM2-135M.
 ASSUMED_FLOPS_PER_S = 4e10

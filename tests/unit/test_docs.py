@@ -9,7 +9,6 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from dualpath_lab.emulated.settings import EmulatedOptions
 
 from dualpath.core import control
 from dualpath.core.cluster import Role
@@ -26,6 +25,7 @@ from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
 from dualpath.router.stages import Stage
 from dualpath.vllm.front_end_settings import FrontEndSettings
+from dualpath_lab.emulated.settings import EmulatedOptions
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(

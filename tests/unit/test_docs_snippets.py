@@ -6,7 +6,6 @@ compiles, `dualpath` commands are parsed by the real parsers, `make` targets and
 """
 
 import argparse
-import importlib
 import lzma
 import re
 import shutil

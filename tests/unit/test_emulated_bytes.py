@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from dualpath_lab.emulated.checkable_kv import CheckedAt, KvFunction, TokenPrefix, Verifier
-from dualpath_lab.emulated.data_plane import EmulatedHbm
-from dualpath_lab.emulated.settings import Verify, block_geometry, part_geometry
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.blocks import BlockGeometry, LayerPart, block_keys
 from dualpath.core.errors import ConfigError
 from dualpath.engine.counters import Counters
+from dualpath_lab.emulated.checkable_kv import CheckedAt, KvFunction, TokenPrefix, Verifier
+from dualpath_lab.emulated.data_plane import EmulatedHbm
+from dualpath_lab.emulated.settings import Verify, block_geometry, part_geometry
 
 GEOMETRY = BlockGeometry.uniform(layers=3, block_tokens=4, layer_block_bytes=4 * 3 * 8)
 VOCAB = 1000

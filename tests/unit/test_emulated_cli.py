@@ -4,13 +4,13 @@ import argparse
 from pathlib import Path
 
 import pytest
-from dualpath_lab.cli import emulate
-from dualpath_lab.emulated.settings import Verify
 
 from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
+from dualpath_lab.cli import emulate
+from dualpath_lab.emulated.settings import Verify
 
 
 def parsed(*arguments: str) -> argparse.Namespace:

@@ -2,17 +2,17 @@
 
 import msgspec
 import pytest
+from tests.emulated_cluster import COSTS, GEOMETRY, engine_settings
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.core.transfers import PrefillTransfer
 from dualpath_lab.emulated.checkable_kv import KvFunction, TokenPrefix
 from dualpath_lab.emulated.data_plane import EmulatedHbm
 from dualpath_lab.emulated.emulated_gpu import ComputeClock
 from dualpath_lab.emulated.prefill import BatchFormer
 from dualpath_lab.emulated.requests import PrefillRequest
 from dualpath_lab.emulated.settings import EmulatedSettings
-from tests.emulated_cluster import COSTS, GEOMETRY, engine_settings
-
-from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
-from dualpath.core.transfers import PrefillTransfer
 
 LINEAR = msgspec.structs.replace(
     COSTS,

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dualpath_lab.emulated.settings import part_geometry
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.guard import GUARD_S
 
@@ -17,6 +16,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.engine.counters import Counter
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.settings import part_geometry
 
 PROMPT = list(range(1, 38))
 #: Of the second turn: 37 and 8 tokens of the first fill 11 blocks of 4.

@@ -7,11 +7,6 @@ from pathlib import Path
 import aiohttp
 import numpy as np
 import pytest
-from dualpath_lab.emulated.checkable_kv import CheckedAt, Seeds
-from dualpath_lab.emulated.emulated_gpu import RankPasses, RunningPass
-from dualpath_lab.emulated.metrics import EngineMetrics, engine_counts
-from dualpath_lab.emulated.prefill import Batch, PrefillEngine, StartedPass
-from dualpath_lab.emulated.process import emulated_engine
 from tests.emulated_cluster import COSTS, GEOMETRY, Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 
@@ -23,6 +18,11 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer
 from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.factory import memory_storage
+from dualpath_lab.emulated.checkable_kv import CheckedAt, Seeds
+from dualpath_lab.emulated.emulated_gpu import RankPasses, RunningPass
+from dualpath_lab.emulated.metrics import EngineMetrics, engine_counts
+from dualpath_lab.emulated.prefill import Batch, PrefillEngine, StartedPass
+from dualpath_lab.emulated.process import emulated_engine
 
 PROMPT = list(range(1, 38))
 

@@ -7,12 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dualpath_lab.emulated import process
-from dualpath_lab.emulated.settings import EmulatedSettings
-from dualpath_lab.faults.cluster import ChaosCluster
-from dualpath_lab.faults.engine_kinds import EmulatedEngines
-from dualpath_lab.faults.failpoints import EngineKind
-from dualpath_lab.faults.settings import ChaosSettings, EmulatedEnginesSettings, LoadSettings
 from tests.emulated_cluster import engine_settings
 from tests.guard import GUARD_S
 
@@ -20,6 +14,12 @@ from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import ConfigError, DeadlineError
 from dualpath.core.modes import Mode
 from dualpath.launch.ports import claim_port
+from dualpath_lab.emulated import process
+from dualpath_lab.emulated.settings import EmulatedSettings
+from dualpath_lab.faults.cluster import ChaosCluster
+from dualpath_lab.faults.engine_kinds import EmulatedEngines
+from dualpath_lab.faults.failpoints import EngineKind
+from dualpath_lab.faults.settings import ChaosSettings, EmulatedEnginesSettings, LoadSettings
 
 
 def alone_in(tmp_path: Path) -> EmulatedSettings:

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dualpath_lab.emulated import process
-from dualpath_lab.emulated.settings import EmulatedSettings
 from tests.emulated_cluster import GEOMETRY, cluster
 from tests.unit.test_emulated_rank_bytes import agents, moved
 
@@ -18,6 +16,8 @@ from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
 from dualpath.router.control.assign_log import AssignmentNote
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated import process
+from dualpath_lab.emulated.settings import EmulatedSettings
 
 RANKS = 2
 AGENTS, TURNS = 4, 3

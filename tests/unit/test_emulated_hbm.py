@@ -1,9 +1,8 @@
 """The emulated HBM does not allocate a block that a late transfer may still write."""
 
+from dualpath.core.blocks import BlockGeometry
 from dualpath_lab.emulated.checkable_kv import KvFunction
 from dualpath_lab.emulated.data_plane import EmulatedHbm
-
-from dualpath.core.blocks import BlockGeometry
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=256)
 BLOCKS = 4

@@ -4,10 +4,9 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+from dualpath.engine.counters import Counter, Counters
 from dualpath_lab.emulated.checkable_kv import CheckedAt
 from dualpath_lab.emulated.metrics import EngineMetrics, engine_counts, thread_cpu_s
-
-from dualpath.engine.counters import Counter, Counters
 
 
 def test_verification_counts_are_parsed_as_served() -> None:

@@ -12,9 +12,6 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 import pytest
-from dualpath_lab.emulated.checkable_kv import CheckedAt
-from dualpath_lab.emulated.data_plane import BlocksHeld, BlocksReleased, DataPlane, FollowerPlane
-from dualpath_lab.emulated.ranks import ThreadRanks
 from tests import emulated_cluster
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
@@ -25,6 +22,9 @@ from dualpath.core.modes import Mode
 from dualpath.engine.control.surroundings import Surroundings
 from dualpath.engine.passes.layer_stream import LayerStream
 from dualpath.transport.in_process import InProcessFabric, InProcessTransport
+from dualpath_lab.emulated.checkable_kv import CheckedAt
+from dualpath_lab.emulated.data_plane import BlocksHeld, BlocksReleased, DataPlane, FollowerPlane
+from dualpath_lab.emulated.ranks import ThreadRanks
 
 PROMPT = list(range(1, 38))
 AGENTS, LAYERS = 3, GEOMETRY.layers

@@ -4,12 +4,12 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from dualpath_lab.emulated.process import drain
 from tests.emulated_cluster import Cluster, cluster
 from tests.guard import GUARD_S
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath_lab.emulated.process import drain
 
 PROMPT = list(range(1, 38))
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
-from dualpath_lab.emulated.ranks import ThreadRanks
 from tests.engine_harness import GEOMETRY, full_block, prompt_keys
 from tests.guard import GUARD_S
 from tests.ranked_harness import Cut, RankedCluster
@@ -23,6 +22,7 @@ from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork, TimedGrou
 from dualpath.engine.threads import Health
 from dualpath.node.host_process import has_exited, this_process
 from dualpath.transport.memory import allocate_shared, map_shared
+from dualpath_lab.emulated.ranks import ThreadRanks
 
 TOKENS = 4 * GEOMETRY.block_tokens
 BLOCKS = 4

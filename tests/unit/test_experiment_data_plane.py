@@ -3,12 +3,12 @@
 from pathlib import Path
 
 import pytest
-from dualpath_lab.experiments.data_plane import data_plane_report, measure_data_plane
-from dualpath_lab.experiments.report import as_report, write_experiment
-from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
 
 from dualpath.core.errors import ConfigError
 from dualpath.report import markdown
+from dualpath_lab.experiments.data_plane import data_plane_report, measure_data_plane
+from dualpath_lab.experiments.report import as_report, write_experiment
+from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
 
 
 @pytest.mark.parametrize(

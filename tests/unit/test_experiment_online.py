@@ -2,13 +2,13 @@
 
 import msgspec
 import pytest
-from dualpath_lab.experiments.online import Point, online_report, point, searched
-from dualpath_lab.experiments.settings import JctSettings, OnlineSettings
 from tests.unit.test_experiments import measured, turn
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.model import Table
+from dualpath_lab.experiments.online import Point, online_report, point, searched
+from dualpath_lab.experiments.settings import JctSettings, OnlineSettings
 
 SETTINGS = OnlineSettings(arrive_s=10.0)
 

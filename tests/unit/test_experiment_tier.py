@@ -4,6 +4,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
+
+from dualpath.core.errors import ConfigError
+from dualpath.core.modes import Mode
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import read_trace
+from dualpath.workload.replay.client import ReplayOptions
+from dualpath.workload.replay.result import ServerCounters, ToolDelays
 from dualpath_lab.experiments.dram_tier import Share, TierJob, dram_share, tier_report
 from dualpath_lab.experiments.engine_nodes import EmulatedEngines, simulated_setup
 from dualpath_lab.experiments.runs import Measured, Variant, paired_ratio, run_interleaved
@@ -23,14 +31,6 @@ from dualpath_lab.experiments.workload import (
 )
 from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.settings import LabSettings
-from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
-
-from dualpath.core.errors import ConfigError
-from dualpath.core.modes import Mode
-from dualpath.workload.conversation.token_session import TokenSession
-from dualpath.workload.formats import read_trace
-from dualpath.workload.replay.client import ReplayOptions
-from dualpath.workload.replay.result import ServerCounters, ToolDelays
 from dualpath_sim.simulator.derived import buffer_bytes, has_dram_tier
 
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)

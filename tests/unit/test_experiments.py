@@ -6,22 +6,6 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from dualpath_lab.experiments.client import ClientResult
-from dualpath_lab.experiments.engine_nodes import scaled_costs, simulated_setup
-from dualpath_lab.experiments.jct import jct_report
-from dualpath_lab.experiments.metered_replay import (
-    NodeBytes,
-    Sample,
-    parse_devices,
-    parse_read_bytes,
-)
-from dualpath_lab.experiments.report import ExperimentReport, Target, as_report, write_experiment
-from dualpath_lab.experiments.runs import Job, Measured
-from dualpath_lab.experiments.settings import EmulatedNodes, WindowSettings
-from dualpath_lab.experiments.simulator_comparison import agent_table, predicted_jct_s
-from dualpath_lab.experiments.workload import Window, windows, write_histories, write_rounds
-from dualpath_lab.nodes.cluster import LinkReport
-from dualpath_lab.nodes.settings import LabSettings
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -41,6 +25,22 @@ from dualpath.workload.replay.result import (
     TurnRecord,
     summarise,
 )
+from dualpath_lab.experiments.client import ClientResult
+from dualpath_lab.experiments.engine_nodes import scaled_costs, simulated_setup
+from dualpath_lab.experiments.jct import jct_report
+from dualpath_lab.experiments.metered_replay import (
+    NodeBytes,
+    Sample,
+    parse_devices,
+    parse_read_bytes,
+)
+from dualpath_lab.experiments.report import ExperimentReport, Target, as_report, write_experiment
+from dualpath_lab.experiments.runs import Job, Measured
+from dualpath_lab.experiments.settings import EmulatedNodes, WindowSettings
+from dualpath_lab.experiments.simulator_comparison import agent_table, predicted_jct_s
+from dualpath_lab.experiments.workload import Window, windows, write_histories, write_rounds
+from dualpath_lab.nodes.cluster import LinkReport
+from dualpath_lab.nodes.settings import LabSettings
 from dualpath_sim.simulator.run import simulate
 
 SNIC_BYTES_PER_S = 50e6

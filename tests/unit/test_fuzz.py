@@ -4,13 +4,13 @@ import logging
 from collections.abc import Callable
 
 import pytest
+
+from dualpath.cli.main import main
+from dualpath.cli.settings import SECTIONS
 from dualpath_lab.faults.fuzz.campaign import Campaign, Subject
 from dualpath_lab.faults.fuzz.files import BlockSubject, SettingsSubject, TraceSubject
 from dualpath_lab.faults.fuzz.inputs import Inputs
 from dualpath_lab.faults.fuzz.sealed_blocks import SealedBlockSubject
-
-from dualpath.cli.main import main
-from dualpath.cli.settings import SECTIONS
 
 VALID = {"a": [1, {"b": "text"}], "c": None}
 

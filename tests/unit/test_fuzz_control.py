@@ -6,10 +6,6 @@ import msgspec
 import pytest
 import zmq
 import zmq.asyncio
-from dualpath_lab.faults.fuzz.campaign import Campaign
-from dualpath_lab.faults.fuzz.control import ControlSubject
-from dualpath_lab.faults.fuzz.control import frame as fuzzed_frame
-from dualpath_lab.faults.fuzz.inputs import Inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.unit.router_cluster import Cluster, cluster
@@ -21,6 +17,10 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import Message
 from dualpath.core.errors import IncompatibleError
 from dualpath.router.refusals import ControlRefusal
+from dualpath_lab.faults.fuzz.campaign import Campaign
+from dualpath_lab.faults.fuzz.control import ControlSubject
+from dualpath_lab.faults.fuzz.control import frame as fuzzed_frame
+from dualpath_lab.faults.fuzz.inputs import Inputs
 
 EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 

@@ -6,9 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dualpath_lab.faults.fuzz.campaign import Campaign
-from dualpath_lab.faults.fuzz.http import HttpSubject
-from dualpath_lab.faults.fuzz.inputs import Inputs
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.emulated_cluster import Cluster, cluster
@@ -19,6 +16,9 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath_lab.faults.fuzz.campaign import Campaign
+from dualpath_lab.faults.fuzz.http import HttpSubject
+from dualpath_lab.faults.fuzz.inputs import Inputs
 
 EXAMPLES = settings(max_examples=50, suppress_health_check=list(HealthCheck))
 PROMPT = list(range(1, 20))

@@ -8,6 +8,8 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
+
+from dualpath.core.errors import ConfigError
 from dualpath_lab.benchmarks.gpu.__main__ import main
 from dualpath_lab.benchmarks.gpu.geometry import DEEPSEEK, QWEN, TINY_GQA, TINY_MLA
 from dualpath_lab.benchmarks.gpu.machine import open_machine
@@ -18,8 +20,6 @@ from dualpath_lab.benchmarks.gpu.prefill import (
     fit_layer_times,
     measure_prefill,
 )
-
-from dualpath.core.errors import ConfigError
 
 CPU = torch.device("cpu")
 QUICK = ["--device", "cpu", "--tiny", "--warm-up", "0", "--repeats", "1"]

@@ -6,6 +6,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dualpath.core.cluster import nodes_text
+from dualpath.core.errors import ConfigError
+from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
+from dualpath.report import markdown
+from dualpath.report.files import as_json
 from dualpath_lab.experiments.isolation import (
     P99_TARGET,
     Run,
@@ -28,14 +36,6 @@ from dualpath_lab.experiments.isolation_settings import (
 from dualpath_lab.experiments.report import as_report
 from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.machine import nodes
-from hypothesis import given
-from hypothesis import strategies as st
-
-from dualpath.core.cluster import nodes_text
-from dualpath.core.errors import ConfigError
-from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
-from dualpath.report import markdown
-from dualpath.report.files import as_json
 
 SIZE = 1 << 20
 SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repeat=3)

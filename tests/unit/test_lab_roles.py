@@ -4,6 +4,9 @@ import statistics
 
 import msgspec
 import pytest
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath_lab.experiments import roles
 from dualpath_lab.experiments.roles import (
     Change,
@@ -15,9 +18,6 @@ from dualpath_lab.experiments.roles import (
     simulated,
 )
 from dualpath_lab.experiments.settings import RoleShiftSettings
-
-from dualpath.core.cluster import Role
-from dualpath.core.errors import ConfigError, EngineLostError
 
 SETTINGS = RoleShiftSettings()
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from dualpath_lab.nodes.runner import Runner
-from dualpath_lab.nodes.steps import AttachLoop
 
 from dualpath.core.errors import ConfigError
+from dualpath_lab.nodes.runner import Runner
+from dualpath_lab.nodes.steps import AttachLoop
 
 ATTACH = AttachLoop("/dev/loop-of-nobody", "an.img")
 

@@ -5,14 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dualpath_lab.cli import lab
-from dualpath_lab.nodes.settings import LabSettings, Shaping
 
 from dualpath.cli import main
 from dualpath.cli.settings import configuration
-from dualpath_lab.cli import LAB
 from dualpath.core.cluster import parse_nodes
 from dualpath.core.errors import ConfigError
+from dualpath_lab.cli import LAB, lab
+from dualpath_lab.nodes.settings import LabSettings, Shaping
 
 
 def lab_settings(*words: str) -> LabSettings:

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import msgspec
 import pytest
+
+from dualpath.core.errors import ConfigError
 from dualpath_lab.nodes.machine import (
     Cgroups,
     LabMachine,
@@ -33,8 +35,6 @@ from dualpath_lab.nodes.steps import (
     storage_switch_name,
     undo_steps,
 )
-
-from dualpath.core.errors import ConfigError
 
 SETTINGS = LabSettings(nodes="2P1D", snic_bytes_per_s=50e6)
 MACHINE = LabMachine(

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from dualpath_lab.models.prepared import STAMP_FILE, prepare, read_stamp
 
 from dualpath.core.errors import ConfigError
 from dualpath.node.cache_directory import cache_directory
+from dualpath_lab.models.prepared import STAMP_FILE, prepare, read_stamp
 
 STAMP: dict[str, str | int] = {"model": "a", "version": 1}
 

@@ -3,10 +3,10 @@
 import json
 
 import pytest
-from dualpath_lab.models import smollm2
-from dualpath_lab.models.smollm2 import find_gguf, prepare_smollm2
 
 from dualpath.core.errors import ConfigError
+from dualpath_lab.models import smollm2
+from dualpath_lab.models.smollm2 import find_gguf, prepare_smollm2
 
 gguf = pytest.importorskip("gguf")
 torch = pytest.importorskip("torch")

@@ -4,9 +4,9 @@ import json
 from typing import Any, cast
 
 import pytest
-from dualpath_lab.models.random_models import VOCABULARY_TOKENS, make_tiny_model
 
 from dualpath.core.errors import ConfigError
+from dualpath_lab.models.random_models import VOCABULARY_TOKENS, make_tiny_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.docs_blocks import ROOT
+
 from dualpath_lab.benchmarks.newcomer.__main__ import (
     STEPS,
     CommandFailedError,
@@ -12,7 +14,6 @@ from dualpath_lab.benchmarks.newcomer.__main__ import (
     main,
     typed,
 )
-from tests.docs_blocks import ROOT
 
 GUARD_S = 60.0
 

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
-from dualpath_lab.models.prepared import STAMP_FILE, read_stamp
 from tests.own_cache import use_own_cache
 
 from dualpath.node.cache_directory import cache_directory
+from dualpath_lab.models.prepared import STAMP_FILE, read_stamp
 
 
 def test_this_run_keeps_what_it_measures_apart():

@@ -2,6 +2,11 @@
 
 import msgspec
 import pytest
+
+from dualpath.core.errors import EngineLostError
+from dualpath.node.machine import this_machine
+from dualpath.report import markdown
+from dualpath.workload.replay.result import Distribution
 from dualpath_lab.benchmarks.peers import comparison, matrix
 from dualpath_lab.benchmarks.peers.comparison import DUALPATH, Stack, measurement, parse_arguments
 from dualpath_lab.benchmarks.peers.matrix import (
@@ -16,11 +21,6 @@ from dualpath_lab.benchmarks.peers.matrix import (
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
 from dualpath_lab.experiments.report import as_report
 from dualpath_lab.models.random_models import KV_BYTES
-
-from dualpath.core.errors import EngineLostError
-from dualpath.node.machine import this_machine
-from dualpath.report import markdown
-from dualpath.workload.replay.result import Distribution
 
 CELL = Cell(Agents.SHORT, Bound.STORAGE, Fits.NOTHING, pauses=False)
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)

@@ -8,6 +8,7 @@ import aiohttp
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+
 from dualpath_lab.benchmarks.peers.pd_proxy import Proxy, UsageLines, decode_body, prefill_body
 
 BODY = {

@@ -2,6 +2,10 @@
 
 import msgspec
 import pytest
+
+from dualpath.node.machine import ClientMachine
+from dualpath.report import markdown
+from dualpath.workload.replay.result import Distribution
 from dualpath_lab.benchmarks.peers.comparison import (
     DRAM_RATIO_TARGET,
     DUALPATH,
@@ -13,10 +17,6 @@ from dualpath_lab.benchmarks.peers.comparison import (
 )
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
 from dualpath_lab.experiments.report import as_report, write_experiment
-
-from dualpath.node.machine import ClientMachine
-from dualpath.report import markdown
-from dualpath.workload.replay.result import Distribution
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 

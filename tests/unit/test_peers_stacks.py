@@ -3,6 +3,9 @@
 import json
 
 import pytest
+
+from dualpath.core.modes import Mode
+from dualpath.core.request import Round
 from dualpath_lab.benchmarks.peers.comparison import parse_arguments, session
 from dualpath_lab.benchmarks.peers.dualpath_stack import RECOMPUTE, DualPathStack
 from dualpath_lab.benchmarks.peers.peer_stack import PeerSettings, PeerStack
@@ -11,9 +14,6 @@ from dualpath_lab.benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from dualpath_lab.benchmarks.peers.vllm_offloading.stack import OffloadingStack
 from dualpath_lab.nodes.machine import Node
 from dualpath_lab.nodes.node_processes import NodeCommand
-
-from dualpath.core.modes import Mode
-from dualpath.core.request import Round
 
 PE, DE0, DE1 = (Node(n, n, f"10.0.0.{i}") for i, n in enumerate(("pe0", "de0", "de1"), start=10))
 HEAD = Node("head", "head", "10.0.0.1")

@@ -178,9 +178,8 @@ def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, ca
 
 @pytest.mark.engine
 def test_a_real_engine_is_profiled(tmp_path):
-    from dualpath_lab.models.random_models import make_tiny_model
-
     from dualpath.launch.fork_server import ForkedProcess
+    from dualpath_lab.models.random_models import make_tiny_model
 
     costs_file = tmp_path / "costs.toml"
     # The smallest grid that determines the coefficients, in a process that ends with its engine.

@@ -4,9 +4,6 @@ import json
 import re
 
 import pytest
-from dualpath_lab.nodes.machine import LabMachine
-from dualpath_lab.nodes.settings import LabSettings, Shaping
-from dualpath_lab.nodes.steps import Run, make_steps
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,6 +23,9 @@ from dualpath.plan.traffic_class import (
     parse_weights,
     shaping_commands,
 )
+from dualpath_lab.nodes.machine import LabMachine
+from dualpath_lab.nodes.settings import LabSettings, Shaping
+from dualpath_lab.nodes.steps import Run, make_steps
 
 
 def lines(fabric: Fabric, lanes: FabricLanes | None = None) -> list[str]:

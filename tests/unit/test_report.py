@@ -7,7 +7,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from dualpath_lab.experiments.report import ExperimentReport, as_report
 from rich.console import Console
 
 from dualpath.cli.main import main
@@ -30,6 +29,7 @@ from dualpath.report.style import (
     series_styles,
 )
 from dualpath.report.text import print_report
+from dualpath_lab.experiments.report import ExperimentReport, as_report
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
 TABLE = Table("Rates", ("who", "GB/s"), (("[red]a|b", "1.5"), ("<c>", "22")), rules=(1,))

@@ -5,7 +5,6 @@ import contextlib
 import random
 
 import pytest
-from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 from tests.control_network import ControlNetwork
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import GUARD_S, expected, job
@@ -14,6 +13,7 @@ from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.control import Message
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 
 MODES = ["basic", "round-robin", "dualpath", "split", "oracle"]
 DISTURBANCES = 6

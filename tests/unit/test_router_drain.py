@@ -10,8 +10,6 @@ from pathlib import Path
 import aiohttp
 import msgspec
 import pytest
-from dualpath_lab.emulated.process import emulated_engine
-from dualpath_lab.emulated.router_server import emulated_router
 from tests.emulated_cluster import Cluster, cluster, engine_settings
 from tests.guard import GUARD_S
 from tests.unit.router_fakes import job
@@ -24,6 +22,8 @@ from dualpath.router.http.server import until_signal
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.file_turn import FileTurn
 from dualpath.router.standby.turn import OnlyOne, bound, ended_when_lost
+from dualpath_lab.emulated.process import emulated_engine
+from dualpath_lab.emulated.router_server import emulated_router
 
 PROMPT = list(range(1, 38))
 

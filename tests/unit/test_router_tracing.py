@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from aiohttp import web
-from dualpath_lab.emulated.engine_server import EngineServer
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
@@ -23,6 +22,7 @@ from dualpath.core.modes import Mode
 from dualpath.router.observe.tracing import PROTOCOL_VARIABLE, Tracing, open_tracing
 from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.emulated.engine_server import EngineServer
 
 PROMPT = list(range(1, 38))
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"

@@ -3,12 +3,12 @@
 from collections import Counter
 
 import pytest
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
-from dualpath_lab.faults.simulation.planted_bugs import planted
-from dualpath_lab.faults.simulation.run import run_seed
 
 from dualpath.engine.io.read_queue import ReadQueue
 from dualpath.storage.node_dram import NodeDram
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.planted_bugs import planted
+from dualpath_lab.faults.simulation.run import run_seed
 
 #: Two of five clusters have agents with tool calls, one of these also DRAM shared by engines.
 PAUSING, SHARING = range(4, 305, 5), range(2, 303, 5)

@@ -3,6 +3,8 @@
 import re
 
 import pytest
+
+from dualpath.core.cluster import HostProcess
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
 from dualpath_lab.faults.simulation.planted_bugs import planted
@@ -10,8 +12,6 @@ from dualpath_lab.faults.simulation.ranks import RankPipe
 from dualpath_lab.faults.simulation.run import Outcome, run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import Process, World
-
-from dualpath.core.cluster import HostProcess
 
 #: Every fourth cluster has engines of two ranks.
 SEEDS = range(2, 122, 4)

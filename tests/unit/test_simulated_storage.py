@@ -5,6 +5,12 @@ import os
 from collections.abc import Callable
 
 import pytest
+
+from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
+from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import StorageError
+from dualpath.storage.objects import PosixObjects
+from dualpath.storage.posix import PosixStorage
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
 from dualpath_lab.faults.simulation.disk import ROOT, Disk, DiskCalls, SimCalls, StorageFaults
 from dualpath_lab.faults.simulation.janitor_checks import JanitorChecker
@@ -12,12 +18,6 @@ from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
 from dualpath_lab.faults.simulation.world import Process, World
-
-from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
-from dualpath.core.cluster import HostProcess
-from dualpath.core.errors import StorageError
-from dualpath.storage.objects import PosixObjects
-from dualpath.storage.posix import PosixStorage
 
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=32)
 NAMESPACE = StoreNamespace("model", "uint8", "raw", GEOMETRY)

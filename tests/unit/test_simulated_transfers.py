@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from dualpath_lab.faults.simulation.transfers import SimTransport, TransferFaults
-from dualpath_lab.faults.simulation.world import Process, World
 
 from dualpath.transport.contract import Direction, RegionInfo
 from dualpath.transport.in_process import InProcessFabric
+from dualpath_lab.faults.simulation.transfers import SimTransport, TransferFaults
+from dualpath_lab.faults.simulation.world import Process, World
 
 _PIECES = 4
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 
 import pytest
+
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, LEASE_FAULT_KINDS, FaultKind
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.planted_bugs import planted

@@ -1,6 +1,7 @@
 """The parts of a stored prompt's TTFT, from engines' traces."""
 
 import pytest
+
 from dualpath_lab.benchmarks.overhead.between_passes import Span
 from dualpath_lab.benchmarks.overhead.client import Response
 from dualpath_lab.benchmarks.overhead.stored_prompt import covered_s, time_parts

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+
 from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.virtual_time

@@ -10,7 +10,6 @@ import pytest
 
 pytest.importorskip("vllm")
 
-from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 from tests.unit.test_engine_arguments import EXTRA, typed
 from vllm.config.lora import LoRAConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -20,6 +19,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.engine.settings import parse_settings
 from dualpath.vllm import engine_arguments
 from dualpath.vllm.model_identity import ADAPTER_FIELDS, adapter_problems, adapters_of
+from dualpath_lab.models.random_models import make_tiny_adapter, make_tiny_model
 
 #: Fields of ``LoRAConfig`` that are limits, memory or kernels; the last one is refused.
 NEUTRAL = {

@@ -8,13 +8,13 @@ import pytest
 pytest.importorskip("vllm")
 
 import torch
-from dualpath_lab.emulated.ranks import ThreadRanks
 from tests.thread_ranks import on_every_rank
 
 from dualpath.core.errors import ConfigError
 from dualpath.engine.passes.step_transfers import Replica
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.vllm.parallel_ranks import TensorExchange, with_load_exchange
+from dualpath_lab.emulated.ranks import ThreadRanks
 
 BLOCKS = 6
 #: Kernel blocks per engine block, as with an attention kernel that has smaller blocks.

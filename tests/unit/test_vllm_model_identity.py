@@ -18,7 +18,6 @@ import pytest
 pytest.importorskip("vllm")
 
 import vllm
-from dualpath_lab.models.random_models import make_tiny_model
 from tests.vllm_fields import LOOKED_AT, NEUTRAL, NEUTRAL_LATER, REFUSED
 from vllm import envs
 from vllm.config import VllmConfig
@@ -34,6 +33,7 @@ from dualpath.vllm.model_identity import (
     kv_layout,
     model_fingerprint,
 )
+from dualpath_lab.models.random_models import make_tiny_model
 
 
 @pytest.fixture(autouse=True)

@@ -1,8 +1,8 @@
 """CPU milliseconds for the block keys of a prompt, which the router computes for each request.
 
-Run:  ``python lab/dualpath_lab/benchmarks/block_key_speed.py``.  Methods are interleaved, best of 30:  CBOR's encoder
-block by block, the former implementation; all tokens encoded in one call; and a prompt with a
-cached prefix, the usual turn of an agent, which appends ``APPENDED_TOKENS``.
+Run:  ``python -m dualpath_lab.benchmarks.block_key_speed``.  Methods are interleaved, best of 30:
+CBOR's encoder block by block, the former implementation; all tokens encoded in one call; and a
+prompt with a cached prefix, the usual turn of an agent, which appends ``APPENDED_TOKENS``.
 """
 
 import hashlib

@@ -1,7 +1,7 @@
 """How much memory unregistered peers can make a router's control socket use, on this machine.
 
-    .venv/bin/python lab/dualpath_lab/benchmarks/control_flood.py parts --mib 48
-    .venv/bin/python lab/dualpath_lab/benchmarks/control_flood.py frames --mib 512
+    .venv/bin/python -m dualpath_lab.benchmarks.control_flood parts --mib 48
+    .venv/bin/python -m dualpath_lab.benchmarks.control_flood frames --mib 512
 
 `parts` sends one endless message of empty parts over one connection, `frames` half of a frame of
 8 MiB over each of many connections.  Prints the peak memory of the socket's process.

@@ -1,16 +1,16 @@
 """Prediction of the demo by the simulator with the demo's parameters.
 
-Run:  ``python lab/dualpath_lab/benchmarks/demo_prediction.py``.  It prints predicted and measured figures for every
-recorded run, then the sensitivity of the prediction to wrong parameters, then predictions of the
-demo on machines of several speeds.  Inputs from a recorded run are the lengths of its turns and the
-time of Oracle, which loads nothing: compared with Oracle's time on the machine with known costs, it
-gives the speed of the run's machine.  The storage rate follows from it as in the demo.  Predicted
-are the times of Basic and DualPath.  All agents start at the same time in random order; a
-prediction is the median over such orders, printed with its range.
+Run:  ``python -m dualpath_lab.benchmarks.demo_prediction``.  It prints predicted and measured
+figures for every recorded run, then the sensitivity of the prediction to wrong parameters, then
+predictions of the demo on machines of several speeds.  Inputs from a recorded run are the lengths
+of its turns and the time of Oracle, which loads nothing: compared with Oracle's time on the machine
+with known costs, it gives the speed of the run's machine.  The storage rate follows from it as in
+the demo.  Predicted are the times of Basic and DualPath.  All agents start at the same time in
+random order; a prediction is the median over such orders, printed with its range.
 
-``python lab/dualpath_lab/benchmarks/demo_prediction.py record RUN [RUN ...]`` records the figures of folders that
-`dualpath demo --out RUN` has written.  Inputs are in ``demo_prediction/``:  ``cluster.toml``
-(settings and measured rates), ``costs.toml`` (measured by `dualpath profile`) and
+``python -m dualpath_lab.benchmarks.demo_prediction record RUN [RUN ...]`` records the figures of
+folders that `dualpath demo --out RUN` has written.  Inputs are in ``demo_prediction/``:
+``cluster.toml`` (settings and measured rates), ``costs.toml`` (measured by `dualpath profile`) and
 ``measured.json``; nothing in them was fitted to the times of Basic and DualPath.
 """
 

@@ -1,6 +1,7 @@
 """Cost of an eviction: microseconds per evicted block, by the number of cached chains.
 
-    python lab/dualpath_lab/benchmarks/eviction_cost.py [--chains 1000,10000,100000] [--blocks 4] [--rounds 5]
+    python -m dualpath_lab.benchmarks.eviction_cost [--chains 1000,10000,100000] [--blocks 4]
+    [--rounds 5]
 
 A buffer is full of chains of ``--blocks`` blocks.  A step is the work of an engine for a block of a
 request: it evicts a block (``CachedBlocks.evict``), adds another one and makes it evictable.  The

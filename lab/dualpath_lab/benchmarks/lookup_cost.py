@@ -1,6 +1,6 @@
 """Number of `stat` calls of look-ups, and blocks found while others are being written.
 
-    python lab/dualpath_lab/benchmarks/lookup_cost.py [--directory DIR] [--stat-s 0.001]
+    python -m dualpath_lab.benchmarks.lookup_cost [--directory DIR] [--stat-s 0.001]
 
 First table:  `stat` calls of one look-up of 1,000 blocks, cold (the engine has just started) and
 warm (the same look-up again), by the number of stored blocks.  Second: conversations whose last

@@ -1,6 +1,6 @@
 """Cost of metrics and traces in the router: CPU time per request, per token and per scrape.
 
-    python lab/dualpath_lab/benchmarks/metrics_cost.py
+    python -m dualpath_lab.benchmarks.metrics_cost
 
 The cost of a request is that of counting one of 1,000 blocks with all its stages; tracing adds its
 spans, without their export, which happens on another thread.

@@ -1,8 +1,8 @@
 """Effect of the decisions that the paper leaves open, each changed separately.
 
-Run: ``python lab/dualpath_lab/benchmarks/open_decisions.py``.  Offline, 64K, DS 660B on 2P4D in two groups per role,
-reference core.  Each variant replaces one function of the policy during a run; equal commands give
-equal numbers.  Simulated.
+Run: ``python -m dualpath_lab.benchmarks.open_decisions``.  Offline, 64K, DS 660B on 2P4D in two
+groups per role, reference core.  Each variant replaces one function of the policy during a run;
+equal commands give equal numbers.  Simulated.
 """
 
 import argparse

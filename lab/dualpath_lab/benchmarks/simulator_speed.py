@@ -1,10 +1,10 @@
 """CPU-seconds and memory of the simulator on one core, beside its limits.
 
-Run: ``python lab/dualpath_lab/benchmarks/simulator_speed.py [scale] [small] [scaling] [peer] [--dynamo DIRECTORY]``;
-without names every part runs.  ``scale`` is the paper's largest cluster (§7.6), ``small`` its 2P4D
-on both cores and, on the reference core, with a DRAM tier, ``scaling`` doubles agents and nodes
-together, ``peer`` replays one trace file here and in Dynamo's simulator, in the environment that
-``peers/dynamo_simulator/set_up.sh`` makes.
+Run: ``python -m dualpath_lab.benchmarks.simulator_speed [scale] [small] [scaling] [peer] [--dynamo
+DIRECTORY]``; without names every part runs.  ``scale`` is the paper's largest cluster (§7.6),
+``small`` its 2P4D on both cores and, on the reference core, with a DRAM tier, ``scaling`` doubles
+agents and nodes together, ``peer`` replays one trace file here and in Dynamo's simulator, in the
+environment that ``peers/dynamo_simulator/set_up.sh`` makes.
 
 Every figure is measured in a new child process on one core.  A first run with a few agents
 compiles; this run, generating the workload and reading the trace are reported separately.

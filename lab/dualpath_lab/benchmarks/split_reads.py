@@ -1,9 +1,9 @@
 """Reads of one side (§6.1) compared with split reads, in settings where splitting could be slower.
 
-Run:  ``python lab/dualpath_lab/benchmarks/split_reads.py``.  Same agents and seeds for both.  The criterion is the
-JCT, or, if agents arrive over time, the mean and the p99 of TTFT: splitting wins or loses a setting
-if all seeds agree by more than ``--noise``, and loses it if one of the two numbers is worse.  Equal
-commands give equal numbers.  Simulated.
+Run:  ``python -m dualpath_lab.benchmarks.split_reads``.  Same agents and seeds for both.  The
+criterion is the JCT, or, if agents arrive over time, the mean and the p99 of TTFT: splitting wins
+or loses a setting if all seeds agree by more than ``--noise``, and loses it if one of the two
+numbers is worse.  Equal commands give equal numbers.  Simulated.
 """
 
 import argparse

@@ -1,7 +1,7 @@
 """Measure a storage's janitor: hits compared with an ideal LRU, its CPU share, and its start.
 
-    python lab/dualpath_lab/benchmarks/storage_quota.py day [--trajectories N] [--quota-share N] [--seed S]
-    python lab/dualpath_lab/benchmarks/storage_quota.py start [--blocks N]
+    python -m dualpath_lab.benchmarks.storage_quota day [--trajectories N] [--quota-share N] [--seed
+    S] python -m dualpath_lab.benchmarks.storage_quota start [--blocks N]
 
 ``day``: generated trajectories (means of Table 2, 32K) begin at random times of a day; their turns
 follow after pauses.  Files, journals, index, lease and removals are real, in a directory; the clock

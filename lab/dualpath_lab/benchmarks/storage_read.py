@@ -1,6 +1,6 @@
 """Compare methods to read stored Full Blocks into registered memory.
 
-    python lab/dualpath_lab/benchmarks/storage_read.py --directory DIR [--blocks 200] [--rounds 5]
+    python -m dualpath_lab.benchmarks.storage_read --directory DIR [--blocks 200] [--rounds 5]
 
 Every method reads the same cold blocks (the page cache is dropped before each pass) and verifies
 every checksum, except raw NIXL "not verified".  Methods are interleaved in each round, so that a

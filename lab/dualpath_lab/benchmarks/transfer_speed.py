@@ -1,6 +1,7 @@
 """Measure READ and WRITE of Layer Blocks between two processes over NIXL.
 
-    python lab/dualpath_lab/benchmarks/transfer_speed.py [--tls tcp --tls posix,cma,tcp,self] [--rounds 3]
+    python -m dualpath_lab.benchmarks.transfer_speed [--tls tcp --tls posix,cma,tcp,self] [--rounds
+    3]
 
 The target sleeps in a pipe read and makes no calls.  Latency is measured with one transfer at a
 time, the rate with four in flight.  The initiator polls every 50 µs.  CPU time is that of both

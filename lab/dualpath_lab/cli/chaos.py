@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------------------- chaos fuzz
 # `dualpath chaos fuzz`: fuzzing of the system's parsers.
 
-_FUZZ_DESCRIPTION = """Send almost valid input to parsers: fields replaced or omitted, bytes flipped,
+_FUZZ_DESCRIPTION = """Send almost valid input to parsers: fields replaced or omitted, bytes
+flipped,
 truncated, duplicated, or noise. Each input must be accepted or refused with a clear error; another
 exception, an error in the log, a traceback, growing memory or a subject that stops working is a
 finding. Equal seeds give equal inputs. Exit code 1 if there are findings."""
@@ -247,7 +248,8 @@ def _command_line() -> str:
 # ---------------------------------------------------------------------------------- chaos simulate
 # `dualpath chaos simulate`: a cluster on virtual time, with faults that a seed decides.
 
-_SIMULATE_DESCRIPTION = """Run clusters of emulated engines in one process, on virtual time, under faults:
+_SIMULATE_DESCRIPTION = """Run clusters of emulated engines in one process, on virtual time, under
+faults:
 processes are killed, stopped and restarted, connections reset and stalled; storage is slow, failing
 or full, and corrupts blocks; transfers stall and fail; clients disconnect. Router and data plane of
 the engines are the real code, and every byte of KV is compared. A seed decides everything, so equal

@@ -4,7 +4,6 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from dualpath_lab.cli import EMULATED
 from dualpath.cli.scaled_router import FrontEndCommand, run_scaled_router
 from dualpath.cli.settings import (
     ENGINE,
@@ -21,6 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.core.settings import Given, Origin, arguments
+from dualpath_lab.cli import EMULATED
 
 if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry

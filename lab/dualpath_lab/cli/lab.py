@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dualpath_lab.cli import LAB
 from dualpath.cli.output import add_json_argument, print_progress, warn_if_no_plots, wrote_json
 from dualpath.cli.settings import (
     Part,
@@ -20,6 +19,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.settings import Settings, declared
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.report.model import Notes, Table
+from dualpath_lab.cli import LAB
 from dualpath_lab.experiments.settings import (
     BENCH_LAB,
     EmulatedNodes,
@@ -67,7 +67,8 @@ _DATA_PLANE = ("storage", "repeat")
 #: a measured one.
 _NOT_ASKED = ("ttft_slo_s", "tpot_slo_s", "switch_s")
 
-_RUN_DESCRIPTION = """Create a lab, run agents on it in each of the modes, print job completion times
+_RUN_DESCRIPTION = """Create a lab, run agents on it in each of the modes, print job completion
+times
 and link utilization, remove the lab. Engines are emulated: real scheduler, storage, buffers and
 transfers; every KV block is verified at its destination. Exit code 1: the machine was too busy."""
 

@@ -1,6 +1,5 @@
 """Settings of an emulated engine."""
 
-from dualpath_sim.catalog.load import CostsName, GpuName
 import enum
 import re
 from typing import Annotated, Literal
@@ -10,6 +9,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.front_end_settings import BlockTokens, Host, MaxModelLen, Port
+from dualpath_sim.catalog.load import CostsName, GpuName
 from dualpath_sim.simulator.settings import ModelCosts
 
 #: Identifies the byte layout of ``kv_bytes`` in the namespace of stored blocks.

@@ -1,6 +1,5 @@
 """Settings of the experiments with agents; this module imports no heavy dependencies."""
 
-from dualpath_sim.catalog.load import CostsName, GpuName
 import enum
 import json
 from pathlib import Path
@@ -37,6 +36,7 @@ from dualpath_lab.emulated.settings import (
 )
 from dualpath_lab.experiments.machine_load import BUSY_LIMIT
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.catalog.load import CostsName, GpuName
 
 #: The ablation of §7.5 in its order, with split reads and the upper bound.
 ALL_MODES = (

@@ -45,7 +45,8 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "command",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
-        help=f"{', '.join(configured_subcommands())} with its arguments, as on a command line; default: none",
+        help=f"{', '.join(configured_subcommands())} with its arguments, as on a command line; "
+        "default: none",
     )
     command.required = False  # argparse treats every positional as required
 

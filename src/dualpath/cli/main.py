@@ -5,10 +5,10 @@ A subcommand is a module `<package>.<name>` with two functions:
     add_parser(subparsers) -> None     adds the parser called <name> with its arguments
     run(args) -> int                   does the work and returns the exit code
 
-`--help` and `--version` must be fast, and vLLM and torch take seconds to import.  So each package of
-subcommands has a table ``SUBCOMMANDS`` with one-line helps, and only the module of the given subcommand
-is imported.  The packages are `dualpath.cli` and those that installed distributions name in the entry
-points `dualpath.commands`: the simulator's and the lab's.
+`--help` and `--version` must be fast, and vLLM and torch take seconds to import.  So each package
+of subcommands has a table ``SUBCOMMANDS`` with one-line helps, and only the module of the given
+subcommand is imported.  The packages are `dualpath.cli` and those that installed distributions name
+in the entry points `dualpath.commands`: the simulator's and the lab's.
 
 Exit codes: 0 success, 1 a defect of dualpath (with traceback), 2 invalid input or a failure outside
 dualpath (one line on standard error), 130 interrupted.

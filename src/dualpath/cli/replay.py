@@ -14,9 +14,8 @@ from dualpath.cli.output import (
 )
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.settings import Setting, Settings
-from dualpath.workload.formats import AUTO
+from dualpath.workload.formats import AUTO, TraceSettings
 from dualpath.workload.replay.client import ReplayOptions
-from dualpath.workload.formats import TraceSettings
 
 if TYPE_CHECKING:
     from dualpath.core.errors import TraceError

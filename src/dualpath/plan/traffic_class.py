@@ -2,8 +2,8 @@
 
 Two lanes share every compute link.  Nearly all of the bandwidth is reserved for the inference lane
 and the rest for the KV lane, so that KV never starves; each lane may use the idle bandwidth of the
-other.  `dualpath.launch.fabric_settings` configures a fabric for them; for Ethernet without RDMA the
-list of `tc` commands below does, which the lab applies to its own links.
+other.  `dualpath.launch.fabric_settings` configures a fabric for them; for Ethernet without RDMA
+the list of `tc` commands below does, which the lab applies to its own links.
 """
 
 import enum

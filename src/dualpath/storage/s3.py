@@ -5,8 +5,8 @@ straight into the caller's (registered) memory.
 
 The client is our own (``s3_client``, over the standard library's ``http.client``): measured against
 one server it used 0.4 to 0.8 of the CPU seconds per GB of obstore, boto3 and NIXL's OBJ plugin, at
-obstore's rate and above the others' (``lab/dualpath_lab/benchmarks/s3_read.py``), because it copies bytes once less.
-Every step has a deadline.  Credentials: ``s3_credentials``.
+obstore's rate and above the others' (``lab/dualpath_lab/benchmarks/s3_read.py``), because it copies
+bytes once less. Every step has a deadline.  Credentials: ``s3_credentials``.
 """
 
 import contextlib

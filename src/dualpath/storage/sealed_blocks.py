@@ -8,8 +8,8 @@ storage key, the probability that two have drawn the same random bytes is 2^-129
 Head and tail have a tag each, so that a block can be read without its window layers.  Each tag also
 authenticates the header: key, namespace, lengths, origin.  *Encrypted* blocks hide their payload,
 *authenticated* ones have it in clear: GMAC takes a third of the CPU time of keyed BLAKE3 and a
-twentieth of keyed BLAKE2b (``lab/dualpath_lab/benchmarks/sealed_blocks.py``), as processors have instructions for
-it.
+twentieth of keyed BLAKE2b (``lab/dualpath_lab/benchmarks/sealed_blocks.py``), as processors have
+instructions for it.
 """
 
 import importlib

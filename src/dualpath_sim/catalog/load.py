@@ -1,17 +1,16 @@
 """Reads the data files: by a name in the catalog or by the path of a file of one's own."""
 
-from dualpath.core.settings import Setting
-from typing import Annotated
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting
 from dualpath_sim.catalog.families import KvCacheDtype, decode_config, geometry_of
 from dualpath_sim.catalog.geometry import ModelGeometry
 from dualpath_sim.catalog.gpu import GpuRates

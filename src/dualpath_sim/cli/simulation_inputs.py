@@ -1,20 +1,18 @@
 """Inputs that `dualpath simulate` and `dualpath plan` share: machine, model, workload, files."""
 
-from dualpath_sim.catalog.load import CostsName, GpuName
-from dualpath.workload.formats import TraceSettings
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
-
 
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings, declared
 from dualpath.workload.columns.sessions_to_columns import WorkloadSettings
-from dualpath.workload.formats import AUTO, FORMATS
+from dualpath.workload.formats import TraceSettings
 from dualpath.workload.replay.result import ToolDelays
+from dualpath_sim.catalog.load import CostsName, GpuName
 from dualpath_sim.cli.model_options import KvDtype
 
 if TYPE_CHECKING:
@@ -54,8 +52,6 @@ class CoreSettings(Settings, frozen=True):
             "paper's system, reference plays everything; auto: whichever is faster"
         ),
     ] = "auto"
-
-
 
 
 class DelaySettings(Settings, frozen=True):

@@ -108,7 +108,8 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     dram_tier_bytes: Annotated[
         float | None,
         Setting(
-            "DRAM of a node beyond its buffer; the buffer's unused part caches KV; none: no caching",
+            "DRAM of a node beyond its buffer; the buffer's unused part caches KV; "
+            "none: no caching",
             ge=0,
             le=LARGEST,
         ),

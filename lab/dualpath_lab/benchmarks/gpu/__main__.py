@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from dualpath.report import markdown
+from dualpath.report.model import NOTHING, Table
 from dualpath_lab.benchmarks.gpu.copies import CopyCase, measure_copies
 from dualpath_lab.benchmarks.gpu.geometry import HOPPER_SIZED, TINY
 from dualpath_lab.benchmarks.gpu.machine import environment, open_machine
 from dualpath_lab.benchmarks.gpu.prefill import PrefillCase, fit_layer_times, measure_prefill
-
-from dualpath.report import markdown
-from dualpath.report.model import NOTHING, Table
 
 # ------------------------------------------------------------------------------------------ report
 # Tables of the measurements.

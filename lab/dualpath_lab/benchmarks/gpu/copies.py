@@ -18,11 +18,11 @@ from typing import Literal
 import msgspec
 import numpy as np
 import torch
-from dualpath_lab.benchmarks.gpu.machine import seconds_of, spread
 
 from dualpath.engine.passes.device import Device
 from dualpath.transport.memory import allocate_registered
 from dualpath.vllm.cuda_device import CudaDriver
+from dualpath_lab.benchmarks.gpu.machine import seconds_of, spread
 
 
 class CopyCase(msgspec.Struct, frozen=True):

@@ -17,8 +17,6 @@ from contextlib import nullcontext
 
 import msgspec
 import torch
-from dualpath_lab.benchmarks.gpu.geometry import StackGeometry
-from dualpath_lab.benchmarks.gpu.machine import seconds_of, spread
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
@@ -28,6 +26,8 @@ from dualpath.engine.passes.device import Device, DeviceCopier, DeviceEvent
 from dualpath.policy.batching import fit
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
+from dualpath_lab.benchmarks.gpu.geometry import StackGeometry
+from dualpath_lab.benchmarks.gpu.machine import seconds_of, spread
 
 # ------------------------------------------------------------------------------------------- stack
 # A stack of attention layers with random weights and torch's kernels, without an engine.

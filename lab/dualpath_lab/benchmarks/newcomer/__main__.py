@@ -125,7 +125,8 @@ def _step_of(text: str, block: Block) -> Step:
         if text.startswith(step.command):
             return step
     raise LookupError(
-        f"README.md:{block.line}: {text!r} has no entry in lab/dualpath_lab/benchmarks/newcomer/__main__.py"
+        f"README.md:{block.line}: {text!r} has no entry in "
+        "lab/dualpath_lab/benchmarks/newcomer/__main__.py"
     )
 
 

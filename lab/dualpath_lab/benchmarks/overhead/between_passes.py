@@ -20,15 +20,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from dualpath_lab.benchmarks.overhead.client import Load, TokenIds, run_load
-from dualpath_lab.benchmarks.overhead.servers import BLOCK_TOKENS, median, print_table, wait_ready
-from dualpath_lab.models.random_models import VOCABULARY_TOKENS
-
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.launch.local_cluster import LOOPBACK_DEVICES
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor
+from dualpath_lab.benchmarks.overhead.client import Load, TokenIds, run_load
+from dualpath_lab.benchmarks.overhead.servers import BLOCK_TOKENS, median, print_table, wait_ready
+from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 
 #: A longer gap between two passes was a wait for requests.
 _MAX_GAP_S = 0.02

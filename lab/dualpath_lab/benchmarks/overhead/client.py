@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import aiohttp
 import msgspec
-from dualpath_lab.models.random_models import TRAINING_TEXT, VOCABULARY_TOKENS
 
 from dualpath.core.errors import DualPathError
+from dualpath_lab.models.random_models import TRAINING_TEXT, VOCABULARY_TOKENS
 
 #: Served model name of every server.
 NAME = "tiny"

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NamedTuple
 
+from dualpath.router.requests.limits import allow_many_streams
 from dualpath_lab.benchmarks.overhead.client import Chat, Load, Response, TokenIds, run_load
 from dualpath_lab.benchmarks.overhead.servers import (
     LIGHT,
@@ -27,8 +28,6 @@ from dualpath_lab.benchmarks.overhead.servers import (
     print_table,
 )
 from dualpath_lab.models.random_models import make_tiny_model
-
-from dualpath.router.requests.limits import allow_many_streams
 
 # ------------------------------------------------------------------------------------------- probe
 # Latency of event loops under load, measured by a separate process.

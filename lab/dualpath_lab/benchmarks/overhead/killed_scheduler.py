@@ -21,16 +21,16 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiohttp
-from dualpath_lab.benchmarks.overhead.servers import print_table, wait_ready
-from dualpath_lab.faults.engine_kinds import EmulatedEngines
-from dualpath_lab.faults.load import Load, Outcome, Turn
-from dualpath_lab.faults.settings import EmulatedEnginesSettings, LoadSettings
-from dualpath_lab.faults.summary import first_token_after
 
 from dualpath.core.cluster import Role, parse_nodes
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor, all_processes
 from dualpath.launch.scaled_router import SCHEDULER
+from dualpath_lab.benchmarks.overhead.servers import print_table, wait_ready
+from dualpath_lab.faults.engine_kinds import EmulatedEngines
+from dualpath_lab.faults.load import Load, Outcome, Turn
+from dualpath_lab.faults.settings import EmulatedEnginesSettings, LoadSettings
+from dualpath_lab.faults.summary import first_token_after
 
 #: A context has up to 1,400 tokens, half of it on average: a DE has room for about eight.
 _COSTS = """

@@ -8,6 +8,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
+from dualpath.core.errors import ConfigError
+from dualpath.router.requests.limits import allow_many_streams
 from dualpath_lab.benchmarks.overhead.client import Chat, Load, Response, TokenIds
 from dualpath_lab.benchmarks.overhead.servers import (
     FrontEndOptions,
@@ -22,9 +24,6 @@ from dualpath_lab.benchmarks.overhead.servers import (
     run_phase,
 )
 from dualpath_lab.models.random_models import make_tiny_model
-
-from dualpath.core.errors import ConfigError
-from dualpath.router.requests.limits import allow_many_streams
 
 # ------------------------------------------------------------------------------------ many streams
 # Many concurrent streams through the router, all of which must complete.

@@ -18,8 +18,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from dualpath_lab.benchmarks.overhead.servers import cpu_s, median, print_table, scheduler_process
-from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
 
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -28,6 +26,8 @@ from dualpath.router.links.service import LinkedFrontEnd
 from dualpath.router.links.settings import LinkSettings
 from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.benchmarks.overhead.servers import cpu_s, median, print_table, scheduler_process
+from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
 
 _READY_S = 60.0
 _KEY_BYTES = 32

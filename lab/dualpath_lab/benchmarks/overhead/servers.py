@@ -11,17 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
-from dualpath_lab.benchmarks.overhead.client import (
-    NAME,
-    Api,
-    Chat,
-    Load,
-    Response,
-    TokenIds,
-    Window,
-    run_load,
-)
-from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath.core.cluster import Role
@@ -33,6 +22,17 @@ from dualpath.launch.process import Supervisor, all_processes, local
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.report import markdown
 from dualpath.report.model import Table
+from dualpath_lab.benchmarks.overhead.client import (
+    NAME,
+    Api,
+    Chat,
+    Load,
+    Response,
+    TokenIds,
+    Window,
+    run_load,
+)
+from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 
 BLOCK_TOKENS = 64
 MAX_MODEL_LEN = 4096

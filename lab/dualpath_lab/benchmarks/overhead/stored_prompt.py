@@ -12,12 +12,11 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
 from dualpath_lab.benchmarks.overhead.between_passes import Span, spans, trace_path, traced_cluster
 from dualpath_lab.benchmarks.overhead.client import Load, Response, TokenIds, run_load
 from dualpath_lab.benchmarks.overhead.servers import median, print_table
-
-from dualpath.core.cluster import Role
-from dualpath.core.modes import Mode
 
 _COSTS = """
 name = "stored"

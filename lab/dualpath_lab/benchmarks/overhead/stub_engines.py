@@ -17,7 +17,6 @@ from typing import Any
 
 import msgspec
 from aiohttp import web
-from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 
 from dualpath.core import control
 from dualpath.core import control as envelopes
@@ -39,6 +38,7 @@ from dualpath.router.token_api.wire import (
     GenerateAnswer,
     server_event,
 )
+from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 
 BLOCK_TOKENS = 64
 _TOKENS = 1 << 40

@@ -1,11 +1,12 @@
 """Compares DualPath with other stacks: same lab, model, trace and vLLM, storage behind each SNIC.
 
-    python -m dualpath_lab.benchmarks.peers.comparison --peer NAME=ENVIRONMENT … [--nodes 1P1D] [--out FOLDER]
+    python -m dualpath_lab.benchmarks.peers.comparison --peer NAME=ENVIRONMENT … [--nodes 1P1D]
+    [--out FOLDER]
 
 Requires root and what `dualpath lab up` requires.  Every run uses a new lab, so that all caches are
 empty: the stack itself first stores the agents' histories, then the measured replay begins.  Runs
-alternate between the stacks, ``--repeats`` times each.  ``dualpath_lab.benchmarks.peers.matrix`` does this in
-many cells.
+alternate between the stacks, ``--repeats`` times each.  ``dualpath_lab.benchmarks.peers.matrix``
+does this in many cells.
 """
 
 import datetime
@@ -19,6 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
+
+from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.modes import DEFAULT_MODE, Mode
+from dualpath.core.request import Round, Trajectory
+from dualpath.node.machine import ClientMachine, this_machine
+from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.text import print_report
+from dualpath.workload.conversation.token_session import TokenSession
+from dualpath.workload.formats import write_trace
 from dualpath_lab.benchmarks.peers.dualpath_stack import DualPathStack
 from dualpath_lab.benchmarks.peers.one_run import RunRecord, run_stack
 from dualpath_lab.benchmarks.peers.peer_stack import OWN_STACK, PeerSettings, PeerStack
@@ -30,15 +40,6 @@ from dualpath_lab.models.random_models import KV_BYTES, make_wide_model
 from dualpath_lab.nodes.cluster import lab_head, lab_nodes
 from dualpath_lab.nodes.janitor import temporary_lab
 from dualpath_lab.nodes.settings import LabSettings, Shaping
-
-from dualpath.core.errors import DeadlineError, EngineLostError
-from dualpath.core.modes import DEFAULT_MODE, Mode
-from dualpath.core.request import Round, Trajectory
-from dualpath.node.machine import ClientMachine, this_machine
-from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath.report.text import print_report
-from dualpath.workload.conversation.token_session import TokenSession
-from dualpath.workload.formats import write_trace
 
 # ------------------------------------------------------------------------------------------ report
 # The report of runs of DualPath and other stacks: a page, a plot and the raw data.
@@ -52,8 +53,8 @@ DUALPATH = _OWN[0]
 RATIO_TARGET, DRAM_RATIO_TARGET = 2.0, 1 / 0.95
 
 _DISCUSSION = """\
-`lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks, their common settings, and the fixes that peers
-needed.
+`lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks, their common settings, and the
+fixes that peers needed.
 
 Where the machine is busier than 85 %, its two cores are the bottleneck instead of the links: such a
 stack may be faster on more cores. An aggregated cluster reads through every node's SNIC anyway; it

@@ -4,6 +4,9 @@ Engines profile themselves at start (``engine.settings.profile``), so that the r
 computation times.
 """
 
+from dualpath.core.cluster import nodes_text
+from dualpath.core.modes import Mode
+from dualpath.launch.settings import LocalClusterSettings
 from dualpath_lab.benchmarks.peers.peer_stack import (
     NIXL_ENVIRONMENT,
     OWN_STACK,
@@ -12,10 +15,6 @@ from dualpath_lab.benchmarks.peers.peer_stack import (
 )
 from dualpath_lab.experiments.engine_nodes import cluster_commands
 from dualpath_lab.nodes.node_processes import NodeCommand
-
-from dualpath.core.cluster import nodes_text
-from dualpath.core.modes import Mode
-from dualpath.launch.settings import LocalClusterSettings
 
 #: α of Algorithm 1 is what a node reads in 3 s (§A.4).
 ALPHA_S = 3.0

@@ -1,11 +1,13 @@
 """Compares DualPath with other stacks in all cells; writes files of runs and one page of them.
 
-    python -m dualpath_lab.benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT … [--cell NAME …]
+    python -m dualpath_lab.benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT … [--cell
+    NAME …]
 
 A file contains the runs of a cell so far on one processor model, since faster cores make every
 stack faster: if stopped at any point and called again, the missing runs are made.  Cells with runs
 on another processor are run again only if named.  The page is rewritten after every run and names
-the cells without runs.  A cell is a run of `dualpath_lab.benchmarks.peers.comparison` with the same requirements.
+the cells without runs.  A cell is a run of `dualpath_lab.benchmarks.peers.comparison` with the same
+requirements.
 """
 
 import enum
@@ -19,6 +21,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+
+from dualpath.node.machine import this_machine
+from dualpath.report.files import as_json, write_file
+from dualpath.report.model import NOTHING, Table
 from dualpath_lab.benchmarks.peers.comparison import (
     MIB,
     MODES,
@@ -36,10 +42,6 @@ from dualpath_lab.benchmarks.peers.comparison import (
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
 from dualpath_lab.experiments.report import ExperimentReport, write_experiment
 from dualpath_lab.models.random_models import KV_BYTES
-
-from dualpath.node.machine import this_machine
-from dualpath.report.files import as_json, write_file
-from dualpath.report.model import NOTHING, Table
 
 # ------------------------------------------------------------------------------------------- cells
 # The settings (cells) in which stacks are compared; each is a command of ``measure``.
@@ -141,10 +143,10 @@ _COLUMNS = (
 )
 
 _DISCUSSION = """\
-Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`, whose arguments are stored with its runs in a
-file in `cells`;
-`lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks, what they have in common and where they differ.
-Bytes are those of the measured turns, a number per node: prefill nodes, then decode nodes.
+Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`, whose arguments are stored with
+its runs in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks,
+what they have in common and where they differ. Bytes are those of the measured turns, a number per
+node: prefill nodes, then decode nodes.
 
 "Waits for" lists the bottlenecks of a stack's own run: every storage NIC and compute NIC, and the
 cores, with a utilization of at least 85 %. During pauses of the agents' tools nothing has to be

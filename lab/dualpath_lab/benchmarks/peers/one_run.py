@@ -4,15 +4,15 @@ import time
 from pathlib import Path
 
 import msgspec
+
+from dualpath.workload.replay.client import ReplayOptions
+from dualpath.workload.replay.result import Distribution, Isolation, ToolDelays
 from dualpath_lab.benchmarks.peers.peer_stack import PROXY_PORT, PeerSettings, PeerStack
 from dualpath_lab.experiments.client import ClientTask
 from dualpath_lab.experiments.metered_replay import Metered, replay_metered
 from dualpath_lab.models.random_models import VOCABULARY_TOKENS
 from dualpath_lab.nodes.cluster import LabState
 from dualpath_lab.nodes.node_processes import NodeProcesses
-
-from dualpath.workload.replay.client import ReplayOptions
-from dualpath.workload.replay.result import Distribution, Isolation, ToolDelays
 
 _SHARED_MEMORY = Path("/dev/shm")
 _START_S = 400.0

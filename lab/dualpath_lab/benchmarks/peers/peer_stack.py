@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Protocol
 
 import msgspec
-from dualpath_lab.nodes.machine import Node
-from dualpath_lab.nodes.node_processes import NodeCommand
 
 from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath_lab.nodes.machine import Node
+from dualpath_lab.nodes.node_processes import NodeCommand
 
 ENGINE_PORT = 8000
 PROXY_PORT = 8100

@@ -7,15 +7,14 @@ To add a format, write such a module and add a row to ``FORMATS``, which command
     write_trace(sessions, "trace.mooncake.jsonl", "mooncake")
 """
 
-from dualpath.core.settings import Setting, Settings
-from typing import Annotated
 from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
 from itertools import chain, islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 from dualpath.core.errors import TraceError
+from dualpath.core.settings import Setting, Settings
 from dualpath.workload.formats.lines import Document, OnBroken, documents
 
 if TYPE_CHECKING:

@@ -37,8 +37,8 @@ def large_offline(runs: Runs) -> OfflineRun:
 
 TITLE = "Large-scale results (DS 660B)"
 APS = 0.4
-#: What one core has to reach at 1,152 engines in lab/dualpath_lab/benchmarks/scheduler_speed.py; not a time of this
-#: run, which would not give equal bytes.
+#: What one core has to reach at 1,152 engines in lab/dualpath_lab/benchmarks/scheduler_speed.py;
+#: not a time of this run, which would not give equal bytes.
 ASSIGNMENTS_PER_CPU_S = 20_000.0
 #: Long enough for the termination rule to see a steady state, short enough for 44P88D.
 LARGE_HORIZON_S = 3000.0
@@ -50,8 +50,8 @@ in the paper, and Fig. 10 discusses it. TTST and TPOT of 2P4D were fitted. The p
 has a TTST 15 % and a TPOT 8 % below its small one; the model's differ by chance only.
 
 The scheduler's cores are assignments per second of the offline run over the 20,000 per CPU-second
-that one core has to reach in `lab/dualpath_lab/benchmarks/scheduler_speed.py`: arithmetic, not a measurement of
-this run. It covers the policy alone; the paper's cores also carry messages.
+that one core has to reach in `lab/dualpath_lab/benchmarks/scheduler_speed.py`: arithmetic, not a
+measurement of this run. It covers the policy alone; the paper's cores also carry messages.
 """
 
 

@@ -1,6 +1,7 @@
 """vLLM PD over NIXL, with storage through LMCache's server on every prefill node."""
 
 import msgspec
+
 from dualpath_lab.benchmarks.peers.peer_stack import (
     PeerSettings,
     both,
