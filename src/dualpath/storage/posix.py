@@ -6,8 +6,8 @@ caller's (registered) memory with ``preadv``, on the caller's thread; the kernel
 checksum both release the GIL, so that several threads read in parallel.
 
 NIXL's POSIX plugin (libaio) can read instead (``nixl+posix://``): measured side by side it reached
-0.93 to 1.00 of this rate at the same CPU cost (``dualpath_lab.benchmarks.storage_read``), so the simpler code
-is the default.
+0.93 to 1.00 of this rate at the same CPU cost (``dualpath_lab.benchmarks.storage_read``), so the
+simpler code is the default.
 
 Direct I/O bypasses the page cache: stored KV is larger than DRAM and read once per turn, so the
 page cache would not help.  Blocks that direct I/O cannot read (unaligned memory or size, a file
