@@ -108,8 +108,7 @@ class ClusterSettings(Settings, frozen=True, kw_only=True):
     dram_tier_bytes: Annotated[
         float | None,
         Setting(
-            "DRAM of a node beyond its buffer; the buffer's unused part caches KV; "
-            "none: no caching",
+            "DRAM of a node beyond its buffer, the unused part of which caches KV; none: no cache",
             ge=0,
             le=LARGEST,
         ),
