@@ -17,7 +17,7 @@ from tests.guard import GUARD_S
 
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import LocalProcess
-from dualpath.router.standby.turn import STANDS_BY
+from dualpath.router.scheduler.leadership import STANDS_BY
 
 ENGINES = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 ROUTERS = ("router-0", "router-1")

@@ -24,10 +24,9 @@ from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngi
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
-from dualpath.router.links.service import LinkedFrontEnd
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.links.zmq_link import ZmqLinkConnection
-from dualpath.router.settings import RouterSettings
+from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.scheduler.remote import ZmqLinkConnection
+from dualpath.router.settings import LinkSettings, RouterSettings
 
 _READY_S = 60.0
 _KEY_BYTES = 32
