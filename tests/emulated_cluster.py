@@ -152,7 +152,7 @@ async def cluster(
             for index in range(count):
                 name = f"{role.value}-{index}"
                 chosen = engine_settings(
-                    *(role, name, service.control_address, storage, mode),
+                    *(role, name, service.scheduler.server.address, storage, mode),
                     **(changes | {"tensor_parallel_size": ranks}),
                 )
                 made.engines[name] = await stack.enter_async_context(

@@ -5,10 +5,10 @@ import contextlib
 import itertools
 from collections.abc import AsyncIterator, Mapping
 
-from dualpath.router.control.served_adapters import ServedAdapters
-from dualpath.router.links.door import FrontEndDoor
-from dualpath.router.links.remote import RemoteScheduling
-from dualpath.router.scheduler import Scheduler
+from dualpath.router.scheduler.front_end_server import FrontEndServer
+from dualpath.router.scheduler.remote import RemoteScheduling
+from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.served_adapters import ServedAdapters
 from tests.control_network import Connection, ControlNetwork
 
 _epochs = itertools.count(1)
@@ -44,7 +44,7 @@ class Door:
         self.network = network
         #: By so much its clock is ahead, as after a stall of the scheduler's process alone.
         self.ahead_s = 0.0
-        self.door = FrontEndDoor(scheduler, network, self._now_s, TIMEOUT_S)
+        self.door = FrontEndServer(scheduler, network, self._now_s, TIMEOUT_S)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() + self.ahead_s

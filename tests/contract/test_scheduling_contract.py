@@ -21,7 +21,7 @@ from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.core.session_hints import NO_HINTS
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.router.engines import EngineInfo
-from dualpath.router.scheduler import Scheduler
+from dualpath.router.scheduler.scheduler import Scheduler
 from dualpath.router.scheduling import (
     Answered,
     Arrived,
@@ -78,8 +78,8 @@ class Decoded:
     def __init__(self, listener: AttemptListener) -> None:
         self._listener = listener
 
-    def heard(self, event: AttemptEvent) -> None:
-        self._listener.heard(through_wire(event, AttemptEvent))
+    def notify(self, event: AttemptEvent) -> None:
+        self._listener.notify(through_wire(event, AttemptEvent))
 
 
 Connect = Callable[[Scheduler], contextlib.AbstractAsyncContextManager[Scheduling]]
@@ -111,7 +111,7 @@ class HandMade:
         self.made, self.scheduling = made, scheduling
         self.events: list[AttemptEvent] = []
 
-    def heard(self, event: AttemptEvent) -> None:
+    def notify(self, event: AttemptEvent) -> None:
         self.events.append(event)
 
     def begins(self, name: str) -> ScheduledRequest:
@@ -136,14 +136,14 @@ class HandMade:
     async def decode(self, attempt: ScheduledAttempt, name: str, transfer: DecodeTransfer) -> None:
         decode = self.made.calls.decode(self.placed().decode, job(name, PROMPT), transfer, ())
         async for _ in decode:
-            attempt.tokens_came()
+            attempt.decoding_started()
         await attempt.decoded()
 
     async def everything_is_free(self) -> None:
         # What was said before has been taken up when this is answered.
         assert not await self.scheduling.hint_session("", "nobody", NO_HINTS)
         await self.made.settled()
-        context = self.made.service.context
+        context = self.made.service.scheduler
         assert context.releases.held == 0
         assert context.dispatch.idle()
 
@@ -169,7 +169,7 @@ async def test_an_attempt_is_five_calls_and_leaves_nothing_behind(connect: Conne
         attempt = own.attempt(request, "a")
         await own.decode(attempt, "a", await own.prefill(attempt, "a"))
         assert any(isinstance(event, Arrived) for event in own.events)
-        attempt.over("finished")
+        attempt.close("finished")
         request.end()
         await own.everything_is_free()
         assert own.made.stored >= set(keys_of(PROMPT)), "the prompt's blocks are stored"
@@ -180,7 +180,7 @@ async def test_what_was_stored_is_loaded_by_the_next_attempt(connect: Connect) -
         own.made.stored.update(keys_of(PROMPT))
         attempt = own.attempt(own.begins("a"), "a")
         assert (await attempt.prepare()).hit_blocks == 4
-        attempt.over("cancelled")
+        attempt.close("cancelled")
         await own.everything_is_free()
 
 
@@ -194,21 +194,21 @@ async def test_a_lost_engine_breaks_the_attempt_that_needs_it(connect: Connect, 
             await asyncio.wait_for(asyncio.shield(attempt.broken), 1.0)
         with pytest.raises(EngineLostError, match=f"engine {lost} is lost"):
             attempt.check()
-        attempt.over("failed")
+        attempt.close("failed")
         await own.everything_is_free()
 
 
 async def test_to_be_over_twice_or_before_anything_began_harms_nobody(connect: Connect) -> None:
     async with front_end(connect) as own:
         request = own.begins("a")
-        own.attempt(request, "a").over("cancelled")
+        own.attempt(request, "a").close("cancelled")
         first = own.attempt(request, "a")
-        first.over("cancelled")
+        first.close("cancelled")
         second = own.attempt(request, "a")
-        first.over("said again, late")
+        first.close("said again, late")
         await own.decode(second, "a", await own.prefill(second, "a"))
-        second.over("finished")
-        second.over("finished")
+        second.close("finished")
+        second.close("finished")
         request.end()
         request.end()
         await own.everything_is_free()
@@ -219,27 +219,27 @@ async def test_two_attempts_of_one_name_are_never_under_way(connect: Connect) ->
         attempt = own.attempt(own.begins("a"), "a")
         with pytest.raises(BadRequestError, match="in use by a running request"):
             own.attempt(own.begins("b"), "a")
-        attempt.over("cancelled")
+        attempt.close("cancelled")
 
 
 async def test_what_waits_for_engines_ends_when_it_is_cancelled(connect: Connect) -> None:
     async with front_end(connect, decode=0) as own:
         attempt = own.attempt(own.begins("a"), "a")
         waiting = asyncio.ensure_future(attempt.prepare())
-        while not own.made.service.context.dispatch.waiting:
+        while not own.made.service.scheduler.dispatch.waiting:
             await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.wait({waiting})
-        attempt.over("cancelled")
+        attempt.close("cancelled")
         await own.everything_is_free()
-        assert own.made.service.context.dispatch.waiting == 0
+        assert own.made.service.scheduler.dispatch.waiting == 0
 
 
 async def test_an_engine_that_a_call_failed_on_answers_and_rests(connect: Connect) -> None:
     async with front_end(connect, prefill=2) as own:
         suspected = own.scheduling.engines.alive(Role.PREFILL)[0]
         own.scheduling.suspect(suspected, "no route")
-        await own.scheduling.settled([suspected])
+        await own.scheduling.await_liveness([suspected])
         state = own.made.service.registry.get(suspected.engine_id)
         assert state is not None
         assert state.pauses, "it rests for a while, as another one takes requests"

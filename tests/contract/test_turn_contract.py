@@ -11,13 +11,19 @@ from tests.guard import GUARD_S
 from tests.lease_servers import ETCD, TOKEN, LeasesOfKubernetes, etcd, kubernetes
 
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.router.scheduler.leadership import (
+    FileLeadership,
+    Leadership,
+    SoleLeader,
+    open_leadership,
+)
+from dualpath.router.scheduler.leases import (
+    EtcdLease,
+    KubernetesLease,
+    LeasedLeadership,
+    LeaseStore,
+)
 from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.etcd_lease import EtcdLease
-from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.kubernetes_lease import KubernetesLease
-from dualpath.router.standby.leased_turn import LeasedTurn, LeaseStore
-from dualpath.router.standby.open_turn import open_turn
-from dualpath.router.standby.turn import OnlyOne, Turn
 
 #: etcd grants no shorter ones.
 LEASE_S = 2.0
@@ -60,17 +66,19 @@ class Store:
 class Schedulers:
     """Makes turns that are the same one's."""
 
-    def __init__(self, turn: Callable[[str], Turn], die: Callable[[Turn], None]) -> None:
+    def __init__(
+        self, turn: Callable[[str], Leadership], die: Callable[[Leadership], None]
+    ) -> None:
         self.turn = turn
         self.die = die
 
 
 def leased(store: Callable[[], LeaseStore]) -> Schedulers:
-    def turn(holder: str) -> LeasedTurn:
-        return LeasedTurn(Store(store()), "a lease", holder, time.monotonic, LEASE_S)
+    def turn(holder: str) -> LeasedLeadership:
+        return LeasedLeadership(Store(store()), "a lease", holder, time.monotonic, LEASE_S)
 
-    def die(turn: Turn) -> None:
-        assert isinstance(turn, LeasedTurn)
+    def die(turn: Leadership) -> None:
+        assert isinstance(turn, LeasedLeadership)
         assert turn._renewing is not None
         turn._renewing.cancel()
 
@@ -92,8 +100,8 @@ async def stores(kind: str, folder: Path) -> AsyncIterator[Callable[[], LeaseSto
 async def schedulers(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Schedulers]:
     if request.param == "file":
         lock = str(tmp_path / "lock")
-        free: Callable[[Turn], None] = FileTurn.free  # type: ignore[assignment]
-        yield Schedulers(lambda holder: FileTurn(lock), free)
+        free: Callable[[Leadership], None] = FileLeadership.free  # type: ignore[assignment]
+        yield Schedulers(lambda holder: FileLeadership(lock), free)
         return
     async with stores(request.param, tmp_path) as store:
         yield leased(store)
@@ -105,63 +113,63 @@ async def leases(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield leased(store)
 
 
-def held(*turns: Turn) -> list[bool]:
+def held(*turns: Leadership) -> list[bool]:
     return [turn.held for turn in turns]
 
 
-def store_of(turn: Turn) -> Store:
-    assert isinstance(turn, LeasedTurn)
+def store_of(turn: Leadership) -> Store:
+    assert isinstance(turn, LeasedLeadership)
     assert isinstance(turn._store, Store)
     return turn._store
 
 
 async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(schedulers: Schedulers) -> None:
     first, second = (schedulers.turn(name) for name in "fs")
-    assert first.others
+    assert first.contended
     assert held(first, second) == [False, False]
     async with asyncio.timeout(GUARD_S):
-        await first.taken()
-        waiting = asyncio.create_task(second.taken())
+        await first.acquired()
+        waiting = asyncio.create_task(second.acquired())
         await asyncio.sleep(0)
         assert held(first, second) == [True, False]
-        await first.over()
+        await first.release()
         assert held(first) == [False]
         await waiting
     assert held(first, second) == [False, True]
-    await second.over()
-    await second.over()
+    await second.release()
+    await second.release()
 
 
 async def test_who_dies_without_a_word_is_followed(schedulers: Schedulers) -> None:
     first, second = (schedulers.turn(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
-        await first.taken()
+        await first.acquired()
         schedulers.die(first)
-        await second.taken()
+        await second.acquired()
     assert held(first, second) == [False, True]
-    await asyncio.gather(first.over(), second.over())
+    await asyncio.gather(first.release(), second.release())
 
 
 async def test_the_turn_lasts_for_as_long_as_it_is_renewed(leases: Schedulers) -> None:
     first, second = (leases.turn(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
-        await first.taken()
-        waiting = asyncio.create_task(second.taken())
+        await first.acquired()
+        waiting = asyncio.create_task(second.acquired())
         while store_of(first).renewals < 10:  # two leases
             store_of(first).renewed.clear()
             await store_of(first).renewed.wait()
             assert first.held
         assert not waiting.done()
         waiting.cancel()
-    await asyncio.gather(first.over(), second.over())
+    await asyncio.gather(first.release(), second.release())
 
 
 async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: Schedulers) -> None:
     first, second = (leases.turn(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
-        await first.taken()
+        await first.acquired()
         store_of(first).cut = True
-        waiting = asyncio.create_task(second.taken())
+        waiting = asyncio.create_task(second.acquired())
         assert "could not be renewed in time" in await first.lost()
         assert not first.held
         assert not waiting.done()
@@ -170,33 +178,33 @@ async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: S
         # It hears that it was too late, and takes nothing away.
         store_of(first).cut = False
         assert not await store_of(first).renew()
-        await first.over()
+        await first.release()
         assert second.held
         assert await store_of(second).renew()
-    await second.over()
+    await second.release()
 
 
 async def test_a_store_that_is_not_there_is_tried_again(leases: Schedulers) -> None:
     turn = leases.turn("f")
     store_of(turn).cut = True
     async with asyncio.timeout(GUARD_S):
-        waiting = asyncio.create_task(turn.taken())
+        waiting = asyncio.create_task(turn.acquired())
         await asyncio.sleep(0)
         store_of(turn).cut = False
         await waiting
-    await turn.over()
+    await turn.release()
 
 
 async def test_after_a_long_sleep_the_turn_is_not_believed_in(tmp_path: Path) -> None:
     now_s = 0.0
     async with stores("kubernetes", tmp_path) as store:
-        turn = LeasedTurn(store(), "a lease", "f", lambda: now_s, LEASE_S)
-        await turn.taken()
+        turn = LeasedLeadership(store(), "a lease", "f", lambda: now_s, LEASE_S)
+        await turn.acquired()
         assert held(turn) == [True]
         now_s += LEASE_S  # as after SIGSTOP, before anything else runs
         assert held(turn) == [False]
         assert "could not be renewed in time" in await turn.lost()
-        await turn.over()
+        await turn.release()
 
 
 async def test_a_lease_that_somebody_removed_is_over(tmp_path: Path) -> None:
@@ -204,12 +212,12 @@ async def test_a_lease_that_somebody_removed_is_over(tmp_path: Path) -> None:
     leases = LeasesOfKubernetes()
     async with kubernetes(leases) as url, asyncio.timeout(GUARD_S):
         store = KubernetesLease("default", "test", time.monotonic, url, tmp_path)
-        turn = LeasedTurn(store, "a lease", "f", time.monotonic, LEASE_S)
-        await turn.taken()
+        turn = LeasedLeadership(store, "a lease", "f", time.monotonic, LEASE_S)
+        await turn.acquired()
         leases.forget()
         assert "is another's" in await turn.lost()
         assert held(turn) == [False]
-        await turn.over()
+        await turn.release()
 
 
 async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> None:
@@ -222,12 +230,12 @@ async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> 
 
 
 async def test_without_others_it_is_always_ones_turn() -> None:
-    turn = open_turn(RouterSettings())
-    assert isinstance(turn, OnlyOne)
-    await turn.taken()
+    turn = open_leadership(RouterSettings())
+    assert isinstance(turn, SoleLeader)
+    await turn.acquired()
     assert turn.held
-    assert not turn.others
-    await turn.over()
+    assert not turn.contended
+    await turn.release()
 
 
 @pytest.mark.parametrize(
@@ -243,4 +251,4 @@ def test_a_lease_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
     with pytest.raises(ConfigError, match=why):
-        open_turn(RouterSettings(standby_lease=lease))
+        open_leadership(RouterSettings(standby_lease=lease))

@@ -31,7 +31,7 @@ from dualpath.launch.fork_server import ForkedProcess
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.scheduler.dispatch import AssignmentNote
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
@@ -93,12 +93,12 @@ class EngineCluster:
         )
         self.service = RouterService(router, calls, adapter_paths=adapter_paths(args))
         await self.service.start()
-        self.control_port = int(self.service.control_address.rpartition(":")[2])
+        self.control_port = int(self.service.scheduler.server.address.rpartition(":")[2])
         llm = DualPathLLM(
             config, self.service, block_tokens=front_end.block_tokens, log_stats=False
         )
         app = await make_app(llm, self.service, args)
-        add_cluster_routes(app, self.service)
+        add_cluster_routes(app, self.service.scheduler)
         listener.listen()
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
@@ -161,7 +161,7 @@ class EngineCluster:
 
     def alive(self) -> set[str]:
         """Names of the live engines."""
-        return {info.engine_id for info in self.service.engines()}
+        return {info.engine_id for info in self.service.registry.alive()}
 
     def paused(self, name: str) -> bool:
         """Whether an engine gets no new requests."""
@@ -190,11 +190,11 @@ class EngineCluster:
 
     def assignments(self) -> list[AssignmentNote]:
         """Decisions since ``forget_assignments``."""
-        return list(self.service.context.dispatch.recent)[self._forgotten :]
+        return list(self.service.scheduler.dispatch.recent)[self._forgotten :]
 
     def forget_assignments(self) -> None:
         """Begin a new list of decisions."""
-        self._forgotten = len(self.service.context.dispatch.recent)
+        self._forgotten = len(self.service.scheduler.dispatch.recent)
 
     # ------------------------------------------------------------------ requests and blocks
 
@@ -210,8 +210,8 @@ class EngineCluster:
         return complete(self.url, prompt, generate, salt, model, hints)
 
     def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return, per engine, how many blocks of a chain its buffer caches, as the router knows."""
-        engines = self.service.context.kept._engines.items()
+        """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
+        engines = self.service.scheduler.cached._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
     @functools.cached_property

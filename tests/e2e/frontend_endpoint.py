@@ -16,12 +16,12 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.roles import Roles
 from dualpath.router.engine_calls import TokenEvent
 from dualpath.router.engines import missing_engines
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.scheduler.roles import Roles
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.app import add_cluster_routes, make_app
 from dualpath.vllm.engine_config import make_engine_config, parse_front_end_arguments
@@ -76,11 +76,8 @@ class ScriptedService:
         return missing_engines(self.registry)
 
     @property
-    def roles(self):
-        return Roles(Registry(), time.monotonic, 1.0)
-
-    def pause_engine(self, engine_id, *, paused):
-        return engine_id == "pe-0"
+    def scheduler(self):
+        return ScriptedScheduler()
 
     async def hint_session(self, tenant, session_id, hints):
         self.hinted.append((tenant, session_id, hints))
@@ -145,6 +142,19 @@ class ScriptedService:
         )
 
 
+class ScriptedScheduler:
+    """What is asked of a cluster in this module."""
+
+    dashboard = None
+
+    @property
+    def roles(self):
+        return Roles(Registry(), time.monotonic, 1.0)
+
+    def pause_engine(self, engine_id, *, paused):
+        return engine_id == "pe-0"
+
+
 class Endpoint:
     """The application on a port of its own, on an event loop of its own."""
 
@@ -169,7 +179,7 @@ class Endpoint:
         self.llm = DualPathLLM(config, self.service, block_tokens=BLOCK_TOKENS)
         self.service.tokenizer = self.tokenizer = self.llm.get_tokenizer()
         app = await make_app(self.llm, self.service, args)
-        add_cluster_routes(app, self.service)
+        add_cluster_routes(app, self.service.scheduler)
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
         self.server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))

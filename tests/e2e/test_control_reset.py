@@ -12,9 +12,9 @@ from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
 from dualpath.engine.control import link as router_session
 from dualpath.engine.control.link import ControlLink, ZmqRouterConnection
-from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.control_server import ControlServer
+from dualpath.router.scheduler.registry import Registry
 from dualpath_lab.faults.cluster import Relay
 
 RESETS = 5
@@ -50,7 +50,7 @@ class Router:
             if message.request_id == "last":
                 self.events.put_nowait("last")
 
-    def doubted(self) -> Iterable[cluster.Writer]:
+    def in_doubt(self) -> Iterable[cluster.Writer]:
         return ()
 
 

@@ -70,7 +70,7 @@ async def test_a_served_request_is_seen_and_then_that_the_router_is_gone(
         await live(tab, f"{made.endpoint}/dashboard")
         # From here on all that is read counts: a dashboard knows nothing of the time before.
         await all_reported(made)
-        made.service.dashboard.sample()
+        made.service.scheduler.dashboard.sample()
         for _ in range(2):
             await made.ask(PROMPT, 4)
             await made.stored()

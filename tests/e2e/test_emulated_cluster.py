@@ -185,7 +185,7 @@ async def played(folder: Path, mode: Mode, prefill: int, decode: int) -> list[li
     (folder / STORAGE_KEY).write_text(KEY)
     (folder / STORAGE_KEY).chmod(0o600)
     async with emulated_router(RouterSettings(mode=mode), "127.0.0.1", 0) as (endpoint, service):
-        address = service.control_address
+        address = service.scheduler.server.address
         async with engines(folder, address, mode, prefill, decode) as urls:
             await service.wait_ready(prefill, decode, GUARD_S)
             player = Player(folder, endpoint, service, mode)

@@ -47,7 +47,7 @@ async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
         with Processes(tmp_path, MODE) as started:
             engines = [
                 started.start(
-                    *(name, name.partition("-")[0], service.control_address),
+                    *(name, name.partition("-")[0], service.scheduler.server.address),
                     *(*ENGINE, "--kv-heads", "4", "--tensor-parallel-size", str(ranks)),
                     *("--engine-id", name),
                 )

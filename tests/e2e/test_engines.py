@@ -25,7 +25,7 @@ from tests.guard import GUARD_S
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.cluster import Role
-from dualpath.policy import hit_sources
+from dualpath.policy import read_side
 from dualpath.policy.read_side import DE_SIDE, PE_READS, SIDES_IN_TURN, choose_reads
 
 pytestmark = pytest.mark.engine
@@ -72,7 +72,7 @@ def test_agents_on_all_paths_get_a_plain_engines_tokens(
     truth: Truth,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hit_sources, "choose_reads", PATHS[path])
+    monkeypatch.setattr(read_side, "choose_reads", PATHS[path])
     engines.forget_assignments()
     at_pe = engines.total("storage_read_bytes", "pe-0", "pe-1")
     at_de = engines.total("storage_read_bytes", "de-0", "de-1")
@@ -109,7 +109,7 @@ def test_every_path_stores_the_same_bytes_as_a_computation_without_hits(
     stored: dict[str, list[bytes]] = {}
     context: list[int] = []
     for path, choose in PATHS.items():
-        monkeypatch.setattr(hit_sources, "choose_reads", choose)
+        monkeypatch.setattr(read_side, "choose_reads", choose)
         # One request at a time: equal batches make equal roundings.
         answers = engines.replay(rounds, f"bytes {path}")
         assert [a.cached_tokens for a in answers] == engines.expected_hits(rounds)
@@ -131,7 +131,7 @@ def test_every_path_stores_the_same_bytes_as_a_computation_without_hits(
 
 
 def test_fewer_layer_buffers_admit_more_tokens_in_the_same_memory(engines: EngineCluster) -> None:
-    infos = {info.engine_id: info for info in engines.service.engines()}
+    infos = {info.engine_id: info for info in engines.service.registry.alive()}
     layers = engines.storage.geometry.layers
     all_layers_tokens = HBM_BYTES // engines.storage.geometry.bytes_per_token
     null_block_tokens = engines.storage.geometry.block_tokens

@@ -125,8 +125,8 @@ def test_an_adapter_finds_its_own_kv_and_nobody_elses(served: Served) -> None:
 
 
 def test_the_decode_engine_took_tokens_that_it_had_guessed(served: Served) -> None:
-    """Otherwise the KV of rejected drafts would not have been tested."""
-    (engine,) = [e for e in served.cluster.service.engines() if e.role is Role.DECODE]
+    """Else its rejected drafts' KV would not have been tried."""
+    (engine,) = [e for e in served.cluster.service.registry.alive() if e.role is Role.DECODE]
     text = get(f"{engine.api_url}/metrics")
     counted = {
         line.split("{")[0]: float(line.rsplit(" ", 1)[1])

@@ -141,7 +141,7 @@ def test_ranks_behind_one_server_are_asked_by_their_number(
         engines.start_engine(Role.DECODE, 0)
         named = {"pe-0-dp0", "pe-0-dp1", "de-0"}
         until(lambda: engines.alive() == named, "both ranks of one server", START_S)
-        assert len({info.api_url for info in engines.service.engines()}) == 2
+        assert len({info.api_url for info in engines.service.registry.alive()}) == 2
         agents_are_right(engines, right, "one server")
         assert {note.prefill_engine for note in engines.assignments()} == {"pe-0-dp0", "pe-0-dp1"}
         engines.wait_idle()
@@ -183,7 +183,7 @@ def test_a_group_over_servers_of_one_and_two_ranks_drains_together(
         engines.start_engine(Role.DECODE, 0)
         ranks = {"pe-0-dp0", "pe-1-dp1", "pe-1-dp2"}
         until(lambda: engines.alive() == ranks | {"de-0"}, "all ranks of both servers", START_S)
-        assert len({info.api_url for info in engines.service.engines()}) == 3
+        assert len({info.api_url for info in engines.service.registry.alive()}) == 3
         agents_are_right(engines, right, "servers")
         assert {note.prefill_engine for note in engines.assignments()} == ranks
 

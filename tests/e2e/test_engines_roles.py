@@ -14,7 +14,7 @@ from tests.e2e.plain_engine import START_S, complete, tiny_model
 
 from dualpath.core.modes import Mode
 from dualpath.launch.local_cluster import LocalCluster
-from dualpath.router.control.roles_client import call_roles
+from dualpath.router.scheduler.role_calls import call_roles
 
 pytestmark = [pytest.mark.engine, pytest.mark.long, pytest.mark.timeout(600)]
 

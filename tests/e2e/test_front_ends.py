@@ -30,7 +30,12 @@ class FrontEndProcess:
             name,
             (
                 *(sys.executable, "-m", "dualpath.cli.main", "emulate", "frontend", "--port", "0"),
-                *("--scheduler", made.service.front_ends_address, "--front-end-name", name),
+                *(
+                    "--scheduler",
+                    made.service.scheduler.front_ends.address,
+                    "--front-end-name",
+                    name,
+                ),
             ),
             folder / f"{name}.log",
             {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -81,8 +86,8 @@ async def test_a_killed_front_end_takes_only_its_own_streams_with_it(tmp_path: P
             assert await cut is None
             tokens = await whole
             await made.idle()
-            assert made.service.context.releases.held == 0
-            assert made.service.context.dispatch.idle()
+            assert made.service.scheduler.releases.held == 0
+            assert made.service.scheduler.dispatch.idle()
             assert tokens == (await made.ask(PROMPT, TOKENS))[0]
             assert len(tokens) == TOKENS
             assert (await lives.get("/health"))[0] == 200

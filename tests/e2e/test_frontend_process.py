@@ -33,7 +33,7 @@ async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
 ) -> None:
     router = RouterSettings(mode=Mode.DUALPATH, front_ends_port=0)
     async with cluster(tmp_path / "kv", Mode.DUALPATH, router=router, vocab_size=256) as made:
-        words = command(model, made.service.front_ends_address)
+        words = command(model, made.service.scheduler.front_ends.address)
         log = tmp_path / "frontend.log"
         process = ForkedProcess("frontend", "dualpath.cli.main:main", words, log)
         try:

@@ -55,7 +55,7 @@ def test_a_second_router_stands_by_and_an_agent_says_what_it_does_next(tmp_path:
         serving = processes.add(pages.spawn("first", first), ends_last=True)
         until(functools.partial(listens, pages.endpoint), "the first router", START_S)
         standby = processes.add(pages.spawn("second", second), ends_last=True)
-        standby.wait_for_line("everything is loaded; it serves at its turn", START_S)
+        standby.wait_for_line("everything is loaded; it serves when it becomes the leader", START_S)
         starts_engines(pages, processes)
         answer = complete(pages.endpoint, PROMPT, 20, model=pages.model)
 

@@ -28,7 +28,7 @@ from dualpath.core.errors import DualPathError
 from dualpath.core.modes import DEFAULT_MODE
 from dualpath.launch.local_cluster import RequestedRoles
 from dualpath.launch.process import LocalProcess, Restarts
-from dualpath.router.control.roles_client import call_roles
+from dualpath.router.scheduler.role_calls import call_roles
 
 
 class Supervised(Cluster):

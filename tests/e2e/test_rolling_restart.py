@@ -15,7 +15,7 @@ from tests.guard import GUARD_S
 
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import LocalProcess
-from dualpath.router.standby.turn import STANDS_BY
+from dualpath.router.scheduler.leadership import STANDS_BY
 from dualpath_lab.faults.engine_kinds import EmulatedEngines
 from dualpath_lab.faults.settings import EmulatedEnginesSettings
 

@@ -11,7 +11,7 @@ from tests.lease_servers import ETCD, etcd
 
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor
-from dualpath.router.standby.turn import STANDS_BY
+from dualpath.router.scheduler.leadership import STANDS_BY
 
 pytestmark = pytest.mark.skipif(ETCD is None, reason="there is no etcd: apt install etcd-server")
 SERVES = "dualpath scheduler: cluster at"

@@ -1,4 +1,4 @@
-"""The simulator's compiled scheduler behind the calls of the live one.
+"""The simulator's compiled scheduler behind ``apply``, as the live one.
 
 It numbers engines, groups and requests and keeps tables; here its numbers become names again, so
 that a recorded log can be played to it and its answers compared whole.
@@ -10,16 +10,28 @@ from tests import compiled_scheduler as scheduler
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
-from dualpath.policy.event_log import EngineJoined, EngineLost, EnginePaused, EventLog, Submitted
+from dualpath.policy.event_log import EventLog
 from dualpath.policy.events import (
     DE_REASONS,
+    NO_EFFECTS,
     PE_REASONS,
     READ_REASONS,
     Assignment,
+    Effects,
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
     EngineReport,
+    EngineResumed,
     EngineSpec,
-    Granted,
-    Thresholds,
+    Event,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SetThresholds,
+    SlotsGranted,
+    Submitted,
 )
 from dualpath.policy.read_side import hit_runs
 from dualpath_sim.simulator.compiled import tables
@@ -28,20 +40,21 @@ from dualpath_sim.simulator.compiled import tables
 def before_losses(log: EventLog) -> EventLog:
     """Return the log up to the first engine lost or paused: in the simulator none is."""
     changes = EngineLost, EnginePaused
-    losses = (i for i, event in enumerate(log.events) if isinstance(event, changes))
-    return EventLog(log.begin, log.events[: next(losses, len(log.events))])
+    losses = (i for i, entry in enumerate(log.entries) if isinstance(entry.event, changes))
+    return EventLog(log.begin, log.entries[: next(losses, len(log.entries))])
 
 
 class CompiledScheduler:
-    """``policy.event_log.SchedulerCalls`` made on the tables of ``sim.compiled``.
+    """``RequestScheduler.apply`` on the tables of ``sim.compiled``.
 
     The simulator's engines are there from the beginning: those that join in the course of ``log``
     are.  Numbers of finished requests are used again, as in the simulator.
     """
 
     def __init__(self, log: EventLog) -> None:
-        joined = [event.spec for event in log.events if isinstance(event, EngineJoined)]
-        submitted = sum(isinstance(event, Submitted) for event in log.events)
+        events = [entry.event for entry in log.entries]
+        joined = [event.spec for event in events if isinstance(event, EngineJoined)]
+        submitted = sum(isinstance(event, Submitted) for event in events)
         self._block_tokens = log.begin.settings.block_tokens
         self._specs = _numbered(joined)
         self._engines = {spec.engine_id: number for number, spec in enumerate(self._specs)}
@@ -52,32 +65,42 @@ class CompiledScheduler:
         self._free = list(range(submitted))
         self._state = tables.new_scheduler(log.begin.settings, self._specs, submitted)
 
-    def set_thresholds(self, thresholds: Thresholds) -> None:
-        """The simulator's engines never change, and so do its thresholds: its tables are new."""
+    def apply(self, event: Event) -> Effects:
+        """As ``RequestScheduler.apply``."""
+        match event:
+            case EngineReport():
+                self._report(event)
+            case Submitted():
+                self._submit(event.request)
+            case Fetch():
+                return Effects(self._fetch(event.group))
+            case SlotsGranted():
+                pass  # Without a DRAM cache nothing is re-planned.
+            case ReadsDone():
+                if (number := self._numbers.get(event.request_id)) is not None:
+                    scheduler.read_done(self._state, number)
+            case PrefillEnded():
+                if (number := self._numbers.get(event.request_id)) is not None:
+                    scheduler.prefill_done(self._state, number)
+            case Finished():
+                self._finish(event.request_id)
+            case EngineJoined():
+                assert event.spec in self._specs
+            case SetThresholds():
+                self._set_thresholds(event)
+            case EngineLost() | EnginePaused() | EngineResumed():
+                raise NotImplementedError(f"the simulator has no {event}; play before_losses")
+        return NO_EFFECTS
+
+    def _set_thresholds(self, thresholds: SetThresholds) -> None:
+        """The simulator's engines and thresholds never change: its tables are new."""
         rules = self._state.rules._replace(
             alpha_tokens=thresholds.alpha_tokens,
             beta_tokens=thresholds.beta_tokens,
         )
         self._state = self._state._replace(rules=rules)
 
-    def engine_joined(self, spec: EngineSpec) -> None:
-        """Nothing is left to do."""
-        assert spec in self._specs
-
-    def engine_lost(self, engine_id: str) -> list[str]:
-        """The simulator has no word for it."""
-        raise NotImplementedError(f"engine {engine_id} is lost; play the log before_losses")
-
-    def engine_paused(self, engine_id: str) -> None:
-        """The simulator has no word for it."""
-        raise NotImplementedError(f"engine {engine_id} is paused; play the log before_losses")
-
-    def engine_resumed(self, engine_id: str) -> None:
-        """As ``engine_paused``."""
-        raise NotImplementedError(f"engine {engine_id} resumes; play the log before_losses")
-
-    def report(self, report: EngineReport) -> None:
-        """An engine reported its load."""
+    def _report(self, report: EngineReport) -> None:
         scheduler.report(
             self._state,
             self._engines[report.engine_id],
@@ -88,8 +111,7 @@ class CompiledScheduler:
             report.free_hbm_tokens,
         )
 
-    def submit(self, request: Request) -> None:
-        """A request waits for engines."""
+    def _submit(self, request: Request) -> None:
         number = heapq.heappop(self._free)
         self._numbers[request.request_id] = number
         self._names[number] = request.request_id
@@ -98,38 +120,18 @@ class CompiledScheduler:
         )
         assert not request.cached, "the compiled scheduler plays the paper's system"
 
-    def fetch(self, group: str) -> list[Assignment]:
-        """A group asks for work."""
+    def _fetch(self, group: str) -> tuple[Assignment, ...]:
         if group not in self._roles:
-            return []
+            return ()
         prefill = self._roles[group] is Role.PREFILL
         fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
         count = fetch(self._state, self._groups.index(group))
-        return [self._assignment(row) for row in self._state.assigned[:count].tolist()]
+        return tuple(map(self._assignment, self._state.assigned[:count].tolist()))
 
-    def granted(self, grant: Granted) -> list[Assignment]:
-        """A DE has granted a request's slots: without a DRAM cache nothing is re-planned."""
-        return []
-
-    def read_done(self, request_id: str) -> None:
-        """A request's storage reads are over."""
-        if (number := self._numbers.get(request_id)) is not None:
-            scheduler.read_done(self._state, number)
-
-    def prefill_done(self, request_id: str) -> None:
-        """A request's PE is through with it."""
-        if (number := self._numbers.get(request_id)) is not None:
-            scheduler.prefill_done(self._state, number)
-
-    def finished(self, request_id: str) -> None:
-        """A request is over."""
+    def _finish(self, request_id: str) -> None:
         if (number := self._numbers.pop(request_id, None)) is not None:
             scheduler.finished(self._state, number)
             heapq.heappush(self._free, number)
-
-    def cancel(self, request_id: str) -> None:
-        """A request was given up."""
-        self.finished(request_id)
 
     def _assignment(self, row: list[int]) -> Assignment:
         number = row[tables.A_REQUEST]

@@ -29,7 +29,7 @@ from dualpath.launch.commands import VLLM, engine_id
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.policy.event_log import encode_line
-from dualpath.router.control.event_recorder import read_event_log
+from dualpath.router.scheduler.event_recorder import read_event_log
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.replay.client import ReplayOptions, replay
@@ -144,10 +144,10 @@ def record(mode: Mode, seed: int, lose_engine: bool, dram_tier: bool) -> None:
             )
         print(mode, result.summary)
         log = shortened(read_event_log(raw))
-    lines = b"".join(encode_line(line) for line in (log.begin, *log.events))
+    lines = b"".join(encode_line(line) for line in (log.begin, *log.entries))
     target = FOLDER / f"{log_name(mode, lose_engine, dram_tier)}.jsonl.xz"
     target.write_bytes(lzma.compress(lines, preset=9 | lzma.PRESET_EXTREME))
-    print(f"{target}: {len(log.events)} events, {target.stat().st_size} bytes")
+    print(f"{target}: {len(log.entries)} events, {target.stat().st_size} bytes")
 
 
 if __name__ == "__main__":

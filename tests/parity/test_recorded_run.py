@@ -1,9 +1,9 @@
 """Live system and simulator decide alike: logs of real engines, made by ``record_run``.
 
 The story of every log: agents were replayed against real vLLM engines; the router's scheduler was
-recorded.  The same calls are made again, on a fresh live scheduler and, where nothing goes beyond
-the paper, on the simulator's compiled one, and every answer must be the recorded one: engines,
-numbers, runs of hits and three reasons.
+recorded.  The same events are applied again, to a fresh live scheduler and to the simulator's
+compiled one, and every effect must be the recorded one: engines, numbers, runs of hits and three
+reasons.
 """
 
 import re
@@ -18,21 +18,18 @@ from tests.parity.compiled_driver import CompiledScheduler, before_losses
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.event_log import (
+from dualpath.policy.event_log import Entry, EventLog, assignments, difference, encode_line
+from dualpath.policy.events import (
+    Assignment,
+    Effects,
     EngineLost,
-    Event,
-    EventLog,
-    Fetched,
+    EngineReport,
+    Fetch,
     Finished,
-    Reported,
     SlotsGranted,
     Submitted,
-    assignments,
-    difference,
-    encode_line,
 )
-from dualpath.policy.events import Assignment
-from dualpath.router.control.event_recorder import read_event_log
+from dualpath.router.scheduler.event_recorder import read_event_log
 
 FOLDER = Path(__file__).parent / "recorded"
 LOGS = {path.name.split(".")[0]: read_event_log(path) for path in sorted(FOLDER.glob("*.xz"))}
@@ -87,7 +84,7 @@ def test_the_runs_were_busy(name):
     decided = assignments(log)
     assert len(decided) >= 80
     assert len({a.prefill_engine for a in decided}) == len({a.decode_engine for a in decided}) == 3
-    assert len({e.group for e in log.events if isinstance(e, Fetched)}) == 4
+    assert len({e.event.group for e in log.entries if isinstance(e.event, Fetch)}) == 4
     sides = Counter(run.side for a in decided for run in a.reads)
     assert min(sides[Role.PREFILL], sides[Role.DECODE]) >= 10
     assert waited(log) >= 10
@@ -97,11 +94,11 @@ def waited(log: EventLog) -> int:
     """Requests that the first fetches after their submission did not place."""
     tries: Counter[str] = Counter()
     waiting: set[str] = set()
-    for event in log.events:
-        if isinstance(event, Submitted):
-            waiting.add(event.request.request_id)
-        elif isinstance(event, Fetched):
-            waiting -= {a.request_id for a in event.assignments}
+    for entry in log.entries:
+        if isinstance(entry.event, Submitted):
+            waiting.add(entry.event.request.request_id)
+        elif isinstance(entry.event, Fetch):
+            waiting -= {a.request_id for a in entry.effects.assignments}
             tries.update(waiting)
     return sum(count >= 8 for count in tries.values())
 
@@ -124,9 +121,9 @@ def test_one_run_kept_what_agents_came_back_for():
 
 
 def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
-    events = LOGS["dualpath-kept"].events
-    grants = [event for event in events if isinstance(event, SlotsGranted)]
-    anew = [assignment for event in grants for assignment in event.assignments]
+    entries = LOGS["dualpath-kept"].entries
+    grants = [entry for entry in entries if isinstance(entry.event, SlotsGranted)]
+    anew = [assignment for entry in grants for assignment in entry.effects.assignments]
     assert len(grants) > len(anew) >= 5
     assert {a.read_reason for a in anew} == {"shorter-queue", "tie"}
 
@@ -142,21 +139,20 @@ def all_kept(assignment: Assignment) -> bool:
 
 def test_one_run_lost_an_engine_with_requests_on_it():
     log = LOGS["dualpath-engine-lost"]
-    (lost,) = [event for event in log.events if isinstance(event, EngineLost) and event.requests]
-    after = log.events[log.events.index(lost) :]
-    again = {e.request.request_id for e in after if isinstance(e, Submitted)}
+    (loss,) = [entry for entry in entries_of(log, EngineLost) if entry.effects.lost_requests]
+    after = log.entries[log.entries.index(loss) :]
+    again = {e.event.request.request_id for e in after if isinstance(e.event, Submitted)}
     assert again
-    assert any(a.decode_engine == lost.engine_id for e in after for a in _assigned(e))
-
-
-def _assigned(event) -> tuple[Assignment, ...]:
-    return event.assignments if isinstance(event, Fetched) else ()
+    fetched = [e for e in after if isinstance(e.event, Fetch)]
+    assert isinstance(loss.event, EngineLost)
+    lost = loss.event.engine_id
+    assert any(a.decode_engine == lost for e in fetched for a in e.effects.assignments)
 
 
 @every_log
 def test_a_log_names_no_place_of_the_run(name):
     log = LOGS[name]
-    text = b"".join(encode_line(line) for line in (log.begin, *log.events)).decode()
+    text = b"".join(encode_line(line) for line in (log.begin, *log.entries)).decode()
     values = set(re.findall(r'"(?:\w*_id|\w+_engine|node|group)":"([^"]*)"', text))
     assert all(re.fullmatch(r"(r|[pd]e-|node-|[pd]e-group-)\d+", value) for value in values)
     assert not re.search(r"/|\\\\|://|\d+\.\d+\.\d+\.\d+", text)
@@ -165,10 +161,14 @@ def test_a_log_names_no_place_of_the_run(name):
 # ---------------------------------------------------------------- the comparison can fail
 
 
-def changed(log: EventLog, change: Callable[[Event], Event | None]) -> EventLog:
-    """Return the log with other events; None leaves one out."""
-    events = (change(event) for event in log.events)
-    return EventLog(log.begin, tuple(event for event in events if event is not None))
+def changed(log: EventLog, change: Callable[[Entry], Entry | None]) -> EventLog:
+    """Return the log with other entries; None leaves one out."""
+    entries = (change(entry) for entry in log.entries)
+    return EventLog(log.begin, tuple(entry for entry in entries if entry is not None))
+
+
+def entries_of(log: EventLog, kind: type) -> list[Entry]:
+    return [entry for entry in log.entries if isinstance(entry.event, kind)]
 
 
 OTHER = {
@@ -192,34 +192,33 @@ OTHER = {
 @pytest.mark.parametrize("field", Assignment.__struct_fields__)
 def test_a_changed_decision_is_found(field):
     log = before_losses(LOGS["dualpath"])
-    decided = [e for e in log.events if isinstance(e, Fetched) and e.assignments]
+    decided = [entry for entry in entries_of(log, Fetch) if entry.effects.assignments]
     fetch = decided[len(decided) // 2]
-    first, *rest = fetch.assignments
+    first, *rest = fetch.effects.assignments
     other = msgspec.structs.replace(first, **{field: OTHER[field]})
-    tampered = changed(
-        log, lambda event: Fetched(fetch.group, (other, *rest)) if event is fetch else event
-    )
+    wrong = Entry(fetch.event, Effects((other, *rest)))
+    tampered = changed(log, lambda entry: wrong if entry is fetch else entry)
     found = difference(tampered)
     assert found is not None
-    assert found.startswith(f"line {log.events.index(fetch) + 2}: recorded Fetched")
+    line = log.entries.index(fetch) + 2
+    assert found.startswith(f"line {line}: recorded Entry(event=Fetch(")
 
 
 def test_a_changed_load_is_found():
-    def overloaded(event: Event) -> Event:
-        if isinstance(event, Reported) and event.report.engine_id == "pe-0":
-            report = msgspec.structs.replace(event.report, unfinished_tokens=1_000_000)
-            return Reported(report)
-        return event
+    def overloaded(entry: Entry) -> Entry:
+        if isinstance(entry.event, EngineReport) and entry.event.engine_id == "pe-0":
+            return Entry(msgspec.structs.replace(entry.event, unfinished_tokens=1_000_000))
+        return entry
 
     tampered = changed(before_losses(LOGS["dualpath"]), overloaded)
     assert difference(tampered)
 
 
 def test_what_engines_keep_unheard_is_found():
-    def unheard(event: Event) -> Event:
-        if isinstance(event, Submitted):
-            return Submitted(msgspec.structs.replace(event.request, cached=()))
-        return event
+    def unheard(entry: Entry) -> Entry:
+        if isinstance(entry.event, Submitted):
+            return Entry(Submitted(msgspec.structs.replace(entry.event.request, cached=())))
+        return entry
 
     tampered = changed(before_losses(LOGS["dualpath-kept"]), unheard)
     assert difference(tampered)
@@ -228,13 +227,13 @@ def test_what_engines_keep_unheard_is_found():
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_a_request_left_out_is_found(position):
     log = before_losses(LOGS["dualpath"])
-    left_out = [event for event in log.events if isinstance(event, Submitted)][position]
-    tampered = changed(log, lambda event: None if event is left_out else event)
+    left_out = entries_of(log, Submitted)[position]
+    tampered = changed(log, lambda entry: None if entry is left_out else entry)
     assert difference(tampered)
 
 
 @pytest.mark.parametrize("position", [0, 40, -1])
 def test_a_request_that_never_ends_is_found(position):
     log = LOGS["dualpath"]
-    left_out = [event for event in log.events if isinstance(event, Finished)][position]
-    assert difference(changed(log, lambda event: None if event is left_out else event))
+    left_out = entries_of(log, Finished)[position]
+    assert difference(changed(log, lambda entry: None if entry is left_out else entry))

@@ -11,9 +11,9 @@ from tests.unit.router_fakes import FakeEngine
 from dualpath.core import control
 from dualpath.core import control as envelopes
 from dualpath.core.cluster import GroupRank, Role, Writer
-from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.control_server import ControlServer
+from dualpath.router.scheduler.registry import Registry
 
 SIZE = 3
 TIMEOUT_S = 2.0
@@ -56,7 +56,7 @@ class Told:
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
         pass
 
-    def doubted(self) -> list[Writer]:
+    def in_doubt(self) -> list[Writer]:
         return []
 
 
@@ -94,7 +94,7 @@ class Group:
             self.server.declare_dead(state.info.writer)
         elif what == "goodbye" and (state := self.registry.get(engine_id)):
             goodbye = control.Deregister("test")
-            self.server._heard(state, b"", envelopes.unnumbered(goodbye, state.talk.session))
+            self.server._receive(state, b"", envelopes.unnumbered(goodbye, state.talk.session))
         elif what == "drained" and (state := self.registry.get(engine_id)):
             state.drained = state.alive
         elif what == "silence":

@@ -16,8 +16,8 @@ from dualpath.policy.accounts import IntArray
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
 from dualpath.policy.decode import (
     assign_decode,
+    choose_caching_group,
     choose_group,
-    choose_keeping_group,
     upper_bound_set,
 )
 from dualpath.policy.events import (
@@ -29,10 +29,15 @@ from dualpath.policy.events import (
     PE_SHORT_QUEUE,
     TYPICAL_COMPUTED_WEIGHT,
     UNLIMITED_TOKENS,
+    EngineJoined,
     EngineSpec,
+    Fetch,
+    Finished,
+    ReadsDone,
     SchedulerSettings,
+    Submitted,
 )
-from dualpath.policy.kept import NOTHING_KEPT, prefill_worth
+from dualpath.policy.placement import NOTHING_CACHED, prefill_worth
 from dualpath.policy.prefill import assign_prefill
 from dualpath.policy.read_side import (
     BOTH_SIDES,
@@ -45,8 +50,9 @@ from dualpath.policy.read_side import (
     Reader,
     Reads,
     choose_reads,
+    recompute_tokens,
+    weight_tokens,
 )
-from dualpath.policy.recompute import recompute_tokens, weight_tokens
 from dualpath.policy.scheduler import RequestScheduler
 
 WEIGHT = TYPICAL_COMPUTED_WEIGHT
@@ -72,7 +78,7 @@ def prefill_groups(draw: st.DrawFn):
 def test_algorithm_1_reads_like_the_paper(group, queue, alpha, beta) -> None:
     tok, node, read_q = group
     before = array(tok)
-    nothing = array([NOTHING_KEPT] * len(queue)), array([]).reshape(0, len(tok))
+    nothing = array([NOTHING_CACHED] * len(queue)), array([]).reshape(0, len(tok))
     rows, why = assign_prefill(
         before, array(node), array(read_q), array(queue), *nothing, 1.0, alpha, beta
     )
@@ -106,7 +112,7 @@ def test_phase_2_reads_like_the_paper_and_never_exceeds_hbm(engines, queue) -> N
     bound = upper_bound_set(array(free), queue)
     assert bound == queue[: len(bound)]
     assert sum(bound) <= sum(max(f, 0) for f in free)
-    nothing = array([NOTHING_KEPT] * len(bound)), array([]).reshape(0, len(tok))
+    nothing = array([NOTHING_CACHED] * len(bound)), array([]).reshape(0, len(tok))
     rows, why = assign_decode(array(tok), array(seq), array(free), array(bound), *nothing, 1.05)
 
     z = 1.05 * (sum(bound) + sum(tok)) / len(tok)
@@ -173,7 +179,7 @@ def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() 
         rows, why = assign_decode(*group, array([0]), array([[0, 1000]]), 0.9)
         assert (rows.tolist(), why.tolist()) == ([engine], [reason])
         totals, largest = array([0, ahead]), array([9000, 9000])
-        assert choose_keeping_group(totals, largest, 2000, array([0, 1000]), 0) == engine
+        assert choose_caching_group(totals, largest, 2000, array([0, 1000]), 0) == engine
 
 
 def test_no_category_is_left_for_what_an_engine_keeps() -> None:
@@ -188,7 +194,7 @@ def test_no_category_is_left_for_what_an_engine_keeps() -> None:
     rows, why = assign_decode(*group, *kept, 3.0)
     assert (rows.tolist(), why.tolist()) == ([0], [DE_LOW_TOKEN])
     totals, largest = array([0, 5, 6]), array([9000, 9000, 1999])
-    assert choose_keeping_group(totals, largest, 2000, kept[1][0], 0) == 0
+    assert choose_caching_group(totals, largest, 2000, kept[1][0], 0) == 0
 
 
 def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
@@ -206,7 +212,7 @@ def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, d
     kept = data.draw(st.lists(tokens, min_size=len(tok), max_size=len(tok)))
     one = array(tok), array(node), array(read_q), array([length])
     rows, why = assign_prefill(*one, array([0]), array([kept]), worth, 500, 900)
-    usual, _ = assign_prefill(*one, array([NOTHING_KEPT]), array([kept]), worth, 500, 900)
+    usual, _ = assign_prefill(*one, array([NOTHING_CACHED]), array([kept]), worth, 500, 900)
     assert len(rows) == len(usual)
     for chosen_row, usual_row, reason in zip(rows, usual, why, strict=True):
         short = read_q[node[usual_row]] <= 500
@@ -380,20 +386,22 @@ def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected:
     scheduler = RequestScheduler(SchedulerSettings(mode, 10_000, 100_000))
     roles = [Role.PREFILL] * 2 + [Role.DECODE] * 4
     for number, role in enumerate(roles):
-        scheduler.engine_joined(EngineSpec(f"e{number}", role, f"n{number}", role, number, 10**6))
+        scheduler.apply(
+            EngineJoined(EngineSpec(f"e{number}", role, f"n{number}", role, number, 10**6))
+        )
     read = dict.fromkeys((f"e{number}" for number in range(len(roles))), 0)
     live: deque[str] = deque()
     for number in range(1200):
-        scheduler.submit(Request(f"r{number}", 1000, 640, 100))
-        (assignment,) = [a for role in Role for a in scheduler.fetch(role)]
+        scheduler.apply(Submitted(Request(f"r{number}", 1000, 640, 100)))
+        (assignment,) = [a for role in Role for a in scheduler.apply(Fetch(role)).assignments]
         (run,) = assignment.reads
         at_prefill = run.side is Role.PREFILL
         engine = assignment.prefill_engine if at_prefill else assignment.decode_engine
         read[engine] += run.tokens(64, 640)
-        scheduler.read_done(assignment.request_id)
+        scheduler.apply(ReadsDone(assignment.request_id))
         live.append(assignment.request_id)
         if len(live) > 12:
-            scheduler.finished(live.popleft())
+            scheduler.apply(Finished(live.popleft()))
     assert max(read.values()) / (sum(read.values()) / len(read)) == pytest.approx(expected, rel=0.1)
 
 

@@ -7,7 +7,21 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    Assignment,
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
+    EngineReport,
+    EngineResumed,
+    EngineSpec,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SchedulerSettings,
+    Submitted,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 BLOCK_TOKENS = 64
@@ -88,7 +102,7 @@ class Cluster(RuleBasedStateMachine):
             self.join(spec)
 
     def join(self, spec: EngineSpec) -> None:
-        self.scheduler.engine_joined(spec)
+        self.scheduler.apply(EngineJoined(spec))
         self.engines[spec.engine_id] = Engine(spec)
 
     def accept(self, assignment: Assignment) -> None:
@@ -127,7 +141,7 @@ class Cluster(RuleBasedStateMachine):
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.scheduler.submit(request)
+        self.scheduler.apply(Submitted(request))
 
     @rule(
         prompt=st.integers(1, LONGEST_PROMPT_TOKENS),
@@ -149,14 +163,14 @@ class Cluster(RuleBasedStateMachine):
 
     @rule(spec=st.sampled_from(specs()))
     def fetch(self, spec: EngineSpec) -> None:
-        for assignment in self.scheduler.fetch(spec.group):
+        for assignment in self.scheduler.apply(Fetch(spec.group)).assignments:
             self.accept(assignment)
 
     @rule(data=st.data())
     @precondition(lambda self: self.engines)
     def report(self, data: st.DataObject) -> None:
         engine_id = data.draw(st.sampled_from(sorted(self.engines)))
-        self.scheduler.report(self.engines[engine_id].report())
+        self.scheduler.apply(self.engines[engine_id].report())
 
     @rule(data=st.data(), steps=st.integers(1, 3))
     @precondition(lambda self: self.assigned)
@@ -165,24 +179,24 @@ class Cluster(RuleBasedStateMachine):
         self.advance(request_id, steps)
 
     def advance(self, request_id: str, steps: int) -> None:
-        self.scheduler.read_done(request_id)
+        self.scheduler.apply(ReadsDone(request_id))
         for engine in self.engines.values():
             engine.reads.pop(request_id, None)
         if steps > 1:
-            self.scheduler.prefill_done(request_id)
+            self.scheduler.apply(PrefillEnded(request_id))
             prefill = self.engines.get(self.assigned[request_id].prefill_engine)
             if prefill is not None:
                 prefill.tokens.pop(request_id, None)
         if steps > 2:
-            self.scheduler.finished(request_id)
+            self.scheduler.apply(Finished(request_id))
             self.forget(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
     def cancel(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
-        self.scheduler.cancel(request_id)
-        self.scheduler.cancel(request_id)
+        self.scheduler.apply(Finished(request_id))
+        self.scheduler.apply(Finished(request_id))
         self.forget(request_id)
 
     @rule(data=st.data())
@@ -190,7 +204,7 @@ class Cluster(RuleBasedStateMachine):
     def lose(self, data: st.DataObject) -> None:
         engine = self.engines.pop(data.draw(st.sampled_from(sorted(self.engines))))
         self.paused.discard(engine.spec.engine_id)
-        lost = self.scheduler.engine_lost(engine.spec.engine_id)
+        lost = self.scheduler.apply(EngineLost(engine.spec.engine_id)).lost_requests
         held_here = set(engine.tokens)
         assert held_here <= set(lost)
         assert all(request_id not in self.assigned for request_id in set(lost) - held_here)
@@ -209,20 +223,20 @@ class Cluster(RuleBasedStateMachine):
     @precondition(lambda self: self.engines)
     def pause(self, data: st.DataObject) -> None:
         engine_id = data.draw(st.sampled_from(sorted(self.engines)))
-        self.scheduler.engine_paused(engine_id)
+        self.scheduler.apply(EnginePaused(engine_id))
         self.paused.add(engine_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.paused)
     def resume(self, data: st.DataObject) -> None:
         engine_id = data.draw(st.sampled_from(sorted(self.paused)))
-        self.scheduler.engine_resumed(engine_id)
+        self.scheduler.apply(EngineResumed(engine_id))
         self.paused.remove(engine_id)
 
     @invariant()
     def requests_are_conserved(self) -> None:
         if hasattr(self, "scheduler"):
-            assert self.scheduler.waiting() == len(self.requests) - len(self.assigned)
+            assert self.scheduler.waiting == len(self.requests) - len(self.assigned)
 
     @invariant()
     def limits_hold(self) -> None:
@@ -246,26 +260,26 @@ class Cluster(RuleBasedStateMachine):
         for role in Role:
             mine = {e.spec.engine_id for e in self.engines.values() if e.spec.role is role}
             if mine <= self.paused:
-                self.scheduler.engine_resumed(min(mine))
+                self.scheduler.apply(EngineResumed(min(mine)))
                 self.paused.remove(min(mine))
         for engine in self.engines.values():
-            self.scheduler.report(engine.report())
+            self.scheduler.apply(engine.report())
         while self.requests:
             before = len(self.requests)
             for group in sorted({spec.group for spec in specs()}):
-                for assignment in self.scheduler.fetch(group):
+                for assignment in self.scheduler.apply(Fetch(group)).assignments:
                     self.accept(assignment)
             for request_id in sorted(self.assigned):
                 self.advance(request_id, 3)
             for engine in self.engines.values():
-                self.scheduler.report(engine.report())
+                self.scheduler.apply(engine.report())
             assert len(self.requests) < before or not self.requests, "no progress: deadlock"
         for load in self.scheduler.loads():
             assert load.unfinished_tokens == 0
             assert load.unfinished_requests == 0
             assert load.read_queue_tokens == 0
             assert load.free_hbm_tokens == self.engines[load.engine_id].spec.hbm_tokens
-        assert self.scheduler.waiting() == 0
+        assert self.scheduler.waiting == 0
         assert self.scheduler.queue_lengths().decode == 0
 
 

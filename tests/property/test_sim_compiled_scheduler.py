@@ -25,9 +25,15 @@ from dualpath.policy.events import (
     PE_REASONS,
     READ_REASONS,
     Assignment,
+    EngineJoined,
     EngineReport,
     EngineSpec,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
     SchedulerSettings,
+    Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
 
@@ -132,7 +138,7 @@ class Twins(RuleBasedStateMachine):
         self.specs = specs(data.draw, shape, interleaved)
         self.live = RequestScheduler(rules)
         for spec in self.specs:
-            self.live.engine_joined(spec)
+            self.live.apply(EngineJoined(spec))
         self.tables = tables.new_scheduler(rules, self.specs, REQUESTS)
         self.numbers = {spec.engine_id: number for number, spec in enumerate(self.specs)}
         self.groups = list(dict.fromkeys(spec.group for spec in self.specs))
@@ -163,7 +169,7 @@ class Twins(RuleBasedStateMachine):
         number, hit = self.free.pop(), int((prompt - 1) * share)
         self.submitted[str(number)] = self.count
         self.count += 1
-        self.live.submit(Request(str(number), prompt, hit, new))
+        self.live.apply(Submitted(Request(str(number), prompt, hit, new)))
         scheduler.submit(self.tables, number, prompt, hit, new)
 
     @rule(data=st.data())
@@ -171,7 +177,7 @@ class Twins(RuleBasedStateMachine):
         self.fetch_group(data.draw(st.sampled_from(self.groups)))
 
     def fetch_group(self, name: str) -> None:
-        expected = self.live.fetch(name)
+        expected = self.live.apply(Fetch(name)).assignments
         group = self.groups.index(name)
         prefill = name.startswith(Role.PREFILL)
         compiled_fetch = scheduler.fetch_prefill if prefill else scheduler.fetch_decode
@@ -242,7 +248,7 @@ class Twins(RuleBasedStateMachine):
         self.fetch_group(group)
 
     def take(self, report: EngineReport) -> None:
-        self.live.report(report)
+        self.live.apply(report)
         scheduler.report(
             self.tables,
             self.numbers[report.engine_id],
@@ -261,25 +267,25 @@ class Twins(RuleBasedStateMachine):
     def advance(self, request_id: str, steps: int) -> None:
         assignment = self.assigned[request_id]
         self.reading.discard(request_id)
-        self.live.read_done(request_id)
+        self.live.apply(ReadsDone(request_id))
         scheduler.read_done(self.tables, int(request_id))
         for engine_id in (assignment.prefill_engine, assignment.decode_engine):
             assigned = self.engines[engine_id].assigned
             if request_id in assigned:
                 assigned[request_id] = *assigned[request_id][:2], 0
         if steps > 1:
-            self.live.prefill_done(request_id)
+            self.live.apply(PrefillEnded(request_id))
             scheduler.prefill_done(self.tables, int(request_id))
             self.engines[assignment.prefill_engine].assigned.pop(request_id, None)
         if steps > 2:
-            self.live.finished(request_id)
+            self.live.apply(Finished(request_id))
             self.forget(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.assigned)
     def cancel(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.assigned)))
-        self.live.cancel(request_id)
+        request_id = data.draw(st.sampled_from(sorted(self.submitted)))
+        self.live.apply(Finished(request_id))
         self.forget(request_id)
 
     def forget(self, request_id: str) -> None:
@@ -296,7 +302,7 @@ class Twins(RuleBasedStateMachine):
         if not hasattr(self, "tables"):
             return
         engines, nodes = self.tables.engines, self.tables.nodes
-        assert self.tables.counters[tables.UNASSIGNED] == self.live.waiting()
+        assert self.tables.counters[tables.UNASSIGNED] == self.live.waiting
         for number, load in enumerate(self.live.loads()):
             assert engines[TOK, number] == load.unfinished_tokens
             assert engines[SEQ, number] == load.unfinished_requests
@@ -396,7 +402,7 @@ def test_a_long_wait_queue_is_dealt_alike(mode: Mode) -> None:
     twins.mode, twins.specs, twins.by_load = mode, engines, mode in BY_LOAD
     twins.live = RequestScheduler(rules)
     for spec in engines:
-        twins.live.engine_joined(spec)
+        twins.live.apply(EngineJoined(spec))
     twins.tables = tables.new_scheduler(rules, engines, 1500)
     twins.numbers = {spec.engine_id: number for number, spec in enumerate(engines)}
     twins.groups = list(dict.fromkeys(spec.group for spec in engines))

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dualpath.core.blocks import block_keys
 from dualpath.core.errors import BadRequestError
-from dualpath.router.requests.prompt_limits import LARGEST_SALT_CHARACTERS, check_salt
+from dualpath.router.requests.request import LARGEST_SALT_CHARACTERS, check_salt
 
 salts = st.none() | st.text(
     st.characters(exclude_categories=["Cs"]), min_size=1, max_size=LARGEST_SALT_CHARACTERS

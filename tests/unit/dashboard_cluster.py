@@ -8,13 +8,12 @@ from tests.unit.router_fakes import NAMESPACE
 from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.sessions import Event
-from dualpath.router.control.assign_log import AssignmentNote
-from dualpath.router.control.engine_state import EngineState
-from dualpath.router.control.registry import Registry
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.records import RequestRecord
+from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.settings import RouterSettings
+from dualpath.router.stages import RequestRecord
 
 BUFFER_TOKENS, HBM_TOKENS = 1000, 4000
 
@@ -31,7 +30,7 @@ class ReportedCluster:
         self.dashboard = Dashboard(self.registry, self.metrics, self.clock, self.load)
         self.service: Any = SimpleNamespace(
             registry=self.registry,
-            dashboard=self.dashboard,
+            scheduler=SimpleNamespace(dashboard=self.dashboard),
             metrics=self.metrics,
             settings=RouterSettings(),
         )

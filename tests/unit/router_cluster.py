@@ -25,13 +25,13 @@ class WatchedService(RouterService):
 
     def kill(self) -> None:
         """End as SIGKILL does: nothing more is said to engines, streams end."""
-        for task in (*self.server.loops.tasks, *self.front_end._tasks):
+        for task in (*self.server.loops.tasks, *self._tasks):
             task.cancel()
         self.server.loops.post = lambda identity, frame: None  # type: ignore[method-assign]
 
     async def saw_loss(self, engine_id: str) -> None:
         await self.arrivals.until(
-            lambda: all(e.engine_id != engine_id for e in self.engines()), GUARD_S
+            lambda: all(e.engine_id != engine_id for e in self.registry.alive()), GUARD_S
         )
 
     async def saw(self, kind: type, count: int = 1) -> None:
@@ -82,7 +82,7 @@ class Cluster:
 
     async def delivered(self, engine: FakeEngine) -> None:
         """Wait until an engine has got all that was sent to it."""
-        call_id, answer = self.service.context.exchange.call(engine.engine_id)
+        call_id, answer = self.service.scheduler.exchange.call(engine.engine_id)
         self.service.server.send(engine.engine_id, control.Sync(call_id))
         await answer
 
@@ -120,7 +120,7 @@ async def cluster(
     in_memory = None if real_sockets else network or ControlNetwork()
     service = WatchedService(settings or RouterSettings(), calls, in_memory)
     await service.start()
-    made = Cluster(service, calls, in_memory or ZmqNetwork(service.control_address))
+    made = Cluster(service, calls, in_memory or ZmqNetwork(service.scheduler.server.address))
     try:
         for number in range(prefill):
             await made.add(f"p{number}", Role.PREFILL, **engine_options)

@@ -25,10 +25,10 @@ from dualpath.node.cluster_secret import (
     load_secret,
     new_secret,
 )
-from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import Registry
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.scheduler.control_server import ControlServer
+from dualpath.router.scheduler.registry import Registry
 
 SECRET = ClusterSecret("the cluster's own secret, in 40 letters.", "a test")
 OTHER = ClusterSecret("somebody else's secret, also 40 letters.", "a test")
@@ -76,7 +76,7 @@ class Router:
     def on_dead(self, writer: cluster.Writer) -> None:
         pass
 
-    def doubted(self) -> list[cluster.Writer]:
+    def in_doubt(self) -> list[cluster.Writer]:
         return []
 
     def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:

@@ -5,7 +5,7 @@ import sys
 
 _SERVES = """
 import gc
-from dualpath.router.collector import collect_seldom
+from dualpath.router.asgi import collect_seldom
 
 loaded = [[] for _ in range(1000)]
 collect_seldom()

@@ -17,7 +17,7 @@ from dualpath.router.connections import (
     GuardedConnection,
     Progress,
 )
-from dualpath.router.requests.bodies import ArrivingBodies, ArrivingBody, BodyRefusedError
+from dualpath.router.requests.limits import ArrivingBodies, ArrivingBody, BodyRefusedError
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))

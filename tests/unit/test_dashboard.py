@@ -14,8 +14,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.sessions import Event
 from dualpath.router.http.server import serving_app
-from dualpath.router.observe.dashboard.board import SCHEMA
-from dualpath.router.observe.dashboard.history import SAMPLES_KEPT, Sample
+from dualpath.router.observe.dashboard.board import MAX_SAMPLES, SCHEMA, Sample
 from dualpath.router.observe.dashboard.page_file import SCRIPTS, dashboard_page
 from dualpath_lab.emulated.router_server import RouterServer
 
@@ -117,17 +116,17 @@ def test_every_first_token_enters_one_sample_also_of_requests_that_are_over(clus
 
 def test_history_is_bounded_and_sent_from_where_a_page_left_off(cluster):
     assert len(samples(cluster.dashboard.report())) == 1
-    for _ in range(SAMPLES_KEPT):
+    for _ in range(MAX_SAMPLES):
         cluster.after(1.0)
     report = cluster.dashboard.report()
-    assert (len(report["history"]["rows"]), report["seq"]) == (SAMPLES_KEPT, SAMPLES_KEPT + 1)
+    assert (len(report["history"]["rows"]), report["seq"]) == (MAX_SAMPLES, MAX_SAMPLES + 1)
     assert samples(cluster.dashboard.report(str(report["seq"]))) == []
     cluster.after(1.0)
     assert [s["time_s"] for s in samples(cluster.dashboard.report(str(report["seq"])))] == [
         cluster.now_s
     ]
     # A number that this router has not reached is one of a former router's.
-    assert len(samples(cluster.dashboard.report("99999"))) == SAMPLES_KEPT
+    assert len(samples(cluster.dashboard.report("99999"))) == MAX_SAMPLES
     for wrong in ("-1", "1.5", "", "٣", "9" * 4301):
         with pytest.raises(BadRequestError, match="at most 12 digits"):
             cluster.dashboard.report(wrong)

@@ -16,7 +16,7 @@ from dualpath.vllm.app import add_dashboard
 @pytest.fixture
 def client():
     app = FastAPI()
-    add_dashboard(app, ReportedCluster().service)
+    add_dashboard(app, ReportedCluster().dashboard)
     return TestClient(app)
 
 

@@ -13,9 +13,9 @@ from tests.unit.test_deploy_helm import pytestmark as needs_helm
 
 from dualpath.core.modes import Mode
 from dualpath.launch.ports import claim_port
+from dualpath.router.scheduler.leadership import open_leadership
+from dualpath.router.scheduler.leases import LeasedLeadership
 from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.leased_turn import LeasedTurn
-from dualpath.router.standby.open_turn import open_turn
 
 HEALTHY = Path(__file__).parents[2] / "deploy" / "containers" / "healthy"
 NAME = "dp-dualpath-router"
@@ -44,7 +44,7 @@ def test_both_routers_use_the_same_lease_of_their_namespace(pod, monkeypatch):
     assert lease == f"kubernetes://default/{NAME}"
     monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.96.0.1")
     settings = RouterSettings(mode=Mode.DUALPATH, control_port=5700, standby_lease=lease)
-    assert isinstance(open_turn(settings), LeasedTurn)
+    assert isinstance(open_leadership(settings), LeasedLeadership)
 
 
 @needs_helm

@@ -15,14 +15,11 @@ from dualpath.core.cluster import Role
 from dualpath.engine.settings import EngineSettings
 from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, router_command
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.policy.event_log import Begin, Call
-from dualpath.policy.events import SchedulerSettings
-from dualpath.router.control.registry import Registry
-from dualpath.router.http.settings import SchedulerAddress
-from dualpath.router.links.settings import LinkSettings
+from dualpath.policy.events import SchedulerEvent, SchedulerSettings
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.settings import RouterSettings
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
 from dualpath.router.stages import Stage
 from dualpath.vllm.front_end_settings import FrontEndSettings
 from dualpath_lab.emulated.settings import EmulatedOptions
@@ -254,7 +251,7 @@ def test_every_control_message_is_in_the_reference_with_its_fields() -> None:
 def test_every_event_of_a_schedulers_log_is_on_the_page_about_it() -> None:
     text = (ROOT / "docs" / "how-to" / "record-decisions.md").read_text(encoding="utf-8")
     events = " ".join(re.findall(r"^\| (`.+?) \|", text, re.MULTILINE))
-    kinds: list[type[msgspec.Struct]] = [Begin, *Call.__subclasses__()]
+    kinds = SchedulerEvent.__subclasses__()
     real = {kind.__struct_config__.tag for kind in kinds}
     assert set(re.findall(r"`(\w+)`", events)) == real
 

@@ -29,8 +29,8 @@ def total(made: Cluster, counter: Counter) -> float:
 
 
 async def heard(made: Cluster) -> None:
-    """Wait until the router knows all cached blocks: reports may still be in flight."""
-    known = made.service.context.kept._engines
+    """Wait until the router knows all that is kept: what was said may still be under way."""
+    known = made.service.scheduler.cached._engines
 
     def taken() -> bool:
         pools = {name: e.plane.manager.buffer._pool for name, e in made.engines.items()}
@@ -147,7 +147,7 @@ async def test_the_router_plans_with_the_blocks_that_a_node_shares(
     async with cluster(tmp_path / "kv", Mode.SPLIT, decode=2, **shared) as made:
 
         def known() -> bool:
-            prefixes = made.service.context.kept.prefixes(keys, Mode.SPLIT)
+            prefixes = made.service.scheduler.cached.prefixes(keys, Mode.SPLIT)
             return {(p.engine_id, p.blocks) for p in prefixes} == {
                 (name, HIT_BLOCKS) for name in made.engines
             }
@@ -159,7 +159,7 @@ async def test_the_router_plans_with_the_blocks_that_a_node_shares(
             second,
             HIT_BLOCKS * GEOMETRY.block_tokens,
         )
-        (note,) = made.service.context.dispatch.recent
+        (note,) = made.service.scheduler.dispatch.recent
         assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
         await made.idle()
         sources = Counter.STORAGE_READ_BYTES, Counter.NODE_DRAM_READ_BYTES
@@ -265,7 +265,7 @@ async def test_a_restarted_router_is_notified_of_all_cached_blocks(tmp_path: Pat
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         await heard(made)
-        keys = made.service.context.kept._engines["decode-0"].buffer._keys
+        keys = made.service.scheduler.cached._engines["decode-0"].buffer._keys
         assert len(keys) > HIT_BLOCKS
         manager = made.engines["decode-0"].plane.manager
         manager.end_session("the router is gone")

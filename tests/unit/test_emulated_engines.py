@@ -219,7 +219,12 @@ async def test_a_port_in_use_is_named(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         port = int(made.endpoint.rpartition(":")[2])
         settings = engine_settings(
-            Role.DECODE, "x", made.service.control_address, tmp_path, Mode.DUALPATH, port=port
+            Role.DECODE,
+            "x",
+            made.service.scheduler.server.address,
+            tmp_path,
+            Mode.DUALPATH,
+            port=port,
         )
         with pytest.raises(ConfigError, match=f":{port}"):
             async with asyncio.timeout(GUARD_S), emulated_engine(settings, made.surroundings):

@@ -14,7 +14,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.engine.counters import BYTES_OF, Counter
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
-from dualpath.router.control.assign_log import AssignmentNote
+from dualpath.router.scheduler.dispatch import AssignmentNote
 from dualpath.router.settings import RouterSettings
 from dualpath_lab.emulated import process
 from dualpath_lab.emulated.settings import EmulatedSettings
@@ -50,7 +50,7 @@ async def test_each_rank_of_a_group_moves_the_planned_bytes_of_its_prompts(
     router = RouterSettings(mode=mode, dram_tier=False)
     whole_prompts: dict[str, Any] = {"batch_cap_tokens": 512, "compute_quota_s": 0.0}
     async with cluster(tmp_path, mode, RANKS, RANKS, router=router, **whole_prompts) as made:
-        assert all(info.dp is not None for info in made.service.engines())
+        assert all(info.dp is not None for info in made.service.registry.alive())
         for agent in range(AGENTS):
             context = [agent, *range(1, 98)]
             for _ in range(TURNS):
@@ -59,7 +59,7 @@ async def test_each_rank_of_a_group_moves_the_planned_bytes_of_its_prompts(
                 context = [*context, *tokens, 7]
         await made.idle()
         planned: dict[str, Tally[str]] = {name: Tally() for name in made.engines}
-        for note in made.service.context.dispatch.recent:
+        for note in made.service.scheduler.dispatch.recent:
             for step in steps_of(note):
                 at_prefill = {step.source, step.destination} & AT_PREFILL
                 engine = note.prefill_engine if at_prefill else note.decode_engine

@@ -47,7 +47,7 @@ async def test_vllms_front_end_gets_the_same_answers_as_the_light_router(tmp_pat
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
             light, _ = await made.ask(PROMPT, 9)
-            made.service.front_end.context.calls = calls
+            made.service.engine_calls = calls
             assert await ask(made.service, "a", None) == light
             assert await ask(made.service, "b", "salt") == light
             # With a seed the DE samples the first token as well.
@@ -68,7 +68,7 @@ async def test_wrong_kv_is_a_permanent_failure_for_vllms_front_end(
     calls = GenerateClient(max_logprobs=20)
     try:
         async with cluster(tmp_path, Mode.DUALPATH) as made:
-            made.service.front_end.context.calls = calls
+            made.service.engine_calls = calls
             hbm = made.engines["prefill-0"].plane.hbm
             monkeypatch.setattr(hbm, "write_blocks", lambda *_: None)
             with pytest.raises(BadRequestError, match="is wrong in de_buffer"):

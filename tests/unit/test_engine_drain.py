@@ -23,7 +23,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2, decode=2, speedup=1.0) as made:
         engine = made.engines[f"{role.value}-0"]
         asked = [asyncio.create_task(made.ask([n, *PROMPT], 40)) for n in range(1, 9)]
-        placed = lambda: made.service.front_end.counts()[1] >= 4  # noqa: E731
+        placed = lambda: made.service.counts()[1] >= 4  # noqa: E731
         await made.arrivals.until(placed, GUARD_S)
         draining = asyncio.create_task(drain(engine.plane))
         asked += [asyncio.create_task(made.ask([n, *PROMPT], 4)) for n in range(9, 13)]
@@ -35,7 +35,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
         assert engine.plane.manager.report().unfinished_requests == 0
 
         await asyncio.to_thread(engine.plane.membership.leave)
-        gone = lambda: len(made.service.engines()) == 3  # noqa: E731
+        gone = lambda: len(made.service.registry.alive()) == 3  # noqa: E731
         await made.arrivals.until(gone, GUARD_S)
         assert (await made.ask(PROMPT, 4))[0]
         assert attempts(made) == {1}
@@ -47,7 +47,7 @@ async def test_an_engine_without_a_router_drains_at_once(tmp_path: Path) -> None
         made.service.server.declare_lost("prefill-0", "test", certain=False)
         async with asyncio.timeout(GUARD_S):
             await drain(engine.plane)
-        assert "prefill-0" not in {e.engine_id for e in made.service.engines()}
+        assert "prefill-0" not in {e.engine_id for e in made.service.registry.alive()}
 
 
 async def test_pausing_over_http(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ async def test_pausing_over_http(tmp_path: Path) -> None:
             )
         for number in range(3):
             await made.ask([number + 1, *PROMPT], 2)
-        used = {note.prefill_engine for note in made.service.context.dispatch.recent}
+        used = {note.prefill_engine for note in made.service.scheduler.dispatch.recent}
         assert used == {"prefill-1"}
         async with made.http.delete(url) as answer:
             assert (await answer.json())["paused"] is False

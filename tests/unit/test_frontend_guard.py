@@ -29,9 +29,9 @@ from dualpath.core.errors import (
 from dualpath.router.api_keys import OPEN_PATHS as OPEN
 from dualpath.router.api_keys import ApiKeyGuard, ApiKeys, router_keys
 from dualpath.router.connections import ConnectionLimits, Connections
-from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.refusals import HttpRefusal
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
 from dualpath.vllm.app import answer_400_for_validator_errors, limited_protocol, middleware_names
 from dualpath.vllm.engine_config import parse_front_end_arguments

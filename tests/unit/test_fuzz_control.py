@@ -61,8 +61,8 @@ class Stranger(FakeEngine):
 
 
 async def served_as_before(made: Cluster) -> None:
-    """Remove engines that noise has registered; the cluster's own engines serve a request."""
-    names = {engine.engine_id for engine in made.service.engines()}
+    """Forget who joined under a name made of noise; those who belong here serve a request."""
+    names = {engine.engine_id for engine in made.service.registry.alive()}
     assert set(made.engines) <= names
     for name in names - set(made.engines):
         made.service.server.declare_lost(name, "test", certain=True)
@@ -148,7 +148,7 @@ async def test_a_registration_with_fields_of_another_version_is_refused_with_a_r
         *head, fields = msgspec.msgpack.decode(hello)
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
-        socket.connect(made.service.control_address)
+        socket.connect(made.service.scheduler.server.address)
         await socket.send(msgspec.msgpack.encode([*head, {**fields, "colour": "red"}]))
         refused = envelopes.decode_router_message(await socket.recv()).message
         context.destroy(linger=0)
@@ -165,7 +165,7 @@ async def test_a_message_of_several_frames_is_malformed():
             envelopes.unnumbered(FakeEngine("two", Role.PREFILL, set()).hello())
         )
         await stranger.noise(made, [[b"", hello], [hello, hello], [hello] * 1000])
-        assert "two" not in {engine.engine_id for engine in made.service.engines()}
+        assert "two" not in {engine.engine_id for engine in made.service.registry.alive()}
         assert made.service.server.refusals()[ControlRefusal.MALFORMED] == 3
         await stranger.kill()
 

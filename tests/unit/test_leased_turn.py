@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from dualpath.core.errors import StorageError
-from dualpath.router.standby.leased_turn import LeasedTurn
+from dualpath.router.scheduler.leases import LeasedLeadership
 
 pytestmark = pytest.mark.virtual_time
 LEASE_S = 10.0
@@ -34,10 +34,10 @@ class Store:
 @pytest.mark.parametrize("late_s", [0.5, 100.0])
 async def test_a_scheduler_ends_when_its_turn_does(late_s: float) -> None:
     now_s = asyncio.get_running_loop().time
-    turn = LeasedTurn(Store(late_s), "a lease", "f", now_s, LEASE_S)
-    await turn.taken()
+    turn = LeasedLeadership(Store(late_s), "a lease", "f", now_s, LEASE_S)
+    await turn.acquired()
     taken_s = now_s()
     assert "could not be renewed in time" in await turn.lost()
     # It must have stopped when others may begin; until it has it turns requests away.
     assert now_s() - taken_s == pytest.approx(0.8 * LEASE_S)
-    await turn.over()
+    await turn.release()

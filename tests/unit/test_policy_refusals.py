@@ -11,14 +11,22 @@ from dualpath.core.errors import (
 )
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.events import EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    EngineJoined,
+    EngineReport,
+    EngineSpec,
+    Fetch,
+    Finished,
+    SchedulerSettings,
+    Submitted,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 
 def one_pair() -> RequestScheduler:
     scheduler = RequestScheduler(SchedulerSettings(Mode.DUALPATH, 1000, 5000))
-    scheduler.engine_joined(EngineSpec("p0", Role.PREFILL, "node-p", "P", 0, 10_000))
-    scheduler.engine_joined(EngineSpec("d0", Role.DECODE, "node-d", "D", 1, 10_000))
+    scheduler.apply(EngineJoined(EngineSpec("p0", Role.PREFILL, "node-p", "P", 0, 10_000)))
+    scheduler.apply(EngineJoined(EngineSpec("d0", Role.DECODE, "node-d", "D", 1, 10_000)))
     return scheduler
 
 
@@ -40,17 +48,17 @@ def request(name: str, prompt: int = 1000, hit: int = 0, new: int = 1) -> Reques
 )
 def test_absurd_lengths_are_refused(bad: Request) -> None:
     with pytest.raises(BadRequestError, match="at least 1 prompt token"):
-        one_pair().submit(bad)
+        one_pair().apply(Submitted(bad))
 
 
 def test_an_id_is_used_once_at_a_time() -> None:
     scheduler = one_pair()
-    scheduler.submit(request("r0"))
+    scheduler.apply(Submitted(request("r0")))
     with pytest.raises(BadRequestError, match="in use"):
-        scheduler.submit(request("r0"))
-    scheduler.cancel("r0")
-    scheduler.submit(request("r0"))
-    assert scheduler.waiting() == 1
+        scheduler.apply(Submitted(request("r0")))
+    scheduler.apply(Finished("r0"))
+    scheduler.apply(Submitted(request("r0")))
+    assert scheduler.waiting == 1
 
 
 @pytest.mark.parametrize(
@@ -64,20 +72,20 @@ def test_an_id_is_used_once_at_a_time() -> None:
 )
 def test_contradicting_engines_are_refused(spec: EngineSpec, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        one_pair().engine_joined(spec)
+        one_pair().apply(EngineJoined(spec))
 
 
 def test_reports_that_cannot_be_true_are_refused_and_late_ones_dropped() -> None:
     scheduler = one_pair()
     with pytest.raises(EngineLostError, match="none of the 2"):
-        scheduler.report(report("p7"))
+        scheduler.apply(report("p7"))
     with pytest.raises(IncompatibleError, match="reports assignment 1, it was assigned 0"):
-        scheduler.report(report("p0", seq=1))
+        scheduler.apply(report("p0", seq=1))
     with pytest.raises(IncompatibleError, match="negative load"):
-        scheduler.report(report("p0", tokens=-1))
-    scheduler.submit(request("r0"))
-    scheduler.fetch("P")
-    scheduler.fetch("D")
-    scheduler.report(report("p0", seq=1, tokens=1000, requests=1))
-    scheduler.report(report("p0", seq=0))
+        scheduler.apply(report("p0", tokens=-1))
+    scheduler.apply(Submitted(request("r0")))
+    scheduler.apply(Fetch("P"))
+    scheduler.apply(Fetch("D"))
+    scheduler.apply(report("p0", seq=1, tokens=1000, requests=1))
+    scheduler.apply(report("p0", seq=0))
     assert scheduler.loads()[0].unfinished_tokens == 1000

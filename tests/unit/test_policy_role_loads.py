@@ -4,8 +4,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core.cluster import Role
-from dualpath.policy.rebalance import ClusterObservation, RebalanceSettings
-from dualpath.policy.role_loads import RoleNodes, RoleQueue, RoleWatch, soonest_empty
+from dualpath.policy.rebalance import (
+    ClusterObservation,
+    RebalanceSettings,
+    RoleNodes,
+    RoleQueue,
+    RoleWatch,
+    soonest_empty,
+)
 
 SETTINGS = RebalanceSettings(
     interval_s=10.0, prefill_node_tokens_per_s=100.0, decode_node_tokens_per_s=100.0
@@ -14,7 +20,7 @@ NODES = RoleNodes(prefill=2, decode=2, decode_hbm_tokens=1000)
 
 
 def look(watch: RoleWatch, prefill: RoleQueue, decode: RoleQueue) -> ClusterObservation:
-    return watch.look(SETTINGS, NODES, {Role.PREFILL: prefill, Role.DECODE: decode}, [], [])
+    return watch.observe(SETTINGS, NODES, {Role.PREFILL: prefill, Role.DECODE: decode}, [], [])
 
 
 def test_prompts_that_wait_for_a_pe_are_its_backlog_and_those_done_its_load() -> None:

@@ -3,9 +3,16 @@
 import pytest
 
 from dualpath.core.cluster import Role
-from dualpath.policy.rebalance import Decision, Move, RebalanceSettings, Stay
-from dualpath.policy.role_loads import RoleNodes, RoleQueue
-from dualpath.policy.role_policy import RolePolicy, switch_cost_s
+from dualpath.policy.rebalance import (
+    Decision,
+    Move,
+    RebalanceSettings,
+    RoleNodes,
+    RolePolicy,
+    RoleQueue,
+    Stay,
+    switch_cost_s,
+)
 
 INTERVAL_S = 10.0
 SETTINGS = RebalanceSettings(
@@ -36,7 +43,7 @@ class Story:
             Role.PREFILL: RoleQueue(prefill_tokens, 0, 0),
             Role.DECODE: RoleQueue(0, 0, 0),
         }
-        return self.policy.look(
+        return self.policy.evaluate(
             nodes, queues, PREFILL_TOKENS_PER_S, self.took_s, switching=self.switching
         )
 

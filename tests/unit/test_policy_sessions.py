@@ -134,7 +134,7 @@ def test_a_session_that_is_done_leaves_first() -> None:
     (order,) = router.turn(1, 6.0, 8.0, session_id="a", done=True)
     assert order == Order("d0", context(1, 12), 0.0, fetch=False, reason=DONE)
     assert len(router.warmth) == 0
-    assert router.warmth.kept_blocks("d0") == 0
+    assert router.warmth.retained_blocks("d0") == 0
     assert router.warmth.done(("", "a")) == []
 
 
@@ -157,7 +157,7 @@ def test_whose_turn_comes_sooner_takes_the_place_of_those_whose_turns_come_later
     assert displaced == Order("d0", context(0, 12), 0.0, fetch=False, reason=DISPLACED)
     assert (kept.keys, kept.reason) == (context(4, 12), RETAIN)
     assert router.turn(5, 0.0, 5.0, session_id="5", next_turn_s=35.0) == []
-    assert router.warmth.kept_blocks("d0") == 48
+    assert router.warmth.retained_blocks("d0") == 48
     # It comes back when its own turn is near, as two others' are over by then.
     for agent in (1, 3):
         router.warmth.turn_began("", SessionHints(session_id=f"{agent}"), (), 30.0)
@@ -172,7 +172,7 @@ def test_what_clients_ask_for_does_not_give_way_to_a_guess() -> None:
     for turn in range(3):  # of an agent whose tools run for a second
         router.turn(9, turn * 6.0, turn * 6.0 + 5.0)
     assert router.warmth.over_budget == 2
-    assert router.warmth.kept_blocks("d0") == 48
+    assert router.warmth.retained_blocks("d0") == 48
 
 
 def test_what_is_left_at_another_engine_than_the_last_turns_gives_way() -> None:
@@ -181,14 +181,14 @@ def test_what_is_left_at_another_engine_than_the_last_turns_gives_way() -> None:
     left, kept = router.turn(1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0)
     assert left == Order("d0", context(1, 12), 0.0, fetch=False, reason=DISPLACED)
     assert (kept.engine_id, kept.keys) == ("d1", context(1, 14))
-    assert router.warmth.kept_blocks("d0") == 0
+    assert router.warmth.retained_blocks("d0") == 0
 
 
 def test_nothing_is_brought_back_to_a_lost_engine() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0, next_turn_s=10.0)
     router.warmth.engine_lost("d0")
-    assert router.warmth.kept_blocks("d0") == 0
+    assert router.warmth.retained_blocks("d0") == 0
     assert router.warmth.due(100.0, BUFFERS) == []
     again = SessionHints(next_turn_s=0.0)
     assert router.warmth.hint(("", "a"), again, 100.0, BUFFERS) == []
@@ -237,11 +237,11 @@ def test_what_counts_as_kept_stays_in_its_budget_and_ends(
         )  # fmt: skip
         now_s += 1.0 + pause_s
         router.warmth.due(now_s, BUFFERS)
-        assert all(0 <= router.warmth.kept_blocks(engine_id) <= 50 for engine_id in BUFFERS)
+        assert all(0 <= router.warmth.retained_blocks(engine_id) <= 50 for engine_id in BUFFERS)
     for _ in range(3):  # What is due may have to be kept for a while more.
         now_s += 10_000.0
         router.warmth.due(now_s, BUFFERS)
-    assert all(router.warmth.kept_blocks(engine_id) == 0 for engine_id in BUFFERS)
+    assert all(router.warmth.retained_blocks(engine_id) == 0 for engine_id in BUFFERS)
     assert router.warmth.next_s() is None
 
 

@@ -7,7 +7,21 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.events import EngineReport, EngineSpec, Granted, SchedulerSettings
+from dualpath.policy.events import (
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
+    EngineReport,
+    EngineResumed,
+    EngineSpec,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SchedulerSettings,
+    SlotsGranted,
+    Submitted,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 
@@ -19,7 +33,7 @@ def scheduler_with(*specs: EngineSpec, mode: Mode = Mode.DUALPATH, **settings) -
     defaults = {"alpha_tokens": 1000, "beta_tokens": 5000, "generated_reserve_tokens": 0}
     scheduler = RequestScheduler(SchedulerSettings(mode=mode, **{**defaults, **settings}))
     for spec in specs:
-        scheduler.engine_joined(spec)
+        scheduler.apply(EngineJoined(spec))
     return scheduler
 
 
@@ -47,7 +61,9 @@ def request(name: str, prompt: int = 1000, hit: int = 0, new: int = 1) -> Reques
 
 
 def assign(scheduler: RequestScheduler, *groups: str):
-    return [assignment for group in groups for assignment in scheduler.fetch(group)]
+    return [
+        assignment for group in groups for assignment in scheduler.apply(Fetch(group)).assignments
+    ]
 
 
 def test_prefill_engine_of_the_node_with_the_short_queue_wins_over_one_with_fewer_tokens() -> None:
@@ -59,12 +75,12 @@ def test_prefill_engine_of_the_node_with_the_short_queue_wins_over_one_with_fewe
         engine("b1", Role.PREFILL, "b", "P", 3),
         engine("d0", Role.DECODE, "d", "D", 4),
     )
-    scheduler.report(report("a0", tokens=5001, requests=2, read_q=400))
-    scheduler.report(report("a1", tokens=3500, requests=2, read_q=600))
-    scheduler.report(report("b0", tokens=100, requests=1, read_q=900))
-    scheduler.report(report("b1", tokens=200, requests=1, read_q=101))
+    scheduler.apply(report("a0", tokens=5001, requests=2, read_q=400))
+    scheduler.apply(report("a1", tokens=3500, requests=2, read_q=600))
+    scheduler.apply(report("b0", tokens=100, requests=1, read_q=900))
+    scheduler.apply(report("b1", tokens=200, requests=1, read_q=101))
     for name in ("r0", "r1", "r2", "r3", "r4", "r5"):
-        scheduler.submit(request(name, prompt=2000))
+        scheduler.apply(Submitted(request(name, prompt=2000)))
 
     placed = [(a.prefill_engine, a.pe_reason) for a in assign(scheduler, "D", "P")]
 
@@ -82,12 +98,12 @@ def test_prefill_engine_of_the_node_with_the_short_queue_wins_over_one_with_fewe
 def test_overloaded_engines_end_the_fetch_and_the_rest_waits_in_order() -> None:
     scheduler = one_pair()
     for name in ("r0", "r1", "r2"):
-        scheduler.submit(request(name, prompt=4000))
+        scheduler.apply(Submitted(request(name, prompt=4000)))
 
     assert [a.request_id for a in assign(scheduler, "D", "P")] == ["r0", "r1"]
-    assert scheduler.waiting() == 1
+    assert scheduler.waiting == 1
 
-    scheduler.prefill_done("r0")
+    scheduler.apply(PrefillEnded("r0"))
     assert [a.request_id for a in assign(scheduler, "P")] == ["r2"]
 
 
@@ -98,10 +114,10 @@ def test_drain_shares_requests_between_decode_groups_by_their_tokens() -> None:
         engine("y0", Role.DECODE, "y", "Y", 2),
         beta_tokens=100_000,
     )
-    scheduler.report(report("x0", tokens=2500, requests=1))
+    scheduler.apply(report("x0", tokens=2500, requests=1))
     for name in ("r0", "r1", "r2", "r3"):
-        scheduler.submit(request(name, prompt=1000))
-    scheduler.fetch("P")
+        scheduler.apply(Submitted(request(name, prompt=1000)))
+    scheduler.apply(Fetch("P"))
 
     of_y = assign(scheduler, "Y")
     of_x = assign(scheduler, "X")
@@ -121,10 +137,10 @@ def test_decode_prefers_few_requests_below_z_and_few_tokens_above_it() -> None:
         engine("d1", Role.DECODE, "d", "D", 2),
         beta_tokens=100_000,
     )
-    scheduler.report(report("d0", tokens=6000, requests=1))
-    scheduler.report(report("d1", tokens=3000, requests=9))
+    scheduler.apply(report("d0", tokens=6000, requests=1))
+    scheduler.apply(report("d1", tokens=3000, requests=9))
     for name in ("r0", "r1", "r2", "r3"):
-        scheduler.submit(request(name, prompt=1000))
+        scheduler.apply(Submitted(request(name, prompt=1000)))
 
     placed = [(a.decode_engine, a.de_reason) for a in assign(scheduler, "P", "D")]
 
@@ -150,7 +166,7 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     )
 
     def recomputed(name: str, prompt: int, hit: int) -> int:
-        scheduler.submit(request(name, prompt, hit))
+        scheduler.apply(Submitted(request(name, prompt, hit)))
         (assignment,) = assign(scheduler, "D", "P")
         tokens: int = assignment.recompute_tokens
         return tokens
@@ -158,22 +174,22 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     assert recomputed("long", 2000, 1984) == 0
     assert recomputed("second", 1040, 1024) == 1024
     assert recomputed("third", 1040, 1024) == 0, "the PE computes the second"
-    scheduler.prefill_done("second")
+    scheduler.apply(PrefillEnded("second"))
     assert recomputed("fourth", 1040, 1024) == 1024
-    scheduler.cancel("fourth")
+    scheduler.apply(Finished("fourth"))
     assert recomputed("fifth", 1040, 1024) == 1024
 
 
 def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
     """``kept`` holds while a request is queued; others push it out before its slots are granted."""
     scheduler = one_pair(mode=Mode.SPLIT)
-    scheduler.submit(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
-    scheduler.submit(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
+    scheduler.apply(Submitted(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     first, second = assign(scheduler, "D", "P")
     assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
-    assert scheduler.granted(Granted("r", 30, 0)) == []
+    assert scheduler.apply(SlotsGranted("r", 30, 0)).assignments == ()
 
-    (anew,) = scheduler.granted(Granted("s", 2, 0))
+    (anew,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
 
     assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
     assert anew.reads == (
@@ -184,26 +200,28 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert (anew.read_reason, second.read_reason) == ("split", "kept")
     queues = {load.engine_id: load.read_queue_tokens for load in scheduler.loads()}
     assert queues == {"p0": 14 * 64, "d0": 14 * 64}
-    assert scheduler.granted(Granted("s", 2, 0)) == [], "a word that comes twice changes nothing"
+    assert scheduler.apply(SlotsGranted("s", 2, 0)).assignments == (), (
+        "a word that comes twice changes nothing"
+    )
 
-    scheduler.read_done("s")
-    scheduler.finished("s")
+    scheduler.apply(ReadsDone("s"))
+    scheduler.apply(Finished("s"))
     assert all(load.read_queue_tokens == 0 for load in scheduler.loads())
-    assert scheduler.granted(Granted("s", 0, 0)) == []
+    assert scheduler.apply(SlotsGranted("s", 0, 0)).assignments == ()
 
 
 def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     kept = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
-    scheduler.submit(Request("r", 2000, 1920, 1, cached=kept))
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=kept)))
     (assignment,) = assign(scheduler, "D", "P")
     assert [(run.side, run.blocks.count, run.cached) for run in assignment.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 20, True),
     ]
-    assert scheduler.granted(Granted("r", 10, 30)) == []
+    assert scheduler.apply(SlotsGranted("r", 10, 30)).assignments == ()
 
-    (anew,) = scheduler.granted(Granted("r", 10, 12))
+    (anew,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
 
     assert [(run.side, run.blocks.count, run.cached) for run in anew.reads] == [
         (Role.DECODE, 10, True),
@@ -216,17 +234,17 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
 def test_reads_that_are_chosen_anew_count_as_reported_once_they_are() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     for name in ("r", "s"):
-        scheduler.submit(Request(name, 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
+        scheduler.apply(Submitted(Request(name, 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     assign(scheduler, "D", "P")
-    scheduler.report(report("d0", seq=1, requests=1, tokens=2000))
-    scheduler.granted(Granted("s", 0, 0))
-    scheduler.granted(Granted("r", 0, 0))
+    scheduler.apply(report("d0", seq=1, requests=1, tokens=2000))
+    scheduler.apply(SlotsGranted("s", 0, 0))
+    scheduler.apply(SlotsGranted("r", 0, 0))
     at_decode = scheduler.loads()[1].read_queue_tokens
     assert at_decode == 2 * 15 * 64
 
-    scheduler.report(report("d0", seq=2, requests=2, tokens=4000, read_q=at_decode))
+    scheduler.apply(report("d0", seq=2, requests=2, tokens=4000, read_q=at_decode))
     assert scheduler.loads()[1].read_queue_tokens == at_decode
-    scheduler.read_done("r")
+    scheduler.apply(ReadsDone("r"))
     assert scheduler.loads()[1].read_queue_tokens == at_decode, "the next report has it"
 
 
@@ -239,17 +257,17 @@ def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
         computed_weight=2.0,
         recompute_limit_s=60.0,
     )
-    scheduler.submit(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),)))
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     (assignment,) = assign(scheduler, "D", "P")
     assert assignment.recompute_tokens == 0
 
-    (anew,) = scheduler.granted(Granted("r", 10, 0))
+    (anew,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
 
     assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
     assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
     assert anew.prefill_tokens == 2000 + 2 * 20 * 64
     assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
-    scheduler.prefill_done("r")
+    scheduler.apply(PrefillEnded("r"))
     assert scheduler.loads()[0].unfinished_tokens == 0
 
 
@@ -260,17 +278,17 @@ def test_decode_waits_at_the_head_for_hbm() -> None:
         engine("d1", Role.DECODE, "d", "D", 2, hbm=1000),
     )
     for name, prompt in (("r0", 600), ("r1", 600), ("r2", 700), ("r3", 100)):
-        scheduler.submit(request(name, prompt=prompt))
+        scheduler.apply(Submitted(request(name, prompt=prompt)))
 
     assert [a.request_id for a in assign(scheduler, "P", "D")] == ["r0", "r1"]
-    scheduler.finished("r0")
+    scheduler.apply(Finished("r0"))
     assert [a.request_id for a in assign(scheduler, "D")] == ["r2", "r3"]
 
 
 def test_generated_tokens_count_at_the_decode_engine_up_to_the_reserve() -> None:
     scheduler = one_pair(generated_reserve_tokens=256)
-    scheduler.submit(request("short", prompt=1000, new=10))
-    scheduler.submit(request("long", prompt=1000, new=5000))
+    scheduler.apply(Submitted(request("short", prompt=1000, new=10)))
+    scheduler.apply(Submitted(request("long", prompt=1000, new=5000)))
 
     short, long = assign(scheduler, "P", "D")
 
@@ -281,12 +299,12 @@ def test_generated_tokens_count_at_the_decode_engine_up_to_the_reserve() -> None
 def test_reads_alternate_while_nothing_else_sets_the_sides_apart() -> None:
     scheduler = one_pair(beta_tokens=100_000)
     for number in range(4):
-        scheduler.submit(request(f"r{number}", hit=640))
+        scheduler.apply(Submitted(request(f"r{number}", hit=640)))
         (assignment,) = assign(scheduler, "P", "D")
         side = (Role.PREFILL, Role.DECODE)[number % 2]
         assert assignment.read_reason == "tie"
         assert assignment.reads == (HitRun(side, BlockRun(0, 10)),)
-        scheduler.read_done(f"r{number}")
+        scheduler.apply(ReadsDone(f"r{number}"))
 
 
 def test_engines_of_a_node_share_its_reading_queue() -> None:
@@ -295,9 +313,9 @@ def test_engines_of_a_node_share_its_reading_queue() -> None:
         engine("p1", Role.PREFILL, "p", "P", 1),
         engine("d0", Role.DECODE, "d", "D", 2),
     )
-    scheduler.report(report("p1", tokens=3000, requests=1, read_q=500))
-    scheduler.report(report("d0", read_q=400))
-    scheduler.submit(request("r0", hit=128))
+    scheduler.apply(report("p1", tokens=3000, requests=1, read_q=500))
+    scheduler.apply(report("d0", read_q=400))
+    scheduler.apply(Submitted(request("r0", hit=128)))
 
     (assignment,) = assign(scheduler, "P", "D")
 
@@ -311,28 +329,28 @@ def test_a_read_counts_until_it_is_done_or_reported() -> None:
         return [load.read_queue_tokens for load in scheduler.loads()]
 
     scheduler = one_pair()
-    scheduler.submit(request("r0", hit=640))
+    scheduler.apply(Submitted(request("r0", hit=640)))
     assign(scheduler, "P", "D")
     assert queues() == [640, 0]
-    scheduler.report(report("p0", seq=1, requests=1, tokens=1000, read_q=320))
+    scheduler.apply(report("p0", seq=1, requests=1, tokens=1000, read_q=320))
     assert queues() == [320, 0]
-    scheduler.submit(request("r1", hit=640))
+    scheduler.apply(Submitted(request("r1", hit=640)))
     assign(scheduler, "P", "D")
     assert queues() == [320, 640]
-    scheduler.read_done("r1")
+    scheduler.apply(ReadsDone("r1"))
     assert queues() == [320, 0]
 
 
 def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
     """The DE is chosen first; a report that comes before the PE is known must not swallow it."""
     scheduler = one_pair()
-    scheduler.submit(request("r0"))
-    scheduler.submit(request("r1"))
-    scheduler.fetch("D")
-    scheduler.report(report("d0"))
+    scheduler.apply(Submitted(request("r0")))
+    scheduler.apply(Submitted(request("r1")))
+    scheduler.apply(Fetch("D"))
+    scheduler.apply(report("d0"))
 
     assert scheduler.loads()[1].unfinished_tokens == 2000
-    assert [a.decode_assign_seq for a in scheduler.fetch("P")] == [1, 2]
+    assert [a.decode_assign_seq for a in scheduler.apply(Fetch("P")).assignments] == [1, 2]
 
 
 @pytest.mark.parametrize(
@@ -347,7 +365,7 @@ def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
 def test_modes_read_where_they_say(mode: Mode, sides: list[str], reason: str) -> None:
     scheduler = one_pair(mode=mode, beta_tokens=100_000)
     for number in range(4):
-        scheduler.submit(request(f"r{number}", hit=640))
+        scheduler.apply(Submitted(request(f"r{number}", hit=640)))
     assignments = assign(scheduler, "P", "D")
 
     assert [part.side.value for a in assignments for part in a.reads] == sides
@@ -364,7 +382,7 @@ def test_round_robin_deals_engines_in_turn_over_all_groups() -> None:
         mode=Mode.ROUND_ROBIN,
     )
     for number in range(6):
-        scheduler.submit(request(f"r{number}"))
+        scheduler.apply(Submitted(request(f"r{number}")))
 
     placed = {a.request_id: a for a in assign(scheduler, "A", "B", "C")}
 
@@ -382,9 +400,9 @@ def test_balanced_baseline_places_by_tokens_without_looking_at_reading_queues() 
         mode=Mode.BASIC,
         balanced_baselines=True,
     )
-    scheduler.report(report("p0", tokens=100, requests=1, read_q=50_000))
-    scheduler.report(report("p1", tokens=200, requests=1))
-    scheduler.submit(request("r0"))
+    scheduler.apply(report("p0", tokens=100, requests=1, read_q=50_000))
+    scheduler.apply(report("p1", tokens=200, requests=1))
+    scheduler.apply(Submitted(request("r0")))
 
     (assignment,) = assign(scheduler, "P", "D")
 
@@ -393,8 +411,8 @@ def test_balanced_baseline_places_by_tokens_without_looking_at_reading_queues() 
 
 def test_split_divides_the_blocks_so_that_both_sides_finish_together() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
-    scheduler.report(report("p0", read_q=256))
-    scheduler.submit(request("r0", prompt=1001, hit=1000))
+    scheduler.apply(report("p0", read_q=256))
+    scheduler.apply(Submitted(request("r0", prompt=1001, hit=1000)))
 
     (assignment,) = assign(scheduler, "P", "D")
 
@@ -414,28 +432,28 @@ def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> N
         engine("d1", Role.DECODE, "y", "Y", 2, hbm=1000),
     )
     for name in ("r0", "r1", "r2", "r3"):
-        scheduler.submit(request(name, prompt=900))
+        scheduler.apply(Submitted(request(name, prompt=900)))
     placed = {a.decode_engine: a.request_id for a in assign(scheduler, "P", "X", "Y")}
 
-    assert scheduler.engine_lost("d0") == [placed["d0"]]
-    scheduler.finished(placed["d1"])
+    assert scheduler.apply(EngineLost("d0")).lost_requests == (placed["d0"],)
+    scheduler.apply(Finished(placed["d1"]))
     assert [a.decode_engine for a in assign(scheduler, "Y")] == ["d1"]
-    assert scheduler.waiting() == 1
+    assert scheduler.waiting == 1
 
-    scheduler.engine_joined(engine("d0", Role.DECODE, "x", "X", 1, hbm=1000))
+    scheduler.apply(EngineJoined(engine("d0", Role.DECODE, "x", "X", 1, hbm=1000)))
     (again,) = assign(scheduler, "X")
     assert (again.decode_engine, again.decode_assign_seq) == ("d0", 1)
 
 
 def test_losing_a_prefill_engine_leaves_alone_what_it_is_through_with() -> None:
     scheduler = one_pair()
-    scheduler.submit(request("r0"))
-    scheduler.submit(request("r1"))
+    scheduler.apply(Submitted(request("r0")))
+    scheduler.apply(Submitted(request("r1")))
     assign(scheduler, "P", "D")
-    scheduler.prefill_done("r0")
+    scheduler.apply(PrefillEnded("r0"))
 
-    assert scheduler.engine_lost("p0") == ["r1"]
-    assert scheduler.fetch("P") == []
+    assert scheduler.apply(EngineLost("p0")).lost_requests == ("r1",)
+    assert scheduler.apply(Fetch("P")).assignments == ()
 
 
 def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill_engine() -> None:
@@ -445,14 +463,14 @@ def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill
         engine("d0", Role.DECODE, "x", "X", 1, hbm=6500),
         engine("d1", Role.DECODE, "y", "Y", 2, hbm=6000),
     )
-    scheduler.submit(request("held", prompt=6400))
-    scheduler.fetch("P")
-    scheduler.submit(request("young", prompt=5900))
-    scheduler.fetch("Y")
-    assert scheduler.engine_lost("d0") == []
+    scheduler.apply(Submitted(request("held", prompt=6400)))
+    scheduler.apply(Fetch("P"))
+    scheduler.apply(Submitted(request("young", prompt=5900)))
+    scheduler.apply(Fetch("Y"))
+    assert scheduler.apply(EngineLost("d0")).lost_requests == ()
     assert scheduler.unplaceable() == ["held"]
-    scheduler.engine_lost("d1")
-    scheduler.engine_joined(engine("d2", Role.DECODE, "z", "Z", 3, hbm=6500))
+    scheduler.apply(EngineLost("d1"))
+    scheduler.apply(EngineJoined(engine("d2", Role.DECODE, "z", "Z", 3, hbm=6500)))
 
     assert [a.request_id for a in assign(scheduler, "Z")] == ["held"]
 
@@ -464,21 +482,21 @@ def test_a_paused_engine_gets_nothing_new_and_keeps_what_it_has() -> None:
         engine("d0", Role.DECODE, "x", "X", 2, hbm=1000),
         engine("d1", Role.DECODE, "x", "X", 3, hbm=1000),
     )
-    scheduler.submit(request("r0", prompt=900))
+    scheduler.apply(Submitted(request("r0", prompt=900)))
     (old,) = assign(scheduler, "P", "X")
     assert (old.prefill_engine, old.decode_engine) == ("p0", "d0")
 
-    scheduler.engine_paused("p0")
-    scheduler.engine_paused("d1")
+    scheduler.apply(EnginePaused("p0"))
+    scheduler.apply(EnginePaused("d1"))
     for name in ("r1", "r2"):
-        scheduler.submit(request(name, prompt=900))
+        scheduler.apply(Submitted(request(name, prompt=900)))
     assert assign(scheduler, "P", "X") == []
-    scheduler.prefill_done("r0")
-    scheduler.finished("r0")
+    scheduler.apply(PrefillEnded("r0"))
+    scheduler.apply(Finished("r0"))
     (new,) = assign(scheduler, "P", "X")
     assert (new.prefill_engine, new.decode_engine, new.decode_assign_seq) == ("p1", "d0", 2)
 
-    scheduler.engine_resumed("d1")
+    scheduler.apply(EngineResumed("d1"))
     (last,) = assign(scheduler, "P", "X")
     assert (last.request_id, last.decode_engine) == ("r2", "d1")
 
@@ -491,10 +509,10 @@ def test_a_request_that_has_half_its_engines_gives_a_paused_one_back(mode: Mode)
         engine("d0", Role.DECODE, "x", "X", 2),
         mode=mode,
     )
-    scheduler.submit(request("r0"))
+    scheduler.apply(Submitted(request("r0")))
     assert assign(scheduler, "P") == []
 
-    scheduler.engine_paused("p0")
+    scheduler.apply(EnginePaused("p0"))
     (only,) = assign(scheduler, "P", "X", "Q")
     assert only.prefill_engine == "p1"
     assert {load.engine_id: load.unfinished_requests for load in scheduler.loads()} == {
@@ -506,21 +524,21 @@ def test_a_request_that_has_half_its_engines_gives_a_paused_one_back(mode: Mode)
 
 def test_a_request_that_no_decode_engine_can_hold_is_refused_once_engines_are_known() -> None:
     scheduler = scheduler_with()
-    scheduler.submit(request("early", prompt=2000))
+    scheduler.apply(Submitted(request("early", prompt=2000)))
     assert scheduler.unplaceable() == []
-    scheduler.engine_joined(engine("p0", Role.PREFILL, "p", "P", 0))
-    scheduler.engine_joined(engine("d0", Role.DECODE, "d", "D", 1, hbm=1000))
+    scheduler.apply(EngineJoined(engine("p0", Role.PREFILL, "p", "P", 0)))
+    scheduler.apply(EngineJoined(engine("d0", Role.DECODE, "d", "D", 1, hbm=1000)))
 
     with pytest.raises(BadRequestError, match=r"needs 2000 .* holds 1000; shorten"):
-        scheduler.submit(request("late", prompt=2000))
+        scheduler.apply(Submitted(request("late", prompt=2000)))
     assert scheduler.unplaceable() == ["early"]
-    scheduler.submit(request("small", prompt=500))
+    scheduler.apply(Submitted(request("small", prompt=500)))
     assert [a.request_id for a in assign(scheduler, "P", "D")] == ["small"]
 
 
 def test_a_request_that_only_waits_for_a_decode_engine_cannot_be_through_with_prefill() -> None:
     scheduler = one_pair()
-    scheduler.submit(request("r0"))
+    scheduler.apply(Submitted(request("r0")))
     assert assign(scheduler, "P") == []
-    scheduler.prefill_done("r0")
+    scheduler.apply(PrefillEnded("r0"))
     assert [a.request_id for a in assign(scheduler, "D")] == ["r0"]

@@ -7,9 +7,9 @@ from tests.unit.router_fakes import FakeEngine
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError, DualPathError, EngineRefusedError
 from dualpath.core.key_cache import Adapter
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.refusals import ControlRefusal
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.served_adapters import ServedAdapters
 
 SQL = Adapter("sql", "/adapters/sql", "a" * 64)
 CHAT = Adapter("chat", "/adapters/chat", "b" * 64)

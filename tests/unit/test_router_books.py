@@ -6,9 +6,14 @@ from hypothesis import strategies as st
 
 from dualpath.core import control
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role, Writer
-from dualpath.router.control.assign_log import AssignLog
-from dualpath.router.control.releases import Releases
+from dualpath.policy.events import Charge
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.dispatch import EngineAssignments
+from dualpath.router.scheduler.releases import Releases
+
+
+def assignments_of(engine_id: str) -> EngineAssignments:
+    return EngineAssignments(engine_id, Role.PREFILL, "group")
 
 
 def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> control.Report:
@@ -24,9 +29,9 @@ def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> 
 
 
 def test_a_request_sent_out_of_order_is_counted_once():
-    log = AssignLog("p0")
-    log.decided("first", 1, 10, 0)
-    log.decided("second", 2, 20, 0)
+    log = assignments_of("p0")
+    log.decided("first", Charge("e0", 1, 10, 0))
+    log.decided("second", Charge("e0", 2, 20, 0))
     assert log.sent("second") == (1, 20)
     ledger = log.translate(report(assign_seq=1, requests=1, tokens=20))
     assert (
@@ -44,36 +49,36 @@ def test_a_request_sent_out_of_order_is_counted_once():
 
 
 def test_reads_that_wait_for_buffer_space_are_in_the_queue():
-    log = AssignLog("d0")
-    log.decided("a", 1, 100, 64)
+    log = assignments_of("d0")
+    log.decided("a", Charge("e0", 1, 100, 64))
     log.sent("a")
     assert log.translate(report(1, 1, 100)).read_queue_tokens == 64
-    log.reading("a")
+    log.open["a"].reading = True
     assert log.translate(report(1, 1, 100, read_queue=64)).read_queue_tokens == 64
-    log.read_done("a")
+    log.open["a"].charge = Charge("e0", 1, 100, 0)
     assert log.translate(report(1, 1, 100)).read_queue_tokens == 0
 
 
 def test_hbm_is_spoken_for_until_it_is_taken():
-    log = AssignLog("d0")
-    log.decided("a", 1, 100, 0)
+    log = assignments_of("d0")
+    log.decided("a", Charge("e0", 1, 100, 0))
     log.sent("a")
     assert log.translate(report(1, 1, 100)).free_hbm_tokens == 900
-    log.in_hbm("a")
+    log.open["a"].in_hbm = True
     assert log.translate(report(1, 1, 100)).free_hbm_tokens == 1000
 
 
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
     """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
-    log, sent, live = AssignLog("p0"), {}, {}
+    log, sent, live = assignments_of("p0"), {}, {}
     decided = 0
     for _ in range(data.draw(st.integers(1, 30))):
         action = data.draw(st.sampled_from(["decide", "send", "end"]))
         if action == "decide":
             decided += 1
             live[f"r{decided}"] = (decided, decided * 10)
-            log.decided(f"r{decided}", decided, decided * 10, 0)
+            log.decided(f"r{decided}", Charge("p0", decided, decided * 10, 0))
         elif action == "send" and (unsent := [r for r in live if r not in sent]):
             request_id = data.draw(st.sampled_from(unsent))
             sent[request_id], tokens = log.sent(request_id)
@@ -81,7 +86,7 @@ def test_report_and_ledger_together_count_every_live_request_once(data):
         elif action == "end" and live:
             request_id = data.draw(st.sampled_from(sorted(live)))
             del live[request_id]
-            log.over(request_id)
+            del log.open[request_id]
         echoed = data.draw(st.integers(0, log.last_sent))
         counted = [r for r in live if sent.get(r, log.last_sent + 1) <= echoed]
         ledger = log.translate(report(echoed, len(counted), sum(live[r][1] for r in counted)))
@@ -143,11 +148,11 @@ async def test_a_writer_lost_from_sight_means_quarantine_until_it_is_dead(sent, 
     releases.engine_lost(P0)
     releases.release_when_safe("d0", "a", "test")
     assert sent == [("d0", "a", False)]
-    assert releases.doubted() == [P0]
+    assert releases.in_doubt() == [P0]
     releases.engine_dead(P0)
     assert sent[1:] == [("d0", "a", True)]
     assert releases.held == 0
-    assert releases.doubted() == []
+    assert releases.in_doubt() == []
 
 
 async def test_a_writer_back_from_silence_says_itself_what_it_may_still_write_to(sent, releases):
@@ -178,7 +183,7 @@ async def test_slots_that_a_former_router_left_in_doubt_wait_for_all_who_may_wri
     joins(releases, "d0", quarantined=("old",), writers=(P0, p1, p2))
     assert sent == []
     joins(releases, "p1", unsettled=("old",))
-    assert releases.doubted() == [p2]
+    assert releases.in_doubt() == [p2]
     releases.engine_dead(p2)
     assert sent == []
     releases.writer_done("old", p1)

@@ -97,8 +97,8 @@ async def run_seed(seed: int) -> list[Message]:
         await made.settled()
         status = made.service.status()
         assert (status["waiting"], status["running"]) == (0, 0)
-        assert made.service.context.releases.held == 0
-        assert made.service.context.dispatch.idle()
+        assert made.service.scheduler.releases.held == 0
+        assert made.service.scheduler.dispatch.idle()
         return made.service.arrivals.messages
 
 

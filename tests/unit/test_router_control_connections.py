@@ -11,15 +11,15 @@ import zmq.asyncio
 from tests.guard import GUARD_S
 
 from dualpath.node.cluster_secret import ClusterSecret
-from dualpath.router.control import control_connections
-from dualpath.router.control.control_connections import (
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.scheduler import control_socket as control_connections
+from dualpath.router.scheduler.control_socket import (
     LARGEST_FRAME_BYTES,
     MOST_HELD_BY_ALL_BYTES,
     MOST_HELD_BYTES,
     ControlConnections,
+    ZmqControlSocket,
 )
-from dualpath.router.control.control_socket import ZmqControlSocket
-from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 SECRET = ClusterSecret("s" * 32, "test")
 #: A registration and a READY of ZMTP 3.0 without security, as a DEALER says them.
@@ -106,7 +106,7 @@ async def test_what_was_taken_is_known_to_the_byte(secret: ClusterSecret | None)
             await made.socket.receive()
             await made.socket.receive()
             assert list(made.connections.held().values()) == [handshake_bytes]
-        made.connections.look()
+        made.connections.check()
         assert made.cut_off == 0
 
 
@@ -169,7 +169,7 @@ async def test_a_file_that_is_no_control_connection_any_more_is_left_alone() -> 
             with other, listener.accept()[0] as accepted:
                 for file in (ours.fileno(), accepted.fileno(), 1 << 20):
                     made.connections._taken[file] = -(1 << 30)
-                made.connections.look()
+                made.connections.check()
                 assert made.connections.held() == {}
                 accepted.send(b"lives")
                 assert other.recv(10) == b"lives"

@@ -16,9 +16,9 @@ from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.sessions import Channel
-from dualpath.router.control.control_server import ControlServer
-from dualpath.router.control.registry import Registry
 from dualpath.router.refusals import ControlRefusal
+from dualpath.router.scheduler.control_server import ControlServer
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
 
 
@@ -46,7 +46,7 @@ async def test_engines_of_both_roles_learn_of_each_other():
         assert up.address.engine_id == "d0"
         welcome = await made.engines["d0"].saw(control.Registered)
         assert [peer.engine_id for peer in welcome.peers] == ["p0"]
-        assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
+        assert {e.engine_id for e in made.service.registry.alive()} == {"p0", "d0"}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ async def test_an_engine_that_does_not_fit_is_refused_with_a_remedy(options, cou
         reason = await refusal(made, **options)
         assert refused(made) == {counted: 1}
         assert all(word in reason for word in words), reason
-        assert {e.engine_id for e in made.service.engines()} == {"p0", "d0"}
+        assert {e.engine_id for e in made.service.registry.alive()} == {"p0", "d0"}
         assert await made.run(job("a", range(9))) == expected(range(9), 6)
 
 
@@ -94,7 +94,7 @@ async def test_a_stranger_is_asked_to_greet_first():
     async with cluster(real_sockets=True) as made:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
-        socket.connect(made.service.control_address)
+        socket.connect(made.service.scheduler.server.address)
         goodbye = envelopes.unnumbered(control.Deregister(reason="never joined"), "made up")
         await socket.send(envelopes.encode(goodbye))
         envelope = envelopes.decode_router_message(await socket.recv())
@@ -141,7 +141,7 @@ async def test_two_live_processes_do_not_fight_for_one_id():
 
 async def test_an_address_in_use_is_named():
     async with cluster(real_sockets=True) as made:
-        port = int(made.service.control_address.rsplit(":", 1)[1])
+        port = int(made.service.scheduler.server.address.rsplit(":", 1)[1])
         with pytest.raises(ConfigError, match=f"{port} cannot be bound"):
             async with cluster(settings=RouterSettings(control_port=port), real_sockets=True):
                 pass
@@ -171,7 +171,7 @@ class Listener:
     def on_message(self, info, message):
         self.events.append(("said", message))
 
-    def doubted(self):
+    def in_doubt(self):
         return []
 
 

@@ -19,9 +19,8 @@ from dualpath.core.errors import ConfigError, DrainingError
 from dualpath.core.modes import Mode
 from dualpath.launch.ports import claim_port
 from dualpath.router.http.server import until_signal
+from dualpath.router.scheduler.leadership import FileLeadership, SoleLeader, bound, stop_when_lost
 from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.turn import OnlyOne, bound, ended_when_lost
 from dualpath_lab.emulated.process import emulated_engine
 from dualpath_lab.emulated.router_server import emulated_router
 
@@ -135,16 +134,16 @@ async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> N
 async def test_a_scheduler_whose_turn_is_over_places_nothing(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         in_turn = True
-        made.service.cluster.fence(lambda: in_turn)
+        made.service.scheduler.is_leader = lambda: in_turn
         assert (await made.ask(PROMPT, 2))[0]
         in_turn = False
         status, body = await made.post(PROMPT, 2)
         assert status == 503
-        assert "this scheduler's turn is over" in body["error"]["message"]
+        assert "this scheduler is no longer the leader" in body["error"]["message"]
         await made.idle()
 
 
-class Lost(OnlyOne):
+class Lost(SoleLeader):
     """A turn that is over."""
 
     others = True
@@ -165,7 +164,7 @@ async def test_a_scheduler_whose_turn_is_over_leaves_before_its_process_ends() -
         raise AssertionError("nobody sends SIGTERM")
 
     async with asyncio.timeout(GUARD_S), contextlib.AsyncExitStack() as stack:
-        await ended_when_lost(Lost(), stack, stop)
+        await stop_when_lost(Lost(), stack, stop)
         await until_signal(drain)
         said.append("connections of clients end")
     assert said == ["front ends and engines are sent away", "connections of clients end"]
@@ -183,15 +182,15 @@ async def test_addresses_are_waited_for_only_where_another_router_may_still_have
             raise ConfigError("taken")
         return tries
 
-    assert await bound(FileTurn(str(tmp_path / "lock")), taken_twice) == 3
+    assert await bound(FileLeadership(str(tmp_path / "lock")), taken_twice) == 3
     tries = 0
     with pytest.raises(ConfigError, match="taken"):
-        await bound(OnlyOne(), taken_twice)
+        await bound(SoleLeader(), taken_twice)
 
 
 def test_a_lock_that_cannot_be_had_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"standby_lock .*no/lock.* cannot be opened \(No such"):
-        FileTurn(str(tmp_path / "no" / "lock"))
+        FileLeadership(str(tmp_path / "no" / "lock"))
 
 
 async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path) -> None:
@@ -206,7 +205,7 @@ async def test_engines_and_clients_find_the_router_that_stood_by(tmp_path: Path)
         made = Cluster(endpoint, service, http)
         for role in Role:
             chosen = engine_settings(
-                role, role.value, service.control_address, tmp_path / "kv", Mode.DUALPATH
+                role, role.value, service.scheduler.server.address, tmp_path / "kv", Mode.DUALPATH
             )
             engine = emulated_engine(chosen, made.surroundings)
             await stack.enter_async_context(engine)

@@ -21,24 +21,23 @@ from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.launch import commands
 from dualpath.policy import event_log
-from dualpath.policy.event_log import (
-    Begin,
+from dualpath.policy.event_log import Begin, Entry, assignments, difference, encode_line, replay
+from dualpath.policy.events import (
+    Effects,
     EngineJoined,
     EngineLost,
-    Fetched,
+    EngineReport,
+    EngineSpec,
+    Event,
+    Fetch,
     Finished,
     PrefillEnded,
-    ReadEnded,
-    Reported,
+    ReadsDone,
+    SchedulerSettings,
     Submitted,
-    assignments,
-    difference,
-    encode_line,
-    replay,
 )
-from dualpath.policy.events import EngineSpec, SchedulerSettings
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.router.control.event_recorder import EventLogWriter, RecordedScheduler, read_event_log
+from dualpath.router.scheduler.event_recorder import EventLogWriter, read_event_log
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 
@@ -61,11 +60,11 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
         first = await made.run(jobs[0])
         rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
         assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
-        noted = list(made.service.context.dispatch.recent)
+        noted = list(made.service.scheduler.dispatch.recent)
     log = read_event_log(path)
     assert log.begin.settings.mode is Mode.DUALPATH
-    kinds = {type(event) for event in log.events}
-    assert kinds >= {EngineJoined, Submitted, Fetched, ReadEnded, PrefillEnded, Finished}
+    kinds = {type(entry.event) for entry in log.entries}
+    assert kinds >= {EngineJoined, Submitted, Fetch, ReadsDone, PrefillEnded, Finished}
     decided = [(a.request_id, a.prefill_engine, a.decode_engine) for a in assignments(log)]
     assert decided == [(n.request_id, n.prefill_engine, n.decode_engine) for n in noted]
     assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
@@ -83,10 +82,10 @@ async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
         hold.set()
         assert await running == expected(range(9), 6)
     log = read_event_log(path)
-    lost = [event for event in log.events if isinstance(event, EngineLost)]
-    assert lost == [EngineLost("p0", requests=("r0",))]
-    again = [e.request.request_id for e in log.events if isinstance(e, Submitted)]
-    assert again == ["r0", "r0.2"]
+    lost = [entry for entry in log.entries if isinstance(entry.event, EngineLost)]
+    assert lost == [Entry(EngineLost("p0"), Effects(lost_requests=("r0",)))]
+    events = [entry.event for entry in log.entries]
+    assert [e.request.request_id for e in events if isinstance(e, Submitted)] == ["r0", "r0.2"]
     assert difference(log) is None
 
 
@@ -94,28 +93,34 @@ async def test_a_lost_engine_and_what_it_had_are_in_the_log(tmp_path):
 async def test_without_the_setting_nothing_is_recorded():
     async with cluster() as made:
         await made.run(job("r0", range(9)))
-        assert made.service.context.event_log is None
+        assert made.service.scheduler.event_log is None
 
 
-def record(path: Path) -> tuple[EventLogWriter, RecordedScheduler]:
-    writer = EventLogWriter(path)
-    scheduler = RecordedScheduler(SETTINGS, writer)
-    scheduler.engine_joined(PE)
-    scheduler.engine_joined(DE)
-    return writer, scheduler
+class Recorded:
+    """A scheduler with one PE and one DE whose events go to a log."""
+
+    def __init__(self, path: Path) -> None:
+        self.writer = EventLogWriter(path)
+        self.scheduler = RequestScheduler(SETTINGS)
+        self.writer.begin(SETTINGS)
+        self.apply(EngineJoined(PE))
+        self.apply(EngineJoined(DE))
+
+    def apply(self, event: Event) -> Effects:
+        return self.writer.apply(self.scheduler, event)
 
 
 def test_errors_reach_the_caller_and_the_log(tmp_path):
-    writer, scheduler = record(tmp_path / "log")
+    recorded = Recorded(tmp_path / "log")
     with pytest.raises(BadRequestError):
-        scheduler.submit(Request("r0", prompt_tokens=0, hit_tokens=0, max_new_tokens=1))
+        recorded.apply(Submitted(Request("r0", prompt_tokens=0, hit_tokens=0, max_new_tokens=1)))
     with pytest.raises(EngineLostError):
-        scheduler.engine_lost("p7")
+        recorded.apply(EngineLost("p7"))
     with pytest.raises(ConfigError):
-        scheduler.engine_joined(PE)
-    writer.close()
+        recorded.apply(EngineJoined(PE))
+    recorded.writer.close()
     log = read_event_log(tmp_path / "log")
-    assert [event.refused for event in log.events] == [
+    assert [entry.refused for entry in log.entries] == [
         "",
         "",
         "BadRequestError",
@@ -125,36 +130,34 @@ def test_errors_reach_the_caller_and_the_log(tmp_path):
     assert difference(log) is None
 
 
-def test_fetches_while_no_request_waits_are_left_out(tmp_path):
-    writer, scheduler = record(tmp_path / "log")
-    assert scheduler.fetch("prefill") == []
-    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=0, max_new_tokens=1))
-    assert scheduler.waiting() == 1
-    assert scheduler.fetch("prefill") == []
-    assert [a.request_id for a in scheduler.fetch("decode")] == ["r0"]
-    assert scheduler.fetch("decode") == []
-    scheduler.cancel("r0")
-    writer.close()
-    log = read_event_log(tmp_path / "log")
-    assert [e.group for e in log.events if isinstance(e, Fetched)] == ["prefill", "decode"]
-    assert difference(log) is None
+@pytest.mark.virtual_time
+async def test_fetches_while_no_request_waits_are_left_out(tmp_path):
+    path = tmp_path / "log"
+    async with cluster(settings=recording(path)) as made:
+        await made.run(job("r0", range(9)))
+    waiting = 0
+    for entry in read_event_log(path).entries:
+        waiting += isinstance(entry.event, Submitted)
+        if isinstance(entry.event, Fetch):
+            assert waiting
+            waiting -= len(entry.effects.assignments)
 
 
-def test_an_answer_of_another_scheduler_shows_and_ends_the_replay(tmp_path):
-    writer, scheduler = record(tmp_path / "log")
-    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=4, max_new_tokens=1))
-    scheduler.fetch("prefill")
-    scheduler.fetch("decode")
-    scheduler.finished("r0")
-    writer.close()
+def test_an_effect_of_another_scheduler_shows_and_ends_the_replay(tmp_path):
+    recorded = Recorded(tmp_path / "log")
+    recorded.apply(Submitted(Request("r0", prompt_tokens=10, hit_tokens=4, max_new_tokens=1)))
+    recorded.apply(Fetch("prefill"))
+    recorded.apply(Fetch("decode"))
+    recorded.apply(Finished("r0"))
+    recorded.writer.close()
     log = read_event_log(tmp_path / "log")
     basic = msgspec.structs.replace(SETTINGS, mode=Mode.BASIC)
     found = difference(log, RequestScheduler(basic))
     assert found is not None
-    assert found.startswith("line 6: recorded Fetched(group='decode'")
+    assert found.startswith("line 6: recorded Entry(event=Fetch(group='decode'")
     assert "read_reason='tie'" in found
     assert "read_reason='pe-only'" in found
-    assert len(replay(log, RequestScheduler(basic))) == len(log.events) - 1
+    assert len(replay(log, RequestScheduler(basic))) == len(log.entries) - 1
 
 
 async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
@@ -163,15 +166,15 @@ async def test_a_file_that_cannot_be_written_ends_the_start(tmp_path):
     with pytest.raises(ConfigError, match=r"missing/log.*choose another file"):
         await service.start()
     await service.stop()
-    assert service.control_address == ""
+    assert service.scheduler.server.address == ""
 
 
 def test_a_full_disk_ends_recording_but_not_the_scheduler(caplog):
-    writer, scheduler = record(Path("/dev/full"))
-    scheduler.submit(Request("r0", prompt_tokens=10, hit_tokens=0, max_new_tokens=1))
-    scheduler.fetch("prefill")
-    assert scheduler.fetch("decode")
-    writer.close()
+    recorded = Recorded(Path("/dev/full"))
+    recorded.apply(Submitted(Request("r0", prompt_tokens=10, hit_tokens=0, max_new_tokens=1)))
+    recorded.apply(Fetch("prefill"))
+    assert recorded.apply(Fetch("decode")).assignments
+    recorded.writer.close()
     assert "requests go on unrecorded" in caplog.text
 
 
@@ -182,7 +185,7 @@ def test_a_disk_that_stalls_ends_recording_and_blocks_nobody(tmp_path, caplog):
     writer = EventLogWriter(path, waiting_events=8)
     with caplog.at_level(logging.ERROR):
         for _ in range(100_000):  # Far more than a pipe, the file's buffer and the queue hold.
-            writer.write(Finished("r0"))
+            writer.write(Entry(Finished("r0")))
     assert "8 events wait for the disk" in caplog.text
     os.set_blocking(reader, True)
     got: list[bytes] = []
@@ -191,15 +194,19 @@ def test_a_disk_that_stalls_ends_recording_and_blocks_nobody(tmp_path, caplog):
     writer.close()
     drain.join(GUARD_S)
     os.close(reader)
-    assert set(b"".join(got).splitlines()) == {b'{"event":"finished","request_id":"r0"}'}
+    assert set(b"".join(got).splitlines()) == {
+        b'{"line":"event","event":{"event":"finished","request_id":"r0"}}'
+    }
 
 
 def log_of(*lines: bytes) -> list[bytes]:
     return [encode_line(BEGIN), *lines]
 
 
+DONE = b'{"line":"event","event":{"event":"read_done","request_id":"r0"}}'
 REPORT = (
-    b'{"event":"report","report":{"engine_id":"p0","assign_seq":0,"unfinished_requests":0,'
+    b'{"line":"event","event":{"event":"report","engine_id":"p0","assign_seq":0,'
+    b'"unfinished_requests":0,'
     b'"unfinished_tokens":%d,"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}'
 )
 
@@ -208,19 +215,20 @@ REPORT = (
     ("lines", "words"),
     [
         ([], r"0 lines .* give the whole file"),
-        ([b'{"event":"read_done","request_id":"r0"}'], r"does not begin .* give the whole file"),
-        (log_of(b'{"event":"read_done","requ'), r"line 2: .*cut off"),
-        (log_of(b'{"event":"read_done"}'), r"line 2: .*missing required field `request_id`"),
-        (log_of(b'{"event":"nap","request_id":"r"}'), r"line 2: Invalid value 'nap'"),
-        (log_of(b'{"event":"finished","request_id":"r","x":1}'), r"line 2: .*unknown field `x`"),
+        ([DONE], r"does not begin .* give the whole file"),
+        (log_of(DONE[:50]), r"line 2: .*cut off"),
+        (log_of(DONE.replace(b',"request_id":"r0"', b"")), r"line 2: .*missing .* `request_id`"),
+        (log_of(DONE.replace(b"read_done", b"nap")), r"line 2: Invalid value 'nap'"),
+        (log_of(DONE.replace(b'"r0"', b'"r0","x":1')), r"line 2: .*unknown field `x`"),
         (log_of(b"\xff"), r"line 2: .*record the run again"),
         (log_of(REPORT % (1 << 61)), rf"line 2: {1 << 61} exceeds {1 << 60}; correct"),
         (log_of(REPORT % -(1 << 61)), rf"line 2: -{1 << 61} exceeds {1 << 60}; correct"),
         (log_of(encode_line(BEGIN)), r"line 2: a second 'begin', a log has 1; split"),
         (
-            [encode_line(BEGIN).replace(b'"format":2', b'"format":9')],
-            r"line 1: format 9 .* reads 2",
+            [encode_line(BEGIN).replace(b'"format":3', b'"format":9')],
+            r"line 1: format 9 .* reads 3",
         ),
+        ([b'{"event":"begin","format":2}'], r"line 1: format 2 or older, this version reads 3"),
         ([encode_line(BEGIN).replace(b"64", b"0")], r"block_tokens 0 must be at least 1"),
         ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),
     ],
@@ -231,10 +239,14 @@ def test_a_broken_log_is_refused_with_the_line_and_what_to_do(lines, words):
 
 
 def test_lines_come_back_as_they_were_written():
-    events = (EngineJoined(PE), EngineLost("p0", ("r0",)), Submitted(Request("r1", 9, 4, 2)))
-    lines = [encode_line(line) for line in (BEGIN, *events)]
-    assert event_log.decode(lines).events == events
-    assert isinstance(event_log.decode(log_of(REPORT % 7)).events[0], Reported)
+    entries = (
+        Entry(EngineJoined(PE)),
+        Entry(EngineLost("p0"), Effects(lost_requests=("r0",))),
+        Entry(Submitted(Request("r1", 9, 4, 2)), refused="BadRequestError"),
+    )
+    lines = [encode_line(line) for line in (BEGIN, *entries)]
+    assert event_log.decode(lines).entries == entries
+    assert isinstance(event_log.decode(log_of(REPORT % 7)).entries[0].event, EngineReport)
 
 
 def test_a_file_that_is_no_log_is_refused(tmp_path):

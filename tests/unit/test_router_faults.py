@@ -124,7 +124,7 @@ async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blo
         await made.arrives("prefill")  # beta: the PE takes no other until it is done
         large = asyncio.create_task(made.run(job("large", PROMPT)))
         small = asyncio.create_task(made.run(job("small", PROMPT[:5], max_new_tokens=2)))
-        while made.service.context.dispatch.waiting < 2:
+        while made.service.scheduler.dispatch.waiting < 2:
             await asyncio.sleep(0)
         made.lose("d1")
         with pytest.raises(BadRequestError, match=r"needs 24 tokens.* engine holds 20; shorten"):
@@ -294,7 +294,7 @@ async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
         await made.arrives("prefill")
         run.cancel()
         release = await p0.saw(request_messages.Release)
-        assert made.service.context.releases.held == 1
+        assert made.service.scheduler.releases.held == 1
         assert not releases(made, "d0")
         p0.answer(release)
         assert (await d0.saw(request_messages.Release)).writer_certain

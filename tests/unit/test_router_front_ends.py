@@ -15,15 +15,14 @@ from tests.unit.router_fakes import expected, job, keys_of
 
 from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.core.key_cache import Adapter
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import missing_engines
-from dualpath.router.links import messages as m
-from dualpath.router.links.guest import Guest
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.context import FrontEndContext
 from dualpath.router.requests.front_end import FrontEnd
+from dualpath.router.scheduler import link_messages as m
+from dualpath.router.scheduler.front_end_server import FrontEndSession
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.scheduling import AttemptOrder, RequestOrder
+from dualpath.router.served_adapters import ServedAdapters
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = list(range(1, 18))
@@ -38,8 +37,9 @@ class Far:
         clock = asyncio.get_running_loop().time
         self.link = link
         metrics = RouterMetrics(Registry(), dict, clock)
-        context = FrontEndContext(made.service.settings, link, metrics, made.calls, clock)
-        self.front_end = FrontEnd(context, lambda record: None)
+        self.front_end = FrontEnd(
+            made.service.settings, link, metrics, made.calls, clock, lambda record: None
+        )
 
     async def run(self, name: str, tokens: int = 6) -> list[int]:
         async with asyncio.timeout(LIMIT_S):
@@ -59,7 +59,7 @@ async def far(
     async with opened.link(name, adapters) as link:
         one = Far(made, link)
         yield one
-        await one.front_end.stop()
+        await one.front_end.end_requests()
 
 
 @contextlib.asynccontextmanager
@@ -78,8 +78,8 @@ async def both_of_two(
 async def nothing_is_left(made: Cluster) -> None:
     async with asyncio.timeout(LIMIT_S):
         await made.settled()
-    assert made.service.context.releases.held == 0
-    assert made.service.context.dispatch.idle()
+    assert made.service.scheduler.releases.held == 0
+    assert made.service.scheduler.dispatch.idle()
 
 
 async def test_front_ends_share_the_engines_and_what_is_stored() -> None:
@@ -133,7 +133,7 @@ async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_a
         async with door(made.service.scheduler, network):
             assert await run == expected(PROMPT, 6)
             assert one.front_end.records[0].attempts == 2
-            await one.front_end.stop()
+            await one.front_end.end_requests()
             await link.stop()
             await nothing_is_left(made)
 
@@ -160,14 +160,14 @@ async def decoding_when_the_scheduler_is_lost() -> AsyncIterator[
             while link.session in ("", former):
                 await asyncio.sleep(0.1)
             yield made, one, run
-            await one.front_end.stop()
+            await one.front_end.end_requests()
             await link.stop()
             await nothing_is_left(made)
 
 
 async def test_a_stream_that_decodes_outlives_its_scheduler() -> None:
     async with decoding_when_the_scheduler_is_lost() as (made, one, run):
-        await one.link.engines_present(1, 1, LIMIT_S)
+        await one.link.wait_for_engines(1, 1, LIMIT_S)
         made.calls.gates.pop("decode").set()
         assert await run == expected(PROMPT, 6)
         assert one.front_end.records[0].attempts == 1
@@ -178,7 +178,7 @@ async def test_a_stream_that_decodes_outlives_its_scheduler() -> None:
 
 async def test_such_a_stream_is_tried_again_when_the_next_scheduler_loses_its_engine() -> None:
     async with decoding_when_the_scheduler_is_lost() as (made, one, run):
-        await one.link.engines_present(1, 1, LIMIT_S)
+        await one.link.wait_for_engines(1, 1, LIMIT_S)
         made.calls.gates.clear()  # of the next attempt; the first one still waits at it
         made.lose("d0")
         assert await run == expected(PROMPT, 6)
@@ -219,7 +219,7 @@ async def test_tokens_go_on_while_the_scheduler_is_away() -> None:
         made.calls.gates.pop("decode").set()
         assert await run == expected(PROMPT, 6)
         assert one.front_end.records[0].attempts == 1
-        await one.front_end.stop()
+        await one.front_end.end_requests()
         await link.stop()
         await nothing_is_left(made)
     assert made.stored >= set(keys_of(PROMPT))
@@ -235,7 +235,8 @@ async def test_a_stall_of_the_schedulers_own_loop_is_nobodys_silence() -> None:
         run = asyncio.create_task(one.run("a"))
         await made.arrives("prefill")
         opened.ahead_s = 3 * TIMEOUT_S
-        opened.door._look()  # before what it said meanwhile is read, as may be after SIGSTOP
+        # Before its messages are read, as may be after SIGSTOP.
+        opened.door._check_liveness()
         await asyncio.sleep(2.0)
         made.calls.gates.pop("prefill").set()
         assert await run == expected(PROMPT, 6)
@@ -247,12 +248,12 @@ async def test_a_call_that_is_over_before_it_has_begun_leaves_nothing_behind(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     async with cluster() as made:
-        guest = Guest(made.service.scheduler, lambda message: None)
-        guest.take(m.Begin(RequestOrder("a", tuple(keys_of(PROMPT)))))
+        guest = FrontEndSession(made.service.scheduler, lambda message: None)
+        guest.take(m.BeginRequest(RequestOrder("a", tuple(keys_of(PROMPT)))))
         order = AttemptOrder("a", 1, len(PROMPT), 6, tuple(keys_of(PROMPT)))
-        guest.take(m.Try("a", order, made.service.registry.namespace, {}))
-        guest.take(m.Ask(1, "a", m.Step.PREPARE))
-        guest.take(m.Over("a", "its client has left"))
+        guest.take(m.BeginAttempt("a", order, made.service.registry.namespace, {}))
+        guest.take(m.AttemptCall(1, "a", m.Step.PREPARE))
+        guest.take(m.EndAttempt("a", "its client has left"))
         await asyncio.sleep(1.0)
         gc.collect()
         assert not [str(warning.message) for warning in recwarn.list]

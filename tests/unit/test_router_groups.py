@@ -16,7 +16,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core import control
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import EngineLostError
-from dualpath.router.control.engine_state import Pause
+from dualpath.router.scheduler.registry import Pause
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -48,7 +48,7 @@ async def restart(made: Cluster, engines: Sequence[FakeEngine], start: int) -> N
 
 
 def alive(made: Cluster) -> list[str]:
-    return [engine.engine_id for engine in made.service.engines()]
+    return [engine.engine_id for engine in made.service.registry.alive()]
 
 
 def waits(made: Cluster) -> list[str]:

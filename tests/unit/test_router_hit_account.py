@@ -6,12 +6,11 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dualpath.router.attempts.hit_account import (
+from dualpath.router.hit_account import (
     FASTER,
     GONE,
     NEW,
     TAIL,
-    Found,
     SeenBlocks,
 )
 
@@ -26,7 +25,7 @@ def account(
     seen: SeenBlocks, chain: Sequence[bytes], tail_tokens: int, stored: int, hit: int, **why: Any
 ):
     prompt_tokens = len(chain) * BLOCK_TOKENS + tail_tokens
-    return seen.account(chain, prompt_tokens, BLOCK_TOKENS, Found(stored, hit, **why))
+    return seen.account(chain, prompt_tokens, BLOCK_TOKENS, stored, hit, **why)
 
 
 def test_a_first_prompt_is_new_but_for_its_tail() -> None:
@@ -90,8 +89,10 @@ def test_every_token_has_one_explanation(prompts: list[tuple[int, int, int, int]
             continue
         usable = (prompt_tokens - 1) // BLOCK_TOKENS
         stored = min(stored, usable)
-        found = Found(stored, min(hit, stored), short_reason="short")
-        account = seen.account(keys(*range(blocks)), prompt_tokens, BLOCK_TOKENS, found)
+        chain, hit = keys(*range(blocks)), min(hit, stored)
+        account = seen.account(
+            chain, prompt_tokens, BLOCK_TOKENS, stored, hit, short_reason="short"
+        )
         assert account.hit_tokens + sum(account.missed.values()) == prompt_tokens
         needed = account.missed.get(NEW, 0) + account.missed[TAIL]
         assert account.ideal_hit_tokens == prompt_tokens - needed

@@ -2,7 +2,7 @@
 
 from dualpath.core.cluster import Role
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.router.attempts.hits import kept_head, to_read_whole
+from dualpath.router.scheduler.hits import cached_head, to_read_whole
 
 KEPT = HitRun(Role.DECODE, BlockRun(0, 2), (10, 11), cached=True)
 AT_PE = HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2), windowless=3)
@@ -22,5 +22,5 @@ def test_blocks_that_came_without_windows_are_read_from_where_they_are_seen() ->
 
 def test_what_was_kept_is_left_where_a_second_read_fails() -> None:
     at_pe = HitRun(Role.PREFILL, BlockRun(2, 1), (4,), cached=True)
-    assert kept_head((KEPT, at_pe, AT_DE)) == (KEPT, at_pe)
-    assert kept_head((AT_PE, KEPT)) == kept_head(()) == ()
+    assert cached_head((KEPT, at_pe, AT_DE)) == (KEPT, at_pe)
+    assert cached_head((AT_PE, KEPT)) == cached_head(()) == ()

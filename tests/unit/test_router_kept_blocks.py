@@ -12,8 +12,8 @@ from dualpath.core.control import (
 )
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix
-from dualpath.router.control.kept_blocks import CachedBlocks
 from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.cached_blocks import CachedBlocks
 
 BLOCK_TOKENS = 4
 #: Blocks that a node's engines share.
@@ -64,21 +64,21 @@ def believed(kept: CachedBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
 
 def test_what_one_engine_sees_in_the_nodes_dram_all_of_the_node_can_use() -> None:
     kept = hearing(engine("d0"), engine("d1"), engine("p0", Role.PREFILL), engine("d2", node="n1"))
-    kept.heard("d0", news(KEYS[:3], [], in_node=True))
+    kept.update("d0", news(KEYS[:3], [], in_node=True))
     assert believed(kept) == {"d0": 3, "d1": 3, "p0": 3}
     assert believed(kept, Mode.BASIC) == {"p0": 3}
-    kept.heard("p0", news([], KEYS[2:3], in_node=True))
+    kept.update("p0", news([], KEYS[2:3], in_node=True))
     assert believed(kept) == {"d0": 2, "d1": 2, "p0": 2}
 
 
 def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -> None:
     kept = hearing(engine("d0"), engine("d1"))
-    kept.heard("d0", news(KEYS[:5], [], in_node=False))
-    kept.heard("d1", news(KEYS[:3], [], in_node=True))
+    kept.update("d0", news(KEYS[:5], [], in_node=False))
+    kept.update("d1", news(KEYS[:3], [], in_node=True))
     assert believed(kept) == {"d0": 5, "d1": 3}
     assert [kept.shared(name, KEYS) for name in ("d0", "d1", "d2")] == [3, 3, 0]
     assert [kept.of(name, KEYS) for name in ("d0", "d1", "d2")] == [5, 3, 0]
-    kept.heard("d0", news([], KEYS[1:5], in_node=False))
+    kept.update("d0", news([], KEYS[1:5], in_node=False))
     assert believed(kept) == {"d0": 3, "d1": 3}
     assert kept.prefixes(KEYS[4:], Mode.DUALPATH) == ()
     assert kept.prefixes([], Mode.DUALPATH) == ()
@@ -89,14 +89,14 @@ def test_directories_of_other_marks_and_nodes_are_others() -> None:
     alone = engine("d3", node_dram=None)
     kept = hearing(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
     for name in ("d0", "d3"):
-        kept.heard(name, news(KEYS, [], in_node=True))
+        kept.update(name, news(KEYS, [], in_node=True))
     assert believed(kept) == {"d0": len(KEYS)}
 
 
 def test_what_a_node_shares_is_known_until_its_last_engine_is_lost() -> None:
     one, other = engine("d0"), engine("d1")
     kept = hearing(one, other)
-    kept.heard("d0", news(KEYS, [], in_node=True))
+    kept.update("d0", news(KEYS, [], in_node=True))
     kept.engine_lost(one)
     assert believed(kept) == {"d1": len(KEYS)}
     kept.engine_joined(one, BLOCK_TOKENS)
@@ -105,13 +105,13 @@ def test_what_a_node_shares_is_known_until_its_last_engine_is_lost() -> None:
     kept.engine_lost(other)
     kept.engine_joined(one, BLOCK_TOKENS)
     assert believed(kept) == {}
-    kept.heard("d1", news(KEYS, [], in_node=True))
+    kept.update("d1", news(KEYS, [], in_node=True))
     assert believed(kept) == {}
 
 
 def test_an_engine_that_comes_back_with_another_directory_leaves_the_old_one() -> None:
     kept = hearing(engine("d0"))
-    kept.heard("d0", news(KEYS, [], in_node=True))
+    kept.update("d0", news(KEYS, [], in_node=True))
     kept.engine_joined(engine("d0", node_dram=None), BLOCK_TOKENS)
     kept.engine_joined(engine("d0"), BLOCK_TOKENS)
     assert believed(kept) == {}
@@ -124,14 +124,14 @@ def test_no_more_is_believed_than_fits_and_the_latest_news_count(
     kept = hearing(engine("d0"))
     most = 2 * blocks + MAX_CACHE_UPDATE_KEYS
     others = [number.to_bytes(CACHE_UPDATE_KEY_BYTES) for number in range(most)]
-    kept.heard("d0", news(KEYS[:2], [], in_node=in_node))
-    kept.heard("d0", news(others[: most - 2], [], in_node=in_node))
+    kept.update("d0", news(KEYS[:2], [], in_node=in_node))
+    kept.update("d0", news(others[: most - 2], [], in_node=in_node))
     assert believed(kept) == {"d0": 2}
-    kept.heard("d0", news(KEYS[:1], [], in_node=in_node))
-    kept.heard("d0", news(others[most - 2 : most - 1], [], in_node=in_node))
+    kept.update("d0", news(KEYS[:1], [], in_node=in_node))
+    kept.update("d0", news(others[most - 2 : most - 1], [], in_node=in_node))
     assert believed(kept) == {"d0": 1}
-    kept.heard("d0", news(others[most - 1 :], [], in_node=in_node))
-    kept.heard("d0", news(others[:1], [], in_node=in_node))
+    kept.update("d0", news(others[most - 1 :], [], in_node=in_node))
+    kept.update("d0", news(others[:1], [], in_node=in_node))
     assert believed(kept) == {"d0": 1}
-    kept.heard("d0", news([b"%08d" % number for number in range(most)], [], in_node=in_node))
+    kept.update("d0", news([b"%08d" % number for number in range(most)], [], in_node=in_node))
     assert believed(kept) == {}

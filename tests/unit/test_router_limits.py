@@ -23,8 +23,6 @@ from dualpath.core.errors import BadRequestError, OverloadedError, PromptTooLong
 from dualpath.core.modes import Mode
 from dualpath.core.transfers import DecodeTransfer, to_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
-from dualpath.router.control.exchange import AttemptChannel, Exchange
-from dualpath.router.control.registry import Registry
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.requests.limits import (
     WANTED_OPEN_FILES,
@@ -33,7 +31,9 @@ from dualpath.router.requests.limits import (
     raised_limit,
     refusal,
 )
-from dualpath.router.requests.prompt_limits import check_prompt
+from dualpath.router.requests.request import check_prompt
+from dualpath.router.scheduler.exchange import AttemptChannel, Exchange
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(1, 20))
@@ -89,7 +89,7 @@ async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
             running.close()
         await made.idle()
         async with asyncio.timeout(GUARD_S):
-            await asyncio.gather(*made.service.front_end._tasks, return_exceptions=True)
+            await asyncio.gather(*made.service._tasks, return_exceptions=True)
         assert made.service.turned_away() is None
         assert (await made.post(PROMPT, 1))[0] == 200
 
@@ -210,13 +210,18 @@ async def test_more_requests_than_may_wait_are_refused_not_queued():
 
 async def test_two_attempts_of_one_name_never_hear_each_other():
     """A client may call its request "a.2", which is what a's second attempt is called."""
+
+    class Ack(AttemptChannel):
+        def kv_in_hbm(self, arrived: control.KvInHbm) -> None:
+            heard.append(self)
+
     exchange = Exchange()
-    heard: list[control.KvInHbm] = []
-    exchange.open(AttemptChannel("a.2", heard.append))
+    heard: list[AttemptChannel] = []
+    exchange.open(first := Ack("a.2"))
     with pytest.raises(BadRequestError, match="in use"):
-        exchange.open(AttemptChannel("a.2", lambda handed: pytest.fail("another's message")))
+        exchange.open(Ack("a.2"))
     exchange.deliver("d0", control.KvInHbm(request_id="a.2", h2d_s=0.0))
-    assert len(heard) == 1
+    assert heard == [first]
 
 
 # ---------------------------------------------------------------------- limits as ASGI

@@ -5,13 +5,13 @@ import asyncio
 import msgspec
 
 from dualpath.core.control import unnumbered
-from dualpath.router.control.control_connections import LARGEST_FRAME_BYTES
-from dualpath.router.links import messages as m
-from dualpath.router.links.frames import Frames
+from dualpath.router.scheduler import link_messages as m
+from dualpath.router.scheduler.control_socket import LARGEST_FRAME_BYTES
+from dualpath.router.scheduler.link_messages import Frames
 from dualpath.router.scheduling import RequestOrder
 
 _DECODER = msgspec.msgpack.Decoder(m.FromFrontEnd)
-FIRST, SECOND, THIRD = (m.Over(f"attempt {n}", "finished") for n in range(3))
+FIRST, SECOND, THIRD = (m.EndAttempt(f"attempt {n}", "finished") for n in range(3))
 
 
 def keys_of(blocks: int) -> tuple[bytes, ...]:
@@ -34,8 +34,8 @@ async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> N
 async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it_refuses() -> None:
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
-    told = [m.Begin(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
-    large = m.Begin(RequestOrder("large", keys_of(60_000)))
+    told = [m.BeginRequest(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
+    large = m.BeginRequest(RequestOrder("large", keys_of(60_000)))
     everything: list[m.FrontEndMessage] = [*told, large, FIRST]
     frames.add([unnumbered(message) for message in everything])
     await asyncio.sleep(0)

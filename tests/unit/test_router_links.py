@@ -10,10 +10,9 @@ from tests.unit.router_cluster import cluster
 
 from dualpath.core.errors import ConfigError
 from dualpath.node.cluster_secret import ClusterSecret, load_secret
-from dualpath.router.control.control_socket import ZmqControlSocket
-from dualpath.router.links.door import FrontEndDoor
-from dualpath.router.links.remote import RemoteScheduling
-from dualpath.router.links.zmq_link import ZmqLinkConnection
+from dualpath.router.scheduler.control_socket import ZmqControlSocket
+from dualpath.router.scheduler.front_end_server import FrontEndServer
+from dualpath.router.scheduler.remote import RemoteScheduling, ZmqLinkConnection
 
 
 @pytest.fixture
@@ -32,13 +31,13 @@ async def test_a_front_end_learns_which_engines_there_are(
 ) -> None:
     key = secret if guarded else None
     async with cluster(real_sockets=True) as made, asyncio.timeout(GUARD_S):
-        door = FrontEndDoor(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        door = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
         await door.start("127.0.0.1", 0, key)
         connection = ZmqLinkConnection(door.address, key)
         link = RemoteScheduling(connection, "f", "1", time.monotonic, door.address)
         link.start()
         try:
-            await link.engines_present(1, 1, GUARD_S)
+            await link.wait_for_engines(1, 1, GUARD_S)
             assert {engine.engine_id for engine in link.engines.alive()} == {"p0", "d0"}
         finally:
             await link.stop()
@@ -47,7 +46,7 @@ async def test_a_front_end_learns_which_engines_there_are(
 
 async def test_a_door_may_be_closed_by_two_at_a_time() -> None:
     async with cluster() as made, asyncio.timeout(GUARD_S):
-        door = FrontEndDoor(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        door = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
         await door.start("127.0.0.1", 0)
         # By the end of the scheduler's turn, and by the end of its process.
         await asyncio.gather(door.stop(), door.stop())

@@ -7,7 +7,7 @@ from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import FakeEngine, expected, job, keys_of
 
 from dualpath.core import control
-from dualpath.router.control.exchange import AttemptChannel
+from dualpath.router.scheduler.exchange import AttemptChannel
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -155,7 +155,7 @@ async def test_engines_that_all_vanish_before_the_look_up_end_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async with cluster() as made:
-        exchange = made.service.context.exchange
+        exchange = made.service.scheduler.exchange
         opened = exchange.open
 
         def lose_all(channel: AttemptChannel) -> None:

@@ -33,7 +33,7 @@ class Story:
         """Return how many it took, its answer being right."""
         self._made.calls.gates.pop(self._stage).set()
         assert await self._answer == expected(PROMPT, 6)
-        await self._front.front_end.stop()
+        await self._front.front_end.end_requests()
         await self._link.stop()
         return self._front.front_end.records[0].attempts
 

@@ -21,8 +21,7 @@ from tests.unit.scraped_cluster import (
 from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.router.observe.engine_metrics import MOVEMENTS, text_format
-from dualpath.router.requests.records import RequestRecord
-from dualpath.router.stages import Stage
+from dualpath.router.stages import RequestRecord, Stage
 
 BLOCK_BYTES = 4 * 5 * 16
 HIT_BLOCKS = 12

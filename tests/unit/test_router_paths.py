@@ -11,7 +11,7 @@ from dualpath.core import control as request_messages
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
-from dualpath.policy.recompute import weight_tokens
+from dualpath.policy.read_side import weight_tokens
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -220,10 +220,10 @@ async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
             (Role.PREFILL, 2),
             (Role.DECODE, 2),
         ]
-        note = made.service.context.dispatch.recent[-1]
+        note = made.service.scheduler.dispatch.recent[-1]
         assert (note.read_reason, [part["tokens"] for part in note.reads]) == ("split", [8, 8])
         await made.settled()
-        assert made.service.context.dispatch.idle()
+        assert made.service.scheduler.dispatch.idle()
 
 
 async def test_a_pe_is_told_of_a_request_once_it_is_known_what_the_decode_engine_keeps():
@@ -267,7 +267,7 @@ async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s,
         assert counters["recomputed_tokens"] == (4 - loaded) * BLOCK_TOKENS
         missed = f'missed_tokens_total{{reason="recompute"}} {(4 - loaded) * BLOCK_TOKENS:.1f}'
         assert (missed.encode() in made.service.exposition()) == (loaded == 0)
-        reason = made.service.context.dispatch.recent[-1].read_reason
+        reason = made.service.scheduler.dispatch.recent[-1].read_reason
         assert (reason == "recompute") == (loaded == 0)
         await made.settled()
 
@@ -280,7 +280,7 @@ async def test_a_buffer_for_one_request_serves_sixteen_concurrent_ones(blocks):
         answers = await asyncio.gather(*(made.run(j) for j in jobs))
         assert answers == [expected(j.prompt_token_ids, 6) for j in jobs]
         await made.settled()
-        assert made.service.context.releases.held == 0
+        assert made.service.scheduler.releases.held == 0
 
 
 async def test_the_pe_token_ends_a_request_for_one_token_without_decode():

@@ -142,8 +142,8 @@ async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mo
     service = WatchedService(RouterSettings(), calls)
     await service.start()
     links = [
-        LinkedEngine(toys.pe, Role.PREFILL, mode, service.control_address),
-        LinkedEngine(toys.de, Role.DECODE, mode, service.control_address),
+        LinkedEngine(toys.pe, Role.PREFILL, mode, service.scheduler.server.address),
+        LinkedEngine(toys.de, Role.DECODE, mode, service.scheduler.server.address),
     ]
     try:
         await service.wait_ready(1, 1, GUARD_S)
@@ -159,7 +159,7 @@ async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mo
         sides = set().union(*(sides for _, sides in calls.hits[8:]))
         assert sides == ({Role.PREFILL} if mode is Mode.BASIC else set(Role))
         await emptied(service, toys)
-        assert service.context.releases.held == 0
+        assert service.scheduler.releases.held == 0
     finally:
         for link in links:
             await asyncio.to_thread(link.close)

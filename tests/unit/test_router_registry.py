@@ -7,8 +7,8 @@ from tests.unit.router_fakes import FakeEngine
 from dualpath.core.cluster import Role, Writer
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.sessions import Event
-from dualpath.router.control import registry as registry_module
-from dualpath.router.control.registry import Registry
+from dualpath.router.scheduler import registry as registry_module
+from dualpath.router.scheduler.registry import Registry
 
 
 def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limits: int) -> None:

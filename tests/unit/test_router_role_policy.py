@@ -9,10 +9,8 @@ from tests.unit.router_fakes import job
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Request
-from dualpath.policy.rebalance import RebalanceSettings
-from dualpath.policy.role_loads import RoleQueue
-from dualpath.router.control.role_policy import LiveRolePolicy
-from dualpath.router.control.roles import Roles
+from dualpath.policy.rebalance import RebalanceSettings, RoleQueue
+from dualpath.router.scheduler.roles import LiveRolePolicy, Roles
 from dualpath.router.settings import RouterSettings
 
 OPTIONS = {"interval_s": 10.0, "patience": 2.0, "prefill_node_tokens_per_s": 100.0}
@@ -36,18 +34,18 @@ async def test_prompts_that_pile_up_call_a_decode_engine_once_that_is_patient() 
         policy.loaded("old", 10)
         policy.prefilled("old", 10)
         now_s = 10.0
-        policy.turn(queues(0).__getitem__)
-        assert roles.policy_says == "unmeasured"
+        policy.tick(queues(0).__getitem__)
+        assert roles.policy_reason == "unmeasured"
         policy.over("old")  # it stayed for 10 s: now the rate of decode nodes is known
         policy.loaded("large", 100_000)
         now_s = 20.0
-        policy.turn(queues(100_000).__getitem__)
-        policy.turn(queues(100_000).__getitem__)  # not time yet
-        assert (roles.policy_says, roles.under_way) == ("patience", None)
+        policy.tick(queues(100_000).__getitem__)
+        policy.tick(queues(100_000).__getitem__)  # not time yet
+        assert (roles.policy_reason, roles.current) == ("patience", None)
         now_s = 30.0
-        policy.turn(queues(100_000).__getitem__)
-        assert roles.under_way is not None
-        assert (roles.under_way.to_role, roles.under_way.reason) == (Role.PREFILL, "prefill-bound")
+        policy.tick(queues(100_000).__getitem__)
+        assert roles.current is not None
+        assert (roles.current.to_role, roles.current.reason) == (Role.PREFILL, "prefill-bound")
 
 
 async def test_the_router_tells_the_policy_how_far_requests_are() -> None:
@@ -59,7 +57,7 @@ async def test_the_router_tells_the_policy_how_far_requests_are() -> None:
         await made.settled()
         assert len(policy._policy._stays_s) == 1
         assert policy._policy._since_s == {}
-        assert made.service.context.dispatch.queue(Role.DECODE) == RoleQueue(0, 0, 0)
+        assert made.service.scheduler.dispatch.queue(Role.DECODE) == RoleQueue(0, 0, 0)
 
 
 @pytest.mark.parametrize("options", [{"intervall_s": 1.0}, {"margin": 0.5}, {"ttft_slo_s": 1.0}])
@@ -70,9 +68,9 @@ def test_options_that_the_policy_does_not_have_are_refused(options: dict[str, fl
 
 async def test_a_request_that_waits_for_a_decode_engine_weighs_there_what_it_may_generate() -> None:
     async with cluster() as made:
-        dispatch = made.service.context.dispatch
+        dispatch = made.service.scheduler.dispatch
         for engine_id in ("p0", "d0"):
-            dispatch.paused(engine_id)
+            dispatch.pause(engine_id, paused=True)
         request = Request(request_id="a", prompt_tokens=100, hit_tokens=0, max_new_tokens=1000)
         waiting = asyncio.create_task(dispatch.place(request))
         await asyncio.sleep(0)

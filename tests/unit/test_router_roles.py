@@ -10,7 +10,7 @@ from tests.unit.router_fakes import FakeEngine, expected, job
 from dualpath.core.cluster import GroupRank, Role, UnitShape
 from dualpath.core.errors import BadRequestError
 from dualpath.launch.local_cluster import INTERVAL_S, RequestedRoles
-from dualpath.router.control.roles import TAKE_UP_S, Roles, Switch, SwitchState
+from dualpath.router.scheduler.roles import TAKE_UP_S, Roles, Switch, SwitchState
 
 TIMEOUT_S = 100.0
 
@@ -27,8 +27,8 @@ class Story:
     def at(self, now_s: float) -> Switch | None:
         """Look at a time; return the switch under way."""
         self.now_s = now_s
-        self.roles.look()
-        return self.roles.under_way
+        self.roles.poll()
+        return self.roles.current
 
 
 async def ends(made: Cluster, engine_id: str) -> None:
@@ -46,7 +46,7 @@ async def starts(made: Cluster, engine_id: str, role: Role) -> None:
 async def test_an_engine_drains_and_is_back_in_its_other_role_and_the_time_is_known() -> None:
     async with cluster(prefill=2, decode=1) as made:
         story = Story(made)
-        story.roles.ask(Role.DECODE, "p1", "decode-bound")
+        story.roles.request(Role.DECODE, "p1", "decode-bound")
         await ends(made, "p1")
         switch = story.at(5.0)
         assert switch is not None
@@ -65,12 +65,12 @@ async def test_the_last_engine_of_a_role_stays_and_one_changes_at_a_time() -> No
     async with cluster(prefill=2, decode=1) as made:
         story = Story(made)
         with pytest.raises(BadRequestError, match="at least 1 has to stay"):
-            story.roles.ask(Role.PREFILL, "d0")
+            story.roles.request(Role.PREFILL, "d0")
         with pytest.raises(BadRequestError, match="no prefill engine 'd0'"):
-            story.roles.ask(Role.DECODE, "d0")
-        story.roles.ask(Role.DECODE, None)
+            story.roles.request(Role.DECODE, "d0")
+        story.roles.request(Role.DECODE, None)
         with pytest.raises(BadRequestError, match="one engine or group at a time"):
-            story.roles.ask(Role.DECODE, "p0")
+            story.roles.request(Role.DECODE, "p0")
 
 
 async def test_a_wish_that_nobody_takes_up_is_over_and_so_is_one_for_what_is_the_last_by_now() -> (
@@ -78,11 +78,11 @@ async def test_a_wish_that_nobody_takes_up_is_over_and_so_is_one_for_what_is_the
 ):
     async with cluster(prefill=2, decode=1) as made:
         story = Story(made)
-        story.roles.ask(Role.DECODE, "p1")
+        story.roles.request(Role.DECODE, "p1")
         assert story.at(TAKE_UP_S) is not None
         assert story.at(TAKE_UP_S + 1) is None
-        assert "nobody took it up" in story.ended[0].note
-        story.roles.ask(Role.DECODE, "p1")
+        assert "no supervisor took it up" in story.ended[0].note
+        story.roles.request(Role.DECODE, "p1")
         await ends(made, "p0")
         assert story.at(TAKE_UP_S + 2) is None
         assert [s.state for s in story.ended] == [SwitchState.CANCELLED] * 2
@@ -94,12 +94,12 @@ async def test_an_engine_that_does_not_come_back_is_lost_and_one_in_its_old_role
 ):
     async with cluster(prefill=3, decode=1) as made:
         story = Story(made)
-        story.roles.ask(Role.DECODE, "p1")
+        story.roles.request(Role.DECODE, "p1")
         await ends(made, "p1")
         assert story.at(TIMEOUT_S) is not None
         assert story.at(TIMEOUT_S + 1) is None
         assert story.ended[0].state is SwitchState.LOST
-        story.roles.ask(Role.DECODE, "p2")
+        story.roles.request(Role.DECODE, "p2")
         await ends(made, "p2")
         await starts(made, "p2", Role.PREFILL)
         assert story.at(TIMEOUT_S + 2) is None
@@ -183,7 +183,7 @@ async def test_a_group_comes_back_with_another_size_and_its_switch_is_over(
     async with cluster(prefill=1, decode=1) as made:
         await group(made, "g", 1, size, Role.PREFILL)
         story = Story(made)
-        switch = story.roles.ask(None, "g", ranks=next_size)
+        switch = story.roles.request(None, "g", ranks=next_size)
         assert len(switch.engines) == size
         assert switch.to_role is Role.PREFILL
         for engine_id in switch.engines:
@@ -201,7 +201,7 @@ async def test_a_group_changes_role_and_size_in_one_switch() -> None:
     async with cluster(prefill=1, decode=1) as made:
         await group(made, "g", 1, 2, Role.PREFILL)
         story = Story(made)
-        switch = story.roles.ask(Role.DECODE, "g-dp1", ranks=3)
+        switch = story.roles.request(Role.DECODE, "g-dp1", ranks=3)
         for engine_id in switch.engines:
             await ends(made, engine_id)
         await group(made, "g", 2, 3, Role.DECODE)
@@ -214,12 +214,12 @@ async def test_a_group_that_comes_back_as_it_was_is_told_so() -> None:
         await group(made, "g", 1, 2, Role.PREFILL)
         story = Story(made)
         with pytest.raises(BadRequestError, match="g has 2 ranks already"):
-            story.roles.ask(None, "g", ranks=2)
+            story.roles.request(None, "g", ranks=2)
         with pytest.raises(BadRequestError, match='give "role", "ranks" or both'):
-            story.roles.ask(None, "g")
+            story.roles.request(None, "g")
         with pytest.raises(BadRequestError, match="no engine or group 'h'"):
-            story.roles.ask(None, "h", ranks=2)
-        switch = story.roles.ask(None, "g", ranks=4)
+            story.roles.request(None, "h", ranks=2)
+        switch = story.roles.request(None, "g", ranks=4)
         for engine_id in switch.engines:
             await ends(made, engine_id)
         await group(made, "g", 2, 2, Role.PREFILL)

@@ -1,5 +1,7 @@
 """Attempts that decode on after their scheduler: when their engine counts as lost."""
 
+from typing import Any, cast
+
 import msgspec
 import pytest
 from tests.unit.router_cluster import cluster
@@ -7,12 +9,12 @@ from tests.unit.router_cluster import cluster
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.router.engines import EngineInfo
-from dualpath.router.links.strays import BACK_S, StrayAttempts
+from dualpath.router.scheduler.remote import REGISTERED_AGAIN_S, OrphanedAttempts
 
 pytestmark = pytest.mark.virtual_time
 
 
-class Stray:
+class Orphan:
     def __init__(self, engine: EngineInfo) -> None:
         self.decode_engine = engine
         self.broken: list[str] = []
@@ -22,19 +24,19 @@ class Stray:
 
 
 class Story:
-    """One stray attempt at an engine, and time."""
+    """One orphaned attempt at an engine, and time."""
 
     def __init__(self, engine: EngineInfo) -> None:
         self.now_s = 0.0
         self.engine = engine
-        self.stray = Stray(engine)
-        self.strays = StrayAttempts(lambda: self.now_s)
-        self.strays.begin([self.stray])
+        self.orphan = Orphan(engine)
+        self.orphans = OrphanedAttempts(lambda: self.now_s)
+        self.orphans.begin([cast(Any, self.orphan)])
 
     def after(self, seconds: float) -> list[str]:
         self.now_s += seconds
-        self.strays.expire()
-        return self.stray.broken
+        self.orphans.expire()
+        return self.orphan.broken
 
 
 @pytest.fixture
@@ -44,36 +46,36 @@ async def engine() -> EngineInfo:
 
 
 def test_without_a_scheduler_nothing_is_known_for_as_long_as_it_takes(engine: EngineInfo) -> None:
-    assert Story(engine).after(100 * BACK_S) == []
+    assert Story(engine).after(100 * REGISTERED_AGAIN_S) == []
 
 
 def test_an_engine_that_is_back_and_then_is_not_is_lost(engine: EngineInfo) -> None:
     story = Story(engine)
-    story.strays.look(())
-    story.strays.look([engine])
-    assert story.after(100 * BACK_S) == []
-    story.strays.look(())
+    story.orphans.update(())
+    story.orphans.update([engine])
+    assert story.after(100 * REGISTERED_AGAIN_S) == []
+    story.orphans.update(())
     assert "engine d0 is lost" in story.after(0.0)[0]
-    story.strays.look(())
-    assert len(story.stray.broken) == 1
+    story.orphans.update(())
+    assert len(story.orphan.broken) == 1
 
 
 def test_an_engine_that_does_not_come_back_is_lost_in_the_end(engine: EngineInfo) -> None:
     story = Story(engine)
-    story.strays.look(())
-    assert story.after(BACK_S) == []
-    assert "greeted no scheduler for 30 s" in story.after(0.1)[0]
+    story.orphans.update(())
+    assert story.after(REGISTERED_AGAIN_S) == []
+    assert "has not registered again within 30 s" in story.after(0.1)[0]
 
 
 def test_another_process_of_the_engine_says_that_the_former_is_gone(engine: EngineInfo) -> None:
     story = Story(engine)
-    story.strays.look([msgspec.structs.replace(engine, epoch="next")])
+    story.orphans.update([msgspec.structs.replace(engine, epoch="next")])
     assert "engine d0 is lost" in story.after(0.0)[0]
 
 
 def test_what_ends_by_itself_is_forgotten(engine: EngineInfo) -> None:
     story = Story(engine)
-    story.strays.look([engine])
-    story.strays.forget(story.stray)
-    story.strays.look(())
-    assert story.after(BACK_S) == []
+    story.orphans.update([engine])
+    story.orphans.discard(cast(Any, story.orphan))
+    story.orphans.update(())
+    assert story.after(REGISTERED_AGAIN_S) == []

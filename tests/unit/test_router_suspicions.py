@@ -10,7 +10,7 @@ from tests.unit.router_fakes import expected, job
 from dualpath.core import control
 from dualpath.core import control as request_messages
 from dualpath.core.errors import EngineLostError, TransportError
-from dualpath.router.control.engine_state import Pause
+from dualpath.router.scheduler.registry import Pause
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -37,7 +37,7 @@ async def test_a_retry_goes_elsewhere_though_the_engine_that_failed_proves_that_
         assert paused(made) == {"p0": ["suspect"]}
         await asyncio.sleep(made.service.settings.suspect_timeout_s * 2)
         assert paused(made) == {}
-        assert len(made.service.engines()) == 3
+        assert len(made.service.registry.alive()) == 3
 
 
 async def test_an_engine_whose_server_is_gone_is_lost_though_its_control_link_lives() -> None:
@@ -128,14 +128,14 @@ async def test_an_engine_that_drains_at_a_router_that_begins_anew_is_told_again(
 
 async def test_an_operator_pauses_an_engine_and_lets_it_go_on() -> None:
     async with cluster(prefill=2) as made:
-        assert made.service.pause_engine("p0", paused=True)
-        assert not made.service.pause_engine("none", paused=True)
+        assert made.service.scheduler.pause_engine("p0", paused=True)
+        assert not made.service.scheduler.pause_engine("none", paused=True)
         for number in range(2):
             await made.run(job(f"r{number}", PROMPT))
         assert made.calls.prefills == ["p1", "p1"]
         made.lose("p0")
         await made.service.wait_ready(2, 1, 30.0)  # it greets anew and is paused still
         assert paused(made) == {"p0": [Pause.ASKED]}
-        assert made.service.pause_engine("p0", paused=False)
+        assert made.service.scheduler.pause_engine("p0", paused=False)
         assert await made.run(job("last", PROMPT)) == expected(PROMPT, 6)
         assert made.calls.prefills[-1] == "p0"

@@ -14,10 +14,10 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
 from dualpath.core.rates import Rate, RateOrigin, Rates
-from dualpath.policy.event_log import Fetched, ThresholdsSet, difference
-from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT
-from dualpath.router.control.event_recorder import read_event_log
-from dualpath.router.control.registry import Registry
+from dualpath.policy.event_log import assignments, difference
+from dualpath.policy.events import TYPICAL_COMPUTED_WEIGHT, SetThresholds
+from dualpath.router.scheduler.event_recorder import read_event_log
+from dualpath.router.scheduler.registry import Registry
 from dualpath.router.settings import RouterSettings
 
 PROMPT = list(range(100, 118))
@@ -55,7 +55,7 @@ async def test_what_a_computed_token_weighs_is_said_by_the_engine_that_sets_beta
     async with cluster(prefill=0) as made:
 
         def weight() -> float:
-            return made.service.context.thresholds.for_scheduler().computed_weight
+            return made.service.scheduler.thresholds.for_scheduler().computed_weight
 
         assert weight() == TYPICAL_COMPUTED_WEIGHT
         short = msgspec.structs.replace(rates(100, 10, RateOrigin.MEASURED), computed_weight=2.5)
@@ -67,7 +67,7 @@ async def test_what_a_computed_token_weighs_is_said_by_the_engine_that_sets_beta
     # A beta that is set is that of the paper's turn, whatever engines say.
     async with cluster(prefill=0, settings=RouterSettings(beta_tokens=100)) as made:
         await made.add("p0", Role.PREFILL, rates=short)
-        thresholds = made.service.context.thresholds.for_scheduler()
+        thresholds = made.service.scheduler.thresholds.for_scheduler()
         assert thresholds.computed_weight == TYPICAL_COMPUTED_WEIGHT
 
 
@@ -81,17 +81,17 @@ async def test_what_waits_for_a_slow_engine_goes_on_when_only_fast_ones_are_left
         made.calls.gates["prefill"] = asyncio.Event()
         runs = [asyncio.create_task(made.run(job(f"r{i}", PROMPT))) for i in range(4)]
         await made.arrives("prefill")
-        while made.service.context.dispatch.waiting < 2:  # beta is 1: one for each PE
+        while made.service.scheduler.dispatch.waiting < 2:  # beta is 1: one for each PE
             await asyncio.sleep(0)
         await made.engines["p0"].kill()
         made.lose("p0")
-        while made.service.context.dispatch.waiting:
+        while made.service.scheduler.dispatch.waiting:
             await asyncio.sleep(0)
         made.calls.gates["prefill"].set()
         assert await asyncio.gather(*runs) == [expected(PROMPT, 6)] * 4
     recorded = read_event_log(log)
-    assert sum(isinstance(event, ThresholdsSet) for event in recorded.events) == 2
-    assert sum(len(e.assignments) for e in recorded.events if isinstance(e, Fetched)) >= 4
+    assert sum(isinstance(entry.event, SetThresholds) for entry in recorded.entries) == 2
+    assert len(assignments(recorded)) >= 4
     assert difference(recorded) is None
 
 

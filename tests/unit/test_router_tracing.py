@@ -20,8 +20,8 @@ from tests.unit.router_fakes import job
 from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.router.observe.tracing import PROTOCOL_VARIABLE, Tracing, open_tracing
-from dualpath.router.requests.records import RequestRecord
 from dualpath.router.settings import RouterSettings
+from dualpath.router.stages import RequestRecord
 from dualpath_lab.emulated.engine_server import EngineServer
 
 PROMPT = list(range(1, 38))
@@ -136,7 +136,7 @@ async def test_without_an_endpoint_a_clients_trace_goes_on_to_the_engines(
     async with emulated_cluster(tmp_path, Mode.DUALPATH) as made:
         made.http.headers.update({"traceparent": client})
         await made.ask(PROMPT, 4)
-        assert made.service.front_end.context.tracing is None
+        assert made.service.tracing is None
     assert engine_headers == [client, client]
 
 
@@ -144,7 +144,7 @@ async def test_without_an_endpoint_a_clients_trace_goes_on_to_the_engines(
 async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:
-        made.service.front_end.context.tracing = Tracing(exporter, made.service.context.clock)
+        made.service.tracing = Tracing(exporter, made.service.scheduler.clock)
         made.calls.errors.append(EngineLostError("connection is reset"))
         made.engines["p0"].report()
         await made.run(job("a", PROMPT))
@@ -161,7 +161,7 @@ async def test_a_failed_attempt_is_an_event_and_both_attempts_have_their_spans()
 async def test_a_refused_request_ends_its_trace_as_an_error() -> None:
     exporter = InMemorySpanExporter()
     async with cluster() as made:
-        made.service.front_end.context.tracing = Tracing(exporter, made.service.context.clock)
+        made.service.tracing = Tracing(exporter, made.service.scheduler.clock)
         with pytest.raises(Exception, match="context holds 1000"):
             await made.run(job("a", PROMPT, 1000))
     (root,) = (span for span in exporter.get_finished_spans() if span.name == "request")

@@ -9,8 +9,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import arguments
 from dualpath.launch.scaled_router import ScaledRouter, _environment, _link, scheduler_command
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.settings import RouterSettings
+from dualpath.router.settings import LinkSettings, RouterSettings
 
 ROUTER = RouterSettings(
     front_ends=2,

@@ -15,8 +15,8 @@ import resource
 import socket
 import time
 
-from dualpath.router.control.control_socket import ZmqControlSocket
 from dualpath.router.refusals import ControlRefusals
+from dualpath.router.scheduler.control_socket import ZmqControlSocket
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY_BODY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"

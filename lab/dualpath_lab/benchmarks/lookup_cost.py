@@ -26,7 +26,7 @@ from dualpath.engine.io.persister import PendingWrites
 from dualpath.engine.threads import OS_THREADS, TimeLimit
 from dualpath.report import markdown
 from dualpath.report.model import Table
-from dualpath.router.attempts.look_up import ENGINE_SHARE
+from dualpath.router.scheduler.attempt import ENGINE_SHARE
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.posix import ORACLE, LengthOnlyStorage
 from dualpath.storage.wrapping import LookupCachingStorage

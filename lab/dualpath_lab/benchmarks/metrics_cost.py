@@ -19,13 +19,12 @@ from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment
 from dualpath.report import markdown
 from dualpath.report.model import Table
-from dualpath.router.attempts.hit_account import Found, SeenBlocks
-from dualpath.router.control.registry import Registry
 from dualpath.router.engine_calls import Job
+from dualpath.router.hit_account import SeenBlocks
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing
-from dualpath.router.requests.records import RequestRecord
-from dualpath.router.stages import Stage
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.stages import RequestRecord, Stage
 
 BLOCKS, BLOCK_TOKENS, NEW_BLOCKS = 1000, 64, 20
 ENGINES = 100
@@ -95,7 +94,7 @@ def account_us(repeats: int) -> float:
     def account() -> None:
         first = stored + next(turn) * NEW_BLOCKS
         new = [number.to_bytes(32, "big") for number in range(first, first + NEW_BLOCKS)]
-        seen.account([*old, *new], BLOCKS * BLOCK_TOKENS + 1, BLOCK_TOKENS, Found(stored, stored))
+        seen.account([*old, *new], BLOCKS * BLOCK_TOKENS + 1, BLOCK_TOKENS, stored, stored)
 
     return per_call_us(repeats, account)
 
@@ -164,9 +163,7 @@ def registered() -> Registry:
     return registry
 
 
-ACCOUNT = SeenBlocks().account(
-    [bytes([number]) for number in range(10)], 641, BLOCK_TOKENS, Found(5, 5)
-)
+ACCOUNT = SeenBlocks().account([bytes([number]) for number in range(10)], 641, BLOCK_TOKENS, 5, 5)
 
 if __name__ == "__main__":
     main()

@@ -13,7 +13,18 @@ from collections import deque
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.events import Assignment, EngineReport, EngineSpec, SchedulerSettings
+from dualpath.policy.events import (
+    Assignment,
+    EngineJoined,
+    EngineReport,
+    EngineSpec,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SchedulerSettings,
+    Submitted,
+)
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.report import markdown
 from dualpath.report.model import Table
@@ -34,7 +45,7 @@ def cluster(engines: int, mode: Mode) -> tuple[RequestScheduler, list[EngineSpec
         node = order // ENGINES_PER_NODE
         role = Role.PREFILL if node % 3 == 0 else Role.DECODE
         spec = EngineSpec(f"e{order}", role, f"n{node}", f"g{node}", order, HBM_TOKENS)
-        scheduler.engine_joined(spec)
+        scheduler.apply(EngineJoined(spec))
         specs.append(spec)
     return scheduler, specs
 
@@ -52,10 +63,10 @@ def measure(engines: int, mode: Mode, assignments: int) -> tuple[float, float]:
     started = time.process_time()
     while done < assignments:
         for _ in range(engines):
-            scheduler.submit(Request(f"r{submitted}", PROMPT_TOKENS, HIT_TOKENS, 256))
+            scheduler.apply(Submitted(Request(f"r{submitted}", PROMPT_TOKENS, HIT_TOKENS, 256)))
             submitted += 1
         for group in groups:
-            for assignment in scheduler.fetch(group):
+            for assignment in scheduler.apply(Fetch(group)).assignments:
                 tokens[assignment.prefill_engine] += assignment.prefill_tokens
                 tokens[assignment.decode_engine] += assignment.decode_tokens
                 seq[assignment.prefill_engine] = assignment.prefill_assign_seq
@@ -65,14 +76,14 @@ def measure(engines: int, mode: Mode, assignments: int) -> tuple[float, float]:
             done += 1
             _end(scheduler, live.popleft(), tokens)
         for spec in specs:
-            scheduler.report(_report(spec, seq, tokens))
+            scheduler.apply(_report(spec, seq, tokens))
     return done / (time.process_time() - started), joined_s
 
 
 def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, int]) -> None:
-    scheduler.read_done(assignment.request_id)
-    scheduler.prefill_done(assignment.request_id)
-    scheduler.finished(assignment.request_id)
+    scheduler.apply(ReadsDone(assignment.request_id))
+    scheduler.apply(PrefillEnded(assignment.request_id))
+    scheduler.apply(Finished(assignment.request_id))
     tokens[assignment.prefill_engine] -= assignment.prefill_tokens
     tokens[assignment.decode_engine] -= assignment.decode_tokens
 

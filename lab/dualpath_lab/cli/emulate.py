@@ -24,8 +24,7 @@ from dualpath_lab.cli import EMULATED
 
 if TYPE_CHECKING:
     from dualpath.core.blocks import BlockGeometry
-    from dualpath.router.links.settings import LinkSettings
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import LinkSettings, RouterSettings
     from dualpath_lab.emulated.settings import EmulatedOptions, EmulatedSettings
     from dualpath_sim.simulator.settings import ModelCosts
 
@@ -164,7 +163,7 @@ def router_settings(args: argparse.Namespace) -> "RouterSettings":
 
 def link_settings(args: argparse.Namespace) -> "LinkSettings":
     """Return a front end's settings; raises ``ConfigError``."""
-    from dualpath.router.links.settings import LinkSettings
+    from dualpath.router.settings import LinkSettings
 
     return layers(args).settings(FRONTEND, LinkSettings)
 

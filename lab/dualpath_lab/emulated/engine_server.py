@@ -26,7 +26,7 @@ from dualpath.router.http.server import (
     read_body,
     until_client_leaves,
 )
-from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,

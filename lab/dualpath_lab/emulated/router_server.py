@@ -30,9 +30,8 @@ from dualpath.core.key_cache import KeyCache
 from dualpath.core.session_hints import session_hints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
-from dualpath.router.collector import collect_seldom
+from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
-from dualpath.router.control.session_orders import SESSION_PATH
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.http.cluster_calls import ClusterCalls
@@ -48,16 +47,19 @@ from dualpath.router.http.server import (
     until_signal,
 )
 from dualpath.router.http.shared_port import SharedPort
-from dualpath.router.links.service import LinkedFrontEnd
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
-from dualpath.router.requests.limits import allow_many_streams, connection_limits
-from dualpath.router.requests.prompt_limits import check_prompt, check_salt, check_token_ids
+from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.requests.limits import (
+    ArrivingBodies,
+    BodyRefusedError,
+    allow_many_streams,
+    connection_limits,
+)
+from dualpath.router.requests.request import check_prompt, check_salt, check_token_ids
 from dualpath.router.requests.session_calls import session_call
+from dualpath.router.scheduler.leadership import STANDS_BY, bound, open_leadership, stop_when_lost
+from dualpath.router.scheduler.session_orders import SESSION_PATH
 from dualpath.router.service import RouterService
-from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.open_turn import open_turn
-from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
+from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath.router.token_api.client import TokenApi, TokenApiClient, token_event
 from dualpath.router.token_api.statuses import UNAVAILABLE, api_error
 from dualpath.router.token_api.wire import STREAM_END, GenerateRequest, decode_body, server_event
@@ -173,7 +175,7 @@ class RouterServer:
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._metrics)
         if not isinstance(self._service, LinkedFrontEnd):
-            ClusterCalls(self._service, self._bodies).add_to(app)
+            ClusterCalls(self._service.scheduler, self._bodies).add_to(app)
         return app
 
     async def _complete(self, request: web.Request) -> web.StreamResponse:
@@ -306,16 +308,16 @@ async def emulated_router(
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
-        turn = open_turn(settings)
-        stack.push_async_callback(turn.over)
+        turn = open_leadership(settings)
+        stack.push_async_callback(turn.release)
         calls = EngineClient(TokenApiClient(engine_headers()))
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
-        if turn.others:
+        if turn.contended:
             print(STANDS_BY, flush=True)
-        await turn.taken()
-        service.cluster.fence(lambda: turn.held)
-        await ended_when_lost(turn, stack, service.stop)
+        await turn.acquired()
+        service.scheduler.is_leader = lambda: turn.held
+        await stop_when_lost(turn, stack, service.stop)
         stack.push_async_callback(service.stop)
         await bound(turn, service.start)
 
@@ -404,7 +406,7 @@ async def run_emulated_router(settings: RouterSettings, host: str, port: int) ->
         collect_seldom()
         print(
             f"dualpath emulated router: token ids at {endpoint}/v1, engines register at "
-            f"{service.control_address}{_front_ends(service)}",
+            f"{service.scheduler.server.address}{_front_ends(service)}",
             flush=True,
         )
         await until_signal(service.drain)
@@ -427,5 +429,5 @@ async def run_emulated_front_end(
 
 
 def _front_ends(service: RouterService) -> str:
-    address = service.front_ends_address
+    address = service.scheduler.front_ends.address
     return f", front ends at {address}" if address else ""

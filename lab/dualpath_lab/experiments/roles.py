@@ -26,7 +26,7 @@ from dualpath.launch.settings import LocalClusterSettings
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.report.model import NOTHING, Panel, Series, Table
 from dualpath.router.api_keys import client_headers
-from dualpath.router.control.roles_client import call_roles
+from dualpath.router.scheduler.role_calls import call_roles
 from dualpath.router.settings import RouterSettings
 from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
 from dualpath.workload.conversation.token_session import TokenSession
@@ -330,11 +330,11 @@ def _options(settings: RoleShiftSettings) -> EmulatedOptions:
 #: Allowed error of the simulator, relative to the JCT, also for times of changes.
 ERROR = 0.1
 _DISCUSSION = """\
-Roles are decided by the same code on both sides (`policy/role_policy.py`), with the same
-settings. No parameter was fitted. The inputs of the simulator are the emulated engines' times,
-the agents, and the duration of a role switch, which is measured before the run: an idle engine
-changes its role and back. The simulator does not include HTTP, the second until a supervisor
-reads the requested role, or late wake-ups."""
+Roles are decided by the same object on both sides (`policy/rebalance.py`), with the same
+settings. Nothing was fitted. The simulator is given the emulated engines' times, the agents, and
+what a switch takes, which is measured before the run: an engine changes its role and back while
+nothing is asked. It knows nothing of HTTP, of the second until a supervisor reads the wish, and of
+late wake-ups."""
 
 
 class _Pair(NamedTuple):

@@ -22,7 +22,7 @@ from dualpath.core.errors import DeadlineError
 from dualpath.launch.commands import DpRank, engine_id
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import LocalProcess, Supervisor, all_processes, local
-from dualpath.router.control.role_calls import ROLES_PATH
+from dualpath.router.scheduler.role_calls import ROLES_PATH
 from dualpath_lab.faults.engine_kinds import EngineLaunch, EnginesUnderTest, router_limits
 from dualpath_lab.faults.matrix import Component, ProcessNames, follower_name
 from dualpath_lab.faults.settings import ChaosSettings, LoadSettings

@@ -14,8 +14,7 @@ from dualpath.launch.commands import DpRank, engine_command, router_command
 from dualpath.launch.fork_server import VLLM_MODULES, ForkedProcess
 from dualpath.launch.process import LocalProcess
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.settings import RouterSettings
+from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.emulated.checkable_kv import TokenChain
 from dualpath_lab.emulated.settings import EmulatedOptions, Verify
 from dualpath_lab.faults.failpoints import EngineKind

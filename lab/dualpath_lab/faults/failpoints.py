@@ -16,9 +16,8 @@ from dualpath.core.errors import ConfigError
 from dualpath_lab.faults.matrix import Component, Step
 
 _HANDLE = "dualpath.engine.control.traffic_manager:TrafficManager.handle"
-_ATTEMPT = "dualpath.router.requests.lifecycle:Attempt"
-_AT_ENGINES = "dualpath.router.attempts.engine_attempt:EngineAttempt"
-_LOADING = "dualpath.router.attempts.loading:Loading"
+_ATTEMPT = "dualpath.router.requests.request:Attempt"
+_AT_ENGINES = "dualpath.router.scheduler.attempt:EngineAttempt"
 
 
 class EngineKind(enum.StrEnum):
@@ -42,14 +41,14 @@ class Failpoint(msgspec.Struct, frozen=True):
 _ROUTER_POINTS = (
     Failpoint(Step.LOOKING_UP, f"{_AT_ENGINES}._look_up"),
     Failpoint(Step.WAITING, f"{_AT_ENGINES}._find_engines"),
-    Failpoint(Step.RESERVING, f"{_LOADING}._reserve"),
-    Failpoint(Step.READING, f"{_LOADING}._read"),
+    Failpoint(Step.RESERVING, f"{_AT_ENGINES}._reserve"),
+    Failpoint(Step.READING, f"{_AT_ENGINES}._read"),
     Failpoint(Step.PREFILLING, f"{_ATTEMPT}._prefill"),
     Failpoint(Step.HANDING_OVER, f"{_ATTEMPT}._stream_first"),
     Failpoint(Step.PERSISTING, f"{_AT_ENGINES}._persist"),
     Failpoint(Step.DECODING, f"{_ATTEMPT}._decode"),
-    Failpoint(Step.H2D, f"{_AT_ENGINES}._kv_in_hbm"),
-    Failpoint(Step.RELEASING, f"{_ATTEMPT}._give_back"),
+    Failpoint(Step.H2D, f"{_AT_ENGINES}.kv_in_hbm"),
+    Failpoint(Step.RELEASING, f"{_ATTEMPT}._release"),
 )
 _FRONT_END_POINTS = tuple(p for p in _ROUTER_POINTS if p.function.startswith(f"{_ATTEMPT}."))
 #: PERSISTING of engines is in the middle of writing a file: see ``bad_disk``.

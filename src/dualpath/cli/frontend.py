@@ -17,8 +17,7 @@ from dualpath.cli.settings import (
 from dualpath.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
-    from dualpath.router.links.settings import LinkSettings
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import LinkSettings, RouterSettings
     from dualpath.vllm.front_end_settings import FrontEndSettings
 
 PARTS = (
@@ -78,8 +77,7 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
 def _settings(
     args: argparse.Namespace,
 ) -> "tuple[RouterSettings, FrontEndSettings, LinkSettings]":
-    from dualpath.router.links.settings import LinkSettings
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import LinkSettings, RouterSettings
     from dualpath.vllm.front_end_settings import FrontEndSettings
 
     found = layers(args)

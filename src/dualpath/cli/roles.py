@@ -142,7 +142,7 @@ def _change(
 def _caller(endpoint: str) -> "Callable[[object], dict[str, Any]]":
     """Return a function that GETs the roles (None) or POSTs a request, with the API key."""
     from dualpath.router.api_keys import client_headers
-    from dualpath.router.control.roles_client import call_roles
+    from dualpath.router.scheduler.role_calls import call_roles
 
     def call(request: object) -> dict[str, Any]:
         try:

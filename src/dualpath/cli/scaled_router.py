@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
 
 if TYPE_CHECKING:
-    from dualpath.router.links.settings import LinkSettings
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import LinkSettings, RouterSettings
 
 #: Returns the arguments after ``dualpath`` of a front end with these settings, link and port.
 FrontEndCommand = Callable[["RouterSettings", "LinkSettings", int], Sequence[str]]

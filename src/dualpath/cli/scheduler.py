@@ -15,8 +15,7 @@ from dualpath.cli.settings import (
 from dualpath.cli.signals import sigterm_as_interrupt
 
 if TYPE_CHECKING:
-    from dualpath.router.http.settings import SchedulerAddress
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import RouterSettings, SchedulerAddress
 
 PARTS = (
     Part(SCHEDULER, "cluster"),
@@ -70,8 +69,7 @@ def checked_layers(args: argparse.Namespace) -> Configuration:
 
 
 def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, SchedulerAddress]":
-    from dualpath.router.http.settings import SchedulerAddress
-    from dualpath.router.settings import RouterSettings
+    from dualpath.router.settings import RouterSettings, SchedulerAddress
 
     found = layers(args)
     return found.settings(ROUTER, RouterSettings), found.settings(SCHEDULER, SchedulerAddress)

@@ -46,8 +46,8 @@ _OWN_SECTIONS = {
     CLUSTER: "dualpath.launch.settings:LocalClusterSettings",
     ROUTER: "dualpath.router.settings:RouterSettings",
     ENDPOINT: "dualpath.vllm.front_end_settings:FrontEndSettings",
-    SCHEDULER: "dualpath.router.http.settings:SchedulerAddress",
-    FRONTEND: "dualpath.router.links.settings:LinkSettings",
+    SCHEDULER: "dualpath.router.settings:SchedulerAddress",
+    FRONTEND: "dualpath.router.settings:LinkSettings",
     ENGINE: "dualpath.engine.settings:EngineSettings",
 }
 

@@ -45,7 +45,7 @@ from dualpath.launch.settings import LocalClusterSettings
 from dualpath.launch.start_checks import check_settings, check_storage
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
-from dualpath.router.control.roles_client import call_roles
+from dualpath.router.scheduler.role_calls import call_roles
 
 # ------------------------------------------------------------------------------------ cluster keys
 # Secrets of one cluster: the cluster secret, and the engines' API key.

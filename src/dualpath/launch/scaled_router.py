@@ -23,11 +23,9 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, arguments, declared, variable
 from dualpath.launch.ports import claim_port, family_of, free_port
 from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Supervisor, local
-from dualpath.router.http.settings import SchedulerAddress
-from dualpath.router.links.settings import LinkSettings
 from dualpath.router.observe.metrics import SHARED_METRICS
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
-from dualpath.router.settings import RouterSettings
+from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
 
 SCHEDULER = "scheduler"
 #: Exit code of a command with invalid arguments or settings.

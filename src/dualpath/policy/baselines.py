@@ -1,4 +1,4 @@
-"""What DualPath is compared with: engines in turn, read sides in turn, no reads (§7.2, §7.5).
+"""The baselines of DualPath: engines in turn, read sides in turn, no reads (§7.2, §7.5).
 
 The paper does not say how Basic, its unmodified framework, places requests.  Decided here: Basic
 and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dualpath.core.cluster import Role
 from dualpath.policy.accounts import FREE_HBM
 from dualpath.policy.load import EngineState, Ledger
-from dualpath.policy.placement import Placement, Ticket, WaitQueues
+from dualpath.policy.placement import LiveRequest, WaitQueues
 
 
 class InTurnPlacer:
@@ -30,32 +30,32 @@ class InTurnPlacer:
         self._queues = WaitQueues()
         self._last_order = -(1 << 62)
 
-    def add(self, ticket: Ticket) -> None:
-        """Let a ticket wait until it is dealt."""
-        self._queues.add(ticket)
+    def add(self, live: LiveRequest) -> None:
+        """Let a request wait until it is dealt to an engine."""
+        self._queues.add(live)
 
     def discard(self, request_id: str) -> None:
-        """Forget a waiting ticket."""
+        """Remove a waiting request; does nothing if it does not wait here."""
         self._queues.take(request_id)
 
     def waiting(self) -> int:
-        """How many tickets wait, dealt or not."""
+        """Return how many requests wait, dealt or not."""
         return len(self._queues)
 
-    def recall(self, tickets: Iterable[Ticket] = ()) -> None:
-        """Take all tickets back, with ``tickets``; they are dealt anew at the next fetch."""
-        self._queues.recall(tickets)
+    def requeue(self, requests: Iterable[LiveRequest] = ()) -> None:
+        """Take back all requests, with ``requests``; the next fetch deals them again."""
+        self._queues.requeue(requests)
 
-    def fetch(self, group: str) -> list[Placement]:
-        """Deal, then place what waits for the engines of ``group``."""
-        for ticket in list(self._queues.common.values()):
-            engine = self._next_engine(self._tokens(ticket))
+    def fetch(self, group: str) -> list[LiveRequest]:
+        """Deal all requests to engines, then place those of the engines of ``group``."""
+        for live in list(self._queues.common.values()):
+            engine = self._next_engine(self._tokens(live))
             if engine is not None:
-                self._queues.deal(ticket, engine.spec.engine_id)
-        placements = []
+                self._queues.deal(live, engine.spec.engine_id)
+        placed: list[LiveRequest] = []
         for engine in self._ledger.groups[group].engines:
-            placements += self._place(engine)
-        return sorted(placements, key=lambda placement: placement.ticket.number)
+            placed += self._place(engine)
+        return sorted(placed, key=lambda live: live.number)
 
     def _next_engine(self, tokens: int) -> EngineState | None:
         ring = self._ledger.ring(self._role)
@@ -69,20 +69,21 @@ class InTurnPlacer:
                 return engine
         return None
 
-    def _place(self, engine: EngineState) -> list[Placement]:
+    def _place(self, engine: EngineState) -> list[LiveRequest]:
         engine_id = engine.spec.engine_id
-        placements = []
-        for ticket in list(self._queues.private(engine_id)):
-            tokens = self._tokens(ticket)
+        placed = []
+        for live in list(self._queues.private(engine_id)):
+            tokens = self._tokens(live)
             if self._role is Role.DECODE and engine.account(FREE_HBM) < tokens:
                 break
-            self._queues.take(ticket.request_id)
-            self._ledger.hold(engine_id, ticket.request_id, tokens)
-            placements.append(Placement(ticket, engine_id, "round-robin"))
-        return placements
+            self._queues.take(live.request_id)
+            self._ledger.hold(engine_id, live.request_id, tokens)
+            live.place(self._role, engine_id, "round-robin")
+            placed.append(live)
+        return placed
 
-    def _tokens(self, ticket: Ticket) -> int:
-        return ticket.prefill_tokens if self._role is Role.PREFILL else ticket.decode_tokens
+    def _tokens(self, live: LiveRequest) -> int:
+        return live.prefill_tokens if self._role is Role.PREFILL else live.decode_tokens
 
 
 class SidesInTurn:
@@ -98,7 +99,7 @@ class SidesInTurn:
         self._first: dict[str, int] = {}
 
     def take(self, prefill_engine: str, decode_engine: str) -> int:
-        """Return the side whose turn it is; ask only for requests with something to read."""
+        """Return the next side in turn; call it only for requests with tokens to read."""
         pair = prefill_engine, decode_engine
         side = self._next.get(pair, NO_TURN)
         if side == NO_TURN:

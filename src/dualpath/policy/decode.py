@@ -9,11 +9,11 @@ Left open by the paper, decided here:
 
 - A group's total counts its private queue as well; otherwise one drain would send everything to
   the same group.
-- A group in which no engine could ever hold the request is passed over; without any such group
-  the request stays in the global queue, behind which nobody waits.
-- What an engine's DRAM keeps of the prompt weighs among those that have room for the request,
-  groups and engines (``policy.kept``).  Z needs no second look: who weighs less than the usual
-  engine, what it keeps taken off, is as far below Z as that one.
+- A group in which no engine could ever hold the request is passed over; if that is every group,
+  the request stays in the global queue and delays no other.
+- Blocks that an engine caches in DRAM weigh among groups and engines with room for the request
+  (``policy.placement``).  Z needs no second check: an engine that weighs less than the usual one,
+  cached tokens subtracted, is as far below Z as that one.
 - Equal request counts go to the engine with fewer tokens, everything else equal to the lowest
   order (groups: the one that joined first).
 """
@@ -26,9 +26,14 @@ import numpy as np
 from dualpath.core.cluster import Role
 from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray, Table
 from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
-from dualpath.policy.kept import DECODE_WORTH, weighed_tokens
 from dualpath.policy.load import GroupState, Ledger, Taking
-from dualpath.policy.placement import Placement, Ticket, WaitQueues, kept_table
+from dualpath.policy.placement import (
+    DECODE_WORTH,
+    LiveRequest,
+    WaitQueues,
+    cached_table,
+    weighed_tokens,
+)
 
 
 def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
@@ -43,12 +48,12 @@ def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
     return best
 
 
-def choose_keeping_group(
+def choose_caching_group(
     totals: Column, largest_hbm: Column, length: int, kept: Column, usual: int
 ) -> int:
-    """Phase 1: return the group that takes a request of which something is kept.
+    """Phase 1: return the group for a request with cached tokens.
 
-    ``kept`` are the most tokens that any engine of a group keeps; ``usual`` is the group of
+    ``kept`` are the most tokens that any engine of a group caches; ``usual`` is the group of
     ``choose_group``.
     """
     best, least = usual, weighed_tokens(totals[usual], kept[usual], DECODE_WORTH)
@@ -84,15 +89,15 @@ def assign_decode(
     seq: Column,
     free_hbm: Column,
     lengths: Column,
-    kept_rows: Column,
+    cached_rows: Column,
     kept: Table,
     threshold_factor: float,
 ) -> tuple[IntArray, IntArray]:
     """Phase 2: return the rows given to the first requests of R, and why (in ``DE_REASONS``).
 
     ``tok``, ``seq`` and ``free_hbm`` have one row per engine of the group in order, ``lengths``
-    holds R, ``kept_rows`` and ``kept`` are as for ``assign_prefill``.  The result is as long as the
-    number of requests placed.
+    holds R, ``cached_rows`` and ``kept`` are as for ``assign_prefill``.  The result is as long as
+    the number of requests placed.
     """
     tokens, requests, free = tok.copy(), seq.copy(), free_hbm.copy()
     threshold = threshold_factor * (sum(lengths) + sum(tokens)) / len(tokens)
@@ -114,8 +119,8 @@ def assign_decode(
         if row < 0:
             return rows[:position], why[:position]
         why[position] = DE_LOW_TOKEN if low >= 0 else DE_HIGH_TOKEN
-        if kept_rows[position] >= 0:
-            of_engine, usual = kept[kept_rows[position]], row
+        if cached_rows[position] >= 0:
+            of_engine, usual = kept[cached_rows[position]], row
             least = weighed_tokens(tokens[row], of_engine[row], DECODE_WORTH)
             for other in range(len(tokens)):
                 if free[other] < length:
@@ -140,24 +145,24 @@ class TwoPhaseDecodePlacer:
         self._queues = WaitQueues()
         self._private_tokens: dict[str, int] = {}
 
-    def add(self, ticket: Ticket) -> None:
-        """Let a ticket wait at the end of the global queue."""
-        self._queues.add(ticket)
+    def add(self, live: LiveRequest) -> None:
+        """Append a request to the global queue."""
+        self._queues.add(live)
 
     def discard(self, request_id: str) -> None:
-        """Forget a waiting ticket."""
+        """Remove a waiting request; does nothing if it does not wait here."""
         self._take(request_id)
 
     def waiting(self) -> int:
-        """How many tickets wait, private queues included."""
+        """Return how many requests wait, private queues included."""
         return len(self._queues)
 
-    def recall(self, tickets: Iterable[Ticket] = ()) -> None:
-        """Bring everything back to the global queue in order of number."""
-        self._queues.recall(tickets)
+    def requeue(self, requests: Iterable[LiveRequest] = ()) -> None:
+        """Move all requests back to the global queue in order of number."""
+        self._queues.requeue(requests)
         self._private_tokens.clear()
 
-    def fetch(self, group: str) -> list[Placement]:
+    def fetch(self, group: str) -> list[LiveRequest]:
         """Run both phases for one group."""
         if self._queues.common:
             self._drain_global_queue()
@@ -172,24 +177,22 @@ class TwoPhaseDecodePlacer:
             for g, t in zip(groups, taking, strict=True)
         ]
         largest = [t.largest_hbm_tokens for t in taking]
-        for ticket in list(self._queues.common.values()):
-            row = choose_group(totals, largest, ticket.decode_tokens)
+        for live in list(self._queues.common.values()):
+            row = choose_group(totals, largest, live.decode_tokens)
             if row < 0:
                 continue
-            if ticket.kept_tokens:
-                kept = [_most_kept(ticket, group) for group in taking]
-                row = choose_keeping_group(totals, largest, ticket.decode_tokens, kept, row)
-            totals[row] += ticket.decode_tokens
+            if live.cached_tokens:
+                cached = [_most_cached(live, group) for group in taking]
+                row = choose_caching_group(totals, largest, live.decode_tokens, cached, row)
+            totals[row] += live.decode_tokens
             name = groups[row].name
-            private[name] = private.get(name, 0) + ticket.decode_tokens
-            self._queues.deal(ticket, name)
+            private[name] = private.get(name, 0) + live.decode_tokens
+            self._queues.deal(live, name)
 
-    def _serve_private_queue(self, group: GroupState) -> list[Placement]:
+    def _serve_private_queue(self, group: GroupState) -> list[LiveRequest]:
         queue = self._queues.private(group.name)
         taking = group.taking()
-        lengths = upper_bound_set(
-            taking.columns[FREE_HBM], (ticket.decode_tokens for ticket in queue)
-        )
+        lengths = upper_bound_set(taking.columns[FREE_HBM], (live.decode_tokens for live in queue))
         if not lengths:
             return []
         bound = list(islice(queue, len(lengths)))
@@ -198,24 +201,24 @@ class TwoPhaseDecodePlacer:
             taking.columns[SEQ],
             taking.columns[FREE_HBM],
             lengths,
-            *kept_table(bound, taking),
+            *cached_table(bound, taking),
             self._threshold_factor,
         )
-        placements = []
-        for ticket, row, reason in zip(bound, rows.tolist(), why.tolist(), strict=False):
+        placed = bound[: len(rows)]
+        for live, row, reason in zip(placed, rows.tolist(), why.tolist(), strict=True):
             engine_id = taking.engines[row].spec.engine_id
-            self._take(ticket.request_id)
-            self._ledger.hold(engine_id, ticket.request_id, ticket.decode_tokens)
-            placements.append(Placement(ticket, engine_id, DE_REASONS[reason]))
-        return placements
+            self._take(live.request_id)
+            self._ledger.hold(engine_id, live.request_id, live.decode_tokens)
+            live.place(Role.DECODE, engine_id, DE_REASONS[reason])
+        return placed
 
     def _take(self, request_id: str) -> None:
         queue = self._queues.queue_of(request_id)
-        ticket = self._queues.take(request_id)
-        if queue is not None and ticket is not None:
-            self._private_tokens[queue] -= ticket.decode_tokens
+        live = self._queues.take(request_id)
+        if queue is not None and live is not None:
+            self._private_tokens[queue] -= live.decode_tokens
 
 
-def _most_kept(ticket: Ticket, taking: Taking) -> int:
-    kept = ticket.kept_tokens
-    return max((kept.get(engine.spec.engine_id, 0) for engine in taking.engines), default=0)
+def _most_cached(live: LiveRequest, taking: Taking) -> int:
+    cached = live.cached_tokens
+    return max((cached.get(engine.spec.engine_id, 0) for engine in taking.engines), default=0)

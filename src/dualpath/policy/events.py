@@ -1,4 +1,4 @@
-"""What goes into ``RequestScheduler`` and what comes out, live and simulated.
+"""Events that go into ``RequestScheduler.apply`` and the effects that come out, live and simulated.
 
 Reasons are short, stable strings, made for logs, metrics and tests.
 """
@@ -9,12 +9,13 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
 
 #: The times that α and β stand for (§A.4).
 ALPHA_S = 3.0
 BETA_S = 5.0
-#: The turn at whose speed a PE computes β: the mean of the 64K dataset (§3, Table 2).
+#: The turn at which β is computed from a PE's speed: the mean of the 64K dataset (§3, Table 2).
 TYPICAL_CONTEXT_TOKENS = 32_721
 TYPICAL_APPEND_TOKENS = 429
 #: Of its prompt's tokens so many pass for each one that is computed.
@@ -22,10 +23,10 @@ TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYP
 #: α or β that is never exceeded.
 UNLIMITED_TOKENS = 1 << 60
 
-#: Why a request got its PE: categories C2 and C3 of Algorithm 1, or its turn; its DE: phase 2, or
-#: its turn; either: for what its DRAM keeps (``policy.kept``); and why its hits are read where they
-#: are (``policy.read_side``): ``kept`` if nothing is read, ``recompute`` if a part of them is
-#: computed again (``policy.recompute``).
+#: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
+#: round robin; either: the blocks that the engine caches (``policy.placement``).  And why its hits
+#: are read where they are (``policy.read_side``): ``kept`` if nothing is read, ``recompute`` if a
+#: part of them is recomputed.
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
 READ_REASONS = (
@@ -70,14 +71,6 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     computed_weight: float = TYPICAL_COMPUTED_WEIGHT
 
 
-class Thresholds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Those of ``SchedulerSettings`` from now on; they follow from the engines there are."""
-
-    alpha_tokens: int
-    beta_tokens: int
-    computed_weight: float = TYPICAL_COMPUTED_WEIGHT
-
-
 class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An engine as the scheduler sees it; ``order`` breaks ties and is unique.
 
@@ -94,35 +87,6 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snic_tokens_per_s: float = 1.0
 
 
-class EngineReport(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Load an engine reports when it fetches (§6.1).
-
-    Everything up to and including assignment ``assign_seq`` is counted in; the ledger adds what
-    was assigned since.  ``read_queue_tokens`` is this engine's own part of its node's reading
-    queue; the ledger adds up the engines of a node, which share a storage NIC.
-    """
-
-    engine_id: str
-    assign_seq: int
-    unfinished_requests: int
-    unfinished_tokens: int
-    read_queue_tokens: int
-    free_hbm_tokens: int
-    free_buffer_tokens: int
-
-
-class Granted(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A DE has granted a request's slots; so much of its hit's head its engines' DRAM keeps now.
-
-    ``decode_blocks`` the DE has said, ``prefill_blocks`` is believed of the PE, which says it when
-    it grants slots itself.
-    """
-
-    request_id: str
-    decode_blocks: int
-    prefill_blocks: int
-
-
 class Charge(NamedTuple):
     """What an assignment is at one of its engines: its number there, what it counts for, reads."""
 
@@ -136,8 +100,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A request's (PE, DE) pair and read side(s), each with its reason.
 
     ``reads`` is empty without hits and in Oracle mode.  Else its runs are in block order and cover
-    the hit blocks exactly, but for the last ``recompute_tokens`` of them, which are computed: what
-    the DE's DRAM keeps, what the PE's keeps behind it, and what is read, at the PE, at the DE,
+    the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
+    caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
     or at both.
     Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
@@ -173,7 +137,167 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             *(self.decode_tokens, self.decode_read_tokens),
         )
 
-    def kept_end(self, side: Role) -> int:
-        """Return the block at which ends what is taken from a side's DRAM, 0 for nothing."""
+    def cached_end(self, side: Role) -> int:
+        """Return the end of the blocks that a side has in DRAM, 0 for none."""
         ends = (run.blocks.end for run in self.reads if run.cached and run.side is side)
         return max(ends, default=0)
+
+
+# ------------------------------------------------------------------------ events
+
+
+class SchedulerEvent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag_field="event"):
+    """Something that happened in the cluster; ``Event`` is the union of all kinds."""
+
+
+class SetThresholds(SchedulerEvent, frozen=True, tag="set_thresholds"):
+    """α, β and the weight of a computed token, as in ``SchedulerSettings``, from now on.
+
+    Requests that are placed stay where they are.
+    """
+
+    alpha_tokens: int
+    beta_tokens: int
+    computed_weight: float = TYPICAL_COMPUTED_WEIGHT
+
+
+class EngineJoined(SchedulerEvent, frozen=True, tag="engine_joined"):
+    """An engine joins without load; its id may join again after ``EngineLost``.
+
+    Refused with ``ConfigError`` if its id or order is in use or its group has the other role.
+    """
+
+    spec: EngineSpec
+
+
+class EngineLost(SchedulerEvent, frozen=True, tag="engine_lost"):
+    """An engine is gone; the effect is ``lost_requests``, the unfinished requests that it had.
+
+    The scheduler has removed these: submit them again or fail them.  A PE has a request until
+    ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only wait stay,
+    even if they were placed on this engine, and are placed elsewhere.
+    Refused with ``EngineLostError`` if the engine has not joined.
+    """
+
+    engine_id: str
+
+
+class EnginePaused(SchedulerEvent, frozen=True, tag="engine_paused"):
+    """An engine gets no new requests; those that it was assigned go on, and so does its account.
+
+    Requests with only one of their engines release it, whichever it is, and are queued again in
+    order.  Refused with ``EngineLostError`` if the engine has not joined.
+    """
+
+    engine_id: str
+
+
+class EngineResumed(SchedulerEvent, frozen=True, tag="engine_resumed"):
+    """A paused engine gets requests again; an engine that joins is not paused.
+
+    Refused with ``EngineLostError`` if the engine has not joined.
+    """
+
+    engine_id: str
+
+
+class EngineReport(SchedulerEvent, frozen=True, tag="report"):
+    """Load that an engine reports when it fetches (§6.1).
+
+    Everything up to and including assignment ``assign_seq`` is counted in; the ledger adds what
+    was assigned since.  ``read_queue_tokens`` is this engine's own part of its node's reading
+    queue; the ledger adds up the engines of a node, which share a storage NIC.
+    A report older than the last one is dropped.  Refused with ``EngineLostError`` if the engine has
+    not joined, with ``IncompatibleError`` if the report cannot be true.
+    """
+
+    engine_id: str
+    assign_seq: int
+    unfinished_requests: int
+    unfinished_tokens: int
+    read_queue_tokens: int
+    free_hbm_tokens: int
+    free_buffer_tokens: int
+
+
+class Submitted(SchedulerEvent, frozen=True, tag="submit"):
+    """A request waits for a PE and a DE.
+
+    Refused with ``BadRequestError`` for impossible lengths, an id in use, or a length that no
+    joined DE can ever hold.  While no DE has joined any length waits; see
+    ``RequestScheduler.unplaceable``.
+    """
+
+    request: Request
+
+
+class Fetch(SchedulerEvent, frozen=True, tag="fetch"):
+    """A group asks for requests; the effect: ``assignments`` of requests with both engines now.
+
+    Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
+    engine gets nothing.
+    """
+
+    group: str
+
+
+class SlotsGranted(SchedulerEvent, frozen=True, tag="granted"):
+    """A DE has granted an assigned request's slots, before anything of it is read.
+
+    ``decode_blocks`` at the head of its hit are cached by the DE, as the DE reports;
+    ``prefill_blocks`` are believed to be cached by the PE, which reports them when it grants slots
+    itself.  If its engines cache less than the assignment assumes, the effect is one assignment:
+    the same engines with reads that are planned again for the present queues.  Hits that were to be
+    recomputed still are.
+    """
+
+    request_id: str
+    decode_blocks: int
+    prefill_blocks: int
+
+
+class ReadsDone(SchedulerEvent, frozen=True, tag="read_done"):
+    """All storage reads of a request are done; unknown requests are ignored."""
+
+    request_id: str
+
+
+class PrefillEnded(SchedulerEvent, frozen=True, tag="prefill_done"):
+    """The PE has finished an assigned request; any other is ignored."""
+
+    request_id: str
+
+
+class Finished(SchedulerEvent, frozen=True, tag="finished"):
+    """A request has ended in whatever state, also by an error; unknown requests are ignored."""
+
+    request_id: str
+
+
+Event = (
+    EngineReport
+    | Submitted
+    | Fetch
+    | SlotsGranted
+    | ReadsDone
+    | PrefillEnded
+    | Finished
+    | EngineJoined
+    | EngineLost
+    | EnginePaused
+    | EngineResumed
+    | SetThresholds
+)
+
+
+class Effects(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What an event makes the driver do: dispatch ``assignments``, resubmit ``lost_requests``.
+
+    Lost requests are in the order of their submission.
+    """
+
+    assignments: tuple[Assignment, ...] = ()
+    lost_requests: tuple[str, ...] = ()
+
+
+NO_EFFECTS = Effects()

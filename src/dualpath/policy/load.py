@@ -343,7 +343,7 @@ class Ledger:
         if not 0 <= report.assign_seq <= last_seq:
             raise IncompatibleError(
                 f"engine {report.engine_id!r} reports assignment {report.assign_seq}, it was "
-                f"assigned {last_seq}; restart it so that it joins anew"
+                f"assigned {last_seq}; restart it so that it joins again"
             )
         if min(report.unfinished_requests, report.unfinished_tokens, report.read_queue_tokens) < 0:
             raise IncompatibleError(

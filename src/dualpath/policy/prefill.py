@@ -11,7 +11,7 @@ Left open by the paper, decided here:
   that started below β.  Re-evaluating keeps every engine at β plus one request.
 - Reading queues stand still within a fetch: a read is queued only when the DE is known too.
 - Ties go to the lowest order.
-- What an engine's DRAM keeps of the prompt weighs within its category (``policy.kept``).
+- Blocks that an engine caches in DRAM weigh within its category (``policy.placement``).
 """
 
 from collections import OrderedDict
@@ -20,11 +20,11 @@ from itertools import islice
 
 import numpy as np
 
+from dualpath.core.cluster import Role
 from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Table
 from dualpath.policy.events import PE_KEPT, PE_LONG_QUEUE, PE_REASONS, PE_SHORT_QUEUE
-from dualpath.policy.kept import prefill_worth, weighed_tokens
 from dualpath.policy.load import Ledger
-from dualpath.policy.placement import Placement, Ticket, kept_table
+from dualpath.policy.placement import LiveRequest, cached_table, prefill_worth, weighed_tokens
 
 #: Waiting requests given to the first kernel call of a fetch; while all of them are placed, the
 #: next call gets twice as many.
@@ -36,7 +36,7 @@ def assign_prefill(
     node: Column,
     read_q: Column,
     lengths: Column,
-    kept_rows: Column,
+    cached_rows: Column,
     kept: Table,
     worth: float,
     alpha_tokens: int,
@@ -45,8 +45,8 @@ def assign_prefill(
     """Return the rows given to the first requests of a queue, and why (places in ``PE_REASONS``).
 
     ``tok`` and ``node`` have one row per engine of the group in order, ``read_q`` one per node,
-    ``lengths`` the tokens of the waiting requests, head first.  ``kept[kept_rows[i]]`` are the
-    tokens each engine keeps of request i (none where that is ``NOTHING_KEPT``), ``worth`` of them
+    ``lengths`` the tokens of the waiting requests, head first.  ``kept[cached_rows[i]]`` are the
+    tokens each engine caches of request i (none if that is ``NOTHING_CACHED``), ``worth`` of them
     is as ``prefill_worth`` says.  The result is as long as the number of requests placed.  Compiles
     with numba as it stands.
     """
@@ -67,8 +67,8 @@ def assign_prefill(
         if row < 0:
             return rows[:position], why[:position]
         why[position] = PE_SHORT_QUEUE if second >= 0 else PE_LONG_QUEUE
-        if kept_rows[position] >= 0:
-            of_engine = kept[kept_rows[position]]
+        if cached_rows[position] >= 0:
+            of_engine = kept[cached_rows[position]]
             least = weighed_tokens(load[row], of_engine[row], worth)
             for other in range(len(load)):
                 if load[other] > beta_tokens or (
@@ -90,59 +90,57 @@ class FifoPrefillPlacer:
     def __init__(self, ledger: Ledger, alpha_tokens: int, beta_tokens: int) -> None:
         self._ledger = ledger
         self.set_thresholds(alpha_tokens, beta_tokens)
-        self._queue: OrderedDict[str, Ticket] = OrderedDict()
+        self._queue: OrderedDict[str, LiveRequest] = OrderedDict()
 
     def set_thresholds(self, alpha_tokens: int, beta_tokens: int) -> None:
-        """Go on with another α and β."""
+        """Use another α and β from now on."""
         self._alpha_tokens, self._beta_tokens = alpha_tokens, beta_tokens
         self._worth = prefill_worth(alpha_tokens, beta_tokens)
 
-    def add(self, ticket: Ticket) -> None:
-        """Let a ticket wait behind all others."""
-        self._queue[ticket.request_id] = ticket
+    def add(self, live: LiveRequest) -> None:
+        """Append a request to the queue."""
+        self._queue[live.request_id] = live
 
     def discard(self, request_id: str) -> None:
-        """Forget a waiting ticket."""
+        """Remove a waiting request; does nothing if it does not wait here."""
         self._queue.pop(request_id, None)
 
     def waiting(self) -> int:
-        """How many tickets wait."""
+        """Return how many requests wait."""
         return len(self._queue)
 
-    def recall(self, tickets: Iterable[Ticket] = ()) -> None:
-        """Take tickets back in order of number; the others wait here anyway."""
-        merged = sorted([*self._queue.values(), *tickets], key=lambda ticket: ticket.number)
-        self._queue = OrderedDict((ticket.request_id, ticket) for ticket in merged)
+    def requeue(self, requests: Iterable[LiveRequest] = ()) -> None:
+        """Merge ``requests`` into the queue in order of number."""
+        merged = sorted([*self._queue.values(), *requests], key=lambda live: live.number)
+        self._queue = OrderedDict((live.request_id, live) for live in merged)
 
-    def fetch(self, group: str) -> list[Placement]:
+    def fetch(self, group: str) -> list[LiveRequest]:
         """Run Algorithm 1 for one group."""
-        placements: list[Placement] = []
-        most = WINDOW_REQUESTS
+        placed: list[LiveRequest] = []
         while self._queue:
-            window = list(islice(self._queue.values(), most))
-            placed = self._place(group, window)
-            placements += placed
-            if len(placed) < len(window):
+            window = list(islice(self._queue.values(), WINDOW_REQUESTS))
+            of_window = self._place(group, window)
+            placed += of_window
+            if len(of_window) < len(window):
                 break
-            most *= 2
-        return placements
+        return placed
 
-    def _place(self, group: str, window: list[Ticket]) -> list[Placement]:
+    def _place(self, group: str, window: list[LiveRequest]) -> list[LiveRequest]:
         taking = self._ledger.groups[group].taking()
         rows, why = assign_prefill(
             taking.columns[TOK],
             taking.columns[NODE],
             self._ledger.node_read_q,
-            [ticket.prefill_tokens for ticket in window],
-            *kept_table(window, taking),
+            [live.prefill_tokens for live in window],
+            *cached_table(window, taking),
             self._worth,
             self._alpha_tokens,
             self._beta_tokens,
         )
-        placements = []
-        for ticket, row, reason in zip(window, rows.tolist(), why.tolist(), strict=False):
+        placed = window[: len(rows)]
+        for live, row, reason in zip(placed, rows.tolist(), why.tolist(), strict=True):
             engine_id = taking.engines[row].spec.engine_id
-            del self._queue[ticket.request_id]
-            self._ledger.hold(engine_id, ticket.request_id, ticket.prefill_tokens)
-            placements.append(Placement(ticket, engine_id, PE_REASONS[reason]))
-        return placements
+            del self._queue[live.request_id]
+            self._ledger.hold(engine_id, live.request_id, live.prefill_tokens)
+            live.place(Role.PREFILL, engine_id, PE_REASONS[reason])
+        return placed

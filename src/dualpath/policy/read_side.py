@@ -1,26 +1,57 @@
-"""Where the hit tokens of a placed request are read: at the PE, at the DE, or at both (§6.1).
+"""Where the hit tokens of a placed request come from: DRAM, storage at either side, computation.
 
-The side with the shorter reading queue reads, in tokens queued at the node.  With unequal storage
-NICs what counts is the time to drain the queue.  Left open by the paper, decided here: equal queues
-go to the node that was given fewer tokens to read so far, and to the PE when that is equal as well.
-On an idle cluster queues are equal nearly always, so the tie decides the balance of the storage
-NICs.
+*Read side* (§6.1).  The side with the shorter reading queue reads, in tokens queued at the node.
+With unequal storage NICs the time to drain the queue counts.  Left open by the paper, decided here:
+equal queues go to the node that was assigned fewer tokens to read so far, and to the PE if that is
+equal as well.  On an idle cluster queues are nearly always equal, so the tie decides the balance of
+the storage NICs.
 
-Hits that lie in the DRAM of either engine already are not read.  What the DE keeps comes first: it
-need not be sent there either; then what the PE keeps behind it.  The rule decides on the rest.
+*DRAM* (beyond the paper).  Hits that either engine caches in DRAM are not read.  Those that the DE
+caches come first, because they need not be sent there either; then those that the PE caches behind
+them.  The rule decides on the rest.
+
+*Recomputation* (beyond the paper).  A part of a hit is recomputed if that is faster.  A request is
+prefilled when its hits are in DRAM and its PE is free.  If r tokens are read per second behind q
+queued ones, c computed, and the PE is busy for w seconds, then loading x of u unread hit tokens
+ends the prefill max(w, (q + x) / r) + (u - x) / c from now, without any wait for reads at x = 0.
+That is piecewise linear, so the best x is one of three: all; none; or the tokens that are read
+anyway while the PE is busy, x = w r - q.  The head is loaded and the tail recomputed, because
+recomputed tokens attend to all tokens before them.
+
+- r is the speed behind α, of either node; c is that behind β on *appended* tokens, at the turn that
+  β is stated for, the typical one or the longest that fits the model's context: a computed token
+  counts as ``computed_weight`` prompt tokens.  Longer appends and shorter contexts are computed
+  faster than that, so that too much is loaded rather than recomputed.
+- How long the PE is busy follows from the tokens that it computes for earlier requests, with that
+  weight.  Their loads delay nothing there: of tok_e, their prompts, most are hits.
+- Recomputed tokens count with that weight in the PE's load; else one long reading queue would send
+  all requests to PEs at once.
+- Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
+  reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens``, and
 its reason in ``policy.events``: the live scheduler and both cores of the simulator call
 ``read_tokens``, the compiled one as it stands.
 """
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.events import READ_REASONS
+from dualpath.policy.accounts import COMPUTING, NODE
+from dualpath.policy.baselines import SidesInTurn
+from dualpath.policy.events import (
+    ALPHA_S,
+    BETA_S,
+    READ_REASONS,
+    UNLIMITED_TOKENS,
+    SchedulerSettings,
+)
+from dualpath.policy.load import Ledger
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -46,7 +77,7 @@ Reads = tuple[tuple[HitRun, ...], str]
 class Reader(NamedTuple):
     """A node that could read: its queue, what it was given so far, and its speed (relative).
 
-    ``kept_tokens`` at the head of the prompt lie in its engine's DRAM.
+    ``kept_tokens`` at the head of the prompt are in its engine's DRAM.
     """
 
     queue_tokens: int
@@ -71,7 +102,7 @@ def hit_runs(
 ) -> tuple[HitRun, ...]:
     """Return the runs of a hit, from the tokens that come from each place, in block order.
 
-    What the DE's DRAM keeps is first, what the PE's keeps behind it; then what the PE reads, the
+    What the DE caches in DRAM is first, what the PE caches behind it; then what the PE reads, the
     ``head``, and what the DE reads, the ``tail``.
     """
     runs, first = [], 0
@@ -91,8 +122,8 @@ def hit_runs(
 def kept_tokens(rule: int, pe_kept: int, de_kept: int) -> tuple[int, int]:
     """Return how many tokens at the head are taken from the DE's DRAM, and behind them the PE's.
 
-    ``*_kept`` tokens at the head of the hit lie there.  A rule that never reads at the DE takes
-    none from it either, and Oracle moves nothing.
+    ``*_kept`` tokens at the head of the hit are there.  A rule that never reads at the DE uses
+    none of it either, and Oracle moves nothing.
     """
     if rule == NO_READS:
         return 0, 0
@@ -114,7 +145,7 @@ def read_tokens(
 ) -> tuple[int, int, int]:
     """Return the leading hit tokens the PE reads, the rest, which the DE reads, and the reason.
 
-    ``turn`` is the side whose turn it is, looked at by ``SIDES_IN_TURN`` alone.  Queues and totals
+    ``turn`` is the next side in turn, used by ``SIDES_IN_TURN`` only.  Queues and totals
     of both nodes in tokens, ``*_rate`` of their storage NICs in tokens/s; the reason is a place in
     ``READ_REASONS``.
     """
@@ -191,3 +222,137 @@ def split_end_s(
 def pe_charged_less(pe_total: int, pe_rate: float, de_total: int, de_rate: float) -> bool:
     """Return whether the PE's node was given less to read so far, for its speed, or equally."""
     return pe_total * de_rate <= de_total * pe_rate
+
+
+# ------------------------------------------------------------------------ recomputation
+
+
+def weight_tokens(recomputed_tokens: int, computed_weight: float) -> int:
+    """Return the number of prompt tokens that are as much work as recomputed hit tokens."""
+    return int(recomputed_tokens * computed_weight)
+
+
+def more_weight(before_tokens: int, after_tokens: int, computed_weight: float) -> int:
+    """Return how much more a request counts at its PE if more of its hit is recomputed."""
+    before = weight_tokens(before_tokens, computed_weight)
+    return weight_tokens(after_tokens, computed_weight) - before
+
+
+def recompute_tokens(
+    rule: int,
+    unread_tokens: int,
+    computing_tokens: int,
+    pe_queue: int,
+    de_queue: int,
+    alpha_tokens: int,
+    beta_tokens: int,
+    computed_weight: float,
+    limit_s: float,
+    block_tokens: int,
+) -> int:
+    """Return how many tokens at the end of a hit are recomputed, 0 if loading is as fast.
+
+    ``unread_tokens`` of the hit are in neither engine's DRAM, ``computing_tokens`` are those that
+    its PE has to compute of requests before it, ``*_queue`` are the reading queues of both nodes.
+    Recomputing takes ``limit_s`` at most; 0 recomputes nothing.  Compiles with numba as it stands.
+    """
+    least, most = min(alpha_tokens, beta_tokens), max(alpha_tokens, beta_tokens)
+    unknown = least <= 0 or most >= UNLIMITED_TOKENS
+    if limit_s <= 0 or unknown or (rule != SHORTER_QUEUE and rule != BOTH_SIDES):
+        return 0
+    prompt_per_s, read_per_s = beta_tokens / BETA_S, alpha_tokens / ALPHA_S
+    queue = min(pe_queue, de_queue)
+    if rule == BOTH_SIDES:
+        queue, read_per_s = pe_queue + de_queue, 2 * read_per_s
+    wait_s = computing_tokens * computed_weight / prompt_per_s
+    meanwhile = min(max(int(min(wait_s * read_per_s, 1e15)) - queue, 0), unread_tokens)
+    loaded, end_s = unread_tokens, max(wait_s, (queue + unread_tokens) / read_per_s)
+    for tokens in (meanwhile // block_tokens * block_tokens, 0):
+        compute_s = weight_tokens(unread_tokens - tokens, computed_weight) / prompt_per_s
+        load_s = (queue + tokens) / read_per_s if tokens else 0.0
+        if compute_s <= limit_s and max(wait_s, load_s) + compute_s < end_s:
+            loaded, end_s = tokens, max(wait_s, load_s) + compute_s
+    return unread_tokens - loaded
+
+
+# ------------------------------------------------------------------------ both, with the ledger
+
+
+class HitSource(NamedTuple):
+    """The runs of a hit and the reason; its last ``recompute_tokens`` are in none of them."""
+
+    runs: tuple[HitRun, ...]
+    reason: str
+    recompute_tokens: int
+
+    def recomputing_more(self, tokens: int) -> "HitSource":
+        """Return the source of a hit that is longer by ``tokens``, which are recomputed."""
+        recomputed = self.recompute_tokens + tokens
+        reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
+        return HitSource(self.runs, reason, recomputed)
+
+
+class HitSources:
+    """Plans where hits come from by the rule of a mode, for the ledger as it stands.
+
+    It charges nothing; ``settings`` may be replaced by settings with other thresholds.
+    """
+
+    def __init__(self, settings: SchedulerSettings, ledger: Ledger) -> None:
+        self.settings = settings
+        self._ledger = ledger
+        self._rule = RULES[settings.mode]
+        self._sides = SidesInTurn()
+
+    def cached_tokens(self, request: Request) -> dict[str, int]:
+        """Return the part of a hit that joined engines cache and the mode can use, by engine."""
+        if self._rule == NO_READS or not request.cached:
+            return {}
+        engines = self._ledger.engines
+        return {
+            prefix.engine_id: min(prefix.blocks * self.settings.block_tokens, request.hit_tokens)
+            for prefix in request.cached
+            if (engine := engines.get(prefix.engine_id)) is not None
+            and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
+        }
+
+    def plan(
+        self, hit_tokens: int, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]
+    ) -> HitSource:
+        """Plan for a request that the ledger has at both of its ``engines``.
+
+        ``cached_tokens`` of the hit are in engines' DRAM, by engine.
+        """
+        settings = self.settings
+        prefill = self._reader(engines[Role.PREFILL], cached_tokens)
+        decode = self._reader(engines[Role.DECODE], cached_tokens)
+        cached = sum(kept_tokens(self._rule, prefill.kept_tokens, decode.kept_tokens))
+        recomputed = recompute_tokens(
+            self._rule,
+            hit_tokens - cached,
+            self._ledger.engines[engines[Role.PREFILL]].account(COMPUTING),
+            prefill.queue_tokens,
+            decode.queue_tokens,
+            settings.alpha_tokens,
+            settings.beta_tokens,
+            settings.computed_weight,
+            settings.recompute_limit_s,
+            settings.block_tokens,
+        )
+        hit_tokens -= recomputed
+        side = PE_SIDE
+        if self._rule == SIDES_IN_TURN and hit_tokens > cached:
+            side = self._sides.take(engines[Role.PREFILL], engines[Role.DECODE])
+        runs, reason = choose_reads(
+            self._rule, side, prefill, decode, hit_tokens, settings.block_tokens
+        )
+        return HitSource(runs, READ_REASONS[RECOMPUTE] if recomputed else reason, recomputed)
+
+    def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
+        engine = self._ledger.engines[engine_id]
+        return Reader(
+            queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
+            total_tokens=self._ledger.node_read_total[engine.account(NODE)],
+            tokens_per_s=engine.spec.snic_tokens_per_s,
+            kept_tokens=cached_tokens.get(engine_id, 0),
+        )

@@ -27,7 +27,10 @@ be the answer ``patience`` times in a row.  It is not asked while a node switche
 """
 
 import math
-from typing import Annotated
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, NamedTuple, TypeVar
 
 import msgspec
 
@@ -38,21 +41,21 @@ from dualpath.core.settings import Setting, Settings
 #: A latency ten times its objective does not ask for ten times the nodes: it mostly is a queue,
 #: which ``waiting_tokens`` counts already.
 LARGEST_BREACH = 1.5
-#: Re-balancing is about minutes; looking more often than this only costs time.
+#: Re-balancing is about minutes; observing more often than this only costs time.
 MIN_INTERVAL_S = 0.1
-#: Whatever of these settings is larger is a typing error.
+#: A larger value of any of these settings is a typing error.
 LARGEST = 1e6
 
 
 class RebalanceSettings(Settings, frozen=True, kw_only=True):
-    """Constants of the rule and of whoever asks it; times in seconds.
+    """Constants of the rule and of its driver; times in seconds.
 
     The driver observes the cluster every ``interval_s``.  ``switch_s`` is taken for what a switch
     costs, from the decision until the node serves in its new role, until one has been measured
-    (``policy.role_policy``); the simulator's nodes start anew for so long, once they are empty.
+    (``policy.rebalance``); the simulator's nodes restart for so long, once they are empty.
     ``ttft_slo_s`` and ``tpot_slo_s`` are the objectives, None for none (offline).
-    ``prefill_node_tokens_per_s`` and ``decode_node_tokens_per_s`` are what one node of the role
-    gets done (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted; None leaves the
+    ``prefill_node_tokens_per_s`` and ``decode_node_tokens_per_s`` are the speed of one node of the
+    role (q), in the tokens in which ``RoleLoad.waiting_tokens`` is counted; None leaves the
     rate to the driver, which knows the model's costs (``with_rates``).
     """
 
@@ -189,7 +192,7 @@ class Rebalancer:
         self._settings = settings
 
     def observe(self, observation: ClusterObservation) -> Decision:
-        """Return what to do after one more interval; the caller carries a ``Move`` out.
+        """Return the decision after one more interval; the caller executes a ``Move``.
 
         It asks again when that is over.  Raises ``ConfigError`` for an observation that cannot be.
         """
@@ -265,3 +268,217 @@ def _breaks_slo(settings: RebalanceSettings, observation: ClusterObservation, gi
 
 def _objective_s(settings: RebalanceSettings, role: Role) -> float | None:
     return settings.ttft_slo_s if role is Role.PREFILL else settings.tpot_slo_s
+
+
+# ------------------------------------------------------------------------ loads of the roles
+
+
+_Node = TypeVar("_Node")
+
+
+class RoleQueue(NamedTuple):
+    """The load of a role's engines and the queue for them, in the tokens that tok_e counts.
+
+    ``placed_tokens`` are of requests that have an engine of the role (HBM held, for DEs);
+    ``waiting`` requests of ``waiting_tokens`` have none yet.
+    """
+
+    placed_tokens: int
+    waiting: int
+    waiting_tokens: int
+
+
+class RoleNodes(NamedTuple):
+    """The nodes of both roles, and how many tokens the HBM of all decode nodes holds."""
+
+    prefill: int
+    decode: int
+    decode_hbm_tokens: int
+
+
+class RoleWatch:
+    """Progress of requests, and the work done since the last observation.
+
+    Waiting requests count where they are delayed:
+
+    - a loaded prompt at its PE waits for prefill; one that is still read waits for storage, which
+      no move makes faster;
+    - requests without an engine of a role wait for the same as those before them: they count in
+      full if at least half of the tokens placed at the role are loaded (PE) or past their first
+      token (DE), less as this share falls to none;
+    - a DE holds a request's HBM from its assignment on, also during read and prefill, so the HBM
+      held is the DE's load by the same share.
+
+    It is notified right after the scheduler.  Unknown requests change nothing, so an end may be
+    reported twice.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, int] = {}
+        self._decoding: dict[str, int] = {}
+        self._loaded_tokens = self._decoding_tokens = self._prompt_tokens = 0
+
+    def loaded(self, request_id: str, prefill_tokens: int) -> None:
+        """All hits of a request are in DRAM: its prompt waits for its PE."""
+        self._loaded_tokens += prefill_tokens - self._loaded.pop(request_id, 0)
+        self._loaded[request_id] = prefill_tokens
+
+    def prefilled(self, request_id: str, decode_tokens: int) -> None:
+        """Its PE has finished; its DE has ``decode_tokens`` of HBM for it."""
+        prompt_tokens = self._loaded.pop(request_id, 0)
+        self._loaded_tokens -= prompt_tokens
+        self._prompt_tokens += prompt_tokens
+        self._decoding_tokens += decode_tokens - self._decoding.pop(request_id, 0)
+        self._decoding[request_id] = decode_tokens
+
+    def over(self, request_id: str) -> None:
+        """It has ended, well or not."""
+        self._loaded_tokens -= self._loaded.pop(request_id, 0)
+        self._decoding_tokens -= self._decoding.pop(request_id, 0)
+
+    def skip(self) -> None:
+        """The last interval is not looked at; the next one begins."""
+        self._prompt_tokens = 0
+
+    def observe(
+        self,
+        settings: RebalanceSettings,
+        nodes: RoleNodes,
+        queues: Mapping[Role, RoleQueue],
+        ttft_s: Sequence[float],
+        tpot_s: Sequence[float],
+    ) -> ClusterObservation:
+        """Return how the last interval was; the next one begins.
+
+        ``ttft_s`` and ``tpot_s`` are those of the interval.  Raises ``ConfigError`` if the rate of
+        prefill nodes is not given.
+        """
+        done, self._prompt_tokens = self._prompt_tokens, 0
+        rate = settings.node_tokens_per_s(Role.PREFILL)
+        before, behind = queues[Role.PREFILL], queues[Role.DECODE]
+        at_pes = _share(2 * self._loaded_tokens, before.placed_tokens)
+        at_des = _share(2 * self._decoding_tokens, behind.placed_tokens)
+        prefill = RoleLoad(
+            nodes=nodes.prefill,
+            utilisation=_share(done, rate * nodes.prefill * settings.interval_s),
+            waiting_requests=int(at_pes * before.waiting),
+            waiting_tokens=self._loaded_tokens + int(at_pes * before.waiting_tokens),
+            latency_s=_mean(ttft_s),
+        )
+        decode = RoleLoad(
+            nodes=nodes.decode,
+            utilisation=at_des * _share(behind.placed_tokens, nodes.decode_hbm_tokens),
+            waiting_requests=int(at_des * behind.waiting),
+            waiting_tokens=int(at_des * behind.waiting_tokens),
+            latency_s=_mean(tpot_s),
+        )
+        return ClusterObservation(interval_s=settings.interval_s, prefill=prefill, decode=decode)
+
+
+def soonest_empty(unfinished_tokens: Mapping[_Node, int]) -> _Node:
+    """Return the node with the fewest unfinished tokens, of equals the last one."""
+    return min(reversed(list(unfinished_tokens)), key=lambda node: unfinished_tokens[node])
+
+
+def _share(part: float, whole: float) -> float:
+    return min(part / whole, 1.0) if whole else 0.0
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+# ------------------------------------------------------------------------ over time
+
+
+_RECENT_STAYS = 256
+_RECENT_SWITCHES = 16
+
+
+class RolePolicy:
+    """Re-balancing over time, for simulator and router alike; ``evaluate`` every ``interval_s``.
+
+    The rule's constants of a cluster follow from measurements:
+
+    - the rate of a full decode node is its HBM in tokens over the mean time that the last requests
+      stayed, from their prefill to their end;
+    - a switch takes as long as the last ones took from the decision on, their drain included.
+
+    There is no decision until the first request has ended, and none during a switch; intervals go
+    on all the same, and the rest begins when the node serves again.  Times in seconds, of any
+    clock.
+    """
+
+    def __init__(self, settings: RebalanceSettings) -> None:
+        self._settings = settings
+        self._watch = RoleWatch()
+        self._since_s: dict[str, float] = {}
+        self._stays_s: deque[float] = deque(maxlen=_RECENT_STAYS)
+        self._rebalancer: Rebalancer | None = None
+
+    def loaded(self, request_id: str, prefill_tokens: int) -> None:
+        """As ``RoleWatch.loaded``."""
+        self._watch.loaded(request_id, prefill_tokens)
+
+    def prefilled(self, request_id: str, decode_tokens: int, now_s: float) -> None:
+        """As ``RoleWatch.prefilled``."""
+        self._since_s[request_id] = now_s
+        self._watch.prefilled(request_id, decode_tokens)
+
+    def over(self, request_id: str, now_s: float) -> None:
+        """As ``RoleWatch.over``."""
+        if (since_s := self._since_s.pop(request_id, None)) is not None:
+            self._stays_s.append(now_s - since_s)
+        self._watch.over(request_id)
+
+    def evaluate(
+        self,
+        nodes: RoleNodes,
+        queues: Mapping[Role, RoleQueue],
+        prefill_node_tokens_per_s: float,
+        took_s: Sequence[float],
+        *,
+        switching: bool,
+        ttft_s: Sequence[float] = (),
+        tpot_s: Sequence[float] = (),
+    ) -> Decision:
+        """Return the decision after one more interval; the caller executes a ``Move``.
+
+        ``prefill_node_tokens_per_s`` is what engines report, 0 if they do not know.
+        ``took_s`` are the switches so far.  Besides the reasons of ``Stay``: "unmeasured" (a rate
+        is not known yet, or a role has no engine) and "switching".
+        """
+        settings = self._tuned(nodes, prefill_node_tokens_per_s, took_s)
+        if settings is None:
+            self._watch.skip()
+            return Stay("unmeasured")
+        observation = self._watch.observe(settings, nodes, queues, ttft_s, tpot_s)
+        if self._rebalancer is None:
+            self._rebalancer = Rebalancer(settings)
+        self._rebalancer.retune(settings)
+        return Stay("switching") if switching else self._rebalancer.observe(observation)
+
+    def _tuned(
+        self, nodes: RoleNodes, prefill_node_tokens_per_s: float, took_s: Sequence[float]
+    ) -> RebalanceSettings | None:
+        """Return the settings with what is measured by now, None while a rate is not known."""
+        if not (nodes.prefill and nodes.decode):
+            return None
+        given = self._settings
+        stay_s = sum(self._stays_s) / len(self._stays_s) if self._stays_s else 0.0
+        decode = nodes.decode_hbm_tokens / nodes.decode / stay_s if stay_s else 0.0
+        prefill = given.prefill_node_tokens_per_s or prefill_node_tokens_per_s
+        decode = given.decode_node_tokens_per_s or decode
+        if not (prefill and decode):
+            return None
+        cost_s = switch_cost_s(took_s)
+        return msgspec.structs.replace(
+            given.with_rates(prefill, decode),
+            switch_s=given.switch_s if cost_s is None else cost_s,
+        )
+
+
+def switch_cost_s(took_s: Iterable[float]) -> float | None:
+    """Return what a switch takes, drain included: the median of the last, None before any."""
+    last = list(took_s)[-_RECENT_SWITCHES:]
+    return statistics.median(last) if last else None

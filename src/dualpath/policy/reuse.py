@@ -1,20 +1,20 @@
-"""Which chain of kept blocks gives way: the one whose next use is farthest (beyond the paper).
+"""Which chain of cached blocks is evicted: the one with the farthest next use (beyond the paper).
 
-Agents that come in turn ask for each chain just after an LRU has evicted it: with room for a
-quarter of them it keeps a quarter and finds nothing.  So of every chain its latest *interval* is
-known, from one use to the next, counted in uses of the buffer and not in time.  The chain expected
-last goes first.  One that is late by as long as its interval counts as given up: where the least
-recently used chain is, that one goes.
+Agents with equal pauses use each chain just after an LRU has evicted it: with room for a quarter of
+them an LRU caches a quarter and hits nothing.  So the latest *interval* of every chain is known,
+from one use to the next, counted in uses of the buffer and not in time.  The chain that is expected
+last is evicted first.  A chain that is late by as long as its interval counts as abandoned: if the
+least recently used chain is, that one is evicted.
 
-A forecast is only worth something where intervals repeat.  How far each was from the one before is
-summed beside the intervals, both fading with age; where the errors are too large a part, as with
-pauses of very unequal length, the least recently used goes, as before.
+A forecast is only useful if intervals repeat.  The difference of each from the one before is summed
+beside the intervals, both fading with age; if the errors are too large a part, as with pauses of
+very unequal length, the least recently used chain is evicted, as before.
 
 All is in integers, so that both cores of the simulator and engines count alike; the compiled core
 calls the functions as they stand.
 """
 
-#: A chain is given up after so many of its intervals without a use.
+#: A chain counts as abandoned after so many of its intervals without a use.
 _PATIENCE = 2
 #: Forecasts are believed while the errors are at most this part of the intervals.
 _ERROR_PARTS, _INTERVAL_PARTS = 3, 4
@@ -56,7 +56,7 @@ class ReuseForecast:
     def learn(self, interval: int, before: int) -> None:
         """A chain was used after ``interval`` uses, and the time before after ``before``, if not 0.
 
-        Only an interval that was forecast tells how good forecasts are.
+        Only an interval that was forecast measures the error of forecasts.
         """
         if before:
             self._intervals = faded_sum(self._intervals, interval, self._window)

@@ -1,28 +1,37 @@
-"""``RequestScheduler``: events in, assignments out (§6.1).  No clock, no I/O, no randomness.
+"""``RequestScheduler``: events in, effects out (§6.1).  No clock, no I/O, no randomness.
 
-A submitted request waits in two queues at once, for a PE and for a DE; when both are known the
-read side is chosen and the assignment handed out.  Engines fetch by group.
+A submitted request waits in two queues at once, for a PE and for a DE; when both are known its
+reads are planned and the assignment is dispatched.  Engines fetch by group.
 
-What the driver (router or simulator) has to do:
+The driver (router or simulator) has to
 
-- send an engine its assignments at once and in the order of ``assign_seq``, and pass on
-  reports that echo the last one sent;
+- send an engine its assignments at once and in the order of ``assign_seq``, and apply reports that
+  echo the last one sent;
 - let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
   yet (they wait for buffer space), because its assignment counts as reported from then on;
-- say what a DE keeps once it has ``granted`` a request's slots, and only then let its PE know of a
-  request of whose hit engines were believed to keep a part;
-- after ``engine_lost`` submit the returned requests again, or fail them.
+- apply ``SlotsGranted`` when a DE has granted a request's slots, and only then notify its PE of a
+  request if engines were believed to cache a part of its hit;
+- after ``EngineLost`` submit the lost requests again, or fail them.
 
-*Order.*  First come, first served by ``submit``, in both queues; ``arrival_seq`` is a label.  A
-request submitted again after a loss queues at the end.  This is what keeps the two queues free of
+*Order.*  First come, first served by ``Submitted``, in both queues; ``arrival_seq`` is a label.  A
+request submitted again after a loss is queued at the end.  This keeps the two queues free of
 deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
-HBM is older and so has a PE as well, and finishes.  What is given back where engines come, go or
-are paused, so that this stays true, is in ``policy.flights``.
+HBM is older and so has a PE as well, and finishes.  So that it stays true, requests that hold only
+a DE release it and are queued again, in order, when engines come or go; when an engine is paused,
+those that hold only a PE do so as well.
 
-*What a request weighs.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
-are computed again (``recompute``); len_r at the DE its prompt and, at most
+*Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
+are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most
 ``generated_reserve_tokens``, what it may generate.
+
+*Reads* are planned when a request is assigned, with the blocks that its engines were believed to
+cache when it was submitted.  Until its DE has granted the slots, these may have been evicted: then
+the reads are planned again, as if the request had no read and no computation on its account yet.
+Its engines stay, and hits that were to be recomputed are.
 """
+
+from collections.abc import Mapping
+from typing import NamedTuple, assert_never
 
 import msgspec
 
@@ -31,27 +40,37 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.accounts import decode_tokens
-from dualpath.policy.assigning import Assigner
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
+    NO_EFFECTS,
     UNLIMITED_TOKENS,
     Assignment,
+    Effects,
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
     EngineReport,
+    EngineResumed,
     EngineSpec,
-    Granted,
+    Event,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
     SchedulerSettings,
-    Thresholds,
+    SetThresholds,
+    SlotsGranted,
+    Submitted,
 )
-from dualpath.policy.flights import Flights
-from dualpath.policy.hit_sources import HitSources
 from dualpath.policy.load import EngineLoad, Ledger
-from dualpath.policy.placement import Placer, Ticket
+from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
+from dualpath.policy.read_side import HitSource, HitSources, more_weight, weight_tokens
 
 
-class QueueLengths(msgspec.Struct, frozen=True):
-    """Requests that wait: for a PE, for a DE (a request may be in both), and at all."""
+class QueueLengths(NamedTuple):
+    """Requests that wait: for a PE, for a DE (a request may be in both), and all of them."""
 
     prefill: int
     decode: int
@@ -59,176 +78,118 @@ class QueueLengths(msgspec.Struct, frozen=True):
 
 
 class RequestScheduler:
-    """Queues, ledger and rules of one cluster; not thread-safe, one owner calls it."""
+    """Queues, ledger and rules of one cluster; not thread-safe, one owner applies events."""
 
     def __init__(self, settings: SchedulerSettings) -> None:
         self._settings = settings
         self._ledger = Ledger()
         self._placers = _placers(settings, self._ledger)
-        self._hits = HitSources(settings, self._ledger)
-        self._flights = Flights(self._ledger, self._placers)
-        self._assigner = Assigner(self._ledger, self._hits, self._flights)
-        self._submitted = 0
+        self._sources = HitSources(settings, self._ledger)
+        self._live: dict[str, LiveRequest] = {}
+        self._submitted = self._unassigned = 0
+        #: Requests that hold only a DE, and the requests that each engine has.
+        self._decode_only: dict[str, LiveRequest] = {}
+        self._on_engine: dict[str, dict[str, None]] = {}
 
-    def set_thresholds(self, thresholds: Thresholds) -> None:
-        """Go on with another α and β; what is placed stays where it is."""
-        self._settings = msgspec.structs.replace(
-            self._settings,
-            alpha_tokens=thresholds.alpha_tokens,
-            beta_tokens=thresholds.beta_tokens,
-            computed_weight=thresholds.computed_weight,
+    def apply(self, event: Event) -> Effects:
+        """Let an event change the cluster; return what the driver has to do.
+
+        Raises the errors that the event's class names, and then changes nothing.
+        """
+        match event:
+            case EngineReport():
+                self._ledger.report(event)
+            case Fetch():
+                return self._fetch(event.group)
+            case Submitted():
+                self._submit(event.request)
+            case SlotsGranted():
+                return self._slots_granted(event)
+            case ReadsDone():
+                if (live := self._live.get(event.request_id)) is not None:
+                    self._end_reads(live)
+            case PrefillEnded():
+                if (live := self._live.get(event.request_id)) is not None:
+                    self._end_prefill(live)
+            case Finished():
+                if (live := self._live.get(event.request_id)) is not None:
+                    self._remove(live)
+            case EngineJoined():
+                self._join(event.spec)
+            case EngineLost():
+                return self._lose(event.engine_id)
+            case EnginePaused():
+                self._ledger.pause(event.engine_id, paused=True)
+                self._requeue_unassigned()
+            case EngineResumed():
+                self._requeue(self._ledger.pause(event.engine_id, paused=False).role)
+            case SetThresholds():
+                self._set_thresholds(event)
+            case _:
+                assert_never(event)
+        return NO_EFFECTS
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def waiting(self) -> int:
+        """Requests that are submitted and not assigned yet."""
+        return self._unassigned
+
+    def queue_lengths(self) -> QueueLengths:
+        """Return the lengths of the queues."""
+        return QueueLengths(
+            prefill=self._placers[Role.PREFILL].waiting(),
+            decode=self._placers[Role.DECODE].waiting(),
+            total=self._unassigned,
         )
-        self._hits.settings = self._settings
-        placer = self._placers[Role.PREFILL]
-        if isinstance(placer, FifoPrefillPlacer):
-            alpha_tokens = effective_alpha_tokens(self._settings)
-            placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
 
-    def engine_joined(self, spec: EngineSpec) -> None:
-        """Count an engine in, empty; the same id may join again after ``engine_lost``.
+    def loads(self) -> tuple[EngineLoad, ...]:
+        """Return the load of every engine as the rules see it, in order of joining."""
+        return self._ledger.snapshot()
 
-        Raises ``ConfigError`` for an id or order in use or a group of the other role.
+    def unplaceable(self) -> list[str]:
+        """Return unassigned requests that are too large for every joined DE, oldest first.
+
+        They appear when an engine is lost or none was known at ``Submitted``, and wait for a larger
+        one to join, others behind them; a live driver refuses them.  Empty while no DE has joined.
         """
-        self._flights.engine_joined(spec)
-
-    def engine_lost(self, engine_id: str) -> list[str]:
-        """Count an engine out and return the unfinished requests it had, oldest first.
-
-        They are forgotten: submit them again or fail them.  A PE has a request until
-        ``prefill_done``, a DE from its assignment until ``finished``.  Requests that merely wait,
-        even for this very engine, stay and are placed elsewhere.
-        Raises ``EngineLostError`` if the engine has not joined.
-        """
-        return self._flights.engine_lost(engine_id)
-
-    def engine_paused(self, engine_id: str) -> None:
-        """Give an engine nothing new; what it was assigned goes on, and so does its account.
-
-        Requests with only half an assignment give it back, wherever it is, and queue anew in
-        order.  Raises ``EngineLostError`` if the engine has not joined.
-        """
-        self._flights.engine_paused(engine_id)
-
-    def engine_resumed(self, engine_id: str) -> None:
-        """Let a paused engine get requests again; raises ``EngineLostError`` as ``engine_paused``.
-
-        An engine that joins is not paused.
-        """
-        self._flights.engine_resumed(engine_id)
-
-    def report(self, report: EngineReport) -> None:
-        """Take over an engine's load.
-
-        Late reports are dropped; raises ``EngineLostError`` for an engine that has not joined,
-        ``IncompatibleError`` for a report that cannot be true.
-        """
-        self._ledger.report(report)
-
-    def submit(self, request: Request) -> None:
-        """Let a request wait for a PE and a DE.
-
-        Raises ``BadRequestError`` for absurd lengths, an id in use, or a length that no joined DE
-        can ever hold.  While no DE has joined any length waits; see ``unplaceable``.
-        """
-        ticket = Ticket(
-            request_id=request.request_id,
-            request=request,
-            number=self._submitted,
-            prefill_tokens=self.request_tokens(request, Role.PREFILL),
-            decode_tokens=self.request_tokens(request, Role.DECODE),
-            kept_tokens=self._hits.kept_tokens(request),
-        )
-        self._check(ticket)
-        self._submitted += 1
-        self._flights.submit(ticket)
+        largest = self._ledger.largest_decode_hbm_tokens
+        if not largest or not self._unassigned:
+            return []
+        return [
+            request_id
+            for request_id, live in self._live.items()
+            if Role.DECODE not in live.engines and live.decode_tokens > largest
+        ]
 
     def request_tokens(self, request: Request, role: Role) -> int:
-        """Return what a request that waits weighs at a role, as the module says."""
+        """Return the weight of a waiting request at a role, as the module defines it."""
         if role is Role.PREFILL:
             return request.prompt_tokens
         reserve = self._settings.generated_reserve_tokens
         return decode_tokens(request.prompt_tokens, request.max_new_tokens, reserve)
 
-    def fetch(self, group: str) -> list[Assignment]:
-        """Serve a group; return the assignments whose second engine was found in this call.
+    # ------------------------------------------------------------------ requests
 
-        Algorithm 1 for a PE group, phases 1 and 2 for a DE group (§6.1).  A group without a live
-        engine gets nothing.
-        """
-        state = self._ledger.groups.get(group)
-        if state is None:
-            return []
-        assignments = []
-        for placement in self._placers[state.role].fetch(group):
-            flight = self._flights.place(state.role, placement)
-            if flight.prefill is not None and flight.decode is not None:
-                assignments.append(self._assigner.assign(flight, flight.prefill, flight.decode))
-        return assignments
-
-    def granted(self, grant: Granted) -> list[Assignment]:
-        """The DE has granted an assigned request's slots, before anything of it is read.
-
-        Where its engines keep less of the hit than was believed, that has been pushed out since:
-        where the hit comes from is chosen anew, with the queues of now.  Returns the assignment
-        with its new reads, or nothing.  Its engines stay; hits that were to be computed again are.
-        """
-        flight = self._flights.live.get(grant.request_id)
-        if flight is None or flight.assignment is None or flight.prefilled:
-            return []
-        kept = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
-        if all(kept[side] >= flight.assignment.kept_end(side) for side in Role):
-            return []
-        return [self._assigner.choose_anew(flight, flight.assignment, kept)]
-
-    def read_done(self, request_id: str) -> None:
-        """All storage reads of a request are over; unknown requests are ignored."""
-        flight = self._flights.live.get(request_id)
-        if flight is not None:
-            self._flights.end_reads(flight)
-
-    def prefill_done(self, request_id: str) -> None:
-        """The PE is through with an assigned request; any other is ignored."""
-        flight = self._flights.live.get(request_id)
-        if flight is not None:
-            self._flights.end_prefill(flight)
-
-    def finished(self, request_id: str) -> None:
-        """A request is over, well or not; unknown requests are ignored."""
-        flight = self._flights.live.get(request_id)
-        if flight is not None:
-            self._flights.forget(flight)
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a request in whatever state; unknown requests are ignored."""
-        self.finished(request_id)
-
-    def waiting(self) -> int:
-        """Requests submitted and not assigned yet."""
-        return self._flights.unassigned
-
-    def queue_lengths(self) -> QueueLengths:
-        """How many requests wait for what."""
-        return QueueLengths(
-            prefill=self._placers[Role.PREFILL].waiting(),
-            decode=self._placers[Role.DECODE].waiting(),
-            total=self._flights.unassigned,
+    def _submit(self, request: Request) -> None:
+        live = LiveRequest(
+            request,
+            number=self._submitted,
+            prefill_tokens=self.request_tokens(request, Role.PREFILL),
+            decode_tokens=self.request_tokens(request, Role.DECODE),
+            cached_tokens=self._sources.cached_tokens(request),
         )
+        self._check(live)
+        self._submitted += 1
+        self._unassigned += 1
+        self._live[live.request_id] = live
+        for placer in self._placers.values():
+            placer.add(live)
 
-    def loads(self) -> tuple[EngineLoad, ...]:
-        """The load of every engine as the rules see it, in order of joining."""
-        return self._ledger.snapshot()
-
-    def unplaceable(self) -> list[str]:
-        """Unassigned requests that none of the joined DEs can ever hold, oldest first.
-
-        They appear when an engine is lost or none was known at ``submit``, and wait for a larger
-        one to join, others behind them; a live driver refuses them.  Empty while no DE has joined.
-        """
-        return self._flights.unplaceable()
-
-    def _check(self, ticket: Ticket) -> None:
-        request = ticket.request
-        if request.request_id in self._flights.live:
+    def _check(self, live: LiveRequest) -> None:
+        request = live.request
+        if request.request_id in self._live:
             raise BadRequestError(
                 f"request id {request.request_id!r} is in use by a live request; "
                 "submit it under another id or cancel the first"
@@ -241,12 +202,211 @@ class RequestScheduler:
                 "token"
             )
         largest = self._ledger.largest_decode_hbm_tokens
-        if largest and ticket.decode_tokens > largest:
+        if largest and live.decode_tokens > largest:
             raise BadRequestError(
-                f"request {request.request_id!r} needs {ticket.decode_tokens} tokens of KV-cache "
+                f"request {request.request_id!r} needs {live.decode_tokens} tokens of KV-cache "
                 f"({prompt} of them its prompt), the largest decode engine holds {largest}; "
                 "shorten the prompt or start a decode engine with more memory"
             )
+
+    def _fetch(self, group: str) -> Effects:
+        state = self._ledger.groups.get(group)
+        if state is None:
+            return NO_EFFECTS
+        placed = self._placers[state.role].fetch(group)
+        for live in placed:
+            self._on_engine[live.engines[state.role]][live.request_id] = None
+            if state.role is Role.PREFILL:
+                self._decode_only.pop(live.request_id, None)
+            elif Role.PREFILL not in live.engines:
+                self._decode_only[live.request_id] = live
+        assigned = [self._assign(live) for live in placed if len(live.engines) == 2]
+        return Effects(tuple(assigned)) if assigned else NO_EFFECTS
+
+    def _assign(self, live: LiveRequest) -> Assignment:
+        """Number a request at both of its engines and plan its reads."""
+        assert live.assignment is None, f"{live.request_id} is assigned already"
+        prefill_engine, decode_engine = live.engines[Role.PREFILL], live.engines[Role.DECODE]
+        source = self._sources.plan(live.request.hit_tokens, live.cached_tokens, live.engines)
+        weight = weight_tokens(source.recompute_tokens, self._settings.computed_weight)
+        prefill_seq = self._ledger.assign(prefill_engine, live.request_id, weight)
+        decode_seq = self._ledger.assign(decode_engine, live.request_id)
+        reads = self._read_tokens(live, source)
+        live.reading = tuple(live.engines[side] for side, tokens in reads.items() if tokens)
+        for side, tokens in reads.items():
+            if tokens:
+                self._ledger.charge_read(live.engines[side], live.request_id, tokens)
+        live.assignment = Assignment(
+            request_id=live.request_id,
+            prefill_engine=prefill_engine,
+            decode_engine=decode_engine,
+            prefill_assign_seq=prefill_seq,
+            decode_assign_seq=decode_seq,
+            reads=source.runs,
+            pe_reason=live.reasons[Role.PREFILL],
+            de_reason=live.reasons[Role.DECODE],
+            read_reason=source.reason,
+            prefill_tokens=live.prefill_tokens + weight,
+            decode_tokens=live.decode_tokens,
+            prefill_read_tokens=reads[Role.PREFILL],
+            decode_read_tokens=reads[Role.DECODE],
+            recompute_tokens=source.recompute_tokens,
+        )
+        self._unassigned -= 1
+        self._charge_computing(live, source.recompute_tokens)
+        return live.assignment
+
+    def _slots_granted(self, grant: SlotsGranted) -> Effects:
+        live = self._live.get(grant.request_id)
+        if live is None or live.assignment is None or live.prefilled:
+            return NO_EFFECTS
+        cached = {Role.PREFILL: grant.prefill_blocks, Role.DECODE: grant.decode_blocks}
+        if all(cached[side] >= live.assignment.cached_end(side) for side in Role):
+            return NO_EFFECTS
+        return Effects((self._replan(live, live.assignment, cached),))
+
+    def _replan(
+        self, live: LiveRequest, old: Assignment, cached_blocks: Mapping[Role, int]
+    ) -> Assignment:
+        """Plan an assigned request's reads again; its engines cache ``cached_blocks`` of it."""
+        for side in Role:
+            read_tokens = old.at(side).read_tokens
+            self._ledger.change(live.engines[side], old.request_id, 0, -read_tokens)
+        self._set_computing(live, 0)
+        hit_tokens = live.request.hit_tokens - old.recompute_tokens
+        block_tokens = self._settings.block_tokens
+        cached_tokens = {
+            engine: min(cached_blocks[side] * block_tokens, hit_tokens)
+            for side, engine in live.engines.items()
+        }
+        source = self._sources.plan(hit_tokens, cached_tokens, live.engines)
+        source = source.recomputing_more(old.recompute_tokens)
+        more = more_weight(
+            old.recompute_tokens, source.recompute_tokens, self._settings.computed_weight
+        )
+        reads = self._read_tokens(live, source)
+        new = msgspec.structs.replace(
+            old,
+            reads=source.runs,
+            read_reason=source.reason,
+            prefill_tokens=old.prefill_tokens + more,
+            prefill_read_tokens=reads[Role.PREFILL],
+            decode_read_tokens=reads[Role.DECODE],
+            recompute_tokens=source.recompute_tokens,
+        )
+        for side in Role:
+            more_tokens = new.at(side).tokens - old.at(side).tokens
+            self._ledger.change(live.engines[side], old.request_id, more_tokens, reads[side])
+        live.assignment, live.reading = new, (new.prefill_engine, new.decode_engine)
+        self._charge_computing(live, source.recompute_tokens)
+        return new
+
+    def _read_tokens(self, live: LiveRequest, source: HitSource) -> dict[Role, int]:
+        """Return the tokens that are read from storage at either side."""
+        hit_tokens = live.request.hit_tokens - source.recompute_tokens
+        tokens = dict.fromkeys(Role, 0)
+        for run in source.runs:
+            if not run.cached:
+                tokens[run.side] = run.tokens(self._settings.block_tokens, hit_tokens)
+        return tokens
+
+    def _charge_computing(self, live: LiveRequest, recompute_tokens: int) -> None:
+        """Charge a request's misses and the hits that are recomputed to its PE."""
+        misses = live.request.prompt_tokens - live.request.hit_tokens
+        self._set_computing(live, misses + recompute_tokens)
+
+    def _set_computing(self, live: LiveRequest, tokens: int) -> None:
+        if (prefill_engine := live.engines.get(Role.PREFILL)) is not None:
+            self._ledger.charge_computing(prefill_engine, tokens - live.computing_tokens)
+        live.computing_tokens = tokens
+
+    def _end_reads(self, live: LiveRequest) -> None:
+        """Release the reads that no report has counted in yet."""
+        for engine_id in live.reading:
+            self._ledger.release_read(engine_id, live.request_id)
+        live.reading = ()
+
+    def _end_prefill(self, live: LiveRequest) -> None:
+        if live.assignment is not None and not live.prefilled:
+            live.prefilled = True
+            self._set_computing(live, 0)
+            self._release(live, Role.PREFILL)
+
+    def _remove(self, live: LiveRequest) -> None:
+        """Remove a request in whatever state, with everything on its account."""
+        del self._live[live.request_id]
+        self._decode_only.pop(live.request_id, None)
+        if live.assignment is None:
+            self._unassigned -= 1
+            assert self._unassigned >= 0, "requests that wait are counted once"
+            for placer in self._placers.values():
+                placer.discard(live.request_id)
+        self._end_reads(live)
+        self._set_computing(live, 0)
+        for role in live.engines:
+            self._release(live, role)
+
+    def _release(self, live: LiveRequest, role: Role) -> None:
+        """Release a request at its engine of a role, which may be lost by now."""
+        engine_id = live.engines[role]
+        self._ledger.release(engine_id, live.request_id)
+        self._on_engine.get(engine_id, {}).pop(live.request_id, None)
+
+    # ------------------------------------------------------------------ engines
+
+    def _join(self, spec: EngineSpec) -> None:
+        self._ledger.join(spec)
+        self._on_engine[spec.engine_id] = {}
+        self._requeue(spec.role)
+
+    def _lose(self, engine_id: str) -> Effects:
+        spec = self._ledger.leave(engine_id)
+        here = [self._live[request_id] for request_id in self._on_engine.pop(engine_id)]
+        prefill = spec.role is Role.PREFILL
+        lost = [live for live in here if prefill or Role.PREFILL in live.engines]
+        for live in lost:
+            self._remove(live)
+        self._requeue(spec.role)
+        lost.sort(key=lambda live: live.number)
+        return Effects(lost_requests=tuple(live.request_id for live in lost))
+
+    def _requeue(self, role: Role) -> None:
+        """Queue waiting requests of a role again after its engines changed."""
+        requests = []
+        if role is Role.DECODE:
+            for live in self._decode_only.values():
+                self._unplace(live, Role.DECODE)
+                requests.append(live)
+            self._decode_only.clear()
+        self._placers[role].requeue(requests)
+
+    def _requeue_unassigned(self) -> None:
+        """Queue all waiting requests again for both of their engines."""
+        requests = []
+        for live in self._live.values():
+            if Role.PREFILL in live.engines and live.assignment is None:
+                self._unplace(live, Role.PREFILL)
+                requests.append(live)
+        self._placers[Role.PREFILL].requeue(requests)
+        self._requeue(Role.DECODE)
+
+    def _unplace(self, live: LiveRequest, role: Role) -> None:
+        assert live.assignment is None, f"{live.request_id} is assigned and stays where it is"
+        self._release(live, role)
+        del live.engines[role], live.reasons[role]
+
+    def _set_thresholds(self, thresholds: SetThresholds) -> None:
+        self._settings = msgspec.structs.replace(
+            self._settings,
+            alpha_tokens=thresholds.alpha_tokens,
+            beta_tokens=thresholds.beta_tokens,
+            computed_weight=thresholds.computed_weight,
+        )
+        self._sources.settings = self._settings
+        placer = self._placers[Role.PREFILL]
+        if isinstance(placer, FifoPrefillPlacer):
+            alpha_tokens = effective_alpha_tokens(self._settings)
+            placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
 
 
 def places_in_turn(settings: SchedulerSettings) -> bool:

@@ -1,53 +1,178 @@
-"""What to keep in DRAM, and what to bring back, while an agent's tool runs.
+"""Which KV to retain in DRAM, and which to prefetch, while an agent's tool runs.
 
 An agent's turn ends, a tool runs, the next turn comes with the same context and a little more.  In
-the pause the KV of the context lies in its DE's buffer until somebody needs the slots.  A client
-may ask to *retain* it; and what has left is *prefetched*, read from storage into that buffer, when
-the pause is nearly over, so that the turn finds it there.  Both only use memory that no request
-wants: retained blocks leave last among those that no request holds, and all of them leave for a
-request.
+the pause the KV of the context stays in its DE's buffer until the slots are needed.  A client may
+ask to *retain* it; and blocks that were evicted are *prefetched*, read from storage into that
+buffer, when the pause is nearly over, so that the turn finds them there.  Both only use memory that
+no request needs: retained blocks are evicted last among those that no request holds, and all of
+them are evicted for a request.
 
-Only a share of a buffer is kept so.  Where it is used up, a session whose turn comes sooner takes
-the place of those whose turns come later, which is the best that can be done where the times are
-right (Belady); what a client asked for does not give way to a guess.
+Only a share of a buffer is used so.  If it is full, a session with an earlier next turn displaces
+sessions with later ones, which is optimal if the times are right (Belady); a client's request is
+not displaced by a guess.
 
-No clock, no I/O: times are arguments, in seconds from any origin, and orders come back.
+A session is known by the name that its client gives it, or by its keys: a prompt that begins with
+all blocks of an earlier prompt, or of an earlier one and its answer, continues it.
+
+No clock, no I/O: times are arguments, in seconds from any origin, and orders are returned.
 """
 
 import heapq
 import itertools
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.session_hints import SessionHints
-from dualpath.policy.agent_sessions import AgentSession, SessionMemory, SessionName
 
-#: What is brought back stays for so many usual pauses more, then leaves as everything else.
+#: A tenant, and the session's name, given by the client or by this module.
+SessionName = tuple[str, str]
+
+#: A pause is predicted from at least so many of the session's own pauses, else from all sessions'.
+_OWN_PAUSES = 3
+_RECENT_PAUSES = 16
+_RECENT_PAUSES_OF_ALL = 256
+#: The share of pauses that are shorter than the prediction: blocks that are prefetched too early
+#: only use idle memory, the turn waits for those that come too late.
+_SHORTER = 0.25
+
+
+class AgentSession:
+    """``keys`` are cached at ``engine_id`` since ``ended_s``; None during a turn.
+
+    ``next_s`` is when the next turn is expected, ``fetch_s`` when they are prefetched for it,
+    ``retained_until_s`` until when they count as retained; ``tails`` are the keys that identify it.
+    """
+
+    __slots__ = (
+        *("ended_s", "engine_id", "fetch_s", "hints", "retained_until_s", "keys", "name"),
+        *("next_s", "pauses", "tails"),
+    )
+
+    def __init__(self, name: SessionName) -> None:
+        self.name = name
+        self.hints = SessionHints()
+        self.keys: tuple[BlockKey, ...] = ()
+        self.tails: tuple[BlockKey, ...] = ()
+        self.engine_id = ""
+        self.ended_s: float | None = None
+        self.next_s = 0.0
+        self.fetch_s: float | None = None
+        self.retained_until_s: float | None = None
+        self.pauses: deque[float] = deque(maxlen=_RECENT_PAUSES)
+
+
+class SessionMemory:
+    """The sessions used last, of at most ``most_blocks`` blocks together; one owner."""
+
+    def __init__(self, most_blocks: int) -> None:
+        self._most_blocks = most_blocks
+        self._sessions: OrderedDict[SessionName, AgentSession] = OrderedDict()
+        self._by_tail: dict[BlockKey, AgentSession] = {}
+        self._blocks = 0
+        self._unnamed = 0
+        self._pauses: deque[float] = deque(maxlen=_RECENT_PAUSES_OF_ALL)
+
+    def __len__(self) -> int:
+        """Return the number of known sessions."""
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[AgentSession]:
+        """Iterate, from the least recently used one on."""
+        return iter(self._sessions.values())
+
+    def get(self, name: SessionName) -> AgentSession | None:
+        """Return a session by its name."""
+        return self._sessions.get(name)
+
+    def find(self, tenant: str, session_id: str, keys: Sequence[BlockKey]) -> AgentSession:
+        """Return the session that a turn continues, or a new one; it becomes the last used."""
+        session = self._known(tenant, session_id, keys)
+        self._sessions.move_to_end(session.name)
+        return session
+
+    def note_pause(self, session: AgentSession, pause_s: float) -> None:
+        """Record how long a session's tools ran."""
+        session.pauses.append(pause_s)
+        self._pauses.append(pause_s)
+
+    def usual_pause_s(self, session: AgentSession) -> float | None:
+        """Return a pause that most of the session's exceed; None while none is known."""
+        own = session.pauses
+        return _shorter_than_most(own if len(own) >= _OWN_PAUSES else self._pauses)
+
+    def remember(
+        self, session: AgentSession, keys: tuple[BlockKey, ...], prompt_blocks: int
+    ) -> None:
+        """Record a session's context: the first ``prompt_blocks`` keys are its last prompt's."""
+        self._drop_tails(session)
+        self._blocks += len(keys) - len(session.keys)
+        session.keys = keys
+        # The next prompt may encode the answer in other tokens than it was generated in.
+        tails = keys[-1:], keys[max(prompt_blocks - 1, 0) : prompt_blocks]
+        session.tails = tuple(dict.fromkeys(key for tail in tails for key in tail))
+        self._by_tail.update(dict.fromkeys(session.tails, session))
+
+    def over_capacity(self) -> AgentSession | None:
+        """Return the session to remove next, None while the capacity suffices."""
+        if self._blocks <= self._most_blocks or len(self._sessions) < 2:
+            return None
+        return next(iter(self._sessions.values()))
+
+    def remove(self, session: AgentSession) -> None:
+        """Remove a session; its pauses stay among all others'."""
+        self._sessions.pop(session.name, None)
+        self._drop_tails(session)
+        self._blocks -= len(session.keys)
+
+    def _known(self, tenant: str, session_id: str, keys: Sequence[BlockKey]) -> AgentSession:
+        if not session_id:
+            for key in reversed(keys):
+                if (session := self._by_tail.get(key)) is not None:
+                    return session
+            self._unnamed += 1
+            # No client can give a name with a line end.
+            session_id = f"\n{self._unnamed}"
+        name = tenant, session_id
+        return self._sessions.setdefault(name, AgentSession(name))
+
+    def _drop_tails(self, session: AgentSession) -> None:
+        for key in session.tails:
+            if self._by_tail.get(key) is session:
+                del self._by_tail[key]
+        session.tails = ()
+
+
+def _shorter_than_most(pauses: Iterable[float]) -> float | None:
+    known = sorted(pauses)
+    return known[int(len(known) * _SHORTER)] if known else None
+
+
+#: Prefetched blocks are retained for so many usual pauses more, then evicted as others.
 _STAY_PAUSES = 4.0
 _SHORTEST_STAY_S = 1.0
-#: Reading back begins so many times earlier than a storage NIC needs that reads nothing else: it
-#: only reads on while no request waits for it.
+#: A prefetch begins so many times earlier than an idle storage NIC would need: it only continues
+#: while no request waits for the NIC.
 _HEAD_STARTS = 2.0
-#: Plans that no longer hold are swept when there are so many times more plans than sessions.
+#: Stale plans are removed when there are so many times more plans than sessions.
 _PLANS_PER_SESSION = 4
 _FEW_PLANS = 64
 
-#: Why an order is given.
+#: Reasons of orders.
 RETAIN, EXPECTED, ASKED, DISPLACED, DONE = REASONS = (
     *("retain", "expected", "asked", "displaced", "done"),
 )
 
 
 class WarmthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How much may be remembered and kept.
+    """Limits of remembered sessions and retained blocks.
 
-    ``budget_share`` of a DE's buffer may be retained or brought back, 0 to 1.  ``most_blocks`` of
-    all sessions' contexts are remembered, the latest used.  ``prefetch`` False: only what a client
-    asks for is brought back.
+    ``budget_share`` of a DE's buffer may be retained or prefetched, 0 to 1.  ``most_blocks`` of all
+    sessions' contexts are remembered, the latest used.  ``prefetch`` False: only a client's request
+    is prefetched.
     """
 
     budget_share: float
@@ -56,7 +181,7 @@ class WarmthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeBuffer(NamedTuple):
-    """A live DE's DRAM buffer: all its blocks, and what it reads from storage, 0: not known."""
+    """A live DE's DRAM buffer: all its blocks, and its read speed from storage, 0: not known."""
 
     blocks: int
     blocks_per_s: float = 0.0
@@ -66,10 +191,10 @@ Buffers = Mapping[str, DecodeBuffer]
 
 
 class Order(msgspec.Struct, frozen=True):
-    """To a DE: keep the blocks of ``keys`` for ``retain_s``; 0: they may leave before others.
+    """To a DE: retain the blocks of ``keys`` for ``retain_s``; 0: evict them before others.
 
-    ``fetch``: read those that are not there.  ``reason`` is one of ``REASONS``.  The turn that they
-    are kept for is expected in ``expected_s``.
+    ``fetch``: read those that are not cached.  ``reason`` is one of ``REASONS``.  The turn that
+    they are retained for is expected in ``expected_s``.
     """
 
     engine_id: str
@@ -83,7 +208,7 @@ class Order(msgspec.Struct, frozen=True):
 class SessionWarmth:
     """Orders for the DEs of one router; one owner.
 
-    ``over_budget`` counts what was not kept or brought back as the DE's share was used up.
+    ``over_budget`` counts orders that were not given because the DE's share was used up.
     """
 
     def __init__(self, settings: WarmthSettings) -> None:
@@ -91,22 +216,22 @@ class SessionWarmth:
         self._settings = settings
         self._memory = SessionMemory(settings.most_blocks)
         self._numbers = itertools.count()
-        #: When a session is to be looked at; a plan that it no longer has says nothing.
+        #: When to act on a session; a plan that differs from the session's times is stale.
         self._agenda: list[tuple[float, int, AgentSession]] = []
-        self._kept_blocks: Counter[str] = Counter()
-        self._kept: defaultdict[str, dict[AgentSession, None]] = defaultdict(dict)
+        self._retained_blocks: Counter[str] = Counter()
+        self._retained: defaultdict[str, dict[AgentSession, None]] = defaultdict(dict)
 
     def __len__(self) -> int:
-        """Sessions that are remembered."""
+        """Return the number of known sessions."""
         return len(self._memory)
 
     def __contains__(self, name: SessionName) -> bool:
-        """Whether a session is remembered."""
+        """Whether a session is known."""
         return self._memory.get(name) is not None
 
-    def kept_blocks(self, engine_id: str) -> int:
-        """Return the blocks that count as kept at a DE."""
-        return self._kept_blocks[engine_id]
+    def retained_blocks(self, engine_id: str) -> int:
+        """Return the blocks that count as retained at a DE."""
+        return self._retained_blocks[engine_id]
 
     def turn_began(
         self, tenant: str, hints: SessionHints, keys: Sequence[BlockKey], now_s: float
@@ -128,7 +253,7 @@ class SessionWarmth:
         now_s: float,
         buffers: Buffers,
     ) -> list[Order]:
-        """Note an answer: ``keys`` of prompt and answer, whose blocks lie at a DE now.
+        """Note an answer: ``keys`` of prompt and answer, which a DE caches now.
 
         The first ``prompt_blocks`` are the prompt's.  ``buffers`` are those of all live DEs.
         """
@@ -137,21 +262,21 @@ class SessionWarmth:
             return []
         self._end_pause(session)  # Another turn of it may have ended while this one ran.
         moved = bool(session.engine_id) and session.engine_id != engine_id
-        # What lies at the DE of its last turn is of no more use: it lies here as well.
-        orders = [_let_go(session, DISPLACED)] if moved and session.keys else []
+        # The blocks at the DE of its last turn are no longer useful: they are cached here as well.
+        orders = [_release_order(session, DISPLACED)] if moved and session.keys else []
         self._memory.remember(session, tuple(keys), prompt_blocks)
         session.engine_id, session.ended_s = engine_id, now_s
         if session.hints.done:
             return orders + self.done(name)
         orders += self._hinted(session, now_s, buffers)
-        while (oldest := self._memory.too_many()) is not None:
-            self._forget(oldest)
+        while (oldest := self._memory.over_capacity()) is not None:
+            self._remove(oldest)
         return orders
 
     def hint(
         self, name: SessionName, hints: SessionHints, now_s: float, buffers: Buffers
     ) -> list[Order]:
-        """Take what a client says while its tool runs; ``next_turn_s`` counts from now."""
+        """Apply a client's hints while its tool runs; ``next_turn_s`` counts from now."""
         session = self._memory.get(name)
         if session is None or session.ended_s is None:
             return []
@@ -161,47 +286,47 @@ class SessionWarmth:
         return self._hinted(session, now_s, buffers)
 
     def due(self, now_s: float, buffers: Buffers) -> list[Order]:
-        """Return what is to be brought back by now."""
+        """Return the prefetches that are due."""
         orders = []
         while self._agenda and self._agenda[0][0] <= now_s:
             session = heapq.heappop(self._agenda)[2]
             if session.fetch_s is not None and session.fetch_s <= now_s:
                 orders += self._fetch(session, now_s, buffers)
-            elif session.kept_until_s is not None and session.kept_until_s <= now_s:
+            elif session.retained_until_s is not None and session.retained_until_s <= now_s:
                 self._count_out(session)
         return orders
 
     def next_s(self) -> float | None:
-        """Return when to ask ``due`` again, None while nothing is planned."""
+        """Return when to call ``due`` again, None without plans."""
         return self._agenda[0][0] if self._agenda else None
 
     def done(self, name: SessionName) -> list[Order]:
-        """Forget a session; its blocks may leave before those of others."""
+        """Remove a session; its blocks may be evicted before those of others."""
         session = self._memory.get(name)
         if session is None:
             return []
-        self._forget(session)
+        self._remove(session)
         if not session.keys or not session.engine_id:
             return []
-        return [_let_go(session, DONE)]
+        return [_release_order(session, DONE)]
 
     def engine_lost(self, engine_id: str) -> None:
-        """Nothing lies at a DE any more."""
+        """A DE caches nothing any more."""
         for session in self._memory:
             if session.engine_id == engine_id:
                 self._count_out(session)
                 session.engine_id, session.fetch_s = "", None
 
     def _hinted(self, session: AgentSession, now_s: float, buffers: Buffers) -> list[Order]:
-        """Retain a session as its hints say, and plan its coming back."""
+        """Retain a session by its hints, and plan its prefetch."""
         pause_s = self._expected_pause_s(session)
         retain_s = session.hints.retain_s
         session.fetch_s = self._fetch_s(session, now_s, buffers)
         session.next_s = now_s + (retain_s or 0.0 if pause_s is None else pause_s)
         if session.fetch_s is not None and session.hints.next_turn_s and retain_s is None:
-            # What leaves meanwhile should be that of others, whose turns come later.
+            # Meanwhile blocks of others should be evicted, because their turns come later.
             retain_s = session.hints.next_turn_s + _stay_s(session.hints.next_turn_s)
-        orders = self._keep(session, now_s, retain_s, RETAIN, buffers) if retain_s else []
+        orders = self._retain(session, now_s, retain_s, RETAIN, buffers) if retain_s else []
         if session.fetch_s is not None and session.fetch_s <= now_s:
             return orders + self._fetch(session, now_s, buffers)
         self._plan(session, session.fetch_s)
@@ -213,12 +338,12 @@ class SessionWarmth:
         stay_s = left_s + _stay_s(self._expected_pause_s(session) or 0.0)
         retain_s = max(stay_s, session.hints.retain_s or 0.0)
         reason = EXPECTED if session.hints.next_turn_s is None else ASKED
-        return self._keep(session, now_s, retain_s, reason, buffers)
+        return self._retain(session, now_s, retain_s, reason, buffers)
 
-    def _keep(
+    def _retain(
         self, session: AgentSession, now_s: float, retain_s: float, reason: str, buffers: Buffers
     ) -> list[Order]:
-        """Count a session's blocks as kept at its DE, if a share of the buffer is left for them."""
+        """Count a session's blocks as retained at its DE, if its share of the buffer allows it."""
         buffer = buffers.get(session.engine_id)
         if buffer is None or not session.keys:
             return []
@@ -229,21 +354,21 @@ class SessionWarmth:
             return []
         for other in displaced:
             self._count_out(other)
-        self._kept_blocks[session.engine_id] += len(session.keys)
-        self._kept[session.engine_id][session] = None
-        session.kept_until_s = now_s + retain_s
-        self._plan(session, session.kept_until_s)
-        kept = Order(
+        self._retained_blocks[session.engine_id] += len(session.keys)
+        self._retained[session.engine_id][session] = None
+        session.retained_until_s = now_s + retain_s
+        self._plan(session, session.retained_until_s)
+        retain = Order(
             *(session.engine_id, session.keys, retain_s, reason != RETAIN, reason),
             expected_s=max(session.next_s - now_s, 0.0),
         )
-        return [*(_let_go(other, DISPLACED) for other in displaced), kept]
+        return [*(_release_order(other, DISPLACED) for other in displaced), retain]
 
     def _displaced_by(self, session: AgentSession, budget: float) -> list[AgentSession] | None:
-        """Return who has to give way so that a session fits; None if it is less urgent itself."""
-        room = budget - self._kept_blocks[session.engine_id] - len(session.keys)
+        """Return the sessions to displace so that this one fits; None if it is less urgent."""
+        room = budget - self._retained_blocks[session.engine_id] - len(session.keys)
         displaced: list[AgentSession] = []
-        for other in sorted(self._kept[session.engine_id], key=_urgency) if room < 0 else ():
+        for other in sorted(self._retained[session.engine_id], key=_urgency) if room < 0 else ():
             if room >= 0 or _urgency(other) >= _urgency(session):
                 break
             displaced.append(other)
@@ -251,7 +376,7 @@ class SessionWarmth:
         return displaced if room >= 0 else None
 
     def _fetch_s(self, session: AgentSession, now_s: float, buffers: Buffers) -> float | None:
-        """Return when a session's KV is to be brought back so that it is there in time."""
+        """Return when to prefetch a session's KV so that it is there in time."""
         asked = session.hints.next_turn_s is not None
         if not session.hints.prefetch or not (self._settings.prefetch or asked):
             return None
@@ -275,37 +400,38 @@ class SessionWarmth:
             self._agenda = [plan for plan in self._agenda if _still_holds(plan)]
             heapq.heapify(self._agenda)
 
-    def _forget(self, session: AgentSession) -> None:
+    def _remove(self, session: AgentSession) -> None:
         self._end_pause(session)
-        self._memory.forget(session)
+        self._memory.remove(session)
 
     def _end_pause(self, session: AgentSession) -> None:
-        """Nothing more is to be done in a session's pause, and nothing kept for it."""
+        """A session's pause has ended: drop its plans and what it retains."""
         session.ended_s = session.fetch_s = None
         self._count_out(session)
 
     def _count_out(self, session: AgentSession) -> None:
-        if session.kept_until_s is not None:
-            session.kept_until_s = None
-            self._kept_blocks[session.engine_id] -= len(session.keys)
-            del self._kept[session.engine_id][session]
+        if session.retained_until_s is not None:
+            session.retained_until_s = None
+            self._retained_blocks[session.engine_id] -= len(session.keys)
+            assert self._retained_blocks[session.engine_id] >= 0, "retained blocks count once"
+            del self._retained[session.engine_id][session]
 
 
 def _urgency(session: AgentSession) -> tuple[bool, float]:
-    """Return what is the larger, the more a session's blocks would be missed."""
+    """Return a key that is larger for sessions with more urgent blocks."""
     asked = session.hints.next_turn_s is not None or session.hints.retain_s is not None
     return asked, -session.next_s
 
 
 def _stay_s(pause_s: float) -> float:
-    """Return how long what is kept waits for a turn that is late."""
+    """Return how long blocks are retained for a turn that is late."""
     return max(_STAY_PAUSES * pause_s, _SHORTEST_STAY_S)
 
 
-def _let_go(session: AgentSession, reason: str) -> Order:
+def _release_order(session: AgentSession, reason: str) -> Order:
     return Order(session.engine_id, session.keys, 0.0, fetch=False, reason=reason)
 
 
 def _still_holds(plan: tuple[float, int, AgentSession]) -> bool:
     when_s, _, session = plan
-    return when_s in (session.fetch_s, session.kept_until_s)
+    return when_s in (session.fetch_s, session.retained_until_s)

@@ -1,4 +1,4 @@
-"""API keys: one rule for the servers of routers and engines, whoever wrote them.
+"""API keys: one rule for the servers of routers and engines, ours and vLLM's.
 
 Where a server has keys, **every path asks for one** unless it is on a short list of exact names.
 So a path that a new version of vLLM adds is closed until somebody opens it.  vLLM's own
@@ -7,7 +7,7 @@ others open; it stays behind ours.
 
 Open are the probes of load balancers, and the page of the dashboard, which is the same for every
 router and fetches its data with the key.  A router's ``/metrics`` is open by choice
-(``--open-metrics``).  An engine's always is: whoever holds the engines' key could forge transfers,
+(``--open-metrics``).  An engine's always is: a client with the engines' key could forge transfers,
 and a scraper shall not hold it.
 """
 
@@ -92,7 +92,7 @@ def engine_keys(keys: Sequence[str] = ()) -> ApiKeys:
 
 
 class ApiKeyGuard:
-    """ASGI middleware: 401 for who shows no key, before anything of the body is read.
+    """ASGI middleware: 401 for a request without a key, before its body is read.
 
     Without ``keys`` they are ``scope["app"].state.dualpath_api_keys``: vLLM makes middleware of an
     application and nothing else.
@@ -125,7 +125,7 @@ class ApiKeyGuard:
 
 
 def warn_if_open(host: str, keys: ApiKeys) -> None:
-    """Say that everybody who reaches ``host`` may use the models, if that is so."""
+    """Log a warning if everybody who reaches ``host`` may use the models."""
     if not (keys.asked_for or is_loopback(host)):
         logger.warning(
             "the endpoint at %s serves everybody who reaches it; --api-keys or %s asks for a key",
@@ -134,7 +134,7 @@ def warn_if_open(host: str, keys: ApiKeys) -> None:
 
 
 def engine_headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return what the router's calls show to engines that ask for a key."""
+    """Return the headers of the router's calls to engines that require a key."""
     return bearer(environment.get(ENGINE_KEY_VARIABLE))
 
 

@@ -4,10 +4,10 @@ Web servers bound requests.  A connection that sends no request, or half a head,
 memory all the same, and uvicorn keeps it for ever.  A ``GuardedConnection`` stands between the
 transport and the protocol of whichever server it is:
 
-- beyond ``most`` connections a new one is told so (429) and closed;
+- a connection beyond ``most`` is answered with 429 and closed;
 - one that begins no request for ``quiet_s``, since it was made or since its last answer, is closed;
-- between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and what is left
-  of a body that nobody wanted.  This needs a protocol that knows of a request as soon as its head
+- between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and the
+  rest of an unread body.  This needs a protocol that knows of a request as soon as its head
   is there, as uvicorn's does; aiohttp's does not, and bounds heads itself.
 """
 
@@ -26,7 +26,7 @@ _HEAD_TOO_LARGE = 431
 
 
 class Progress(NamedTuple):
-    """What a server's protocol says of a connection: its latest request, and whether it is over."""
+    """State of a connection's protocol: its latest request, and whether that is being served."""
 
     latest: object
     under_way: bool
@@ -82,7 +82,7 @@ class Connections:
         self._watch()
         return True
 
-    def forget(self, connection: "GuardedConnection") -> None:
+    def remove(self, connection: "GuardedConnection") -> None:
         """A connection is closed."""
         self._open.discard(connection)
         if not self._open:
@@ -95,7 +95,7 @@ class Connections:
                 await self._empty.wait()
 
     def refusal(self, status: int) -> bytes:
-        """Return a whole answer to who has not asked anything yet, and count it."""
+        """Return a whole answer to a client without a request, and count it."""
         message = {
             TOO_MANY: f"{self._limits.most} connections are open, the most this server takes; "
             "close some or raise --max-connections",
@@ -185,7 +185,7 @@ class GuardedConnection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Hand it on."""
-        self._owner.forget(self)
+        self._owner.remove(self)
         if self.inner is not None:
             self.inner.connection_lost(exc)
 
@@ -207,7 +207,7 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.abort()
 
     def _moved(self) -> bool:
-        """Whether a request has begun or ended since the last look."""
+        """Whether a request has begun or ended since the last check."""
         assert self.inner is not None
         seen = self._progress(self.inner)
         if seen == self._seen:

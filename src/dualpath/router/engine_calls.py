@@ -3,7 +3,7 @@
 The service knows requests as ``Job`` and tokens as ``TokenEvent``; ``EngineCalls`` turns them
 into model work.  ``vllm.generate_client`` implements it for jobs of vLLM's front end, the light
 front door for jobs of token ids, both over ``router.token_api``; tests do with a few lines.  Bulk
-KV never passes here: prefill and decode transfers only say where it lies.
+KV never passes here: prefill and decode transfers only name its location.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -24,7 +24,7 @@ class TokenEvent(msgspec.Struct, frozen=True):
     ``finish_reason`` None: more will come; "abort" and "error": the engine gave the request up;
     anything else ends it.  ``payload`` is the engine's own output for the front end (logprobs,
     say).  ``cached_tokens`` is set by the service in the first event of a request: prompt tokens
-    whose KV was loaded instead of computed.
+    with KV that was loaded instead of computed.
     """
 
     token_ids: tuple[int, ...]
@@ -44,9 +44,9 @@ class Job(msgspec.Struct, frozen=True):
     ``first_token_from_pe`` False: the DE generates the first token again and only its tokens are
     streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.
-    ``tenant`` is the ``core.blocks.tenant_tag`` of whose blocks these are.
-    ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are what
-    the client says of its session.
+    ``tenant`` is the ``core.blocks.tenant_tag`` of the blocks' owner.
+    ``trace_headers`` are the W3C trace context that calls to engines carry on.  ``hints`` are
+    the client's on its session.
     """
 
     request_id: str
@@ -64,7 +64,7 @@ class Job(msgspec.Struct, frozen=True):
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens whose KV the DE needs before it can decode."""
+        """Tokens with KV that the DE needs before it can decode."""
         return len(self.prompt_token_ids)
 
     def continued(self, generated: Sequence[int]) -> "Job":
@@ -85,7 +85,7 @@ class EngineHealth(Protocol):
     """Whether engines' HTTP servers answer."""
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server says that it is well; raises ``EngineLostError`` if not."""
+        """Return if the engine's server is healthy; raises ``EngineLostError`` if not."""
         ...
 
 
@@ -104,7 +104,7 @@ class EngineCalls(EngineHealth, Protocol):
     ) -> TokenEvent:
         """Run the prompt on a PE with one new token; return it.
 
-        ``finish_reason`` "length" only says that the one token asked for is there.
+        ``finish_reason`` "length" only means that the one requested token is there.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""Which engines there are, as far as the life of a request has to know."""
+"""The engines of a cluster, as far as the life of a request needs them."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -15,9 +15,9 @@ from dualpath.core.rates import Rates
 
 
 class EngineInfo(msgspec.Struct, frozen=True):
-    """What an engine said of itself in ``Register``; ``order`` is its rank of first arrival.
+    """An engine's registration; ``order`` is its rank of first arrival.
 
-    ``unsettled``, ``quarantined`` and ``writers`` are what its sessions before left in doubt.
+    ``unsettled``, ``quarantined`` and ``writers`` are what its earlier sessions left in doubt.
     """
 
     engine_id: str
@@ -46,21 +46,21 @@ class EngineInfo(msgspec.Struct, frozen=True):
 
     @property
     def unit(self) -> str:
-        """What starts and ends with it, whatever the number of ranks: a rank's name without it."""
+        """The unit that starts and ends with it: the engine, or all ranks of its group."""
         return self.engine_id.removesuffix(rank_mark(self.dp.rank)) if self.dp else self.engine_id
 
 
 class KnownEngines(Protocol):
-    """The engines of a cluster at the moment."""
+    """The engines of a cluster at present."""
 
     @property
     def mode(self) -> Mode | None:
-        """What they run in; None before any has joined."""
+        """Their mode; None before any has joined."""
         ...
 
     @property
     def namespace(self) -> StoreNamespace | None:
-        """Whose KV they hold; None before any has joined."""
+        """The namespace of their KV; None before any has joined."""
         ...
 
     def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
@@ -72,7 +72,7 @@ class KnownEngines(Protocol):
         ...
 
     def waits(self) -> Iterable[str]:
-        """Say what those wait for that are not live, once each."""
+        """Return what registered engines wait for that are not live, once each."""
         ...
 
 
@@ -81,10 +81,10 @@ def missing_engines(engines: KnownEngines) -> str | None:
     missing = [role.value for role in Role if not engines.alive(role)]
     if not missing:
         return None
-    said = (
+    reason = (
         f"no live {' and no live '.join(missing)} engine; start one that registers with the router"
     )
-    return "; ".join((said, *engines.waits()))
+    return "; ".join((reason, *engines.waits()))
 
 
 def is_alive(engines: KnownEngines, info: EngineInfo) -> bool:
@@ -102,17 +102,17 @@ def geometry(engines: KnownEngines) -> BlockGeometry:
     return engines.namespace.geometry
 
 
-class Presence:
-    """Wakes who waits for engines; ``changed`` whenever one came or went."""
+class Membership:
+    """Wakes tasks that wait for engines; ``changed`` is called when one joins or is lost."""
 
     def __init__(self, engines: KnownEngines) -> None:
         self._engines = engines
         self._changed = asyncio.Event()
-        #: Are told of each change.
+        #: Called at each change.
         self.listeners: list[Callable[[], None]] = []
 
     def changed(self) -> None:
-        """Let those look again who wait."""
+        """Wake the waiters."""
         for listener in self.listeners:
             listener()
         self._changed.set()
@@ -121,7 +121,7 @@ class Presence:
     async def wait(self, prefill: int, decode: int, timeout_s: float, address: str) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing.
 
-        ``address`` is where the missing ones would have to greet.
+        ``address`` is where the missing ones have to register.
         """
         wanted = {Role.PREFILL: prefill, Role.DECODE: decode}
         try:

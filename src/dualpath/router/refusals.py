@@ -11,7 +11,7 @@ PROMPT_PARAMETER = "input_tokens"
 _PROMPT_PARAMETERS = (PROMPT_PARAMETER, "input_text")
 
 _FIRST_REFUSAL, _LAST_REFUSAL = 400, 499
-#: All that is refused is counted; of what is written in the log, see ``ControlRefusals.complain``.
+#: All refusals are counted; ``ControlRefusals.complain`` limits those that are logged.
 COMPLAINT_GAP_S = 60.0
 MOST_COMPLAINTS = 20
 
@@ -82,7 +82,7 @@ def _parameter(body: bytes) -> str | None:
 
 
 class ControlRefusals:
-    """Counts refusals at the control address, and who has been complained about in the log."""
+    """Counts refusals at the control address, and limits their log lines."""
 
     def __init__(self) -> None:
         self._counted: Counter[ControlRefusal] = Counter()

@@ -1,16 +1,17 @@
-"""What the life of a request and the scheduler say to each other.
+"""The interface between the life of a request and the scheduler.
 
 The life of a request belongs to a *front end* (``requests``), of which there may be many; engines,
-placement and the ledger belong to the *scheduler* (``control``, ``attempts``), of which there is
-one.  All that passes between them is here, and all of it is data, or a call with one answer:
+placement and the ledger belong to the *scheduler* (``scheduler``), of which there is one.
+Everything that passes between them is defined here, as data or as a call with one result:
 
     front end → scheduler   begin(RequestOrder) · attempt(AttemptOrder) · prepare · prefilled
-                            · given_up · tokens_came · decoded · over · end(Answered) · suspect · …
+                            · prefill_aborted · decoding_started · decoded · close · end(Answered)
+                            · suspect · …
     scheduler → front end   Placed, Staged, Recomputed, Arrived; that an attempt is broken
 
-Names are the idempotence: a request by its id, an attempt by the name that engines know it by.
-What waits for an engine has its limit at the scheduler; model work is the front end's, which calls
-engines itself.  Whatever an attempt has taken, ``over`` gives back.
+Names make the calls idempotent: a request is known by its id, an attempt by the name that engines
+know it by.  The scheduler limits its waits for engines; model work is the front end's, which calls
+engines itself.  ``close`` releases whatever an attempt holds.
 """
 
 import asyncio
@@ -21,13 +22,13 @@ import msgspec
 
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.router.attempts.hit_account import HitAccount
 from dualpath.router.engines import EngineInfo, KnownEngines
+from dualpath.router.hit_account import HitAccount
 from dualpath.router.stages import StageTime
 
 
 class RequestOrder(msgspec.Struct, frozen=True):
-    """A request begins: its turn in the order of arrival, and in its agent's session."""
+    """A request that begins: it gets its place in the order of arrival, and in its session."""
 
     request_id: str
     keys: tuple[bytes, ...]
@@ -36,9 +37,9 @@ class RequestOrder(msgspec.Struct, frozen=True):
 
 
 class Answered(msgspec.Struct, frozen=True):
-    """A request was served to its end: ``keys`` are those of all tokens of which there is KV.
+    """The result of a request: ``keys`` are those of all tokens that have KV.
 
-    The first ``prompt_blocks`` of them are the prompt's, the DE ``decode_engine`` has them all.
+    The first ``prompt_blocks`` of them are the prompt's; ``decode_engine`` is the DE that has them.
     """
 
     keys: tuple[bytes, ...]
@@ -49,8 +50,9 @@ class Answered(msgspec.Struct, frozen=True):
 class AttemptOrder(msgspec.Struct, frozen=True):
     """One attempt at a request; ``number`` counts from 1, ``attempt_id`` is its name at engines.
 
-    ``keys`` are those of the full blocks of this attempt's prompt, which has the tokens of earlier
-    attempts at its end.  ``kept`` False: hits are read from storage, whatever buffers keep.
+    ``keys`` are those of the full blocks of this attempt's prompt, which ends with the tokens that
+    earlier attempts generated.  ``kept`` False: hits are read from storage, even if buffers cache
+    them.
     """
 
     attempt_id: str
@@ -64,20 +66,20 @@ class AttemptOrder(msgspec.Struct, frozen=True):
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
-    """The attempt has its engines."""
+    """The attempt is placed on these engines."""
 
     prefill: EngineInfo
     decode: EngineInfo
 
 
 class Staged(msgspec.Struct, frozen=True, tag=True):
-    """A stage is over; times are the scheduler's."""
+    """A stage has ended; times are the scheduler's."""
 
     stage: StageTime
 
 
 class Recomputed(msgspec.Struct, frozen=True, tag=True):
-    """Stored tokens are computed all the same."""
+    """Stored tokens are recomputed."""
 
     tokens: int
     reason: str
@@ -93,10 +95,10 @@ AttemptEvent = Placed | Staged | Recomputed | Arrived
 
 
 class AttemptListener(Protocol):
-    """What hears of an attempt; must not block."""
+    """Receives the events of an attempt; must not block."""
 
-    def heard(self, event: AttemptEvent) -> None:
-        """Something happened at the scheduler."""
+    def notify(self, event: AttemptEvent) -> None:
+        """Take an event from the scheduler."""
         ...
 
 
@@ -112,10 +114,10 @@ class Prefilled(msgspec.Struct, frozen=True):
 
 
 class ScheduledAttempt(Protocol):
-    """The scheduler's half of an attempt.
+    """The scheduler's side of an attempt.
 
-    What starts something new raises ``EngineLostError`` once ``broken`` is done, which then carries
-    that error.  Each call may come again and then changes nothing.
+    Calls that start something raise ``EngineLostError`` once ``broken`` is done, which then has
+    that error.  Each call may be repeated and then changes nothing.
     """
 
     @property
@@ -124,41 +126,41 @@ class ScheduledAttempt(Protocol):
         ...
 
     def check(self) -> None:
-        """Raise ``EngineLostError`` if the attempt is broken off."""
+        """Raise ``EngineLostError`` if the attempt is broken."""
         ...
 
     async def prepare(self) -> PrefillTransfer:
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
-        Returns what the PE has to be told.  Raises ``EngineLostError``, ``TransportError`` or, if
+        Returns what the PE has to know.  Raises ``EngineLostError``, ``TransportError`` or, if
         no engine can ever take the request, ``BadRequestError``.
         """
         ...
 
     async def prefilled(self) -> Prefilled:
-        """The PE's first token is there: wait for its word that the KV arrived, let the PE go.
+        """The PE's first token is there: wait for its report that the KV arrived, release the PE.
 
-        Raises ``EngineLostError`` if it says nothing, ``TransportError`` if KV did not arrive.
+        Raises ``EngineLostError`` without a report, ``TransportError`` if KV did not arrive.
         """
         ...
 
-    async def given_up(self) -> None:
-        """The PE has given the request up: raise ``TransportError`` if it has said why."""
+    async def prefill_aborted(self) -> None:
+        """The PE has aborted the request: raise ``TransportError`` if it has reported why."""
         ...
 
-    def tokens_came(self) -> None:
-        """The DE generates: all of the prompt's KV has arrived there, nobody writes to it."""
+    def decoding_started(self) -> None:
+        """The DE generates: all of the prompt's KV has arrived, no PE writes there any more."""
         ...
 
     async def decoded(self) -> None:
-        """The DE has generated the last token: wait for what it has said before.
+        """The DE has generated the last token: wait for its earlier reports.
 
-        Losing it no longer matters.
+        Losing the DE no longer matters.
         """
         ...
 
-    def over(self, reason: str) -> None:
-        """Give everything back at the engines, the ledger and the scheduler; idempotent."""
+    def close(self, reason: str) -> None:
+        """Release everything at the engines, the ledger and the scheduler; idempotent."""
         ...
 
 
@@ -170,7 +172,7 @@ class ScheduledRequest(Protocol):
         ...
 
     def end(self, answered: Answered | None = None) -> None:
-        """It is over, well if ``answered`` is given; idempotent."""
+        """The request has ended, with an answer if ``answered`` is given; idempotent."""
         ...
 
 
@@ -179,30 +181,30 @@ class Scheduling(Protocol):
 
     @property
     def engines(self) -> KnownEngines:
-        """The engines there are."""
+        """The engines of the cluster."""
         ...
 
     @property
-    def keeps_answers(self) -> bool:
-        """Whether ``Answered`` is of any use: decode engines keep blocks for next turns."""
+    def caches_answers(self) -> bool:
+        """Whether ``Answered`` is used: decode engines cache blocks for next turns."""
         ...
 
-    async def engines_present(self, prefill: int, decode: int, timeout_s: float) -> None:
+    async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
         ...
 
     def begin(self, order: RequestOrder) -> ScheduledRequest:
-        """Take note of a request that has arrived."""
+        """Register a request that has arrived."""
         ...
 
     def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
         """Something failed on an engine; ``call_failed``: a call of its HTTP server."""
         ...
 
-    async def settled(self, engines: Iterable[EngineInfo]) -> None:
+    async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""
         ...
 
     async def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
-        """Take what a client says of a session; False if nobody knows it."""
+        """Apply a client's hints on a session; False if the session is unknown."""
         ...

@@ -104,8 +104,8 @@ class RouterSettings(Settings, frozen=True):
     engine_timeout_s: Annotated[
         float,
         Setting(
-            "an engine silent for that long is lost (heartbeats come every 0.5 s), and an attempt "
-            "fails whose engine takes longer to take up commands",
+            "an engine that is silent for this time is lost (heartbeats come every 0.5 s), and an "
+            "attempt fails if its engine takes longer to process commands",
             gt=0,
         ),
     ] = 5.0
@@ -115,21 +115,26 @@ class RouterSettings(Settings, frozen=True):
     lookup_timeout_s: Annotated[
         float,
         Setting(
-            "bound of a look-up, a second engine asked included; what is found by then counts", gt=0
+            "limit of a look-up, including that of a second engine; blocks found by then count",
+            gt=0,
         ),
     ] = 2.0
     read_deadline_s: Annotated[
-        float, Setting("an engine gives up a slower storage read; the rest is computed", gt=0)
+        float, Setting("an engine aborts a slower storage read; the rest is recomputed", gt=0)
     ] = 60.0
     recompute_limit_s: RecomputeLimit = 0.0
     read_margin_s: Annotated[
         float,
-        Setting("later the router gives up the engine; also bounds the wait for PrefillDone", gt=0),
+        Setting(
+            "this long after read_deadline_s the router declares the engine lost; also bounds the "
+            "wait for PrefillDone",
+            gt=0,
+        ),
     ] = 5.0
     release_wait_s: Annotated[
         float,
         Setting(
-            "how long DE slots wait for the PE to say that it writes no more, before quarantine",
+            "how long DE slots wait for the PE to report that it writes no more, before quarantine",
             gt=0,
         ),
     ] = 5.0
@@ -150,7 +155,7 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = 900.0
     rebalance: Annotated[
-        bool, Setting("engines change their role when the policy of re-balancing says that it pays")
+        bool, Setting("engines change their role when the re-balancing policy finds that it pays")
     ] = False
     rebalance_options: Annotated[
         dict[str, float],
@@ -208,15 +213,15 @@ class RouterSettings(Settings, frozen=True):
     prefetch_sessions: Annotated[
         bool,
         Setting(
-            "bring an agent's KV back into DRAM when its tool has run as long as it usually does; "
-            "without it only where a client says when its next turn comes"
+            "prefetch an agent's KV into DRAM when its tool has run as long as it usually does; if "
+            "off, only when a client announces its next turn"
         ),
     ] = True
     retain_share: Annotated[
         float,
         Setting(
-            "of each decode engine's buffer, what may be retained or brought back for agents "
-            "whose tools run",
+            "share of each decode engine's buffer that may be retained or prefetched for agents "
+            "while their tools run",
             ge=0,
             le=1,
         ),
@@ -255,3 +260,38 @@ class RouterSettings(Settings, frozen=True):
                 "{rebalance_options} has a ttft_slo_s or tpot_slo_s, which the simulator's policy "
                 "knows and the router's does not; leave it out"
             )
+
+
+class LinkSettings(Settings, frozen=True):
+    """A front end that is a process of its own: its scheduler, and its name."""
+
+    scheduler: Annotated[
+        str,
+        Setting(
+            "address of the router for front ends (its front_ends_port)",
+            metavar="tcp://HOST:PORT",
+        ),
+    ]
+    front_end_name: Annotated[
+        str, Setting("one for each front end of a scheduler; empty: machine and process id")
+    ] = ""
+    share_port: Annotated[
+        bool,
+        Setting(
+            "others of this user with share_port may use the same port; connections are divided"
+        ),
+    ] = False
+
+
+class SchedulerAddress(Settings, frozen=True):
+    """The HTTP server of a scheduler's process; a router has no such settings."""
+
+    host: Annotated[str, Setting("address of the HTTP server")] = "127.0.0.1"
+    port: Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)] = 8001
+    lora_modules: Annotated[
+        dict[str, str],
+        Setting(
+            "LoRA adapters that requests may name as model, the same for front ends and engines",
+            metavar="NAME=PATH,…",
+        ),
+    ] = msgspec.field(default_factory=dict)

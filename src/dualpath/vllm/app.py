@@ -38,19 +38,20 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.api_keys import ApiKeyGuard, router_keys
-from dualpath.router.asgi import App, Message, Receive, Send
-from dualpath.router.collector import collect_seldom
+from dualpath.router.asgi import App, Message, Receive, Send, collect_seldom
 from dualpath.router.connections import Connections, Progress
-from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
-from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
-from dualpath.router.control.session_orders import SESSION_PATH
-from dualpath.router.http.cluster_calls import ClusterService
 from dualpath.router.http.shared_port import SharedPort
+from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
 from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
 from dualpath.router.requests.session_calls import HintedService, session_call
+from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
+from dualpath.router.scheduler.roles import Roles
+from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.scheduler.session_orders import SESSION_PATH
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_on_sigterm import drain_on_sigterm
@@ -216,11 +217,11 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
     return app
 
 
-def add_cluster_routes(app: FastAPI, service: ClusterService) -> None:
-    """Add the routes that only the scheduler's process serves: dashboard, pauses and roles."""
-    add_dashboard(app, service)
-    add_pauses(app, service)
-    add_roles(app, service)
+def add_cluster_routes(app: FastAPI, scheduler: Scheduler) -> None:
+    """Add what only the scheduler's own process answers: the live page, pauses and roles."""
+    add_dashboard(app, scheduler.dashboard)
+    add_pauses(app, scheduler)
+    add_roles(app, scheduler.roles)
 
 
 def middleware_names() -> list[str]:
@@ -232,12 +233,12 @@ def middleware_names() -> list[str]:
     return [f"{layer.__module__}.{layer.__name__}" for layer in layers]
 
 
-def add_dashboard(app: FastAPI, service: ClusterService) -> None:
-    """Add the dashboard page and its data."""
+def add_dashboard(app: FastAPI, dashboard: Dashboard) -> None:
+    """Add the live page and its data."""
 
     async def data(request: Request) -> Response:
         try:
-            return _json(service.dashboard.report(request.query_params.get("since", "0")), 200)
+            return _json(dashboard.report(request.query_params.get("since", "0")), 200)
         except BadRequestError as error:
             return _json({"error": api_error(error)}, status_of(error))
 
@@ -265,25 +266,25 @@ def _progress(protocol: asyncio.Protocol) -> Progress:
     return Progress(cycle, cycle is not None and not cycle.response_complete)
 
 
-def add_pauses(app: FastAPI, service: ClusterService) -> None:
-    """Add the calls that pause and resume an engine."""
+def add_pauses(app: FastAPI, scheduler: Scheduler) -> None:
+    """Add the calls that pause an engine and let it go on."""
 
     async def pause(request: Request) -> Response:
         engine_id = request.path_params["engine_id"]
         paused = request.method == "POST"
-        if service.pause_engine(engine_id, paused=paused):
+        if scheduler.pause_engine(engine_id, paused=paused):
             return _json({"engine_id": engine_id, "paused": paused}, 200)
         return _json({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
     app.router.routes.insert(0, APIRoute(PAUSE_PATH, pause, methods=["POST", "DELETE"]))
 
 
-def add_roles(app: FastAPI, service: RoledService) -> None:
-    """Add the calls that report and change the roles of engines."""
+def add_roles(app: FastAPI, of: Roles) -> None:
+    """Add the calls by which engines change their role."""
 
     async def roles(request: Request) -> Response:
         body = await request.body() if request.method == "POST" else None
-        status, answer = roles_call(service, body)
+        status, answer = roles_call(of, body)
         return _json(answer, status)
 
     app.router.routes.insert(0, APIRoute(ROLES_PATH, roles, methods=["GET", "POST"]))

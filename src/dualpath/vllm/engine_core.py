@@ -39,9 +39,9 @@ from dualpath.core.blocks import KeyExtras, PromptItem, tenant_tag
 from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError
 from dualpath.core.key_cache import Adapter, KeyCache
 from dualpath.core.session_hints import HINT_ARGUMENTS, session_hints
-from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.requests.prompt_limits import check_salt
+from dualpath.router.requests.request import check_salt
+from dualpath.router.served_adapters import ServedAdapters
 
 # ----------------------------------------------------------------------------------- prompt images
 # The images of a request: their names in block keys, and their data for the engines.

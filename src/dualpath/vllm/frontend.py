@@ -20,9 +20,9 @@ from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 
 from dualpath.core.errors import DualPathError, PromptTooLongError
-from dualpath.router.control.served_adapters import ServedAdapters
 from dualpath.router.engines import KnownEngines, missing_engines
 from dualpath.router.refusals import PROMPT_PARAMETER
+from dualpath.router.served_adapters import ServedAdapters
 from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
 

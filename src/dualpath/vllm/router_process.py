@@ -22,13 +22,11 @@ from vllm.utils.gc_utils import freeze_gc_heap
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.http.shared_port import SharedPort
-from dualpath.router.links.service import LinkedFrontEnd
-from dualpath.router.links.settings import LinkSettings
+from dualpath.router.linked_front_end import LinkedFrontEnd
 from dualpath.router.requests.limits import allow_many_streams
+from dualpath.router.scheduler.leadership import STANDS_BY, bound, open_leadership, stop_when_lost
 from dualpath.router.service import RouterService
-from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.open_turn import open_turn
-from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
+from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath.vllm.app import ClientFrontEnd, add_cluster_routes, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
@@ -50,9 +48,9 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
     args = client_arguments(settings, front_end)
     settings = with_tracing(settings, args)
     async with AsyncExitStack() as stack:
-        turn = open_turn(settings)
-        stack.push_async_callback(turn.over)
-        if turn.others:
+        turn = open_leadership(settings)
+        stack.push_async_callback(turn.release)
+        if turn.contended:
             _refuse_ephemeral_ports(settings, args)
         else:
             listener = bind_clients(args, stack)
@@ -61,28 +59,28 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)
         app = await client_app(config, service, front_end, args, stack)
-        add_cluster_routes(app, service)
-        if turn.others:
-            # vLLM runs a full garbage collection when it begins to serve, which takes half a second
-            # of CPU. Objects frozen before the router becomes the leader are skipped then.
+        add_cluster_routes(app, service.scheduler)
+        if turn.contended:
+            # vLLM looks through the whole heap as it begins to serve, which takes half a second of
+            # CPU. What was looked through before its turn it then passes over.
             freeze_gc_heap()
             print(STANDS_BY, flush=True)
-            await turn.taken()
-            service.cluster.fence(lambda: turn.held)
-            await ended_when_lost(turn, stack, service.stop)
+            await turn.acquired()
+            service.scheduler.is_leader = lambda: turn.held
+            await stop_when_lost(turn, stack, service.stop)
             listener = await bound(turn, partial(_bind_again, args, stack))
         await bound(turn, service.start)
         listener.listen()
         print(
             f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
-            f"engines register at {service.control_address}{_front_ends(service)}",
+            f"engines register at {service.scheduler.server.address}{_front_ends(service)}",
             flush=True,
         )
         await serve_app(app, args, listener)
 
 
 def _front_ends(service: RouterService) -> str:
-    address = service.front_ends_address
+    address = service.scheduler.front_ends.address
     return f", front ends at {address}" if address else ""
 
 

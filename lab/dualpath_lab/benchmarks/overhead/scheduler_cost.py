@@ -22,10 +22,9 @@ import msgspec
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
-from dualpath.router.links.service import LinkedFrontEnd
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.links.zmq_link import ZmqLinkConnection
-from dualpath.router.settings import RouterSettings
+from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.scheduler.remote import ZmqLinkConnection
+from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.benchmarks.overhead.servers import cpu_s, median, print_table, scheduler_process
 from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
 

@@ -29,8 +29,8 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transf
 from dualpath.engine.control.link import TICK_S, RouterSession
 from dualpath.engine.counters import Counter
 from dualpath.router.http.server import json_answer, serving_app, until_client_leaves
-from dualpath.router.links.zmq_link import ZmqLinkConnection
 from dualpath.router.requests.limits import allow_many_streams
+from dualpath.router.scheduler.remote import ZmqLinkConnection
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
     STREAM_END,

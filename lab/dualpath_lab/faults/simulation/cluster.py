@@ -10,7 +10,7 @@ from dualpath.core.cluster import GroupRank, Role, UnitShape, rank_name
 from dualpath.core.errors import BadRequestError
 from dualpath.launch.commands import engine_id
 from dualpath.launch.local_cluster import RequestedRoles
-from dualpath.router.control.roles import SwitchState
+from dualpath.router.scheduler.roles import SwitchState
 from dualpath.storage.janitor import STATUS, Status
 from dualpath.storage.quotas import StorageLimits
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
@@ -313,7 +313,9 @@ class RoleChanges:
 
     def failed(self) -> list[str]:
         """Return descriptions of switches that did not complete."""
-        past = self._cluster.router.service.roles.past if self._cluster.router.serves else ()
+        past = (
+            self._cluster.router.service.scheduler.roles.past if self._cluster.router.serves else ()
+        )
         return [
             f"{', '.join(switch.engines)} to {switch.to_role.value}: {switch.state}: {switch.note}"
             for switch in past
@@ -331,7 +333,7 @@ class RoleChanges:
             return
         change = f"{name or 'any'} to {role or 'its own'} role with {ranks or 'usual'} ranks"
         try:
-            switch = router.service.roles.ask(role, name, ranks=ranks)
+            switch = router.service.scheduler.roles.request(role, name, ranks=ranks)
         except BadRequestError as error:
             self._world.note("operator", f"requests {change}, refused: {error}")
         else:
@@ -351,6 +353,6 @@ class RoleChanges:
         router, before = self._cluster.router, self._report
         if not (router.serves and router.process.runs):
             return None
-        self._report = router.service.roles.report()
+        self._report = router.service.scheduler.roles.report()
         old = before is not None and self._world.chance.random() * _STALE_ONE_IN < 1
         return before if old else self._report

@@ -70,7 +70,7 @@ class Network:
 
 
 class RouterSocket:
-    """The router's end: ``router.control.control_socket.ControlSocket``."""
+    """The router's end: ``router.scheduler.control_socket.ControlSocket``."""
 
     def __init__(self, network: Network, loop: ProcessLoop) -> None:
         self._network = network

@@ -13,11 +13,8 @@ from typing import Any, Protocol
 
 import msgspec
 
-from dualpath.router.standby.etcd_lease import EtcdLease
-from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.kubernetes_lease import KubernetesLease
-from dualpath.router.standby.leased_turn import LeasedTurn
-from dualpath.router.standby.turn import OnlyOne, Turn
+from dualpath.router.scheduler.leadership import FileLeadership, Leadership, SoleLeader
+from dualpath.router.scheduler.leases import EtcdLease, KubernetesLease, LeasedLeadership
 from dualpath_lab.faults.simulation.world import TRUE_CLOCK, Clock, Process, World
 
 # ------------------------------------------------------------------------------------ lease server
@@ -268,7 +265,7 @@ class SchedulerLeadership:
         self._world = world
         self._kind = kind
         self._server = SimEtcd(world) if kind is LeaderElection.ETCD else SimKubernetes()
-        self._by_process: dict[Process, Turn] = {}
+        self._by_process: dict[Process, Leadership] = {}
 
     def clock(self) -> Clock:
         """Return the clock of a starting scheduler: clocks of machines differ."""
@@ -276,7 +273,7 @@ class SchedulerLeadership:
             return TRUE_CLOCK
         return Clock(self._world.pick(_RATES), self._world.pick(_ZEROS_S))
 
-    def leadership(self, process: Process, now_s: Callable[[], float]) -> Turn:
+    def leadership(self, process: Process, now_s: Callable[[], float]) -> Leadership:
         """Return the leadership of a starting scheduler: a lock is granted in order of starts."""
         self._by_process[process] = leadership = self._new(process, now_s)
         return leadership
@@ -292,14 +289,14 @@ class SchedulerLeadership:
         if self._kind.leased and self._server.holder != process.name:
             self._world.problem(f"{process.name} acts without the store's lease")
 
-    def _new(self, process: Process, now_s: Callable[[], float]) -> Turn:
+    def _new(self, process: Process, now_s: Callable[[], float]) -> Leadership:
         if self._kind is LeaderElection.ONE:
-            return OnlyOne()
+            return SoleLeader()
         if self._kind is LeaderElection.LOCK:
-            return FileTurn(str(self._folder / "router.lock"))
+            return FileLeadership(str(self._folder / "router.lock"))
         store = self._store(now_s)
         store._session = LeaseSession(process, self._server, self.faults)  # type: ignore[assignment]
-        return LeasedTurn(store, _NAME, process.name, now_s, _LEASE_S)
+        return LeasedLeadership(store, _NAME, process.name, now_s, _LEASE_S)
 
     def _store(self, now_s: Callable[[], float]) -> EtcdLease | KubernetesLease:
         if self._kind is LeaderElection.ETCD:

@@ -30,22 +30,17 @@ from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
 from dualpath.engine.ranks.rank import Rank
 from dualpath.node.system_calls import create_file
-from dualpath.router.attempts import loading
-from dualpath.router.control.engine_state import EngineState
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.releases import Releases
-from dualpath.router.control.roles import Roles
-from dualpath.router.control.witnesses import Witnesses
 from dualpath.router.engine_calls import Job
-from dualpath.router.links.door import FrontEndDoor
-from dualpath.router.links.guest import Guest
-from dualpath.router.links.remote import RemoteScheduling
-from dualpath.router.links.remote_requests import RemoteAttempt, RemoteRequest
-from dualpath.router.requests import request_life
-from dualpath.router.requests.lifecycle import Attempt
-from dualpath.router.standby import leased_turn
-from dualpath.router.standby.kubernetes_lease import KubernetesLease
-from dualpath.router.standby.leased_turn import LeasedTurn
+from dualpath.router.requests.request import Attempt, RequestLife
+from dualpath.router.scheduler import attempt as engine_attempt
+from dualpath.router.scheduler import leases
+from dualpath.router.scheduler.control_server import LivenessProbes
+from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
+from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
+from dualpath.router.scheduler.registry import EngineState, Registry
+from dualpath.router.scheduler.releases import Releases
+from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
+from dualpath.router.scheduler.roles import Roles
 from dualpath.storage import janitor
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
@@ -147,7 +142,7 @@ DRAM_BUGS: dict[str, PlantedBug] = {
 
 
 def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
-    self.engines.lose(self._away(reason))
+    self.engines.clear(self._away(reason))
 
 
 def _announce_once(self: RemoteRequest) -> None:
@@ -163,15 +158,15 @@ _announce, _nodes = RemoteRequest._announce, Roles.nodes
 #: An attribute that is always false.
 _NEVER = property(lambda self: False, lambda self, value: None)
 
-#: By name, in the order of docs/reference/simulated-faults.md.
+#: By name, in the order of the reference.
 FRONT_END_BUGS: dict[str, PlantedBug] = {
     "front-end-attempts-stay": PlantedBug(
         "a front end's attempts stay at the scheduler after its session has ended",
-        replaced(Guest, "leave", lambda self, reason: None),
+        replaced(FrontEndSession, "close", lambda self, reason: None),
     ),
     "front-end-unwatched": PlantedBug(
         "a silent front end is not declared lost",
-        replaced(FrontEndDoor, "_look", lambda self: None),
+        replaced(FrontEndServer, "_check_liveness", lambda self: None),
     ),
     "calls-keep-waiting": PlantedBug(
         "a front end keeps waiting for answers of a lost scheduler",
@@ -282,8 +277,8 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
 _UNTIL_REPORTED = property(lambda self: self._until_s > float("-inf"))
 
 
-async def _renew_until_reported(self: LeasedTurn) -> str:
-    """``LeasedTurn._renew`` that does not check the clock."""
+async def _renew_until_reported(self: LeasedLeadership) -> str:
+    """``LeasedLeadership._renew`` that does not check the clock."""
     while True:
         await asyncio.sleep(self._gap_s)
         sent_s = self._clock()
@@ -295,19 +290,21 @@ async def _renew_until_reported(self: LeasedTurn) -> str:
             return f"the lease {self._name} is another's"
 
 
-#: By name, in the order of docs/reference/simulated-faults.md.
+#: By name, in the order of the reference.
 TURN_BUGS: dict[str, PlantedBug] = {
     "lease-outlived": PlantedBug(
         "a scheduler that cannot renew its lease continues until the store reports another holder",
-        lambda: mock.patch.multiple(LeasedTurn, held=_UNTIL_REPORTED, _renew=_renew_until_reported),
+        lambda: mock.patch.multiple(
+            LeasedLeadership, held=_UNTIL_REPORTED, _renew=_renew_until_reported
+        ),
     ),
     "lease-stolen": PlantedBug(
         "a lease is acquired without checking whether its holder has renewed it",
-        replaced(KubernetesLease, "_stands_still", lambda self, lease: True),
+        replaced(KubernetesLease, "_unchanged", lambda self, lease: True),
     ),
     "lease-without-margin": PlantedBug(
         "a scheduler relies on its lease to the last moment, although clocks differ",
-        replaced(leased_turn, "_MARGIN", 0.0),
+        replaced(leases, "_MARGIN", 0.0),
     ),
 }
 
@@ -327,10 +324,10 @@ def _release_at_once(self: Releases, engine_id: str, attempt_id: str, reason: st
     self._send(engine_id, Release(request_id=attempt_id, reason=reason))
 
 
-def _same_name(self: request_life.RequestLife, job: Job) -> Any:  # noqa: ANN401
+def _same_name(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
     """``RequestLife._one_attempt`` that gives all attempts the request's id."""
     attempt = Attempt(
-        self._context,
+        self._front_end,
         job,
         job.request_id,
         self._scheduled,
@@ -397,7 +394,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "one-attempt-id": PlantedBug(
         "all attempts of a request have the same id",
-        replaced(request_life.RequestLife, "_one_attempt", _same_name),
+        replaced(RequestLife, "_one_attempt", _same_name),
     ),
     "retry-forgets-tokens": PlantedBug(
         "an attempt after streamed tokens starts with the old prompt",
@@ -417,7 +414,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "no-death-confirmation": PlantedBug(
         "no engine is asked whether a lost process has exited",
-        replaced(Witnesses, "ask", lambda self, writers: []),
+        replaced(LivenessProbes, "ask", lambda self, writers: []),
     ),
     "released-in-pass": PlantedBug(
         "a request is released at its PE while a forward pass transfers its KV",
@@ -470,7 +467,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "windows-unread": PlantedBug(
         "a shortened hit is used without the window layers of its last blocks",
-        replaced(loading, "to_read_whole", lambda hits, whole_from: ()),
+        replaced(engine_attempt, "to_read_whole", lambda hits, whole_from: ()),
     ),
     **DRAM_BUGS,
     **STORAGE_BUGS,

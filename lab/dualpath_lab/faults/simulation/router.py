@@ -12,16 +12,14 @@ from dualpath.core.control import decode_with
 from dualpath.core.errors import DualPathError
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo
-from dualpath.router.front_end_service import FrontEndService
-from dualpath.router.links.messages import FromFrontEnd, FromScheduler
-from dualpath.router.links.service import LinkedFrontEnd
-from dualpath.router.links.settings import LinkSettings
-from dualpath.router.requests.lifecycle import Attempt
+from dualpath.router.linked_front_end import LinkedFrontEnd
+from dualpath.router.requests.front_end import FrontEnd
+from dualpath.router.requests.request import Attempt
+from dualpath.router.scheduler.leadership import FileLeadership, bound, stop_when_lost
+from dualpath.router.scheduler.leases import LeasedLeadership
+from dualpath.router.scheduler.link_messages import FromFrontEnd, FromScheduler
 from dualpath.router.service import RouterService
-from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.file_turn import FileTurn
-from dualpath.router.standby.leased_turn import LeasedTurn
-from dualpath.router.standby.turn import bound, ended_when_lost
+from dualpath.router.settings import LinkSettings, RouterSettings
 from dualpath_lab.emulated.router_server import EngineClient
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
 from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
@@ -57,8 +55,8 @@ class ClientEndpoint(ABC):
 
     @property
     @abstractmethod
-    def service(self) -> FrontEndService:
-        """The service for clients."""
+    def service(self) -> FrontEnd:
+        """The front end for clients."""
 
     @abstractmethod
     def held_when_idle(self) -> list[str]:
@@ -184,7 +182,7 @@ _FROM_SCHEDULER = msgspec.msgpack.Decoder(FromScheduler)
 
 
 class SimLink(Connection):
-    """A front end's end of its connection: ``router.links.remote.LinkConnection``."""
+    """A front end's end of its connection: ``router.scheduler.remote.LinkConnection``."""
 
     def __init__(self, network: Network, loop: ProcessLoop) -> None:
         self._inbox: asyncio.Queue[bytes] = asyncio.Queue()
@@ -278,13 +276,14 @@ class SimFrontEnd(ClientEndpoint):
 
     def held_when_idle(self) -> list[str]:
         """Return descriptions of what it still holds without requests."""
-        link, (waiting, running) = self.service.link, self.service.front_end.counts()
+        link, (waiting, running) = self.service.link, self.service.counts()
+        attempts, calls = link.pending
         found = {
             "waiting requests": waiting,
             "running requests": running,
-            "attempts": len(link._attempts),
-            "calls": len(link._calls),
-            "attempts without a session": len(link._strays._due_s),
+            "attempts": attempts,
+            "calls": calls,
+            "attempts without a session": len(link.orphans),
             "clients": self.clients,
         }
         missing = [] if self.serves and link.session else [f"{self.name} has no session"]
@@ -392,15 +391,15 @@ class SimRouter(ClientEndpoint):
         return self._service
 
     def _release_leadership(self) -> None:
-        if isinstance(self._leadership, FileTurn):
+        if isinstance(self._leadership, FileLeadership):
             self._leadership.free()
 
     async def _serve_as_leader(self) -> None:
-        await self._leadership.taken()
+        await self._leadership.acquired()
         self._shared.leadership.check(self.process)
-        self.service.cluster.fence(self._may_act)
-        if isinstance(self._leadership, LeasedTurn):  # others last as long as the process
-            await ended_when_lost(
+        self.service.scheduler.is_leader = self._may_act
+        if isinstance(self._leadership, LeasedLeadership):  # others last as long as the process
+            await stop_when_lost(
                 self._leadership, AsyncExitStack(), self._step_down, self._interrupted
             )
         await bound(self._leadership, self.service.start)
@@ -439,7 +438,7 @@ class SimRouter(ClientEndpoint):
         self.serves = False
         await asyncio.sleep(self._shared.world.pick(_CLOSES_S))
         await self.service.stop()
-        await self._leadership.over()
+        await self._leadership.release()
         self._ended()
 
     def _died(self) -> None:
@@ -451,19 +450,17 @@ class SimRouter(ClientEndpoint):
         """Return descriptions of what it still holds without requests, for any client."""
         if not self.serves:
             return [f"{self.name} does not serve"]
-        context = self.service.context
+        scheduler = self.service.scheduler
         status = self.service.status()
         found = {
             "waiting requests": status["waiting"],
             "running requests": status["running"],
-            "releases held": context.releases.held,
-            "loads recorded by the scheduler": int(
-                context.has_dispatch and not context.dispatch.idle()
-            ),
-            "attempts": len(context.exchange._channels),
+            "releases held": scheduler.releases.held,
+            "loads recorded by the scheduler": int(not scheduler.idle),
+            "attempts": len(scheduler.exchange),
             "clients": self.clients,
-            "blocks kept for sessions": sum(context.sessions._warmth._kept_blocks.values()),
-            "role switches": int(self.service.roles.under_way is not None),
+            "blocks cached for sessions": scheduler.sessions.cached_blocks,
+            "role switches": int(scheduler.roles.current is not None),
             "engines without their group": sum(bool(e["waits_for"]) for e in status["engines"]),
         }
         return [f"{self.name}: {what} {count}" for what, count in found.items() if count]

@@ -35,7 +35,7 @@ from dualpath.engine.io import storage_maintenance
 from dualpath.engine.passes import pump
 from dualpath.engine.ranks import follower
 from dualpath.launch import local_cluster
-from dualpath.router.links import door
+from dualpath.router.scheduler import front_end_server
 from dualpath.storage import janitor
 from dualpath.storage import janitor as lease
 from dualpath.storage import janitor as survey
@@ -235,7 +235,7 @@ def _slow_polls() -> Iterator[None]:
         mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
         mock.patch.object(link, "TICK_S", _TICK_S),
         mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
-        mock.patch.object(door, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
+        mock.patch.object(front_end_server, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
         mock.patch.object(local_cluster, "INTERVAL_S", _ROLE_POLL_S),
         mock.patch.object(follower, "_POLL_S", _TICK_S),
         mock.patch.multiple(storage_maintenance, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),

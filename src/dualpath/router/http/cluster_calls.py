@@ -1,43 +1,28 @@
 """What is asked of a whole cluster without vLLM: the live page, pauses and roles."""
 
-from typing import Protocol
-
 from aiohttp import web
 
 from dualpath.core.errors import BadRequestError, DualPathError
-from dualpath.router.control.pauses import PAUSE_PATH, no_such_engine
-from dualpath.router.control.role_calls import ROLES_PATH, RoledService, roles_call
 from dualpath.router.http.server import (
     body_refused,
     error_answer,
     json_answer,
     read_body,
 )
-from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
-from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
+from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
+from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
+from dualpath.router.scheduler.scheduler import Scheduler
 from dualpath.router.token_api.statuses import NOT_FOUND
 from dualpath.router.token_api.wire import ApiError
 
 
-class ClusterService(RoledService, Protocol):
-    """The service of the scheduler's own process: what is asked of the whole cluster."""
-
-    @property
-    def dashboard(self) -> Dashboard:
-        """What the live page shows."""
-        ...
-
-    def pause_engine(self, engine_id: str, *, paused: bool) -> bool:
-        """Let a live engine get nothing new, or something again; False if there is no such one."""
-        ...
-
-
 class ClusterCalls:
-    """Handlers over the service of a scheduler's process."""
+    """Handlers over the scheduler of this process."""
 
-    def __init__(self, service: ClusterService, bodies: ArrivingBodies) -> None:
-        self._service = service
+    def __init__(self, scheduler: Scheduler, bodies: ArrivingBodies) -> None:
+        self._scheduler = scheduler
         self._bodies = bodies
 
     def add_to(self, app: web.Application) -> None:
@@ -51,7 +36,7 @@ class ClusterCalls:
 
     async def _pause(self, request: web.Request) -> web.Response:
         engine_id, paused = request.match_info["engine_id"], request.method == "POST"
-        if self._service.pause_engine(engine_id, paused=paused):
+        if self._scheduler.pause_engine(engine_id, paused=paused):
             return json_answer({"engine_id": engine_id, "paused": paused})
         return json_answer({"error": ApiError(no_such_engine(engine_id), NOT_FOUND)}, NOT_FOUND)
 
@@ -62,12 +47,12 @@ class ClusterCalls:
             return body_refused(error)
         except DualPathError as error:
             return error_answer(error)
-        status, answer = roles_call(self._service, body)
+        status, answer = roles_call(self._scheduler.roles, body)
         return json_answer(answer, status)
 
     async def _dashboard(self, request: web.Request) -> web.Response:
         try:
-            return json_answer(self._service.dashboard.report(request.query.get("since", "0")))
+            return json_answer(self._scheduler.dashboard.report(request.query.get("since", "0")))
         except BadRequestError as error:
             return error_answer(error)
 

@@ -1,6 +1,6 @@
 """A scheduler's process without clients: it needs neither vLLM nor a model, and starts in a second.
 
-Engines and front ends come in over their own addresses, here is what people and their tools ask:
+Engines and front ends have their own addresses; this HTTP server is for operators and tools:
 
     GET  /dualpath/v1/status    engines, queues and recent decisions
     GET, POST /dualpath/v1/roles, POST, DELETE /dualpath/v1/engines/ENGINE/pause
@@ -17,7 +17,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
-from dualpath.router.collector import collect_seldom
+from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
 from dualpath.router.http.cluster_calls import ClusterCalls
 from dualpath.router.http.server import (
@@ -28,45 +28,42 @@ from dualpath.router.http.server import (
     until_client_leaves,
     until_signal,
 )
-from dualpath.router.http.settings import SchedulerAddress
-from dualpath.router.requests.bodies import ArrivingBodies
-from dualpath.router.requests.limits import allow_many_streams, connection_limits
-from dualpath.router.scheduler_service import SchedulerService
-from dualpath.router.settings import RouterSettings
-from dualpath.router.standby.open_turn import open_turn
-from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
+from dualpath.router.requests.limits import ArrivingBodies, allow_many_streams, connection_limits
+from dualpath.router.scheduler.leadership import STANDS_BY, bound, open_leadership, stop_when_lost
+from dualpath.router.scheduler.scheduler import Scheduler
+from dualpath.router.settings import RouterSettings, SchedulerAddress
 from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import UNAVAILABLE
 
 
-def scheduler_app(service: SchedulerService) -> web.Application:
+def scheduler_app(scheduler: Scheduler) -> web.Application:
     """Return the application over a scheduler's service."""
-    settings = service.settings
+    settings = scheduler.settings
     app = web.Application(
         middlewares=[
-            refusal_count(service.metrics),
+            refusal_count(scheduler.metrics),
             until_client_leaves,
             api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
         ],
     )
 
     async def status(request: web.Request) -> web.Response:
-        return json_answer(service.status())
+        return json_answer(scheduler.status())
 
     async def health(request: web.Request) -> web.Response:
-        if (reason := service.unready()) is None:
+        if (reason := scheduler.unready()) is None:
             return json_answer({})
         return json_answer({"status": "unavailable", "reason": reason}, UNAVAILABLE)
 
     async def metrics(request: web.Request) -> web.Response:
         return web.Response(
-            body=service.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
+            body=scheduler.metrics.exposition(), headers={"Content-Type": CONTENT_TYPE_LATEST}
         )
 
     app.router.add_get("/dualpath/v1/status", status)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics)
-    ClusterCalls(service, ArrivingBodies(settings)).add_to(app)
+    ClusterCalls(scheduler, ArrivingBodies(settings)).add_to(app)
     return app
 
 
@@ -84,35 +81,33 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
     host = address.host
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
-        turn = open_turn(settings)
-        stack.push_async_callback(turn.over)
+        leadership = open_leadership(settings)
+        stack.push_async_callback(leadership.release)
         calls = TokenApiClient(engine_headers())
         stack.push_async_callback(calls.aclose)
-        service = SchedulerService(
-            settings, calls, time.monotonic, adapter_paths=address.lora_modules
-        )
-        if turn.others:
+        scheduler = Scheduler(settings, calls, time.monotonic, adapter_paths=address.lora_modules)
+        if leadership.contended:
             print(STANDS_BY, flush=True)
-        await turn.taken()
-        service.fence(lambda: turn.held)
-        await ended_when_lost(turn, stack, service.stop)
-        stack.push_async_callback(service.stop)
-        await bound(turn, service.start)
-        connections = Connections(connection_limits(settings), service.metrics)
+        await leadership.acquired()
+        scheduler.is_leader = lambda: leadership.held
+        await stop_when_lost(leadership, stack, scheduler.stop)
+        stack.push_async_callback(scheduler.stop)
+        await bound(leadership, scheduler.start)
+        connections = Connections(connection_limits(settings), scheduler.metrics)
 
         async def serve() -> int:
-            app = serving_app(scheduler_app(service), host, address.port, connections)
+            app = serving_app(scheduler_app(scheduler), host, address.port, connections)
             return await stack.enter_async_context(app)
 
-        at = await bound(turn, serve)
+        at = await bound(leadership, serve)
         collect_seldom()
         print(
             f"dualpath scheduler: cluster at http://{host}:{at}, engines register at "
-            f"{service.control_address}, front ends at {service.front_ends_address}",
+            f"{scheduler.server.address}, front ends at {scheduler.front_ends.address}",
             flush=True,
         )
         await until_signal(_at_once)
 
 
 async def _at_once() -> None:
-    """Wait for nothing: what is under way is the front ends', whose scheduler may be another."""
+    """Drain nothing: running requests belong to front ends, which find the next scheduler."""

@@ -1,4 +1,4 @@
-"""What light HTTP servers have in common: of a scheduler, a front door, an emulated engine."""
+"""Common parts of light HTTP servers: of a scheduler, an emulated front end or engine."""
 
 import asyncio
 import functools
@@ -18,14 +18,13 @@ from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.bodies import ArrivingBodies, BodyRefusedError
-from dualpath.router.requests.limits import RETRY_AFTER_S
+from dualpath.router.requests.limits import RETRY_AFTER_S, ArrivingBodies, BodyRefusedError
 from dualpath.router.token_api.statuses import LATER, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 
 #: How long open connections may take to end after a signal.
 SHUTDOWN_GRACE_S = 1.0
-#: For metrics: nobody is there to read it.
+#: For metrics: the client is gone.
 CLIENT_LEFT = 499
 #: How long the rest of a refused body is read, so that the client sees the answer.
 LINGERING_S = 1.0
@@ -121,7 +120,7 @@ def _is_ours(record: logging.LogRecord) -> bool:
 async def read_body(request: web.Request, bodies: ArrivingBodies) -> bytes:
     """Return a request's body; raises ``BodyRefusedError`` where a limit ends it.
 
-    Raises ``BadRequestError`` for one that is not encoded as it says.
+    Raises ``BadRequestError`` for one that is not encoded as its header says.
     """
     pieces: list[bytes] = []
     try:
@@ -174,7 +173,7 @@ def api_key_guard(keys: ApiKeys) -> Middleware:
 
 @web.middleware
 async def until_client_leaves(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Middleware: a connection that is reset in the middle of an answer is nobody's defect."""
+    """Middleware: a connection that is reset in the middle of an answer is no error."""
     try:
         return await handler(request)
     except ConnectionResetError:

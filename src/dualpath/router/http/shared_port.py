@@ -1,14 +1,13 @@
 """A server's place at a port that other processes of this user serve as well (SO_REUSEPORT).
 
-The kernel divides new connections among those that listen.  So who is about to end stops listening
-first: from then on all new connections are the others'.  What has been connected and not taken yet
-is served still, since a listener that is closed resets it; and so is what clients send over the
-connections that they have, each of which is told to be closed with its next answer.  Nobody is
-turned away.
+The kernel divides new connections among the listeners.  So a process that is about to end stops
+listening first: from then on all new connections go to the others.  Connections that are made and
+not accepted yet are still served, since closing their listener would reset them; and so are
+requests on open connections, each of which is closed with its next answer.  No client is refused.
 
-A connection whose handshake is under way when its listener ends is reset: that takes microseconds
-on one machine, a round trip for clients of others.  No process can lead new connections past its
-own listener while it waits for those; with the sysctl ``net.ipv4.tcp_migrate_req`` the kernel hands
+A connection in its handshake when its listener ends is reset: that takes microseconds on one
+machine, a round trip for clients of others.  No process can lead new connections past its own
+listener while it waits for those; with the sysctl ``net.ipv4.tcp_migrate_req`` the kernel moves
 them to another one.
 """
 
@@ -20,13 +19,13 @@ from typing import Protocol
 
 from dualpath.router.connections import Connections
 
-#: How long clients may keep a connection without a request before it is closed under them: who is
-#: at work comes by sooner, and hears that it goes.
+#: Idle time after which a client's connection is closed: an active client sends a request sooner,
+#: and learns from its answer that the connection closes.
 KEPT_S = 2.0
 
 
 class Draining(Protocol):
-    """``FrontEndService``, as far as its end goes."""
+    """``FrontEnd``, as far as its end goes."""
 
     async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
         """Let what is under way end."""

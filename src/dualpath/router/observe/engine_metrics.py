@@ -1,4 +1,4 @@
-"""Metrics of engines: read from their latest reports at every scrape, nothing is kept here."""
+"""Metrics of engines: read from their latest reports at every scrape, nothing is stored here."""
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -10,8 +10,7 @@ from dualpath.core.cluster import Role
 from dualpath.engine.counters import BYTES_OF, Counter
 from dualpath.plan import movements
 from dualpath.plan.traffic_class import TrafficClass
-from dualpath.router.control.engine_state import EngineState
-from dualpath.router.control.registry import Registry
+from dualpath.router.scheduler.registry import EngineState, Registry
 
 #: Path as in ``GET /dualpath/v1/status`` → counters of prefill and of decode engines.
 PATH_COUNTERS: dict[str, tuple[tuple[Role, Counter], ...]] = {
@@ -117,7 +116,7 @@ class EngineCollector:
         for role in Role:
             up.add_metric([role.value], len(self._registry.alive(role)))
         yield up
-        # An engine that said goodbye is not missed.
+        # An engine that deregistered is not missed.
         expected = [engine for engine in engines if not engine.left]
         yield _gauge(
             expected,
@@ -188,17 +187,17 @@ def _usage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
 
 
 def _storage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
-    """Yield what the storage's janitor has said, as each engine has heard it last."""
-    heard = [e for e in reporting if e.report is not None and e.report.storage is not None]
+    """Yield the storage janitor's last status that each engine has received."""
+    informed = [e for e in reporting if e.report is not None and e.report.storage is not None]
     for name, text, field in (
         ("storage_used_bytes", "Bytes in storage, as its janitor counts them.", "used_bytes"),
         ("storage_quota_bytes", "Bytes that may lie in storage, 0 for no limit.", "quota_bytes"),
         ("storage_status_age_seconds", "Time since the storage's janitor was heard.", "age_s"),
     ):
-        yield _gauge(heard, name, text, functools.partial(_said_of_storage, field))
+        yield _gauge(informed, name, text, functools.partial(_storage_status_value, field))
 
 
-def _said_of_storage(field: str, engine: EngineState) -> float:
+def _storage_status_value(field: str, engine: EngineState) -> float:
     assert engine.report is not None
     return float(getattr(engine.report.storage, field))
 

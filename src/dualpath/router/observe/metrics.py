@@ -1,6 +1,6 @@
 """Prometheus metrics of the router, named as the ecosystem does.
 
-What the router counts itself is kept in counters and histograms, most of them written once, when a
+The router's own figures are counters and histograms, most of them written once, when a
 request ends; what engines report is read at every scrape (``engine_metrics``).
 """
 
@@ -16,13 +16,12 @@ from prometheus_client.registry import Collector
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
 from dualpath.policy.session_warmth import REASONS
-from dualpath.router.attempts.hit_account import LOOKUP_FAILURES, HitAccount
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.roles import ASKED, SWITCH_ENDS, Switch, SwitchState
+from dualpath.router.hit_account import LOOKUP_FAILURES, HitAccount
 from dualpath.router.observe.engine_metrics import EngineCollector, text_format
 from dualpath.router.refusals import ControlRefusal, HttpRefusal, http_refusal
-from dualpath.router.requests.records import OUTCOMES, RequestRecord
-from dualpath.router.stages import Stage
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.scheduler.roles import ASKED, SWITCH_ENDS, Switch, SwitchState
+from dualpath.router.stages import OUTCOMES, RequestRecord, Stage
 
 _STAGE_BUCKETS_S = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _TOKEN_GAP_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1, 2.5, 5)
@@ -42,8 +41,8 @@ def shared_metrics() -> bool:
 class RouterMetrics:
     """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
-    ``control_refusals`` says how often the control server refused what came to it; ``clock`` is
-    the one by which ``registry`` notes when it heard of an engine.
+    ``control_refusals`` returns the control server's counts of refusals; ``clock`` is the one by
+    which ``registry`` notes when an engine was heard.
     """
 
     def __init__(
@@ -124,18 +123,18 @@ class RouterMetrics:
 
     def _define_tokens(self) -> None:
         self._prompt = self._counter("prompt_tokens", "Prompt tokens prefilled.")
-        self._hit = self._counter("hit_tokens", "Prompt tokens whose KV-cache was loaded.")
+        self._hit = self._counter("hit_tokens", "Prompt tokens with KV-cache that was loaded.")
         self._ideal_hit = self._counter(
             "ideal_hit_tokens",
-            "Prompt tokens whose KV-cache had been computed before: the hits of a storage that "
-            "keeps everything and a data path that never fails.",
+            "Prompt tokens with KV-cache that had been computed before: the hits of a storage that "
+            "evicts nothing and a data path that never fails.",
         )
         self._missed = self._counter(
             "missed_tokens", "Prompt tokens that were computed, by reason.", "reason"
         )
         self._recomputed = self._counter(
             "recomputed_tokens",
-            "Stored prompt tokens that were computed again, by reason.",
+            "Stored prompt tokens that were recomputed, by reason.",
             "reason",
         )
         self._lookup_failures = self._counter(
@@ -148,7 +147,7 @@ class RouterMetrics:
         self._generated = self._counter("generation_tokens", "Tokens streamed to clients.")
         self._session_blocks = self._counter(
             "session_blocks",
-            "Blocks that decode engines were told to keep, bring back or let go for agents' "
+            "Blocks that decode engines were ordered to retain, prefetch or release for agents' "
             "sessions, by reason.",
             "reason",
         )
@@ -189,10 +188,10 @@ class RouterMetrics:
         for role in Role:
             self._read_tokens[role].inc(assignment.at(role).read_tokens)
 
-    def read_anew(self, old: Assignment, anew: Assignment) -> None:
+    def reads_replanned(self, old: Assignment, new: Assignment) -> None:
         """Count what either side has to read more than it was assigned."""
         for role in Role:
-            more = anew.at(role).read_tokens - old.at(role).read_tokens
+            more = new.at(role).read_tokens - old.at(role).read_tokens
             self._read_tokens[role].inc(max(more, 0))
 
     def scheduled(self, spent_s: float, decisions: int) -> None:
@@ -217,7 +216,7 @@ class RouterMetrics:
         self._recomputed.labels(_short(reason)).inc(tokens)
 
     def lookup_failed(self, reason: str) -> None:
-        """Count a look-up nobody answered."""
+        """Count a look-up that failed."""
         self._lookup_failures.labels(reason).inc()
 
     def session_ordered(self, reason: str, blocks: int) -> None:
@@ -295,7 +294,7 @@ class RouterMetrics:
 
 
 class _ControlRefusals(Collector):
-    """Refusals at the control address, whose server counts them."""
+    """Refusals at the control address, counted by its server."""
 
     def __init__(self, counted: Callable[[], Mapping[ControlRefusal, int]]) -> None:
         self._counted = counted

@@ -7,12 +7,11 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.engine.counters import Counter
-from dualpath.router.control.assign_log import AssignmentNote
-from dualpath.router.control.engine_state import EngineState
-from dualpath.router.control.registry import Registry
-from dualpath.router.control.thresholds import ClusterThresholds
 from dualpath.router.observe.engine_metrics import bytes_by_path
 from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.router.scheduler.registry import EngineState, Registry
+from dualpath.router.scheduler.thresholds import ClusterThresholds
 
 ORACLE_NOTE = "no KV bytes moved; text is meaningless, only lengths are right"
 

@@ -3,7 +3,7 @@
 Nothing is traced unless an endpoint is set.  Spans follow from the stages that a request's record
 has anyway, and are made when the request ends; only the calls to engines get theirs beforehand,
 since their ids travel there as W3C ``traceparent``: what an engine traces of its own (vLLM with
-``--otlp-traces-endpoint``) lies below them, what came from the client above them.
+``--otlp-traces-endpoint``) is below them, the client's spans above them.
 
 Endpoint and protocol are chosen as in vLLM: gRPC, or with the environment variable
 ``OTEL_EXPORTER_OTLP_TRACES_PROTOCOL`` set to ``http/protobuf`` a whole URL.
@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
 from dualpath.router.engine_calls import Job
-from dualpath.router.requests.records import RequestRecord
-from dualpath.router.stages import Stage, StageTime
+from dualpath.router.stages import RequestRecord, Stage, StageTime
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

@@ -1,4 +1,4 @@
-"""The requests of one front end: which are taken, how they go, what became of them."""
+"""A front end as HTTP servers see it: submit a job, get tokens; wherever the scheduler runs."""
 
 import asyncio
 import contextlib
@@ -13,42 +13,57 @@ from dualpath.core.errors import (
     OverloadedError,
     TurnedAwayError,
 )
+from dualpath.core.modes import Mode
 from dualpath.core.names import name_problem
-from dualpath.router.engine_calls import Job, TokenEvent
-from dualpath.router.observe.tracing import open_tracing
-from dualpath.router.requests.context import FrontEndContext
-from dualpath.router.requests.records import RequestRecord
-from dualpath.router.requests.request_life import RequestLife
-from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest
+from dualpath.core.session_hints import SessionHints
+from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
+from dualpath.router.engines import geometry, missing_engines
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.tracing import Tracing, open_tracing
+from dualpath.router.requests.request import RequestLife
+from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest, Scheduling
+from dualpath.router.settings import RouterSettings
+from dualpath.router.stages import RequestRecord
 
 logger = logging.getLogger(__name__)
 
-_RECORDS_KEPT = 1024
+_RECENT_RECORDS = 1024
 
 
 class FrontEnd:
     """Jobs are submitted to it; lives in one event loop.
 
-    ``records`` holds the latest finished requests with the times of their stages; ``ended`` is told
-    each.
+    ``records`` holds the latest finished requests with the times of their stages; ``ended`` is
+    called with each, ``metrics`` counts them.  ``clock`` gives monotonic seconds.
     """
 
-    def __init__(self, context: FrontEndContext, ended: Callable[[RequestRecord], None]) -> None:
-        self.context = context
-        self.records: deque[RequestRecord] = deque(maxlen=_RECORDS_KEPT)
+    def __init__(
+        self,
+        settings: RouterSettings,
+        scheduling: Scheduling,
+        metrics: RouterMetrics,
+        engine_calls: EngineCalls,
+        clock: Callable[[], float],
+        ended: Callable[[RequestRecord], None],
+    ) -> None:
+        self.settings, self.scheduling, self.metrics = settings, scheduling, metrics
+        self.records: deque[RequestRecord] = deque(maxlen=_RECENT_RECORDS)
+        self.engine_calls, self.clock = engine_calls, clock
+        self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
+        self.tracing: Tracing | None = None
         self._ended = ended
         self._lives: dict[str, RequestLife] = {}
-        #: In the order in which they came, which a set does not keep: they end in it.
+        #: In the order of arrival, which a set does not preserve: they are cancelled in it.
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._draining = self._refusing = False
         self._stopping = False
 
-    def start(self) -> None:
-        """Open the traces, if they are kept; raises ``ConfigError`` without OpenTelemetry."""
-        if endpoint := self.context.settings.otlp_traces_endpoint:
-            self.context.tracing = open_tracing(endpoint, self.context.clock)
+    def open_traces(self) -> None:
+        """Open the traces, if they are exported; raises ``ConfigError`` without OpenTelemetry."""
+        if endpoint := self.settings.otlp_traces_endpoint:
+            self.tracing = open_tracing(endpoint, self.clock)
 
-    async def stop(self) -> None:
+    async def end_requests(self) -> None:
         """End all requests: their streams raise ``EngineLostError``; idempotent."""
         self._stopping = True
         tasks = list(self._tasks)
@@ -56,18 +71,39 @@ class FrontEnd:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def close(self) -> None:
-        """Export the traces that are left; after ``stop``."""
-        if self.context.tracing is not None:
-            await asyncio.to_thread(self.context.tracing.close)
+    async def close_traces(self) -> None:
+        """Export the traces that are left; after ``end_requests``."""
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
-    def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
-        """Return the job's tokens as they come; as ``RouterService.submit``."""
-        return self._stream(job)
+    async def wait_ready(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for that many live engines; raises ``DeadlineError`` naming what is missing."""
+        await self.scheduling.wait_for_engines(prefill, decode, timeout_s)
+
+    async def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
+        """Apply a client's hints on a session while its tool runs; False if it is unknown.
+
+        ``tenant`` is the ``core.blocks.tenant_tag`` of the session's requests.
+        """
+        return await self.scheduling.hint_session(tenant, session_id, hints)
+
+    def exposition(self) -> bytes:
+        """Return the body of ``GET /metrics``."""
+        return self.metrics.exposition()
+
+    @property
+    def moves_bytes(self) -> bool:
+        """False in Oracle mode."""
+        return self.scheduling.engines.mode is not Mode.ORACLE
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a Full Block; raises ``EngineLostError`` before any engine has joined."""
+        return geometry(self.scheduling.engines).block_tokens
 
     @property
     def running(self) -> list[RequestRecord]:
-        """Requests that are not over."""
+        """The requests that have not ended."""
         return [life.record for life in self._lives.values()]
 
     def counts(self) -> tuple[int, int]:
@@ -75,15 +111,20 @@ class FrontEnd:
         running = sum(life.placed for life in self._lives.values())
         return len(self._lives) - running, running
 
-    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Take no new requests; return when those under way have ended.
+    def unready(self) -> str | None:
+        """Return why clients should use another front end at present, None if all is well."""
+        leaving = self.leaving()
+        return missing_engines(self.scheduling.engines) if leaving is None else str(leaving)
 
-        ``clients_gone`` where new clients are led to others: it returns when those that are here
-        have gone, and what they send until then is served.  What has not ended after
-        ``drain_timeout_s`` is left for ``stop`` to end.
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Take no new requests; return when those that run have ended.
+
+        ``clients_gone`` is given if new clients are led to other front ends: it returns when all
+        present clients have disconnected, and their requests until then are served.  Requests that
+        have not ended after ``drain_timeout_s`` are left to ``end_requests``.
         """
         self._draining, self._refusing = True, clients_gone is None
-        limit_s = self.context.settings.drain_timeout_s
+        limit_s = self.settings.drain_timeout_s
         logger.warning("draining: %d requests may take %g s more", len(self._lives), limit_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
@@ -99,7 +140,7 @@ class FrontEnd:
             )
 
     def leaving(self) -> DrainingError | None:
-        """Return what clients are told while it drains, None if it does not."""
+        """Return the error for clients while it drains, None if it does not."""
         if not self._draining:
             return None
         return DrainingError(
@@ -108,10 +149,10 @@ class FrontEnd:
         )
 
     def turned_away(self) -> TurnedAwayError | None:
-        """Return why no further request is taken, None if one is."""
+        """Return why new requests are refused, None if they are not."""
         if self._refusing and (leaving := self.leaving()) is not None:
             return leaving
-        settings = self.context.settings
+        settings = self.settings
         running, waiting = settings.max_concurrent_requests, settings.max_waiting_requests
         if len(self._lives) < running + waiting:
             return None
@@ -120,7 +161,14 @@ class FrontEnd:
             "send it again later, or raise --max-concurrent-requests or --max-waiting-requests"
         )
 
-    async def _stream(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
+    async def submit(self, job: Job) -> AsyncGenerator[TokenEvent, None]:
+        """Return the job's tokens as they come; the last event has a ``finish_reason``.
+
+        Closing the iterator (or cancelling the task that waits on it) aborts the request
+        everywhere.  Iterating raises ``BadRequestError`` if the job cannot be served as asked,
+        ``OverloadedError`` if there are too many requests, ``EngineLostError`` when all attempts
+        have failed, ``DeadlineError`` when the time is up.
+        """
         if (wrong := name_problem(job.request_id)) is not None:
             raise BadRequestError(f"request id {wrong}")
         if job.request_id in self._lives:
@@ -132,11 +180,11 @@ class FrontEnd:
             raise error
         if self._stopping:
             raise self._stops(job)
-        scheduled = self.context.scheduling.begin(
+        scheduled = self.scheduling.begin(
             RequestOrder(job.request_id, job.keys, job.tenant, job.hints)
         )
-        life = self._lives[job.request_id] = RequestLife(self.context, job, scheduled)
-        self.context.metrics.began()
+        life = self._lives[job.request_id] = RequestLife(self, job, scheduled)
+        self.metrics.began()
         task = asyncio.create_task(life.run(), name=f"request {job.request_id}")
         self._tasks[task] = None
         task.add_done_callback(lambda done: self._over(life, scheduled, done))
@@ -160,21 +208,21 @@ class FrontEnd:
     def _over(
         self, life: RequestLife, scheduled: ScheduledRequest, task: asyncio.Task[None]
     ) -> None:
-        # Not in the stream's own clean-up: an impatient client may cancel that as well.
+        # Not in the stream's own cleanup: an impatient client may cancel that as well.
         if not task.cancelled():
             task.exception()  # Marks it as seen: the client may have left before the end.
         if life.record.outcome is None:
             life.record.close("cancelled")  # Before it had even begun.
         self._tasks.pop(task, None)
         self._lives.pop(life.job.request_id, None)
-        self.context.metrics.ended()
+        self.metrics.ended()
         self.records.append(life.record)
         self._ended(life.record)
         scheduled.end(self._answered(life))
         life.events.put_nowait(None)
 
     def _answered(self, life: RequestLife) -> Answered | None:
-        if life.record.outcome != "finished" or not self.context.scheduling.keeps_answers:
+        if life.record.outcome != "finished" or not self.scheduling.caches_answers:
             return None
         # The last token was sampled but never fed back: there is no KV of it.
         tokens = (*life.job.prompt_token_ids, *life.generated)[:-1]

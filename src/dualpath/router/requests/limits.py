@@ -1,17 +1,20 @@
 """Limits on HTTP requests as they arrive, before anything is parsed; ASGI, of no framework.
 
-Bodies are bounded as they arrive (``bodies``), whether their length is declared or not.  While the
-service is full, requests that bring work get 429, while it drains 503, and with either the time
-after which to try again.  Limits on
-what a body says (prompt, ``n``) belong to whoever reads it.  All refusals are counted here, also
-those of the layers inside, which ask for API keys and read bodies.
+Bodies are bounded as they arrive (``ArrivingBodies``), whether their length is declared or not.
+While the service is full, requests for tokens get 429, while it drains 503, and with either the
+time after which to retry.  Limits on the content of a body (prompt, ``n``) belong to its parser.
+All refusals are counted here, also those of the layers inside, which check API keys and read
+bodies.
 
 A server process may have as many streams as files: one each at an engine, two at a router.
 """
 
+import asyncio
 import logging
 import resource
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 import msgspec
 
@@ -19,20 +22,132 @@ from dualpath.core.errors import TurnedAwayError
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.connections import ConnectionLimits
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.bodies import (
-    ArrivingBodies,
-    ArrivingBody,
-    BodyRefusedError,
-    too_large,
-)
 from dualpath.router.settings import RouterSettings
-from dualpath.router.token_api.statuses import LATER, TOO_LARGE, TOO_MANY, UNAVAILABLE, status_of
+from dualpath.router.token_api.statuses import (
+    LATER,
+    TIMED_OUT_BODY,
+    TOO_LARGE,
+    TOO_MANY,
+    UNAVAILABLE,
+    status_of,
+)
+
+_T = TypeVar("_T")
+
+
+class BodyRefusedError(Exception):
+    """Ends the reading of a body: the answer is ``status``, whatever the application returns."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BodyLimits(Protocol):
+    """``RouterSettings``, as far as they speak of bodies."""
+
+    @property
+    def max_body_bytes(self) -> int:
+        """Of one."""
+        ...
+
+    @property
+    def max_arriving_bytes(self) -> int:
+        """Of all that are not whole."""
+        ...
+
+    @property
+    def body_timeout_s(self) -> float:
+        """Until one has to be whole."""
+        ...
+
+
+class ArrivingBodies:
+    """All bodies of one server that have begun to arrive and are not whole.
+
+    A body is held until it is whole.  So all unfinished bodies together have one bound; a body that
+    would exceed it is refused, and the others go on.
+    """
+
+    def __init__(self, limits: BodyLimits) -> None:
+        self.limits = limits
+        self.held_bytes = 0
+
+    @contextmanager
+    def one(self) -> "Iterator[ArrivingBody]":
+        """A body, until the end of the block at the latest."""
+        body = ArrivingBody(self)
+        try:
+            yield body
+        finally:
+            body.end()
+
+
+class ArrivingBody:
+    """One body; ``read`` pieces until it is whole, then ``end``."""
+
+    def __init__(self, bodies: ArrivingBodies) -> None:
+        self._bodies = bodies
+        self._bytes = 0
+        self._whole = False
+        self._deadline_s: float | None = None
+
+    @property
+    def arriving(self) -> bool:
+        """Whether more of it is to come."""
+        return not self._whole
+
+    async def read(self, piece: Callable[[], Awaitable[_T]], size: Callable[[_T], int]) -> _T:
+        """Return the next piece.  Raises ``BodyRefusedError`` if it is one too many, or late."""
+        limit_s = self._bodies.limits.body_timeout_s
+        if self._deadline_s is None:
+            self._deadline_s = asyncio.get_running_loop().time() + limit_s
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                found = await piece()
+        except TimeoutError as error:
+            raise BodyRefusedError(
+                TIMED_OUT_BODY,
+                f"the body did not arrive within {limit_s:g} s; send it faster or raise "
+                "--body-timeout-s",
+            ) from error
+        self._took(size(found))
+        return found
+
+    def _took(self, count: int) -> None:
+        limits = self._bodies.limits
+        self._bytes += count
+        self._bodies.held_bytes += count
+        if self._bytes > limits.max_body_bytes:
+            raise BodyRefusedError(TOO_LARGE, too_large(limits.max_body_bytes))
+        if self._bodies.held_bytes > max(limits.max_arriving_bytes, limits.max_body_bytes):
+            raise BodyRefusedError(
+                TOO_MANY,
+                f"bodies of {self._bodies.held_bytes} bytes are arriving, at most "
+                f"{limits.max_arriving_bytes} do at once; try again or raise "
+                "--max-arriving-bytes",
+            )
+
+    def end(self) -> None:
+        """It is whole, or no longer needed; idempotent."""
+        if not self._whole:
+            self._whole = True
+            self._bodies.held_bytes -= self._bytes
+
+
+def too_large(limit_bytes: int) -> str:
+    """Return the message for a body that is too large."""
+    return (
+        f"the body has more than {limit_bytes} bytes, the most this router takes; send less or "
+        "raise --max-body-bytes"
+    )
+
 
 #: When a client may try again that came while the service was full or about to end: requests end
 #: all the time, and the next router is soon there.
 RETRY_AFTER_S = 1
 
-#: Paths of the router's own, for who runs it.
+#: Paths of the router's own, for operators.
 OPERATORS_PREFIX = "/dualpath/"
 
 #: A line about files that ran out is written once in that time.
@@ -87,7 +202,7 @@ class RequestLimits:
 
 
 class _Call:
-    """Counts what arrives, since a chunked body declares no length, and looks at the answer."""
+    """Counts arriving bytes, since a chunked body declares no length, and checks the answer."""
 
     def __init__(
         self, receive: Receive, send: Send, service: LimitedService, body: ArrivingBody
@@ -131,7 +246,7 @@ class _Call:
 
     async def _answer(self, message: Message) -> None:
         if self._cut is not None and not self._answering:
-            return  # What the application says of a body cut off; ours follows.
+            return  # The application's answer to a body that was cut off; ours follows.
         if message["type"] == "http.response.start":
             self._answering = True
             self._uncounted_status = message["status"]
@@ -147,13 +262,13 @@ def _body_bytes(message: Message) -> int:
     return len(message.get("body", b""))
 
 
-#: What clients tell errors by; that of 503 is vLLM's for what may be tried again.
+#: Error types for clients; that of 503 is vLLM's for requests that may be retried.
 _ERROR_TYPES = {TOO_MANY: "rate_limit_exceeded", UNAVAILABLE: "ServiceUnavailableError"}
 _RETRY_AFTER = (b"retry-after", str(RETRY_AFTER_S).encode())
 
 
 def _brings_work(scope: Message) -> bool:
-    """Whether a call wants tokens, and not to look at the router or to run it."""
+    """Whether a call generates tokens, unlike calls for observation and operation."""
     return scope["method"] == "POST" and not own_path(scope).startswith(OPERATORS_PREFIX)
 
 
@@ -184,14 +299,14 @@ def allow_many_streams() -> None:
 
 
 class NoFilesFilter(logging.Filter):
-    """For asyncio's log: a process without files says so with a traceback every second."""
+    """For asyncio's log: a process without free files logs a traceback every second."""
 
     def __init__(self) -> None:
         super().__init__()
         self._said_s = float("-inf")
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Let one line pass in ``NO_FILES_GAP_S``, and say what to do."""
+        """Pass one line in ``NO_FILES_GAP_S``, with the remedy."""
         if not record.getMessage().startswith("socket.accept() out of system resource"):
             return True
         if record.created - self._said_s < NO_FILES_GAP_S:

@@ -1,4 +1,4 @@
-"""What a client may say of its session between two turns, by a call of its own."""
+"""A client's call between two turns, with hints on its session."""
 
 from typing import Any, Protocol
 
@@ -7,7 +7,7 @@ import msgspec
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
 from dualpath.core.session_hints import SessionHints, session_hints
-from dualpath.router.requests.prompt_limits import check_salt
+from dualpath.router.requests.request import check_salt
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError, decode_body
 
@@ -16,7 +16,7 @@ class HintedService(Protocol):
     """The router's service as far as it takes hints."""
 
     async def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
-        """Take what a client says of a session while its tool runs; False if nobody knows it."""
+        """Apply a client's hints on a session while its tool runs; False if it is unknown."""
         ...
 
 
@@ -29,12 +29,12 @@ async def session_call(
     may be empty.  ``over``: the session is done.
     """
     try:
-        said = decode_body(body, dict[str, Any]) if body else {}
-        salt = said.get("cache_salt")
+        fields = decode_body(body, dict[str, Any]) if body else {}
+        salt = fields.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
             raise BadRequestError(f"cache_salt is {salt!r}; send text")
         check_salt(salt)
-        hints = session_hints(said, session_id)
+        hints = session_hints(fields, session_id)
     except BadRequestError as error:
         return status_of(error), {"error": api_error(error)}
     if over:

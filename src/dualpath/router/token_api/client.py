@@ -60,7 +60,7 @@ class TokenApi(Protocol):
         ...
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server says that it is well."""
+        """Return if the engine's server is healthy."""
         ...
 
     async def aclose(self) -> None:
@@ -108,7 +108,7 @@ class TokenApiClient:
         )
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server says that it is well."""
+        """Return if the engine's server is healthy."""
         url = engine.api_url.rstrip("/") + HEALTH_PATH
         try:
             async with self._open_session().get(url, headers=self._headers) as response:

@@ -42,7 +42,7 @@ _DEFECT = 500
 UNAVAILABLE = 503
 _TIMED_OUT = 504
 
-#: Statuses that say when to come again: the same request may then be served.
+#: Statuses with a time to retry: the same request may then be served.
 LATER = frozenset({TOO_MANY, UNAVAILABLE})
 
 #: Statuses with which an engine refuses the request itself, not the caller or the route.
@@ -72,7 +72,7 @@ def api_error(error: DualPathError) -> ApiError:
 def engine_error(
     engine: str, status: int, message: str
 ) -> BadRequestError | EngineLostError | IncompatibleError:
-    """Return the error for an answer with ``status``; ``engine`` says which one and where."""
+    """Return the error for an answer with ``status``; ``engine`` is its name and address."""
     if status in _REQUEST_REFUSED:
         return BadRequestError(message)
     answered = f"{engine} answered {status}: {message}"

@@ -124,7 +124,7 @@ class EventLines:
     """Splits a server-sent event stream into the payloads of its ``data:`` lines.
 
     Needed because a line may exceed aiohttp's limit: a prompt or many logprobs in one event.
-    ``ended`` says that the stream's last event, which has no payload, has come.
+    ``ended``: the stream's last event, which has no payload, has come.
     """
 
     def __init__(self) -> None:

@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from dualpath.core.blocks import BlockKey, block_keys
-from dualpath.policy.agent_sessions import SessionMemory
+from dualpath.policy.session_warmth import SessionMemory
 from dualpath.router.token_api.wire import STREAM_END, EventLines, server_event
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn
 from dualpath.workload.conversation.text_session import (
@@ -30,11 +30,10 @@ from dualpath.workload.conversation.text_session import (
 # ---------------------------------------------------------------------------------------- recorder
 # Groups served requests into sessions, which contain neither tokens nor hashes.
 #
-# A session is identified by the client's name for it, or by its tokens: a prompt that begins with
-# all full blocks of an earlier prompt, or of an earlier prompt and its answer, continues that
-# session (``policy.agent_sessions``).  Clients' names may identify persons, so recorded sessions
-# are numbered.  Block ids are numbered by appearance.  Block keys, from which known text could be
-# confirmed, are not recorded.
+# A session is known by the name its client gives it, or by its tokens: a prompt that begins with
+# all full blocks of an earlier prompt, or of an earlier one and its answer, goes on after it
+# (``policy.session_warmth``).  Clients' names may say who somebody is, so sessions are numbered.
+# Block ids are numbered by appearance.  Keys, which could be guessed from known text, stay here.
 
 #: Blocks of sessions that can be continued; older sessions are forgotten, and start again as new.
 _MAX_REMEMBERED_BLOCKS = 10_000_000
@@ -86,8 +85,8 @@ class Recorder:
         own = tuple(block_keys(prompt, self._block_tokens))
         session = self._memory.find(exchange.tenant, exchange.session_id, own)
         self._memory.remember(session, keys, len(own))
-        while (oldest := self._memory.too_many()) is not None:
-            self._memory.forget(oldest)
+        while (oldest := self._memory.over_capacity()) is not None:
+            self._memory.remove(oldest)
         ids = tuple(self._ids.setdefault((exchange.tenant, key), len(self._ids)) for key in own)
         self._sessions.setdefault(session.name, []).append(
             _Turn(

@@ -23,7 +23,7 @@ from dualpath.policy.accounts import (
 from dualpath.policy.baselines import NO_TURN, first_turn, other_side
 from dualpath.policy.decode import assign_decode, choose_group, unfragmented_hbm
 from dualpath.policy.events import DE_IN_TURN, PE_IN_TURN
-from dualpath.policy.kept import prefill_worth
+from dualpath.policy.placement import prefill_worth
 from dualpath.policy.prefill import assign_prefill
 from dualpath.policy.read_side import PE_SIDE, SIDES_IN_TURN, read_tokens
 from dualpath_sim.simulator.compiled.jit import compiled, inlined, lean, prefetch

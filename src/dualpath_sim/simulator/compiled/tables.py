@@ -23,7 +23,7 @@ from dualpath.plan.movements import Link
 from dualpath.policy.accounts import ACCOUNT_COLUMNS, FREE_HBM, NODE
 from dualpath.policy.batching import UNBOUNDED_TOKENS
 from dualpath.policy.events import EngineSpec, SchedulerSettings
-from dualpath.policy.kept import NOTHING_KEPT
+from dualpath.policy.placement import NOTHING_CACHED
 from dualpath.policy.read_side import RULES
 from dualpath.policy.scheduler import effective_alpha_tokens, places_in_turn
 from dualpath.workload.columns.agent_table import AgentTable
@@ -89,7 +89,7 @@ COMMON_QUEUES = 2
 SUBMITTED, UNASSIGNED, LAST_DEALT, IN_TURN_PES = 0, 1, 2, 4
 
 #: Rows of ``work``: requests placed by a fetch; their lengths for a kernel, the rows it returns and
-#: why; and NOTHING_KEPT for every request, as the policy's kernels want it.
+#: why; and NOTHING_CACHED for every request, as the policy's kernels want it.
 PLACED, LENGTHS, ROWS, WHY, NO_CACHED_ROWS = range(5)
 WORK_ROWS = 5
 
@@ -161,7 +161,7 @@ def new_scheduler(
     counters = np.zeros(5, np.int64)
     counters[LAST_DEALT : LAST_DEALT + 2] = NONE
     work = np.zeros((WORK_ROWS, requests), np.int64)
-    work[NO_CACHED_ROWS] = NOTHING_KEPT
+    work[NO_CACHED_ROWS] = NOTHING_CACHED
     return SchedulerState(
         rules=Rules(
             in_turn=places_in_turn(settings),

@@ -8,8 +8,19 @@ import msgspec
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
 from dualpath.core.request import CachedPrefix, Request
-from dualpath.policy.events import Assignment, EngineReport, Granted
-from dualpath.policy.role_loads import RoleQueue
+from dualpath.policy.events import (
+    Assignment,
+    EngineJoined,
+    EngineLost,
+    EngineReport,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SlotsGranted,
+    Submitted,
+)
+from dualpath.policy.rebalance import RoleQueue
 from dualpath.policy.scheduler import RequestScheduler
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
@@ -105,7 +116,7 @@ class SchedulerDriver:
         self._specs = engine_specs(setup, limits, layout)
         self._accounts: list[_Account] = []
         for spec in self._specs:
-            self._scheduler.engine_joined(spec)
+            self._scheduler.apply(EngineJoined(spec))
             self._accounts.append(_Account(len(self._accounts), spec.hbm_tokens))
         self._groups = [
             _Group(group.name, group.role, [self._accounts[e] for e in group.engines])
@@ -130,20 +141,20 @@ class SchedulerDriver:
                 else ()
             ),
         )
-        self._scheduler.submit(request)
+        self._scheduler.apply(Submitted(request))
         self._waiting[round_index] = request
         self._expect_fetch(self._events.now_ns)
 
     def granted(self, assignment: Assignment, cached_blocks: Mapping[Role, int]) -> Assignment:
         """A DE has granted a round's slots; return its assignment, maybe re-planned."""
-        grant = Granted(
+        grant = SlotsGranted(
             assignment.request_id,
             decode_blocks=cached_blocks[Role.DECODE],
             prefill_blocks=cached_blocks[Role.PREFILL],
         )
-        if not (answer := self._scheduler.granted(grant)):
+        if not (replanned := self._scheduler.apply(grant).assignments):
             return assignment
-        (changed,) = answer
+        (changed,) = replanned
         for role in Role:
             before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
@@ -162,20 +173,20 @@ class SchedulerDriver:
 
     def read_done(self, round_index: int) -> None:
         """All reads of a request are over."""
-        self._scheduler.read_done(str(round_index))
+        self._scheduler.apply(ReadsDone(str(round_index)))
         if self.watch is not None:
             self.watch.loaded(round_index)
 
     def prefill_done(self, round_index: int, assignment: Assignment) -> None:
-        """The PE has prefilled a request."""
-        self._scheduler.prefill_done(str(round_index))
+        """The PE is through with a request."""
+        self._scheduler.apply(PrefillEnded(str(round_index)))
         self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
         if self.watch is not None:
             self.watch.prefilled(round_index, assignment)
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A request is over."""
-        self._scheduler.finished(str(round_index))
+        self._scheduler.apply(Finished(str(round_index)))
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].over(tokens, tokens)
         if self.watch is not None:
@@ -207,10 +218,11 @@ class SchedulerDriver:
             self._report(group)
         lost: set[int] = set()
         for engine in engines:
-            lost.update(int(request) for request in self._scheduler.engine_lost(str(engine)))
+            effects = self._scheduler.apply(EngineLost(str(engine)))
+            lost.update(map(int, effects.lost_requests))
         for round_index in [r for r in self._waiting if r in lost]:
             request = self._waiting.pop(round_index)
-            self._scheduler.submit(request)
+            self._scheduler.apply(Submitted(request))
             self._waiting[round_index] = request
         retired = {id(self._accounts[engine]) for engine in engines}
         for group in self._groups:
@@ -222,7 +234,7 @@ class SchedulerDriver:
         name = f"{role}-node-{self._specs[engines[0]].node}"
         for engine in engines:
             spec = msgspec.structs.replace(self._specs[engine], role=role, group=name)
-            self._scheduler.engine_joined(spec)
+            self._scheduler.apply(EngineJoined(spec))
             self._accounts[engine] = _Account(engine, spec.hbm_tokens)
         self._groups.append(_Group(name, role, [self._accounts[engine] for engine in engines]))
 
@@ -236,9 +248,9 @@ class SchedulerDriver:
         self._fetch_due = False
         for group in self._in_turn():
             self._report(group)
-            for assignment in self._scheduler.fetch(group.name):
+            for assignment in self._scheduler.apply(Fetch(group.name)).assignments:
                 self._take(assignment)
-        if self._scheduler.waiting():
+        if self._scheduler.waiting:
             self._expect_fetch(self._events.now_ns + 1)
 
     def _in_turn(self) -> list[_Group]:
@@ -251,7 +263,7 @@ class SchedulerDriver:
     def _report(self, group: _Group) -> None:
         for account in group.members:
             if account.dirty:
-                self._scheduler.report(account.report())
+                self._scheduler.apply(account.report())
 
     def _take(self, assignment: Assignment) -> None:
         self._accounts[int(assignment.prefill_engine)].assigned(

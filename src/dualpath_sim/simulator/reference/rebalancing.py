@@ -1,22 +1,26 @@
 """Nodes that change their role while the cluster serves (§8.1 leaves it to future work).
 
-Every ``interval_s`` the live router's own policy (``policy.role_policy``) measures the load of both
-roles and decides.
+Every ``interval_s`` the live router's own policy (``policy.rebalance``) observes how both roles
+fare, measures what it needs to know and decides.
 
-A ``Move`` takes from the giving role the serving node with the fewest unfinished tokens, since it
-is empty soonest; of equal nodes the one with the highest number.  The node gets no new requests and
-finishes those it has (nothing is recomputed or sent elsewhere).  ``switch_s`` later its engines
-join the other role as a group of their own, with lock-step also as a unit of their own; the unit
-that they left steps with fewer engines.  Costs per token and HBM are those of the new role's other
-engines: experts that are spread over more or fewer GPUs are not modelled.  At most one node changes
-its role at a time.
+A ``Move`` takes the serving node of the giving role that has the fewest unfinished tokens, since
+it is empty soonest; of equals the one with the highest number.  It gets no new requests, finishes
+those it has (nothing is recomputed or sent elsewhere), and ``switch_s`` later its engines join the
+other role as a group and with lock-step as a unit of their own; what they leave behind steps as a
+smaller unit.  Costs per token and HBM are those of the new role's other engines: how much wider or
+narrower experts are then spread is not modelled.  One node at most is on its way.
 """
 
 from dualpath.core.cluster import Role
 from dualpath.policy.events import Assignment
-from dualpath.policy.rebalance import Decision, Move, RebalanceSettings
-from dualpath.policy.role_loads import RoleNodes, soonest_empty
-from dualpath.policy.role_policy import RolePolicy
+from dualpath.policy.rebalance import (
+    Decision,
+    Move,
+    RebalanceSettings,
+    RoleNodes,
+    RolePolicy,
+    soonest_empty,
+)
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.derived import Limits
 from dualpath_sim.simulator.reference.driver import SchedulerDriver
@@ -107,7 +111,7 @@ class Rebalancing:
 
     def _decision(self) -> Decision:
         prefill, decode = len(self._nodes[Role.PREFILL]), len(self._nodes[Role.DECODE])
-        return self._policy.look(
+        return self._policy.evaluate(
             RoleNodes(prefill, decode, self._decode_node_tokens * decode),
             {role: self._driver.queue(role) for role in Role},
             self._prefill_node_tokens_per_s,

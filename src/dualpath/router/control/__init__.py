@@ -1,1 +1,0 @@
-"""Engines as the router knows them: their connections, the ledger, assignments."""

@@ -1,0 +1,90 @@
+"""How a prompt's tokens were obtained: loaded, or computed and why.
+
+The longest possible hit is the ideal hit: every block whose KV was computed before.  The router
+remembers the keys of these blocks, so that blocks that storage has lost or the data path has not
+delivered can be told apart from new ones.
+"""
+
+from collections.abc import Sequence
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey, max_hit_blocks
+from dualpath.core.recent import Recent
+
+#: Tokens in blocks that no request has computed before.
+NEW = "new"
+#: The tokens behind the last block that can hit: at least one is always computed (§A.4).
+TAIL = "tail"
+#: Computed before, but not stored (any more, or not yet).
+GONE = "gone"
+NOT_CACHEABLE = "not-cacheable"
+#: Stored, but recomputed because that is faster (``policy.read_side``).
+FASTER = "recompute"
+#: Why no engine reported what is stored.
+LOOKUP_FAILURES = (TIMEOUT, ENGINE_LOST) = ("timeout", "engine-lost")
+
+#: Keys per generation of ``SeenBlocks``: with blocks of 64 tokens 16 million tokens.
+SEEN_KEYS = 1 << 18
+
+
+class HitAccount(msgspec.Struct, frozen=True):
+    """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
+
+    ``ideal_hit_tokens`` would have been loaded by a storage that keeps everything and a data path
+    that never fails.
+    """
+
+    prompt_tokens: int
+    hit_tokens: int
+    ideal_hit_tokens: int
+    missed: dict[str, int]
+
+
+class SeenBlocks:
+    """Remembers the keys of blocks that were computed: the latest ``limit`` to twice as many.
+
+    Hashes of keys stand for keys.  Blocks found in storage are not noted again.
+    """
+
+    def __init__(self, limit: int = SEEN_KEYS) -> None:
+        self._seen: Recent[int, None] = Recent(limit)
+
+    def account(
+        self,
+        keys: Sequence[BlockKey],
+        prompt_tokens: int,
+        block_tokens: int,
+        stored_blocks: int,
+        hit_blocks: int,
+        *,
+        unstored_reason: str = GONE,
+        short_reason: str = "",
+        faster_blocks: int = 0,
+    ) -> HitAccount:
+        """Divide a prompt of at least 1 token by reasons, then note its blocks as computed.
+
+        ``stored_blocks`` were found in storage, of these ``hit_blocks`` loaded.
+        ``unstored_reason`` is why blocks beyond them were not found.  ``faster_blocks`` at the end
+        of those found were recomputed because that is faster; ``short_reason`` is why others were
+        not loaded.
+        """
+        usable_blocks = max_hit_blocks(prompt_tokens, block_tokens)
+        ideal_blocks = stored_blocks
+        while ideal_blocks < usable_blocks and hash(keys[ideal_blocks]) in self._seen:
+            ideal_blocks += 1
+        self._seen.note(map(hash, keys[stored_blocks:]), None)
+        missed_blocks = {
+            short_reason: stored_blocks - faster_blocks - hit_blocks,
+            FASTER: faster_blocks,
+            unstored_reason: ideal_blocks - stored_blocks,
+            NEW: usable_blocks - ideal_blocks,
+        }
+        missed = {reason: n * block_tokens for reason, n in missed_blocks.items() if n > 0}
+        missed[TAIL] = prompt_tokens - usable_blocks * block_tokens
+        return HitAccount(
+            prompt_tokens=prompt_tokens,
+            hit_tokens=hit_blocks * block_tokens,
+            ideal_hit_tokens=ideal_blocks * block_tokens,
+            missed=missed,
+        )

@@ -1,0 +1,121 @@
+"""A front end that is a process of its own: its link to the scheduler, and its requests.
+
+Calls about the cluster (engines' states, decisions, the live page, pauses and roles) go to the
+scheduler's own HTTP server.
+"""
+
+import os
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from dualpath.core.modes import Mode
+from dualpath.node.cluster_secret import load_secret
+from dualpath.router.engine_calls import EngineCalls
+from dualpath.router.engines import EngineInfo
+from dualpath.router.observe.metrics import RouterMetrics
+from dualpath.router.observe.status import ORACLE_NOTE
+from dualpath.router.requests.front_end import FrontEnd
+from dualpath.router.scheduler.registry import Registry
+from dualpath.router.scheduler.remote import (
+    EnginesView,
+    LinkConnection,
+    RemoteScheduling,
+    ZmqLinkConnection,
+)
+from dualpath.router.served_adapters import ServedAdapters
+from dualpath.router.settings import LinkSettings, RouterSettings
+from dualpath.router.stages import RequestRecord
+
+
+class LinkedFrontEnd(FrontEnd):
+    """As ``RouterService``, without the cluster; ``start`` registers with the scheduler.
+
+    ``adapter_paths`` are the LoRA adapters that clients may name; the scheduler reports their
+    weights.  ``connection`` is by default ZMQ's; ``epoch`` names this process, by
+    default it is random.
+
+    Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
+    cluster secret.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        link: LinkSettings,
+        engine_calls: EngineCalls,
+        clock: Callable[[], float] = time.monotonic,
+        adapter_paths: Mapping[str, str] | None = None,
+        connection: LinkConnection | None = None,
+        epoch: str = "",
+    ) -> None:
+        self.scheduler_address = link.scheduler
+        self.name = link.front_end_name or f"{socket.gethostname()}-{os.getpid()}"
+        self.link = RemoteScheduling(
+            connection or _over_zmq(settings, link),
+            self.name,
+            epoch or uuid.uuid4().hex,
+            clock,
+            self.scheduler_address,
+            ServedAdapters(adapter_paths or {}),
+        )
+        # It has no engines of its own: none registers with it.
+        metrics = RouterMetrics(Registry(), dict, clock)
+        super().__init__(settings, self.link, metrics, engine_calls, clock, _kept_nowhere)
+
+    @property
+    def registry(self) -> EnginesView:
+        """The engines that the scheduler reports."""
+        return self.link.engines
+
+    async def start(self) -> None:
+        """Open the traces, if they are exported, and register until the scheduler answers."""
+        self.open_traces()
+        self.link.start()
+
+    async def stop(self) -> None:
+        """End all requests (their streams raise ``EngineLostError``) and leave; idempotent."""
+        await self.end_requests()
+        await self.link.stop()
+        await self.close_traces()
+
+    def status(self) -> dict[str, Any]:
+        """Return the body of this front end's ``GET /dualpath/v1/status``."""
+        engines, (waiting, running) = self.registry, self.counts()
+        names = (engine.limits.get("served_model_name") for engine in engines.alive())
+        namespace = engines.namespace
+        return {
+            "front_end": self.name,
+            "pid": os.getpid(),
+            "scheduler": self.scheduler_address,
+            "scheduler_missing": self.registry.away or None,
+            "mode": engines.mode.value if engines.mode else None,
+            "mode_note": ORACLE_NOTE if engines.mode is Mode.ORACLE else None,
+            "model": next(filter(None, names), None) or (namespace.model if namespace else None),
+            "vocab_size": engines.limit("vocab_size"),
+            "max_model_len": engines.limit("max_model_len"),
+            "block_tokens": namespace.geometry.block_tokens if namespace else None,
+            "engines": [_engine(engine) for engine in engines.alive()],
+            "waiting": waiting,
+            "running": running,
+        }
+
+
+def _engine(engine: EngineInfo) -> dict[str, Any]:
+    """Return an engine as the scheduler's status has it, as far as front ends know it."""
+    return {
+        "engine_id": engine.engine_id,
+        "role": engine.role.value,
+        "alive": True,
+        "api_url": engine.api_url,
+    }
+
+
+def _over_zmq(settings: RouterSettings, link: LinkSettings) -> ZmqLinkConnection:
+    return ZmqLinkConnection(link.scheduler, load_secret(settings.cluster_secret_file))
+
+
+def _kept_nowhere(record: RequestRecord) -> None:
+    """The live page is the router's."""

@@ -1,0 +1,611 @@
+"""One attempt at its engines: what is looked up, placed, reserved and read before the PE may begin.
+
+This is the scheduler's side of an attempt; model work and tokens are the front end's
+(``requests.request``).  Whatever an attempt holds is released by ``close``, however it ends.
+
+*Look-up.*  All engines see the same storage.  So an engine that at its deadline reports only the
+blocks that it knows is not followed by another, but if an engine is lost or silent, another is
+asked in the time left.  An engine that was asked may still answer until then: a router or an engine
+that is late for a moment loses no hits.
+
+*Loading.*  Which blocks an engine caches is known when it has granted slots; the assignment was
+made with what the router believed.  So the DE first reports what it caches of the prompt's head.
+If that is less than was believed, the reads are planned again (``policy.scheduler``), else those of
+the assignment hold behind it.  Then the PE reports the same of the blocks that it is to load, and
+reads those that it does not cache.
+
+Slots with cached blocks are shared and must not be written to.  At a DE they are the first slots of
+the prompt and only these: no run before them can turn out short, in which case the PE would
+recompute what follows and write it there.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Sequence
+from typing import TYPE_CHECKING, TypeVar
+
+from dualpath.core.blocks import (
+    BlockKey,
+    BlockOrigin,
+    chain_root,
+    holding_blocks,
+    max_hit_blocks,
+)
+from dualpath.core.cluster import Role
+from dualpath.core.control import (
+    KvInHbm,
+    Lookup,
+    LookupDone,
+    Persist,
+    PrefillDone,
+    Read,
+    ReadDone,
+    Reserved,
+    Sync,
+)
+from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.request import CachedPrefix, Request
+from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.transfers import PrefillTransfer
+from dualpath.policy.events import Assignment, SlotsGranted
+from dualpath.router.engines import EngineInfo
+from dualpath.router.hit_account import (
+    ENGINE_LOST,
+    FASTER,
+    GONE,
+    NOT_CACHEABLE,
+    TIMEOUT,
+    HitAccount,
+)
+from dualpath.router.scheduler.cached_blocks import serves
+from dualpath.router.scheduler.exchange import AttemptChannel, CallAnswer
+from dualpath.router.scheduler.hits import (
+    Loaded,
+    RunRead,
+    behind,
+    cached_head,
+    good_runs,
+    in_slots,
+    side_of,
+    split_at,
+    to_read_whole,
+)
+from dualpath.router.scheduling import (
+    Arrived,
+    AttemptListener,
+    AttemptOrder,
+    Placed,
+    Prefilled,
+    Recomputed,
+    Staged,
+)
+from dualpath.router.stages import Stage, Stages, StageTime
+from dualpath.router.waits import gather_or_cancel
+
+if TYPE_CHECKING:
+    from dualpath.router.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_LOOKUP_TRIES = 2
+#: Part of the router's time limit for a look-up that the engine may use; the rest is for messages.
+ENGINE_SHARE = 0.75
+
+
+class EngineAttempt(AttemptChannel):
+    """The ``ScheduledAttempt`` of the scheduler's own process; ``arrival_seq`` is its request's.
+
+    Raises ``BadRequestError`` if another attempt has its name.  Whatever starts something new
+    raises ``EngineLostError`` once ``broken`` is done.  An engine that does not answer within a
+    limit is suspect from then on.
+    """
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        order: AttemptOrder,
+        arrival_seq: int,
+        listener: AttemptListener,
+    ) -> None:
+        super().__init__(order.attempt_id)
+        self._scheduler = scheduler
+        self._order = order
+        self._arrival_seq = arrival_seq
+        self._listener = listener
+        self._use_cached = order.kept and scheduler.settings.dram_tier
+        self._stages = Stages(scheduler.clock, self._staged, order.number)
+        self._placed = self._arrived = False
+        #: Engines that count the request.
+        self._assigned: set[str] = set()
+        self._stored_blocks = self._wanted_blocks = self._whole_from = 0
+        self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
+        self._short_reason = ""
+        scheduler.exchange.open(self)
+
+    # ------------------------------------------------------------------ ScheduledAttempt
+
+    async def prepare(self) -> PrefillTransfer:
+        """Return what the PE has to know, once all hits are in DRAM."""
+        self._stored_blocks = await self._look_up()  # 2: longest stored prefix
+        self._wanted_blocks = await self._find_engines()  # 3: PE, DE and read side
+        self._loaded = loaded = await self._load()  # 4: reserve, read (labels 1-2 of Fig. 4)
+        self.check()
+        if loaded.de_slots:
+            holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
+            self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
+        self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
+        return PrefillTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._order.prompt_tokens,
+            hit_blocks=loaded.hit_blocks,
+            hit_key_tail=self._order.keys[loaded.hit_blocks - 1] if loaded.hit_blocks else b"",
+            hits=loaded.hits,
+            decode_engine=self._decode_engine.engine_id,
+            decode_epoch=self._decode_engine.epoch,
+            de_slots=loaded.de_slots,
+            shared_blocks=loaded.shared_blocks,
+        )
+
+    async def prefilled(self) -> Prefilled:
+        """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
+        done = await self._kv_arrived()
+        engine_id = self._prefill_engine.engine_id
+        self.done_with(engine_id)
+        self._assigned.discard(engine_id)
+        self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
+        self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
+        self._persist()
+        return Prefilled(self._account(), done.forward_s, done.transfer_s)
+
+    async def prefill_aborted(self) -> None:
+        """Raise ``TransportError`` if the PE has reported why."""
+        # The report is on its control link: it is here by the answer to a Sync.
+        await self._synced(self._prefill_engine)
+        if self._done.done():
+            await self._kv_arrived()
+
+    def decoding_started(self) -> None:
+        """The DE generates: nothing is in transfer any more."""
+        # Tokens need all of the prompt's KV.
+        self._scheduler.releases.writer_done(self.attempt_id)
+
+    async def decoded(self) -> None:
+        """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
+        if not self._arrived:
+            # Only the record waits: the client has its tokens, whatever happens to the DE.
+            self.done_with(self._decode_engine.engine_id)
+            await self._synced(self._decode_engine)
+
+    def close(self, reason: str) -> None:
+        """Release everything."""
+        scheduler = self._scheduler
+        if scheduler.exchange.get(self.attempt_id) is not self:
+            return
+        scheduler.exchange.close(self.attempt_id)
+        if self._placed:
+            prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
+            if prefill in self._assigned:
+                scheduler.releases.release(prefill, self.attempt_id, reason)
+            if decode in self._assigned:
+                scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
+        scheduler.dispatch.ended(self.attempt_id)
+
+    # ------------------------------------------------------------------ 2: look-up
+
+    async def _look_up(self) -> int:
+        """Return how many blocks at the head of the prompt are known to be stored."""
+        order, block_tokens = self._order, self._scheduler.block_tokens
+        keys = order.keys[: max_hit_blocks(order.prompt_tokens, block_tokens)]
+        if not order.cacheable or not keys:
+            return 0
+        with self._stages.stage(Stage.LOOKUP):
+            stored_blocks, failure = await look_up(self._scheduler, keys)
+        if failure is not None:
+            logger.warning(
+                "request %s: look-up failed (%s) within %g s; of %d blocks it found %d, the rest "
+                "is recomputed; see the storage and the engines' logs, or raise lookup_timeout_s",
+                self.attempt_id, failure, self._scheduler.settings.lookup_timeout_s,
+                len(keys), stored_blocks,
+            )  # fmt: skip
+            self._scheduler.metrics.lookup_failed(failure)
+            self._unstored_reason = f"lookup-{failure}"
+        return stored_blocks
+
+    # ------------------------------------------------------------------ 3: engines and read side
+
+    async def _find_engines(self) -> int:
+        """Return how many stored blocks are to be loaded; the rest is recomputed faster."""
+        scheduler = self._scheduler
+        request = Request(
+            request_id=self.attempt_id,
+            prompt_tokens=self._order.prompt_tokens,
+            hit_tokens=self._stored_blocks * scheduler.block_tokens,
+            max_new_tokens=self._order.max_new_tokens,
+            arrival_seq=self._arrival_seq,
+            cached=self._cached_prefixes(),
+        )
+        with self._stages.stage(Stage.QUEUE):
+            self._assignment: Assignment = await scheduler.dispatch.place(request)
+        scheduler.check_leader()
+        self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
+        self._decode_engine = scheduler.engine(self._assignment.decode_engine)
+        self._placed = True
+        self._listener.notify(Placed(self._prefill_engine, self._decode_engine))
+        recomputed = self._assignment.recompute_tokens
+        if recomputed:
+            self._count_recomputed(recomputed, FASTER)
+        return self._stored_blocks - recomputed // scheduler.block_tokens
+
+    def _cached_prefixes(self) -> tuple[CachedPrefix, ...]:
+        mode = self._scheduler.registry.mode
+        if not self._use_cached or mode is None:
+            return ()
+        return self._scheduler.cached.prefixes(self._order.keys[: self._stored_blocks], mode)
+
+    # ------------------------------------------------------------------ 4: slots and reads
+
+    async def _load(self) -> Loaded:
+        """Let both engines count the request, reserve slots, read what is not in DRAM."""
+        scheduler = self._scheduler
+        if not scheduler.moves_bytes:
+            await self._assign(self._decode_engine)
+            await self._assign(self._prefill_engine)
+            return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
+        runs = self._assignment.reads
+        if any(run.cached or run.side is Role.PREFILL for run in runs):
+            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=False)
+        else:
+            # A PE that gets no slots in any case need not wait for the DE's slots and reads.
+            _, loaded = await gather_or_cancel(
+                self._assign(self._prefill_engine), self._reserve_and_read(runs, pe_idle=True)
+            )
+            assert loaded is not None
+            de_slots, outcomes = loaded
+        hits, hit_blocks, short = good_runs(outcomes)
+        loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
+        if short is not None:
+            loaded_hits = await self._read_windows(loaded_hits)
+            self._short_reason = short
+            self._recompute(self._wanted_blocks - loaded_hits.hit_blocks, short)
+        scheduler.dispatch.reads_done(self.attempt_id)
+        return loaded_hits
+
+    async def _reserve_and_read(
+        self, runs: Sequence[HitRun], *, pe_idle: bool
+    ) -> tuple[tuple[int, ...], list[RunRead]]:
+        """Return the DE's slots of the prompt, and the outcome of every run in block order.
+
+        Slots at the DE come first, always: a request that holds PE slots waits for no other slots,
+        so there is no deadlock.  The PE reads nothing if it is idle.
+        """
+        prompt_blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
+        hit_run = BlockRun(0, _hit_blocks(runs))
+        granted = await self._reserve(self._decode_engine, prompt_blocks, [hit_run])
+        if any(run.cached for run in runs):
+            runs = self._slots_granted(granted.cached_blocks)
+        hit_blocks = _hit_blocks(runs)
+        self._whole_from = self._scheduler.geometry.whole_from(hit_blocks)
+        slots, cached = granted.slots, min(granted.cached_blocks, hit_blocks)
+        head = HitRun(Role.DECODE, BlockRun(0, cached), slots[:cached], cached=True)
+        rest = behind(runs, cached)
+        at_decode = [
+            run.with_slots(slots[run.blocks.first : run.blocks.end])
+            for run in side_of(rest, Role.DECODE)
+        ]
+        decode_reads = self._read_all(
+            self._decode_engine, [head, *at_decode] if cached else at_decode
+        )
+        if pe_idle:
+            of_decode, of_prefill = await decode_reads, []
+        else:
+            prefill_reads = self._load_at_prefill(side_of(rest, Role.PREFILL))
+            of_decode, of_prefill = await gather_or_cancel(decode_reads, prefill_reads)
+        for outcome in of_decode:
+            slots = outcome.slots or slots  # A deadline may have replaced slots.
+        outcomes = sorted(of_decode + of_prefill, key=lambda one: one.assigned.blocks.first)
+        return slots, outcomes
+
+    def _slots_granted(self, cached_blocks: int) -> tuple[HitRun, ...]:
+        """Return the planned reads now that the DE has reported what its buffer caches.
+
+        What its node shares besides is read without a storage NIC, as long as it is there.
+        """
+        stored, cached = self._order.keys[: self._stored_blocks], self._scheduler.cached
+        decode, prefill = self._decode_engine.engine_id, self._prefill_engine.engine_id
+        replanned = self._scheduler.dispatch.slots_granted(
+            SlotsGranted(
+                self.attempt_id,
+                decode_blocks=max(cached_blocks, cached.shared(decode, stored)),
+                prefill_blocks=cached.of(prefill, stored),
+            )
+        )
+        if replanned is not None:
+            more = replanned.recompute_tokens - self._assignment.recompute_tokens
+            self._scheduler.metrics.reads_replanned(self._assignment, replanned)
+            self._assignment = replanned
+            self._wanted_blocks -= more // self._scheduler.block_tokens
+            if more:
+                self._count_recomputed(more, FASTER)
+        return self._assignment.reads
+
+    async def _load_at_prefill(self, runs: list[HitRun]) -> list[RunRead]:
+        """Load runs into the PE's buffer, as many of their blocks as it can hold."""
+        engine = self._prefill_engine
+        most = engine.buffer_tokens // self._scheduler.block_tokens
+        fitting, cut = split_at(runs, most)
+        short = [RunRead(run, run.head(0), (), "buffer-too-small") for run in cut]
+        if not fitting:
+            await self._assign(engine)
+            return short
+        count = sum(run.blocks.count for run in fitting)
+        granted = await self._reserve(engine, count, [run.blocks for run in fitting])
+        placed = in_slots(fitting, granted.slots, granted.cached_blocks)
+        return await self._read_all(engine, placed) + short
+
+    async def _read_all(self, engine: EngineInfo, runs: Sequence[HitRun]) -> list[RunRead]:
+        """Return the outcomes of runs in an engine's slots, which are read one after the other."""
+        return [RunRead(run, run) if run.cached else await self._read(engine, run) for run in runs]
+
+    async def _read_windows(self, loaded: Loaded) -> Loaded:
+        """Read the window layers of a hit that ended early, or end it with its cached blocks."""
+        self._whole_from = self._scheduler.geometry.whole_from(loaded.hit_blocks)
+        slots, complete = loaded.de_slots, True
+        for run in to_read_whole(loaded.hits, self._whole_from):
+            decode = run.side is Role.DECODE
+            again = await self._read(self._decode_engine if decode else self._prefill_engine, run)
+            if decode:
+                slots = again.slots
+            complete = complete and again.good.blocks == run.blocks
+        if complete:
+            hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
+            return Loaded(loaded.hit_blocks, hits, slots)
+        hits = cached_head(loaded.hits)
+        return Loaded(hits[-1].blocks.end if hits else 0, hits, slots)
+
+    async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
+        """Return the outcome of a storage read of a run's blocks into its slots.
+
+        Raises ``EngineLostError`` if the engine does not even report that its deadline has passed.
+        """
+        scheduler, settings = self._scheduler, self._scheduler.settings
+        run, first = run.whole_behind(self._whole_from), run.blocks.first
+        keys = self._order.keys[first : run.blocks.end]
+        start_s = scheduler.clock()
+        with self._stages.stage(Stage.READ, engine.engine_id):
+            self.check()
+            answer = self.expect(ReadDone, engine.engine_id)
+            scheduler.dispatch.reading(self.attempt_id, engine.engine_id)
+            scheduler.send(
+                engine.engine_id,
+                Read(
+                    request_id=self.attempt_id,
+                    run=run,
+                    keys=keys,
+                    deadline_s=settings.read_deadline_s,
+                    parent=self._order.keys[first - 1] if first else chain_root(),
+                ),
+            )
+            limit_s = settings.read_deadline_s + settings.read_margin_s
+            done = await self._within(
+                limit_s,
+                engine,
+                answer,
+                f"engine {engine.engine_id} has not answered a read of {len(keys)} blocks within "
+                f"{limit_s:g} s; check its storage",
+            )
+        read_s = start_s + done.queue_s
+        self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
+        self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
+        good = run.head(done.good_blocks)
+        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
+
+    async def _reserve(
+        self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
+    ) -> Reserved:
+        """Let an engine count the request and grant buffer slots; return them, in block order.
+
+        ``blocks`` are those whose content the slots are for, from the first slot on: the engine
+        reports how many of them it caches.
+        """
+        mode = self._scheduler.registry.mode
+        cached = self._use_cached and mode is not None and serves(engine.role, mode)
+        keys = [key for run in blocks for key in self._order.keys[run.first : run.end]]
+        with self._stages.stage(Stage.BUFFER_WAIT, engine.engine_id):
+            granted = self.expect(Reserved, engine.engine_id)
+            self._send_assign(engine, count, tuple(keys) if cached else ())
+            return await granted
+
+    async def _assign(self, engine: EngineInfo) -> None:
+        """Let an engine count the request, which holds no slot in its buffer.
+
+        Returns when the engine has taken the message: the vLLM request travels on another
+        connection and must not overtake its ``Assign``.
+        """
+        self._send_assign(engine, 0)
+        await self._synced(engine)
+
+    def _send_assign(
+        self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
+    ) -> None:
+        self.check()
+        message = self._scheduler.dispatch.assign(
+            engine.engine_id, self.attempt_id, reserve_blocks, keys
+        )
+        self._assigned.add(engine.engine_id)
+        self._scheduler.send(engine.engine_id, message)
+
+    def _recompute(self, blocks: int, reason: str) -> None:
+        tokens = blocks * self._scheduler.block_tokens
+        logger.warning(
+            "request %s: %d stored tokens are recomputed: %s", self.attempt_id, tokens, reason
+        )
+        self._count_recomputed(tokens, reason)
+
+    def _count_recomputed(self, tokens: int, reason: str) -> None:
+        self._scheduler.metrics.recomputed(tokens, reason)
+        self._listener.notify(Recomputed(tokens, reason))
+
+    # ------------------------------------------------------------------ 5 and 6: prefill, decode
+
+    async def _kv_arrived(self) -> PrefillDone:
+        """Return the PE's report that the prompt's KV is complete in the DE's buffer.
+
+        Its first token alone does not prove that, and a token is streamed only once it is true.
+        Raises ``EngineLostError`` after ``read_margin_s``, ``TransportError`` if KV did not arrive.
+        """
+        engine, limit_s = self._prefill_engine, self._scheduler.settings.read_margin_s
+        done = await self._within(
+            limit_s,
+            engine,
+            self._done,
+            f"engine {engine.engine_id} computed the first token but has not confirmed its "
+            f"transfers within {limit_s:g} s; see its log",
+        )
+        if done.failure is not None:
+            error = f"engine {engine.engine_id} could not send KV: {done.failure}"
+            # The PE has just reported; the DE may be gone.
+            self._scheduler.suspects.suspect(self._decode_engine, error)
+            raise TransportError(error)
+        return done
+
+    def _account(self) -> HitAccount:
+        """Divide the prompt's tokens into hit and missed."""
+        return self._scheduler.seen_blocks.account(
+            self._order.keys,
+            self._order.prompt_tokens,
+            self._scheduler.block_tokens,
+            self._stored_blocks,
+            self._loaded.hit_blocks,
+            unstored_reason=self._unstored_reason,
+            short_reason=self._short_reason,
+            faster_blocks=self._stored_blocks - self._wanted_blocks,
+        )
+
+    def _persist(self) -> None:
+        """Have the DE store those of the prompt's full blocks that are new; sent even without any.
+
+        The DE releases the buffer only when it knows that nothing more is to be stored.
+        """
+        self.check()
+        keys, engine_id = self._order.keys, self._decode_engine.engine_id
+        hit_blocks = self._loaded.hit_blocks
+        parent = keys[hit_blocks - 1] if hit_blocks else chain_root()
+        self._scheduler.send(
+            engine_id,
+            Persist(
+                request_id=self.attempt_id,
+                first_block=hit_blocks,
+                keys=keys[hit_blocks:],
+                origin=BlockOrigin(parent, self._order.tenant),
+                hit_keys=keys[:hit_blocks],
+            ),
+        )
+        self._scheduler.writers.note(keys[hit_blocks:] or keys[-1:], engine_id)
+
+    def kv_in_hbm(self, arrived: KvInHbm) -> None:
+        """The DE has the prompt's KV in its HBM."""
+        self._scheduler.releases.writer_done(self.attempt_id)
+        self._scheduler.dispatch.kv_in_hbm(self.attempt_id, self._decode_engine.engine_id)
+        self._arrived = True
+        self._listener.notify(Arrived(arrived.h2d_s))
+
+    def _staged(self, stage: StageTime) -> None:
+        self._listener.notify(Staged(stage))
+
+    # ------------------------------------------------------------------ waits
+
+    async def _synced(self, engine: EngineInfo) -> None:
+        """Wait until an engine has taken all messages that were sent to it, or is lost.
+
+        Raises ``EngineLostError`` after ``engine_timeout_s``.
+        """
+        limit_s = self._scheduler.settings.engine_timeout_s
+        await self._within(
+            limit_s,
+            engine,
+            self._answer_to_sync(engine),
+            f"engine {engine.engine_id} has not taken up within {limit_s:g} s what it was sent "
+            "(engine_timeout_s); see its log, raise the limit if its machine is overloaded",
+        )
+
+    async def _answer_to_sync(self, engine: EngineInfo) -> CallAnswer | None:
+        if not self._scheduler.is_alive(engine):
+            return None
+        call_id, answer = self._scheduler.exchange.call(engine.engine_id)
+        self._scheduler.send(engine.engine_id, Sync(call_id))
+        return await answer
+
+    async def _within(
+        self, limit_s: float, engine: EngineInfo, answer: Awaitable[T], otherwise: str
+    ) -> T:
+        try:
+            async with asyncio.timeout(limit_s):
+                return await answer
+        except TimeoutError:
+            self._scheduler.suspects.suspect(engine, otherwise)
+            raise EngineLostError(otherwise) from None
+
+
+def _hit_blocks(runs: Sequence[HitRun]) -> int:
+    return runs[-1].blocks.end if runs else 0
+
+
+# ------------------------------------------------------------------------ look-up
+
+
+async def look_up(scheduler: "Scheduler", keys: tuple[BlockKey, ...]) -> tuple[int, str | None]:
+    """Return the blocks at the head of a prompt that are known to be stored, and why no more.
+
+    Asks up to two engines and returns after ``lookup_timeout_s`` at the latest.  Where several DEs
+    may be writing what follows the chain's last known block, and the first of them has found an
+    end, the others are asked in the time left: the longest answer counts.
+    """
+    end_s = asyncio.get_running_loop().time() + scheduler.settings.lookup_timeout_s
+    writers = scheduler.chain_writers(keys)
+    others = [engine for engine in scheduler.engines_rotated() if engine not in writers]
+    found = await _ask_in_turn(scheduler, [*writers, *others][:_LOOKUP_TRIES], keys, end_s)
+    stored_blocks, failure = found
+    if failure is not None or stored_blocks == len(keys):
+        return found
+    more = [_ask_in_turn(scheduler, [writer], keys, end_s) for writer in writers[1:]]
+    return max([found, *await asyncio.gather(*more)], key=lambda answer: answer[0])
+
+
+async def _ask_in_turn(
+    scheduler: "Scheduler", engines: list[EngineInfo], keys: tuple[BlockKey, ...], end_s: float
+) -> tuple[int, str | None]:
+    """Return the first answer; the next engine is asked once one had its share of the time."""
+    loop = asyncio.get_running_loop()
+    asked: set[asyncio.Future[CallAnswer | None]] = set()
+    try:
+        for left, engine in zip(range(len(engines), 0, -1), engines, strict=True):
+            within_s = (end_s - loop.time()) / left
+            if scheduler.is_alive(engine):
+                call_id, future = scheduler.exchange.call(engine.engine_id)
+                deadline_s = ENGINE_SHARE * within_s
+                scheduler.send(engine.engine_id, Lookup(call_id, keys, deadline_s))
+                asked.add(future)
+            answer, asked = await _first(asked, within_s)
+            if answer is not None:
+                stored_blocks = max(0, min(answer.hit_blocks, len(keys)))
+                return stored_blocks, TIMEOUT if answer.partial else None
+        return 0, TIMEOUT if asked else ENGINE_LOST
+    finally:
+        for future in asked:
+            future.cancel()
+
+
+async def _first(
+    asked: set[asyncio.Future[CallAnswer | None]], within_s: float
+) -> tuple[LookupDone | None, set[asyncio.Future[CallAnswer | None]]]:
+    """Return the first answer, None without one in time, and the futures without an answer."""
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + within_s
+    while asked and (left_s := end_s - loop.time()) > 0:
+        done, asked = await asyncio.wait(asked, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        for one in done:
+            if isinstance(answer := one.result(), LookupDone):
+                return answer, asked
+    return None, asked

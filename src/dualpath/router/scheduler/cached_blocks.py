@@ -1,0 +1,159 @@
+"""Which engines have which blocks in DRAM, as far as they have reported.
+
+The blocks are in an engine's own buffer, or in DRAM that it shares with other engines of its node;
+of the latter each engine reports what it has seen, so the router stores them by node.
+
+These are beliefs: an engine decides by key what a request gets, when its slots are granted and when
+the rest is read.  A stale or colliding entry costs a read, never a wrong byte.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import Role
+from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, MAX_CACHE_UPDATE_KEYS, CacheUpdate
+from dualpath.core.modes import Mode
+from dualpath.core.recent import Recent
+from dualpath.core.request import CachedPrefix
+from dualpath.router.engines import EngineInfo
+
+
+class _Place:
+    """A place in DRAM that caches up to ``blocks`` blocks."""
+
+    def __init__(self, blocks: int) -> None:
+        # Updates on added blocks may come before those on the blocks evicted for them.
+        self._most_keys = 2 * blocks + MAX_CACHE_UPDATE_KEYS
+        #: The latest at the end.
+        self._keys: dict[bytes, None] = {}
+
+    def update(self, update: CacheUpdate) -> None:
+        for key in (*update.removed, *update.added):
+            self._keys.pop(key[:CACHE_UPDATE_KEY_BYTES], None)
+        self._keys.update((key[:CACHE_UPDATE_KEY_BYTES], None) for key in update.added)
+        # Updates on evicted blocks may have been lost while there was no session.
+        while len(self._keys) > self._most_keys:
+            del self._keys[next(iter(self._keys))]
+
+    def head(self, keys: Sequence[BlockKey]) -> int:
+        """Return how many of ``keys`` are cached from the first on.
+
+        The last one of a chain is found by bisection: tails are evicted first.  In shared DRAM they
+        need not be; for a chain that is cached in part this is some block where a gap begins.
+        """
+        if not keys or self._lacks(keys[0]):
+            return 0
+        return bisect_left(keys, True, lo=1, key=self._lacks)
+
+    def _lacks(self, key: BlockKey) -> bool:
+        return key[:CACHE_UPDATE_KEY_BYTES] not in self._keys
+
+
+class _Engine(msgspec.Struct, frozen=True):
+    role: Role
+    buffer: _Place
+    #: Key of ``CachedBlocks._shared``, None without shared DRAM.
+    share: tuple[str, str] | None
+
+
+class CachedBlocks:
+    """Cached blocks by engine while its session lasts, and shared ones while any sharer is live.
+
+    Bounded by the capacity of buffers and shared DRAM.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _Engine] = {}
+        #: By node and mark (``NodeDramShare``).
+        self._shared: dict[tuple[str, str], _Place] = {}
+
+    def engine_joined(self, info: EngineInfo, block_tokens: int) -> None:
+        """A session begins: the engine will report its cached blocks and those of its node."""
+        share = None
+        if (dram := info.node_dram) is not None:
+            share = info.node, dram.directory_id
+            self._shared.setdefault(share, _Place(dram.tokens // block_tokens))
+        buffer = _Place(info.buffer_tokens // block_tokens)
+        self._engines[info.engine_id] = _Engine(info.role, buffer, share)
+        self._remove_unreported_shares()
+
+    def engine_lost(self, info: EngineInfo) -> None:
+        """A session has ended."""
+        self._engines.pop(info.engine_id, None)
+        self._remove_unreported_shares()
+
+    def update(self, engine_id: str, update: CacheUpdate) -> None:
+        """Take an engine's update on added and evicted blocks."""
+        if (engine := self._engines.get(engine_id)) is None:
+            return
+        if not update.in_node:
+            engine.buffer.update(update)
+        elif engine.share is not None:
+            self._shared[engine.share].update(update)
+
+    def prefixes(self, keys: Sequence[BlockKey], mode: Mode) -> tuple[CachedPrefix, ...]:
+        """Return how many blocks at the head of ``keys`` each engine has that a mode can use."""
+        in_node = {share: place.head(keys) for share, place in self._shared.items()}
+        found = []
+        for engine_id, engine in self._engines.items():
+            shared = in_node[engine.share] if engine.share else 0
+            blocks = max(engine.buffer.head(keys), shared)
+            if blocks and serves(engine.role, mode):
+                found.append(CachedPrefix(engine_id, blocks))
+        return tuple(found)
+
+    def of(self, engine_id: str, keys: Sequence[BlockKey]) -> int:
+        """Return how many of ``keys``, from the first on, an engine has in DRAM."""
+        engine = self._engines.get(engine_id)
+        return max(engine.buffer.head(keys), self.shared(engine_id, keys)) if engine else 0
+
+    def shared(self, engine_id: str, keys: Sequence[BlockKey]) -> int:
+        """Return how many of ``keys``, from the first on, are in the node's shared DRAM."""
+        engine = self._engines.get(engine_id)
+        return self._shared[engine.share].head(keys) if engine and engine.share else 0
+
+    def _remove_unreported_shares(self) -> None:
+        """Remove entries that no engine reports."""
+        reported = {engine.share for engine in self._engines.values()}
+        self._shared = {share: place for share, place in self._shared.items() if share in reported}
+
+
+def serves(role: Role, mode: Mode | None) -> bool:
+    """Whether hits can come from DRAM of engines of a role; None: no mode is known yet."""
+    if mode is None or not mode.moves_bytes:
+        return False
+    return role is Role.PREFILL or mode.dual_path
+
+
+#: Blocks with remembered DEs, up to twice as many, at some 130 bytes each.
+_MOST_BLOCKS = 1 << 17
+#: DEs remembered per block: those of the latest requests with this prompt.
+MOST_WRITERS = 8
+
+
+class ChainWriters:
+    """Remembers which DEs write, or wrote, each block of a prompt, the latest first.
+
+    An agent's next turn extends the last block of its prompt, so blocks that a DE generates need no
+    entries.  Several DEs have the same last block if one prompt was requested several times: each
+    may be writing another continuation of it.
+    """
+
+    def __init__(self) -> None:
+        self._writers: Recent[BlockKey, tuple[str, ...]] = Recent(_MOST_BLOCKS)
+
+    def note(self, keys: Sequence[BlockKey], engine_id: str) -> None:
+        """``engine_id`` writes these blocks, or generated ones behind the last of them."""
+        again = {key: self._writers.last([key]) for key in keys if key in self._writers}
+        self._writers.note(keys, (engine_id,))
+        for key, writers in again.items():
+            others = tuple(name for name in writers or () if name != engine_id)
+            if others:
+                self._writers.note([key], (engine_id, *others)[:MOST_WRITERS])
+
+    def of(self, keys: Sequence[BlockKey]) -> tuple[str, ...]:
+        """Return the DEs of the last known block of a chain, the latest first."""
+        return self._writers.last(keys) or ()

@@ -1,0 +1,449 @@
+"""Applies events to ``RequestScheduler`` and carries out its effects.
+
+§6.1 lets engine groups fetch regularly.  Live, every connected group keeps a fetch open like a
+long poll: after each report, submission or end of a request, the open fetches of all groups are
+answered at once, PE groups first.  The decisions are those of groups that fetch after every event.
+
+*Numbers of assignments.*  The scheduler numbers an engine's assignments in the order of its
+decisions; the engine receives them in another order, because a request is sent to its PE only after
+its DE has granted buffer space.  An engine reports "counted up to ``assign_seq``" in the order of
+receipt.  ``EngineAssignments`` has both orders, and translates reports into the scheduler's.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+import msgspec
+
+from dualpath.core.blocks import BlockKey
+from dualpath.core.cluster import Role
+from dualpath.core.control import Assign, Report
+from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.request import Request
+from dualpath.policy.events import (
+    Assignment,
+    Charge,
+    Effects,
+    EngineJoined,
+    EngineLost,
+    EnginePaused,
+    EngineReport,
+    EngineResumed,
+    EngineSpec,
+    Event,
+    Fetch,
+    Finished,
+    PrefillEnded,
+    ReadsDone,
+    SetThresholds,
+    SlotsGranted,
+    Submitted,
+)
+from dualpath.policy.rebalance import RoleQueue
+from dualpath.policy.scheduler import RequestScheduler
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.event_recorder import EventLogWriter
+from dualpath.router.scheduler.roles import LiveRolePolicy
+
+logger = logging.getLogger(__name__)
+
+_RECENT_ASSIGNMENTS = 256
+
+
+class Share:
+    """An assignment at one of its engines: what it is charged there, and its progress.
+
+    ``sent_seq`` is its number in the order of receipt, ``reading`` whether the engine was sent its
+    reads, ``in_hbm`` whether the engine has allocated HBM for it.
+    """
+
+    def __init__(self, charge: Charge) -> None:
+        self.charge = charge
+        self.sent_seq: int | None = None
+        self.reading = self.in_hbm = False
+
+
+class EngineAssignments:
+    """Assignments of one engine in one session; ``open`` are those that have not ended there."""
+
+    def __init__(self, engine_id: str, role: Role, group: str) -> None:
+        self.role = role
+        self.group = group
+        self.open: dict[str, Share] = {}
+        self.last_sent = 0
+        self._engine_id = engine_id
+        self._last_decided = 0
+
+    def decided(self, request_id: str, charge: Charge) -> None:
+        """The scheduler has assigned a request to the engine, or planned its reads again."""
+        if (share := self.open.get(request_id)) is not None:
+            share.charge = charge
+            return
+        assert charge.assign_seq > self._last_decided, "decisions are numbered in order"
+        self._last_decided = charge.assign_seq
+        self.open[request_id] = Share(charge)
+
+    def sent(self, request_id: str) -> tuple[int, int]:
+        """It is about to be sent to the engine; return its ``assign_seq`` there and its tokens."""
+        self.last_sent += 1
+        if (share := self.open.get(request_id)) is None:
+            return self.last_sent, 0
+        share.sent_seq = self.last_sent
+        return self.last_sent, share.charge.tokens
+
+    def translate(self, report: Report) -> EngineReport:
+        """Return the report in the scheduler's order of assignments.
+
+        ``assign_seq`` becomes the last decision before the first one that the engine has not
+        counted; what the engine has counted beyond it is subtracted, since the ledger still adds
+        that.  Two figures are added that the engine cannot know: reads of counted requests that
+        wait for buffer space, and HBM that counted requests need once their KV is there.
+        """
+        counted: list[Share] = []
+        uncounted: list[Share] = []
+        for share in self.open.values():
+            received = share.sent_seq is not None and share.sent_seq <= report.assign_seq
+            (counted if received else uncounted).append(share)
+        bound = min((s.charge.assign_seq - 1 for s in uncounted), default=self._last_decided)
+        ahead = [s for s in counted if s.charge.assign_seq > bound]
+        before = [s for s in counted if s.charge.assign_seq <= bound]
+        to_be_read = sum(s.charge.read_tokens for s in before if not s.reading)
+        read_ahead = sum(s.charge.read_tokens for s in ahead if s.reading)
+        hbm_wanted = sum(s.charge.tokens for s in before if not s.in_hbm)
+        hbm_ahead = sum(s.charge.tokens for s in ahead if s.in_hbm)
+        tokens_ahead = sum(s.charge.tokens for s in ahead)
+        return EngineReport(
+            engine_id=self._engine_id,
+            assign_seq=bound,
+            unfinished_requests=max(report.unfinished_requests - len(ahead), 0),
+            unfinished_tokens=max(report.unfinished_tokens - tokens_ahead, 0),
+            read_queue_tokens=max(report.read_queue_tokens - read_ahead, 0) + to_be_read,
+            free_hbm_tokens=max(report.free_hbm_tokens + hbm_ahead - hbm_wanted, 0),
+            free_buffer_tokens=report.free_buffer_tokens,
+        )
+
+
+class AssignmentNote(msgspec.Struct, frozen=True):
+    """One decision with its reasons, as ``/dualpath/v1/status`` shows it."""
+
+    request_id: str
+    prompt_tokens: int
+    hit_tokens: int
+    prefill_engine: str
+    decode_engine: str
+    reads: tuple[dict[str, object], ...]
+    pe_reason: str
+    de_reason: str
+    read_reason: str
+
+    @classmethod
+    def of(cls, request: Request, assignment: Assignment, block_tokens: int) -> Self:
+        """Return the decision on a request, with reads in tokens instead of blocks."""
+        return cls(
+            request_id=request.request_id,
+            prompt_tokens=request.prompt_tokens,
+            hit_tokens=request.hit_tokens,
+            prefill_engine=assignment.prefill_engine,
+            decode_engine=assignment.decode_engine,
+            reads=tuple(
+                {
+                    "side": run.side.value,
+                    "first_token": run.blocks.first * block_tokens,
+                    "tokens": run.tokens(block_tokens, request.hit_tokens),
+                }
+                for run in assignment.reads
+            ),
+            pe_reason=assignment.pe_reason,
+            de_reason=assignment.de_reason,
+            read_reason=assignment.read_reason,
+        )
+
+
+class _Placement:
+    """A request from its submission to its end; ``assignment`` is None while it waits."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.assignment: Assignment | None = None
+        self.decided: asyncio.Future[Assignment] = asyncio.get_running_loop().create_future()
+
+
+class Dispatch:
+    """Owns the scheduler and its driver's state: engines, requests, recent decisions.
+
+    ``log`` records all events.  ``on_scheduled`` gets, per round of fetches, the seconds it took
+    and the number of decisions.
+    """
+
+    def __init__(
+        self,
+        scheduler: RequestScheduler,
+        log: EventLogWriter | None,
+        bytes_per_token: int,
+        block_tokens: int,
+        on_assigned: Callable[[Assignment], None],
+        on_scheduled: Callable[[float, int], None],
+        role_policy: LiveRolePolicy | None = None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._log = log
+        self._on_assigned = on_assigned
+        self._on_scheduled = on_scheduled
+        self._role_policy = role_policy
+        self._engines: dict[str, EngineAssignments] = {}
+        self._placements: dict[str, _Placement] = {}
+        self._bytes_per_token = bytes_per_token
+        self._block_tokens = block_tokens
+        self._usual_snic: float | None = None
+        self.recent: deque[AssignmentNote] = deque(maxlen=_RECENT_ASSIGNMENTS)
+
+    # ------------------------------------------------------------------ state
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an assignment."""
+        return sum(placement.assignment is None for placement in self._placements.values())
+
+    def queue(self, role: Role) -> RoleQueue:
+        """Return the load and the queue of a role; each waiting request counts as their mean."""
+        lengths = self._scheduler.queue_lengths()
+        count = lengths.prefill if role is Role.PREFILL else lengths.decode
+        requests = [p.request for p in self._placements.values() if not p.decided.done()]
+        waiting = [self._scheduler.request_tokens(request, role) for request in requests]
+        mean = sum(waiting) // len(waiting) if waiting else 0
+        loads = self._scheduler.loads()
+        placed = sum(load.unfinished_tokens for load in loads if load.role is role)
+        return RoleQueue(placed, count, count * mean)
+
+    def idle(self) -> bool:
+        """Return whether no request waits or counts at any engine."""
+        counted = any(assigned.open for assigned in self._engines.values())
+        return not (self._placements or counted or self._scheduler.waiting)
+
+    # ------------------------------------------------------------------ engines
+
+    def set_thresholds(self, thresholds: SetThresholds) -> None:
+        """Use another α and β from now on."""
+        self._apply(thresholds)
+        self._fetch_all()
+
+    def joined(self, info: EngineInfo) -> None:
+        """An engine (or a new process of it) may get requests."""
+        self._engines[info.engine_id] = EngineAssignments(info.engine_id, info.role, info.group)
+        self._usual_snic = self._usual_snic or info.snic_bytes_per_s
+        self._apply(
+            EngineJoined(
+                EngineSpec(
+                    engine_id=info.engine_id,
+                    role=info.role,
+                    node=info.node,
+                    group=info.group,
+                    order=info.order,
+                    hbm_tokens=info.hbm_tokens,
+                    snic_tokens_per_s=self._snic_tokens_per_s(info),
+                )
+            )
+        )
+        self._refuse_unplaceable()
+        self._fetch_all()
+
+    def lost(self, *engine_ids: str) -> None:
+        """Engines are gone; requests that had only one of their engines wait again."""
+        known = [engine_id for engine_id in engine_ids if engine_id in self._engines]
+        if not known:
+            return
+        lost_requests: list[str] = []
+        for engine_id in known:
+            del self._engines[engine_id]
+            lost_requests += self._apply(EngineLost(engine_id)).lost_requests
+        for request_id in lost_requests:
+            self._submit_again(request_id)
+        self._refuse_unplaceable()
+        self._fetch_all()
+
+    def pause(self, engine_id: str, *, paused: bool) -> None:
+        """Stop dispatching new requests to an engine, or dispatch to it again."""
+        if engine_id in self._engines:
+            self._apply(EnginePaused(engine_id) if paused else EngineResumed(engine_id))
+            self._fetch_all()
+
+    def report(self, engine_id: str, report: Report) -> None:
+        """An engine reported; its group fetches with it."""
+        if (assigned := self._engines.get(engine_id)) is None:
+            return
+        try:
+            self._apply(assigned.translate(report))
+        except IncompatibleError as error:
+            logger.warning("report ignored: %s", error)
+        self._fetch_all()
+
+    # ------------------------------------------------------------------ requests
+
+    async def place(self, request: Request) -> Assignment:
+        """Wait until the scheduler has assigned a request to a PE and a DE.
+
+        Cancelling the wait withdraws the request.
+        """
+        placement = self._placements[request.request_id] = _Placement(request)
+        try:
+            self._apply(Submitted(request))
+            self._fetch_all()
+            return await placement.decided
+        except BaseException:
+            self.ended(request.request_id)
+            raise
+
+    def assign(
+        self, engine_id: str, request_id: str, reserve_blocks: int, keys: tuple[BlockKey, ...]
+    ) -> Assign:
+        """Return the message that assigns a request to one of its engines.
+
+        Raises ``EngineLostError`` if the engine is gone.
+        """
+        assigned = self._engines.get(engine_id)
+        if assigned is None:
+            raise EngineLostError(f"engine {engine_id} is lost; restart it")
+        assign_seq, tokens = assigned.sent(request_id)
+        return Assign(
+            assign_seq=assign_seq,
+            request_id=request_id,
+            tokens=tokens,
+            reserve_blocks=reserve_blocks,
+            keys=keys,
+        )
+
+    def slots_granted(self, grant: SlotsGranted) -> Assignment | None:
+        """Return the assignment if its reads are planned again, None if they stay.
+
+        Its PE must not have been sent it yet.
+        """
+        replanned = self._apply(grant).assignments
+        if not replanned:
+            return None
+        (new,) = replanned
+        self._note(new)
+        for place in range(len(self.recent) - 1, -1, -1):
+            if self.recent[place].request_id == new.request_id:
+                request = self._placements[new.request_id].request
+                self.recent[place] = AssignmentNote.of(request, new, self._block_tokens)
+                logger.debug("planned again %s", self.recent[place])
+                break
+        return new
+
+    def reading(self, request_id: str, engine_id: str) -> None:
+        """An engine is about to be sent the reads of a request."""
+        if (share := self._share(request_id, engine_id)) is not None:
+            share.reading = True
+
+    def kv_in_hbm(self, request_id: str, engine_id: str) -> None:
+        """The DE has a request's KV in its HBM now."""
+        if (share := self._share(request_id, engine_id)) is not None:
+            share.in_hbm = True
+
+    def reads_done(self, request_id: str) -> None:
+        """All storage reads of a request are done."""
+        assignment = self._assignment(request_id)
+        for engine_id in _engines_of(assignment):
+            if (share := self._share(request_id, engine_id)) is not None:
+                share.charge = share.charge._replace(read_tokens=0)
+        self._apply(ReadsDone(request_id))
+        if self._role_policy is not None and assignment is not None:
+            self._role_policy.loaded(request_id, assignment.prefill_tokens)
+        self._fetch_all()
+
+    def prefill_done(self, request_id: str, engine_id: str) -> None:
+        """The PE has finished a request."""
+        self._end_at(request_id, engine_id)
+        self._apply(PrefillEnded(request_id))
+        if self._role_policy is not None and (known := self._assignment(request_id)) is not None:
+            self._role_policy.prefilled(request_id, known.decode_tokens)
+        self._fetch_all()
+
+    def ended(self, request_id: str) -> None:
+        """A request (or one attempt of it) has ended, successfully or not; idempotent."""
+        for engine_id in _engines_of(self._assignment(request_id)):
+            self._end_at(request_id, engine_id)
+        self._apply(Finished(request_id))
+        self._placements.pop(request_id, None)
+        if self._role_policy is not None:
+            self._role_policy.over(request_id)
+        self._fetch_all()
+
+    # ------------------------------------------------------------------ the scheduler
+
+    def _apply(self, event: Event) -> Effects:
+        if self._log is None:
+            return self._scheduler.apply(event)
+        return self._log.apply(self._scheduler, event)
+
+    def _fetch_all(self) -> None:
+        """Answer the open fetch of every group that has a live engine, while any request waits."""
+        if not self._scheduler.waiting:
+            return
+        start_ns, decisions = time.perf_counter_ns(), 0
+        for role in (Role.PREFILL, Role.DECODE):
+            for group in dict.fromkeys(e.group for e in self._engines.values() if e.role is role):
+                if not self._scheduler.waiting:
+                    break
+                for assignment in self._apply(Fetch(group)).assignments:
+                    self._assigned(assignment)
+                    decisions += 1
+        self._on_scheduled((time.perf_counter_ns() - start_ns) / 1e9, decisions)
+
+    def _assigned(self, assignment: Assignment) -> None:
+        placement = self._placements[assignment.request_id]
+        self._note(assignment)
+        self.recent.append(AssignmentNote.of(placement.request, assignment, self._block_tokens))
+        logger.debug("assigned %s", self.recent[-1])
+        self._on_assigned(assignment)
+        if not placement.decided.done():
+            placement.decided.set_result(assignment)
+
+    def _note(self, assignment: Assignment) -> None:
+        self._placements[assignment.request_id].assignment = assignment
+        for role in Role:
+            charge = assignment.at(role)
+            if (assigned := self._engines.get(charge.engine_id)) is not None:
+                assigned.decided(assignment.request_id, charge)
+
+    def _assignment(self, request_id: str) -> Assignment | None:
+        placement = self._placements.get(request_id)
+        return placement.assignment if placement is not None else None
+
+    def _share(self, request_id: str, engine_id: str) -> Share | None:
+        assigned = self._engines.get(engine_id)
+        return assigned.open.get(request_id) if assigned is not None else None
+
+    def _end_at(self, request_id: str, engine_id: str) -> None:
+        """A request no longer counts at an engine, which may be lost; idempotent."""
+        if (assigned := self._engines.get(engine_id)) is not None:
+            assigned.open.pop(request_id, None)
+
+    def _submit_again(self, request_id: str) -> None:
+        placement = self._placements.get(request_id)
+        if placement is None or placement.decided.done():
+            return
+        try:
+            self._apply(Submitted(placement.request))
+        except BadRequestError as error:
+            placement.decided.set_exception(error)
+
+    def _refuse_unplaceable(self) -> None:
+        """Fail requests that no DE can hold any more; they would wait, and others behind them."""
+        for request_id in self._scheduler.unplaceable():
+            self._apply(Finished(request_id))
+            self._submit_again(request_id)
+
+    def _snic_tokens_per_s(self, info: EngineInfo) -> float:
+        # Only ratios matter: an engine that does not know its storage NIC counts as a usual one.
+        snic_bytes_per_s = info.snic_bytes_per_s or self._usual_snic
+        return snic_bytes_per_s / self._bytes_per_token if snic_bytes_per_s else 1.0
+
+
+def _engines_of(assignment: Assignment | None) -> tuple[str, ...]:
+    """Return the engines of an assignment, none while there is none."""
+    return () if assignment is None else (assignment.prefill_engine, assignment.decode_engine)

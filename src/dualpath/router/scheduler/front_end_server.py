@@ -1,0 +1,472 @@
+"""The scheduler's server for front ends that are processes of their own.
+
+Each front end has one session, by the table of engines' sessions (``core.sessions.ROUTER_TABLE``).
+When it ends, all its attempts are closed: engines release them, as if clients had disconnected.
+"""
+
+import asyncio
+import itertools
+import logging
+import uuid
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from dualpath.core.control import (
+    Ack,
+    Deregister,
+    Envelope,
+    Refused,
+    Registered,
+    decode_with,
+    unnumbered,
+)
+from dualpath.core.errors import BadRequestError, DualPathError, EngineLostError, IncompatibleError
+from dualpath.core.sessions import (
+    HEARTBEAT_S,
+    ROUTER_TABLE,
+    Action,
+    Channel,
+    Event,
+    RouterSideState,
+    StateMachine,
+)
+from dualpath.node.cluster_secret import ClusterSecret
+from dualpath.router.engines import EngineInfo
+from dualpath.router.refusals import ControlRefusal, ControlRefusals
+from dualpath.router.scheduler import link_messages as m
+from dualpath.router.scheduler.control_socket import (
+    ACKNOWLEDGE_S,
+    CHECKS_PER_TIMEOUT,
+    ControlSocket,
+    OwnStalls,
+    SessionLoops,
+)
+from dualpath.router.scheduler.link_messages import Frames, frames_of
+from dualpath.router.scheduling import AttemptEvent, Placed, ScheduledAttempt, ScheduledRequest
+from dualpath.router.served_adapters import changed
+
+if TYPE_CHECKING:
+    from dualpath.router.scheduler.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+
+class _Listener:
+    """Sends an attempt's placement at once, other events with the next message about it."""
+
+    def __init__(
+        self, attempt_id: str, placed: set[str], send: Callable[[m.SchedulerMessage], None]
+    ) -> None:
+        self._attempt_id = attempt_id
+        self._placed = placed
+        self._send = send
+        self._events: list[AttemptEvent] = []
+
+    def notify(self, event: AttemptEvent) -> None:
+        self._events.append(event)
+        if isinstance(event, Placed):
+            self._placed.add(self._attempt_id)
+            self.flush()
+
+    def flush(self) -> None:
+        if self._events:
+            events, self._events = tuple(self._events), []
+            self._send(m.AttemptEvents(self._attempt_id, events))
+
+
+class FrontEndSession:
+    """The requests and attempts of one front end during its session; ``send`` reaches it."""
+
+    def __init__(self, scheduler: "Scheduler", send: Callable[[m.SchedulerMessage], None]) -> None:
+        self._scheduler = scheduler
+        self._send = send
+        self._requests: dict[str, ScheduledRequest] = {}
+        self._keys: dict[str, tuple[bytes, ...]] = {}
+        self._listeners: dict[str, _Listener] = {}
+        self._attempts: dict[str, ScheduledAttempt] = {}
+        self._placed: set[str] = set()
+        self._refused: dict[str, DualPathError] = {}
+        self._tasks: dict[asyncio.Task[None], str] = {}
+
+    def take(self, message: m.FrontEndMessage) -> None:
+        """Handle one message; they come in order, each once."""
+        match message:
+            case m.BeginRequest():
+                name = message.order.request_id
+                self._requests[name] = self._scheduler.begin(message.order)
+                self._keys[name] = message.order.keys
+            case m.BeginAttempt():
+                self._begin_attempt(message)
+            case m.AttemptCall():
+                self._answer(message.call_id, lambda: self._call(message), message.attempt_id)
+            case m.DecodingStarted() if message.attempt_id in self._attempts:
+                self._attempts[message.attempt_id].decoding_started()
+            case m.EndAttempt():
+                self._close(message.attempt_id, message.reason)
+            case m.EndRequest() if message.request_id in self._requests:
+                self._keys.pop(message.request_id)
+                self._requests.pop(message.request_id).end(message.answered)
+            case m.SuspectEngine():
+                for engine in self._named([(message.engine_id, message.epoch)]):
+                    self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
+            case m.AwaitLiveness():
+                engines = self._named(message.engines)
+                self._answer(message.call_id, lambda: self._scheduler.await_liveness(engines))
+            case m.HintSession():
+                hint = (message.tenant, message.session_id, message.hints)
+                self._answer(message.call_id, lambda: self._scheduler.hint_session(*hint))
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests wait, and how many have their engines."""
+        running = len(self._placed)
+        return max(len(self._requests) - running, 0), running
+
+    def close(self, reason: str) -> None:
+        """The session has ended: release everything."""
+        for work in list(self._tasks):
+            work.cancel()
+        for attempt_id in list(self._attempts):
+            self._close(attempt_id, f"its front end is lost: {reason}")
+        for request in self._requests.values():
+            request.end()
+        self._requests.clear()
+        self._keys.clear()
+        held = len(self._attempts) + len(self._placed) + len(self._listeners)
+        assert held == 0, "a closed session holds no attempt"
+
+    def _named(self, names: Iterable[tuple[str, str]]) -> list[EngineInfo]:
+        wanted = set(names)
+        return [e for e in self._scheduler.registry.alive() if (e.engine_id, e.epoch) in wanted]
+
+    def _begin_attempt(self, message: m.BeginAttempt) -> None:
+        name, request = message.order.attempt_id, self._requests.get(message.request_id)
+        if request is None:
+            return
+        if message.namespace != self._scheduler.registry.namespace:
+            self._refused[name] = EngineLostError(
+                "the front end knows engines of another model than the scheduler; restart it"
+            )
+            return
+        served = self._scheduler.registry.adapters.digests()
+        if (adapter := changed(message.adapters, served)) is not None:
+            self._refused[name] = EngineLostError(
+                f"the front end knows other weights of adapter {adapter!r} than the scheduler; "
+                "restart it"
+            )
+            return
+        order = message.order
+        if not order.keys:
+            order = msgspec.structs.replace(order, keys=self._keys[message.request_id])
+        listener = _Listener(name, self._placed, self._send)
+        try:
+            attempt = request.attempt(order, listener)
+        except BadRequestError as error:
+            self._refused[name] = error
+            return
+        self._attempts[name], self._listeners[name] = attempt, listener
+        attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
+
+    def _broken(self, name: str, attempt: ScheduledAttempt, broken: "asyncio.Future[None]") -> None:
+        if self._attempts.get(name) is attempt and not broken.cancelled():
+            self._flush(name)
+            self._send(m.AttemptBroken(name, str(broken.exception())))
+
+    async def _call(self, call: m.AttemptCall) -> object:
+        if (refused := self._refused.get(call.attempt_id)) is not None:
+            raise refused
+        attempt = self._attempts.get(call.attempt_id)
+        if attempt is None:
+            raise EngineLostError(f"attempt {call.attempt_id} is closed")
+        steps: dict[m.Step, Callable[[], Awaitable[object]]] = {
+            m.Step.PREPARE: attempt.prepare,
+            m.Step.PREFILLED: attempt.prefilled,
+            m.Step.PREFILL_ABORTED: attempt.prefill_aborted,
+            m.Step.DECODED: attempt.decoded,
+        }
+        return await steps[call.step]()
+
+    def _answer(
+        self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str = ""
+    ) -> None:
+        # Not the awaitable itself: it would never be awaited if the task is cancelled at once.
+        task = asyncio.create_task(self._run(call_id, work, attempt_id))
+        self._tasks[task] = attempt_id
+        task.add_done_callback(self._tasks.pop)
+
+    async def _run(
+        self, call_id: int, work: Callable[[], Awaitable[object]], attempt_id: str
+    ) -> None:
+        answer: m.CallResult | m.CallFailed
+        try:
+            result = await work()
+        except DualPathError as error:
+            answer = m.failure(call_id, error)
+        except Exception as error:
+            # Without an answer the front end would wait for ever.
+            logger.exception("a call of a front end failed")
+            answer = m.failure(call_id, error)
+        else:
+            answer = m.CallResult(call_id, msgspec.Raw(msgspec.msgpack.encode(result)))
+        self._flush(attempt_id)
+        self._send(answer)
+
+    def _flush(self, attempt_id: str) -> None:
+        if (listener := self._listeners.get(attempt_id)) is not None:
+            listener.flush()
+
+    def _close(self, attempt_id: str, reason: str) -> None:
+        self._refused.pop(attempt_id, None)
+        self._placed.discard(attempt_id)
+        self._listeners.pop(attempt_id, None)
+        attempt = self._attempts.pop(attempt_id, None)
+        if attempt is not None:
+            for work, name in list(self._tasks.items()):
+                if name == attempt_id:
+                    work.cancel()
+            attempt.close(reason)
+
+
+# ------------------------------------------------------------------------ sessions
+
+
+_DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
+#: Front ends that are remembered by name.
+MOST_FRONT_ENDS = 1024
+
+
+class _FrontEnd:
+    """One front end: its process, its connection and its session.
+
+    ``post`` sends a frame to a connection.
+    """
+
+    def __init__(self, name: str, post: Callable[[bytes, bytes], None]) -> None:
+        self.name = name
+        self.epoch, self.registration, self.identity = "", 0, b""
+        self.heard_s = self.spoken_s = float("-inf")
+        self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
+        self.talk: Channel[m.SchedulerMessage, m.FrontEndMessage] = Channel("")
+        self.session: FrontEndSession | None = None
+        self.frames: Frames[m.SchedulerMessage] = Frames(lambda frame: post(self.identity, frame))
+
+    @property
+    def live(self) -> bool:
+        return self.machine.state is RouterSideState.LIVE
+
+    def registers(self, hello: m.FrontEndRegister) -> Event | None:
+        """Take a registration; return the event that it is, None if it is older than the last."""
+        if not self.epoch:
+            event = Event.REGISTERS
+        elif hello.epoch != self.epoch:
+            event = Event.RESTARTED
+        elif hello.registration == self.registration:
+            event = Event.REGISTER_RESENT
+        elif hello.registration > self.registration:
+            event = Event.REREGISTERS
+        else:
+            return None
+        self.epoch, self.registration = hello.epoch, hello.registration
+        return event
+
+
+class FrontEndServer:
+    """Sessions with front ends over a ``ControlSocket``; ``timeout_s`` of silence ends one."""
+
+    def __init__(
+        self,
+        scheduler: "Scheduler",
+        socket: ControlSocket,
+        clock: Callable[[], float],
+        timeout_s: float,
+        epoch: str = "",
+    ) -> None:
+        self._scheduler = scheduler
+        self._clock = clock
+        self._timeout_s = timeout_s
+        self._epoch = epoch or uuid.uuid4().hex
+        self._sessions = itertools.count(1)
+        self._front_ends: dict[str, _FrontEnd] = {}
+        self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
+        self._stalls = OwnStalls(clock(), self._check_gap_s)
+        self._loops = SessionLoops(socket, self._received)
+        self.refusals = ControlRefusals()
+        self.address = ""
+
+    async def start(self, host: str, port: int, secret: ClusterSecret | None = None) -> None:
+        """Bind and serve, if it does not yet; raises ``ConfigError`` as ``ControlServer.start``."""
+        if self._loops.tasks:
+            return
+        timers = {self._check_liveness: self._check_gap_s, self._acknowledge: ACKNOWLEDGE_S}
+        self.address = await self._loops.start(host, port, secret, self.refusals, timers)
+        self._scheduler.membership.listeners.append(self._engines_changed)
+
+    async def stop(self) -> None:
+        """End all sessions, then close; idempotent, also while it does."""
+        if not self._loops.tasks:
+            return
+        self._scheduler.membership.listeners.remove(self._engines_changed)
+        # Later messages are for the next scheduler.  Front ends are notified before the engines'
+        # sessions end, else attempts that break there would be retried in an ended session.
+        for front_end in self._front_ends.values():
+            front_end.frames.flush()
+            if front_end.live:
+                self._request_reregister(front_end.identity, front_end.talk.session)
+        await self._loops.stop()
+        for front_end in self._front_ends.values():
+            self._lose(front_end, "the scheduler ends")
+
+    def counts(self) -> tuple[int, int]:
+        """Return how many requests of all front ends wait, and how many have their engines."""
+        each = [f.session.counts() for f in self._front_ends.values() if f.session is not None]
+        return sum(waiting for waiting, _ in each), sum(running for _, running in each)
+
+    def _engines_changed(self) -> None:
+        update = self._engines_update()
+        for front_end in self._front_ends.values():
+            self._send(front_end, update)
+
+    def _engines_update(self) -> m.EnginesUpdate:
+        registry = self._scheduler.registry
+        return m.EnginesUpdate(
+            registry.mode,
+            registry.namespace,
+            tuple(registry.alive()),
+            self._scheduler.caches_answers,
+            registry.adapters.known(),
+        )
+
+    def _send(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
+        if front_end.live:
+            self._post(front_end, front_end.talk.send(message, self._clock()))
+
+    def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
+        front_end.spoken_s = self._clock()
+        front_end.frames.add([envelope])
+
+    def _send_unnumbered(
+        self, identity: bytes, message: m.SchedulerMessage, session: str = ""
+    ) -> None:
+        for frame in frames_of([unnumbered(message, session)]):
+            self._loops.post(identity, frame)
+
+    def _check_liveness(self) -> None:
+        """End sessions of front ends that were silent too long."""
+        now_s = self._clock()
+        late_s = self._stalls.late_s(now_s)
+        for front_end in self._front_ends.values():
+            front_end.heard_s = min(front_end.heard_s + late_s, now_s)
+            if front_end.live and now_s - front_end.heard_s > self._timeout_s:
+                self._on(front_end, Event.SILENT, f"silent for {self._timeout_s:g} s")
+
+    def _acknowledge(self) -> None:
+        now_s = self._clock()
+        for front_end in self._front_ends.values():
+            quiet = now_s - front_end.spoken_s >= HEARTBEAT_S
+            if front_end.live and (front_end.talk.ack_pending or quiet):
+                self._post(front_end, front_end.talk.send_lossy(Ack()))
+
+    def _received(self, identity: bytes, frames: Sequence[bytes]) -> None:
+        try:
+            envelopes = decode_with(_DECODER, frames[-1] if frames else b"")
+        except IncompatibleError as error:
+            self._malformed(identity, error)
+        else:
+            for envelope in envelopes:
+                self._handle(identity, envelope)
+
+    def _malformed(self, identity: bytes, error: IncompatibleError) -> None:
+        self.refusals.count(ControlRefusal.MALFORMED)
+        if self.refusals.complain(identity, self._clock()):
+            logger.warning("refused, further times are only counted: %s", error)
+        self._send_unnumbered(identity, Refused(str(error)))
+
+    def _handle(self, identity: bytes, envelope: Envelope[m.FrontEndMessage]) -> None:
+        message = envelope.message
+        if isinstance(message, m.FrontEndRegister):
+            self._register(identity, message)
+            return
+        known = (f for f in self._front_ends.values() if f.talk.session == envelope.session)
+        front_end = next(known, None) if envelope.session else None
+        if front_end is None:
+            self._request_reregister(identity, envelope.session)
+            return
+        front_end.identity = identity
+        if Action.DELIVER in self._on(front_end, Event.MESSAGE):
+            front_end.heard_s = self._clock()
+            taken, repeated = front_end.talk.receive(envelope, front_end.heard_s)
+            for one in repeated:
+                self._post(front_end, one)
+            if isinstance(taken, Deregister):
+                self._on(front_end, Event.DEREGISTERED, f"left: {taken.reason}")
+            elif taken is not None and front_end.session is not None:
+                front_end.session.take(taken)
+
+    def _register(self, identity: bytes, hello: m.FrontEndRegister) -> None:
+        if (reason := self._refusal(hello)) is not None:
+            self._send_unnumbered(identity, Refused(reason))
+            return
+        front_end = self._front_ends.get(hello.name)
+        if front_end is None:
+            front_end = _FrontEnd(hello.name, self._loops.post)
+            self._front_ends[hello.name] = front_end
+        if (event := front_end.registers(hello)) is not None:
+            front_end.identity = identity
+            self._on(front_end, event, "it has registered again")
+
+    def _refusal(self, hello: m.FrontEndRegister) -> str | None:
+        if hello.version != m.LINK_VERSION:
+            return (
+                f"front end {hello.name!r} speaks version {hello.version}, this scheduler "
+                f"{m.LINK_VERSION}; run the same dualpath version on both"
+            )
+        if hello.name in self._front_ends or len(self._front_ends) < MOST_FRONT_ENDS:
+            return None
+        # Anyone can invent names: front ends that are gone are removed.
+        self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}
+        if len(self._front_ends) < MOST_FRONT_ENDS:
+            return None
+        return (
+            f"front end {hello.name!r} would be one more than {MOST_FRONT_ENDS}; stop some, or "
+            "start another scheduler for them"
+        )
+
+    def _on(self, front_end: _FrontEnd, event: Event, reason: str = "") -> tuple[Action, ...]:
+        actions = front_end.machine.on(event)
+        for action in actions:
+            match action:
+                case Action.REMOVE_ENGINE:
+                    self._lose(front_end, reason)
+                case Action.CHECK_GROUP:
+                    self._on(front_end, Event.GROUP_COMPLETE)
+                case Action.OPEN_SESSION:
+                    front_end.talk = Channel(f"{self._epoch}-{next(self._sessions):08}")
+                    front_end.heard_s = self._clock()
+                    self._send_registered(front_end)
+                case Action.RESEND_REGISTERED:
+                    self._send_registered(front_end)
+                case Action.ADD_ENGINE:
+                    self._join(front_end)
+                case Action.REQUEST_REREGISTER:
+                    self._request_reregister(front_end.identity, front_end.talk.session)
+        return actions
+
+    def _request_reregister(self, identity: bytes, session: str) -> None:
+        self._send_unnumbered(identity, Refused("no such session", reregister=True), session)
+
+    def _send_registered(self, front_end: _FrontEnd) -> None:
+        self._post(front_end, front_end.talk.send_lossy(Registered((), front_end.registration)))
+
+    def _join(self, front_end: _FrontEnd) -> None:
+        logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)
+        front_end.session = FrontEndSession(
+            self._scheduler, lambda message: self._send(front_end, message)
+        )
+        self._send(front_end, self._engines_update())
+
+    def _lose(self, front_end: _FrontEnd, reason: str) -> None:
+        session, front_end.session = front_end.session, None
+        if session is not None:
+            logger.warning("front end %s is lost: %s", front_end.name, reason)
+            session.close(reason)

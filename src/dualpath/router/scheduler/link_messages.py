@@ -1,0 +1,267 @@
+"""Messages between a front end and the scheduler, in the envelopes of ``core.envelopes``.
+
+A frame has one envelope or more, in order: the messages that either end sends in one iteration of
+its event loop go together.
+
+    front end → scheduler   FrontEndRegister Heartbeat BeginRequest BeginAttempt AttemptCall
+                            DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
+                            HintSession, and core.control's deregistration
+    scheduler → front end   EnginesUpdate AttemptEvents AttemptBroken CallResult CallFailed, and
+                            core.control's answers to a registration and acks
+
+Sessions are those of engines (``core.sessions``): numbered messages, acknowledged and resent, an
+epoch for each end; nothing is carried from one session to the next unless it is begun again.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+from enum import StrEnum
+from typing import Generic, TypeVar
+
+import msgspec
+
+from dualpath.core import errors
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.control import (
+    Ack,
+    Deregister,
+    Envelope,
+    Message,
+    Refused,
+    Registered,
+    encode_batches,
+)
+from dualpath.core.key_cache import Adapter
+from dualpath.core.modes import Mode
+from dualpath.core.names import Name
+from dualpath.core.session_hints import SessionHints
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
+
+#: Incremented whenever a message changes its meaning; both ends must agree.
+LINK_VERSION = 4
+
+
+class FrontEndRegister(Message, frozen=True, tag=True):
+    """Requests a session; ``registration`` as in ``core.control.Register``."""
+
+    version: int
+    name: Name
+    epoch: Name
+    registration: int = 1
+
+
+class Heartbeat(Message, frozen=True, tag=True):
+    """The front end is alive."""
+
+
+class BeginRequest(Message, frozen=True, tag=True):
+    """A request has arrived."""
+
+    order: RequestOrder
+
+
+class BeginAttempt(Message, frozen=True, tag=True):
+    """An attempt begins; ``AttemptCall`` continues it.
+
+    The order has no keys if they are those of ``BeginRequest``, as in a first attempt.
+    ``namespace`` is the one that the front end's keys are for, ``adapters`` are the adapters'
+    digests that it knows, by name: for engines of another model, or with other weights of an
+    adapter, the keys would name other KV.
+    """
+
+    request_id: Name
+    order: AttemptOrder
+    namespace: StoreNamespace | None
+    adapters: dict[str, str]
+
+
+class Step(StrEnum):
+    """Calls of a ``ScheduledAttempt`` that have a result."""
+
+    PREPARE = "prepare"
+    PREFILLED = "prefilled"
+    PREFILL_ABORTED = "prefill_aborted"
+    DECODED = "decoded"
+
+
+class AttemptCall(Message, frozen=True, tag=True):
+    """Answered with ``CallResult`` or ``CallFailed``, unless the attempt is closed before."""
+
+    call_id: int
+    attempt_id: Name
+    step: Step
+
+
+class DecodingStarted(Message, frozen=True, tag=True):
+    """The DE generates."""
+
+    attempt_id: Name
+
+
+class EndAttempt(Message, frozen=True, tag=True):
+    """An attempt is closed."""
+
+    attempt_id: Name
+    reason: str
+
+
+class EndRequest(Message, frozen=True, tag=True):
+    """A request has ended."""
+
+    request_id: Name
+    answered: Answered | None = None
+
+
+class SuspectEngine(Message, frozen=True, tag=True):
+    """Something failed on this process of an engine."""
+
+    engine_id: Name
+    epoch: Name
+    why: str
+    call_failed: bool = False
+
+
+class AwaitLiveness(Message, frozen=True, tag=True):
+    """Answered when it is known which of these processes of engines live."""
+
+    call_id: int
+    engines: tuple[tuple[str, str], ...]
+
+
+class HintSession(Message, frozen=True, tag=True):
+    """Answered with whether the session is known."""
+
+    call_id: int
+    tenant: str
+    session_id: str
+    hints: SessionHints
+
+
+class EnginesUpdate(Message, frozen=True, tag=True):
+    """The live engines, by arrival, and their adapters; sent at registration and at each change."""
+
+    mode: Mode | None
+    namespace: StoreNamespace | None
+    engines: tuple[EngineInfo, ...]
+    caches_answers: bool
+    adapters: tuple[Adapter, ...] = ()
+
+
+class AttemptEvents(Message, frozen=True, tag=True):
+    """Events for an attempt's listener.
+
+    Events that only the request's record needs wait for the next message about the attempt.
+    """
+
+    attempt_id: Name
+    events: tuple[AttemptEvent, ...]
+
+
+class AttemptBroken(Message, frozen=True, tag=True):
+    """An engine is lost that the attempt needs."""
+
+    attempt_id: Name
+    reason: str
+
+
+class CallResult(Message, frozen=True, tag=True):
+    """The result of a call; its type follows from the call."""
+
+    call_id: int
+    result: msgspec.Raw
+
+
+class CallFailed(Message, frozen=True, tag=True):
+    """The error of a call: the name of a class of ``core.errors`` and its text."""
+
+    call_id: int
+    error: str
+    text: str
+
+
+FrontEndMessage = (
+    FrontEndRegister
+    | Heartbeat
+    | BeginRequest
+    | BeginAttempt
+    | AttemptCall
+    | DecodingStarted
+    | EndAttempt
+    | EndRequest
+    | SuspectEngine
+    | AwaitLiveness
+    | HintSession
+    | Deregister
+)
+SchedulerMessage = (
+    Registered
+    | Refused
+    | Ack
+    | EnginesUpdate
+    | AttemptEvents
+    | AttemptBroken
+    | CallResult
+    | CallFailed
+)
+FromFrontEnd = list[Envelope[FrontEndMessage]]
+FromScheduler = list[Envelope[SchedulerMessage]]
+
+_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        errors.BadRequestError,
+        errors.DeadlineError,
+        errors.EngineLostError,
+        errors.PromptTooLongError,
+        errors.TransportError,
+    )
+}
+
+
+def failure(call_id: int, error: Exception) -> CallFailed:
+    """Return the message for a call's error; unknown classes become ``EngineLostError``."""
+    name = type(error).__name__
+    return CallFailed(call_id, name if name in _KINDS else "EngineLostError", str(error))
+
+
+def raised(failed: CallFailed) -> errors.DualPathError:
+    """Return the error of a ``CallFailed``."""
+    return _KINDS.get(failed.error, errors.EngineLostError)(failed.text)
+
+
+# ------------------------------------------------------------------------ frames
+
+
+M = TypeVar("M", bound=Message)
+
+#: Size of a frame with several messages, far below the scheduler's limit.  A front end sends all of
+#: its requests at once when a scheduler is back, and each may have many keys.
+_MOST_BYTES = 1 << 20
+
+
+def frames_of(envelopes: Iterable[Envelope[M]]) -> list[bytes]:
+    """Return the frames of these messages, in order."""
+    return encode_batches(envelopes, _MOST_BYTES)
+
+
+class Frames(Generic[M]):
+    """Batches envelopes for one receiver; ``send`` gets the frames in the loop's next iteration."""
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self._send = send
+        self._gathered: list[Envelope[M]] = []
+
+    def add(self, envelopes: Iterable[Envelope[M]]) -> None:
+        """Send them after those before."""
+        waiting = bool(self._gathered)
+        self._gathered += envelopes
+        if self._gathered and not waiting:
+            asyncio.get_running_loop().call_soon(self.flush)
+
+    def flush(self) -> None:
+        """Send all batched envelopes now."""
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            for frame in frames_of(gathered):
+                self._send(frame)

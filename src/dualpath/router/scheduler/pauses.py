@@ -1,0 +1,221 @@
+"""Engines that get no new requests for now: they drain, an operator paused them, or are suspect.
+
+The requests of a paused engine go on.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+
+from dualpath.core.control import Drained, Report, RouterMessage, Sync
+from dualpath.core.errors import EngineLostError
+from dualpath.router.engine_calls import EngineHealth
+from dualpath.router.engines import EngineInfo
+from dualpath.router.scheduler.dispatch import Dispatch
+from dualpath.router.scheduler.exchange import Exchange
+from dualpath.router.scheduler.registry import EngineState, Pause, Registry
+from dualpath.router.waits import gather_or_cancel
+
+#: An operator pauses (POST) and resumes (DELETE) an engine here.
+PAUSE_PATH = "/dualpath/v1/engines/{engine_id}/pause"
+
+logger = logging.getLogger(__name__)
+
+
+class Pauses:
+    """Keeps ``EngineState.pauses`` and the scheduler in step.
+
+    A draining engine is notified when it has no requests left, so that it may leave: only the
+    router knows of requests that were placed on it and have not reached it yet.  With one rank of a
+    data-parallel group the others leave as well, so all of them drain together.
+
+    ``dispatch`` is called only after an engine has joined.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        exchange: Exchange,
+        send: Callable[[str, RouterMessage], None],
+        dispatch: Callable[[], Dispatch],
+    ) -> None:
+        self._registry = registry
+        self._exchange = exchange
+        self._send = send
+        self._dispatch = dispatch
+
+    def joined(self, info: EngineInfo) -> None:
+        """An engine begins a session; an operator's pause persists."""
+        state = self._registry.get(info.engine_id)
+        if state is not None and state.pauses:
+            self._dispatch().pause(info.engine_id, paused=True)
+
+    def reported(self, info: EngineInfo, report: Report) -> None:
+        """An engine reports whether it drains; it is notified once when its group has drained."""
+        group = [rank for rank in self._registry.group(info) if rank.has_session]
+        leaving = [r for r in group if r.report is not None and r.report.draining is not None]
+        if not leaving:
+            for rank in group:
+                rank.drained = False
+                self.resume(rank.info.engine_id, Pause.DRAINING)
+            return
+        for rank in group:
+            if self.pause(rank.info.engine_id, Pause.DRAINING):
+                why = report.draining or f"{leaving[0].info.engine_id} of its group drains"
+                logger.warning("engine %s drains: %s", rank.info.engine_id, why)
+        if not any(self._exchange.depends_on(rank.info.engine_id) for rank in group):
+            for rank in leaving:
+                self._notify_drained(rank)
+
+    def _notify_drained(self, engine: EngineState) -> None:
+        if not engine.drained:
+            engine.drained = True
+            logger.warning("engine %s has drained", engine.info.engine_id)
+            self._send(engine.info.engine_id, Drained())
+
+    def pause(self, engine_id: str, why: Pause) -> bool:
+        """Pause a live engine for a reason; return whether that is new."""
+        state = self._live(engine_id)
+        if state is None or why in state.pauses:
+            return False
+        if not state.pauses:
+            self._dispatch().pause(engine_id, paused=True)
+        state.pauses.add(why)
+        return True
+
+    def resume(self, engine_id: str, why: Pause) -> None:
+        """Remove one reason; the engine gets requests again when it was the last."""
+        state = self._registry.get(engine_id)
+        if state is None or why not in state.pauses:
+            return
+        state.pauses.discard(why)
+        if state.alive and not state.pauses:
+            self._dispatch().pause(engine_id, paused=False)
+
+    def others_open(self, info: EngineInfo) -> bool:
+        """Whether another engine of its role gets requests."""
+        states = self._registry.all()
+        return any(
+            s.alive and not s.pauses and s.info.role is info.role and s.info != info for s in states
+        )
+
+    def _live(self, engine_id: str) -> EngineState | None:
+        state = self._registry.get(engine_id)
+        return state if state is not None and state.alive else None
+
+
+def no_such_engine(engine_id: str) -> str:
+    """Return the error for a pause of an unknown engine."""
+    return f"no engine {engine_id[:80]!r} lives here; GET /dualpath/v1/status names those that do"
+
+
+class SuspectList:
+    """Engines on which something failed: paused until they prove that they live.
+
+    The proof is fresh: an answer to a ``Sync`` that was sent after the failure, and after a failed
+    HTTP call one of the engine's HTTP server too.  A late report proves nothing, and a control link
+    may outlive the server beside it.  An engine without a proof in time is lost.
+
+    Ranks of a data-parallel group end together, but not at the same moment.  So a failure on one
+    makes all of them suspect until each has given a proof; retries go to another group.
+
+    There is one probe at a time of each process of an engine.
+
+    ``send`` sends a control message, ``lose`` declares an engine lost with a reason.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        exchange: Exchange,
+        pauses: Pauses,
+        calls: EngineHealth,
+        send: Callable[[str, RouterMessage], None],
+        lose: Callable[[str, str], None],
+        timeout_s: float,
+    ) -> None:
+        self._registry = registry
+        self._exchange = exchange
+        self._pauses = pauses
+        self._calls = calls
+        self._send = send
+        self._lose = lose
+        self._timeout_s = timeout_s
+        self._probes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        #: Engines that a probe covers, by the suspect engine.
+        self._covered: dict[tuple[str, str], frozenset[str]] = {}
+        self._resting: set[asyncio.Task[None]] = set()
+
+    def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
+        """Something failed on an engine: requests go elsewhere until it is cleared.
+
+        As long as another engine of its role gets requests, it also stays paused for
+        ``suspect_timeout_s``, so that the failed request is not retried here.
+        """
+        name = engine.writer.id
+        if name in self._probes or not self._lives(engine):
+            return
+        group = [rank.info for rank in self._registry.group(engine) if rank.alive]
+        self._covered[name] = frozenset(rank.engine_id for rank in group)
+        for rank in group:
+            self._pauses.pause(rank.engine_id, Pause.SUSPECT)
+        self._probes[name] = asyncio.create_task(
+            self._probe(engine, group, why, call_failed), name=f"probe {engine.engine_id}"
+        )
+
+    async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
+        """Wait until it is known which of these engines live."""
+        open_ones = [self._probes.get(engine.writer.id) for engine in engines]
+        tasks = [task for task in open_ones if task is not None]
+        if tasks:
+            await asyncio.wait(tasks)
+
+    async def stop(self) -> None:
+        """End all probes; idempotent."""
+        tasks = [*self._probes.values(), *self._resting]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _probe(
+        self, engine: EngineInfo, group: Sequence[EngineInfo], why: str, call_failed: bool
+    ) -> None:
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                await gather_or_cancel(*(self._answers(rank, call_failed) for rank in group))
+        except Exception as error:  # any error means there is no proof
+            if self._lives(engine):
+                answer = str(error) or f"no answer within {self._timeout_s:g} s"
+                self._lose(engine.engine_id, f"{answer} after a failure ({why})")
+            return
+        finally:
+            del self._probes[engine.writer.id], self._covered[engine.writer.id]
+        for rank in group:
+            if rank.engine_id != engine.engine_id:
+                self._clear(rank)
+        rest = asyncio.create_task(self._rest(engine), name=f"rest {engine.engine_id}")
+        self._resting.add(rest)
+        rest.add_done_callback(self._resting.discard)
+
+    async def _answers(self, engine: EngineInfo, call_failed: bool) -> None:
+        if call_failed:
+            await self._calls.answers(engine)
+        call_id, answer = self._exchange.call(engine.engine_id)
+        self._send(engine.engine_id, Sync(call_id))
+        if await answer is None:
+            raise EngineLostError(f"engine {engine.engine_id} is lost")
+
+    async def _rest(self, engine: EngineInfo) -> None:
+        if self._pauses.others_open(engine):
+            await asyncio.sleep(self._timeout_s)
+        self._clear(engine)
+
+    def _clear(self, engine: EngineInfo) -> None:
+        """Let an engine get requests again, unless another probe covers it."""
+        covered = any(engine.engine_id in engines for engines in self._covered.values())
+        if self._lives(engine) and not covered:
+            self._pauses.resume(engine.engine_id, Pause.SUSPECT)
+
+    def _lives(self, engine: EngineInfo) -> bool:
+        state = self._registry.get(engine.engine_id)
+        return state is not None and state.alive and state.info.epoch == engine.epoch

@@ -1,0 +1,170 @@
+"""When a decode engine may reuse the slots of an attempt.
+
+A PE writes KV directly into the DE's buffer.  When a request ends, the DE must not reuse its slots
+before every process that could write to them is known to write no more.  Proof is
+
+* the PE's ``Released``, or its registration in a new session that does not name the request;
+* tokens of the DE, or its report that the KV is in HBM: all KV has arrived;
+* the death of the PE's process (``ControlListener.on_dead``).
+
+Until then the DE's ``Release`` waits, and after a time limit, or when the PE is lost, the slots go
+into quarantine: everything else of the request is released.  A DE that registers names the slots
+that earlier sessions have left in quarantine, with the writers that it knew, since neither a
+restarted router nor a restarted DE remembers them.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+
+from dualpath.core.cluster import Writer
+from dualpath.core.control import Release, RouterMessage
+from dualpath.router.engines import EngineInfo
+
+logger = logging.getLogger(__name__)
+
+_FORMER = "the slots of a former session are free"
+
+
+class _Slots:
+    """Slots of an attempt at its DE, and the processes that may still write to them."""
+
+    def __init__(self, holder: str, writers: Iterable[Writer]) -> None:
+        self.holder = holder
+        self.writers = {writer.id: writer for writer in writers}
+        #: Reason of the release; None while the attempt goes on.
+        self.reason: str | None = None
+        self.quarantined = False
+
+
+class Releases:
+    """Sends every ``Release``; ``wait_s`` bounds how long one is delayed.
+
+    ``is_dead`` returns whether this router has proof of a process's death already: a DE that was
+    disconnected meanwhile may still name such a process.
+    """
+
+    def __init__(
+        self,
+        send: Callable[[str, RouterMessage], None],
+        wait_s: float,
+        is_dead: Callable[[Writer], bool] = lambda writer: False,
+    ) -> None:
+        self._send = send
+        self._is_dead = is_dead
+        self._wait_s = wait_s
+        self._slots: dict[str, _Slots] = {}
+        #: Live PEs, and the attempts whose transfers have not ended there.
+        self._live: dict[tuple[str, str], set[str]] = {}
+
+    @property
+    def held(self) -> int:
+        """Releases that wait for a proof."""
+        return sum(slots.reason is not None for slots in self._slots.values())
+
+    def in_doubt(self) -> list[Writer]:
+        """Return the processes that are not live and whose death would free slots."""
+        writers = {w.id: w for slots in self._slots.values() for w in slots.writers.values()}
+        return [writer for name, writer in writers.items() if name not in self._live]
+
+    def writer_started(self, attempt_id: str, writer: Writer, holder: str) -> None:
+        """A PE may write into the attempt's slots at ``holder`` from now on."""
+        self._slots[attempt_id] = _Slots(holder, [writer])
+
+    def writer_done(self, attempt_id: str, writer: Writer | None = None) -> None:
+        """A PE writes no more; ``writer`` reports it, None if the DE has received all KV."""
+        if writer is not None:
+            self._live.get(writer.id, set()).discard(attempt_id)
+        slots = self._slots.get(attempt_id)
+        if slots is None:
+            return
+        if writer is None:
+            slots.writers.clear()
+        else:
+            slots.writers.pop(writer.id, None)
+        self._release_if_safe(attempt_id, slots)
+
+    def engine_dead(self, writer: Writer) -> None:
+        """A process is dead: it writes nowhere."""
+        self._live.pop(writer.id, None)
+        for attempt_id in list(self._slots):
+            self.writer_done(attempt_id, writer)
+
+    def engine_lost(self, writer: Writer) -> None:
+        """A PE is lost and can no longer report its writes."""
+        self._live.pop(writer.id, None)
+        for attempt_id, slots in self._slots.items():
+            if slots.reason is not None and writer.id in slots.writers:
+                self._quarantine(attempt_id, slots)
+
+    def engine_joined(self, info: EngineInfo) -> None:
+        """An engine begins a session: it reports what earlier sessions have left in doubt."""
+        self._live[info.writer.id] = set(info.unsettled)
+        for attempt_id, slots in list(self._slots.items()):
+            for writer in list(slots.writers.values()):
+                settled = writer.id == info.writer.id and attempt_id not in info.unsettled
+                if settled or self._is_dead(writer):
+                    self.writer_done(attempt_id, writer)
+        for attempt_id in info.quarantined:
+            self._adopt(attempt_id, info)
+
+    def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
+        """Release an attempt at an engine whose buffer no other process writes to."""
+        self._send(engine_id, Release(request_id=attempt_id, reason=reason))
+
+    def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:
+        """Release an attempt at its DE as soon as no PE can write to its slots any more."""
+        slots = self._slots.get(attempt_id)
+        if slots is None:
+            self.release(engine_id, attempt_id, reason)
+            return
+        slots.reason = reason
+        if any(name not in self._live for name in slots.writers):
+            self._quarantine(attempt_id, slots)
+        elif slots.writers:
+            asyncio.get_running_loop().call_later(self._wait_s, self._late, attempt_id, slots)
+        self._release_if_safe(attempt_id, slots)
+
+    def _adopt(self, attempt_id: str, holder: EngineInfo) -> None:
+        """Take over slots that an earlier session has left in quarantine."""
+        slots = self._slots.get(attempt_id)
+        if slots is None:
+            slots = self._slots[attempt_id] = _Slots(
+                holder.engine_id, [w for w in holder.writers if self._may_write(w, attempt_id)]
+            )
+        elif slots.reason is None:
+            return  # The attempt is breaking; its end releases them.
+        slots.reason, slots.quarantined = slots.reason or _FORMER, True
+        self._release_if_safe(attempt_id, slots)
+
+    def _may_write(self, writer: Writer, attempt_id: str) -> bool:
+        """Whether a PE may write for an attempt that this router does not know (any more)."""
+        if self._is_dead(writer):
+            return False
+        unsettled = self._live.get(writer.id)
+        return unsettled is None or attempt_id in unsettled
+
+    def _release_if_safe(self, attempt_id: str, slots: _Slots) -> None:
+        if slots.writers:
+            return
+        assert self._slots[attempt_id] is slots, f"slots of {attempt_id} are released once"
+        del self._slots[attempt_id]
+        if slots.reason is not None:
+            self.release(slots.holder, attempt_id, slots.reason)
+
+    def _late(self, attempt_id: str, slots: _Slots) -> None:
+        if self._slots.get(attempt_id) is slots and not slots.quarantined:
+            logger.warning(
+                "engines %s have not confirmed the release of %s within %g s; slots at %s stay in "
+                "quarantine until they do",
+                *(", ".join(name for name, _ in slots.writers), attempt_id, self._wait_s),
+                slots.holder,
+            )
+            self._quarantine(attempt_id, slots)
+
+    def _quarantine(self, attempt_id: str, slots: _Slots) -> None:
+        if not slots.quarantined:
+            slots.quarantined = True
+            assert slots.reason is not None
+            release = Release(attempt_id, slots.reason, writer_certain=False)
+            self._send(slots.holder, release)

@@ -1,0 +1,519 @@
+"""``Scheduling`` at a front end that is a process of its own, over a link to the scheduler.
+
+Its session with the scheduler is like those of engines (``core.sessions``).  When it ends, pending
+calls and attempts that do not decode yet end with ``SchedulerLostError``: their requests wait for
+engines, which are back with the next session, and are placed again.  An attempt that decodes goes
+on, because its tokens do not come from the scheduler.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol, TypeVar
+
+import msgspec
+import zmq
+
+from dualpath.core.blocks import StoreNamespace
+from dualpath.core.cluster import Role
+from dualpath.core.control import Deregister, Envelope, decode_with
+from dualpath.core.errors import (
+    BadRequestError,
+    EngineLostError,
+    IncompatibleError,
+    SchedulerLostError,
+)
+from dualpath.core.modes import Mode
+from dualpath.core.session_hints import SessionHints
+from dualpath.core.sessions import REGISTER_INTERVAL_S, ROUTER_TIMEOUT_S
+from dualpath.core.transfers import PrefillTransfer
+from dualpath.engine.control.link import LINGER_MS, RouterSession, connect_dealer, prepare_dealer
+from dualpath.node.cluster_secret import ClusterSecret, check_control_url
+from dualpath.router.engines import EngineInfo, Membership
+from dualpath.router.scheduler import link_messages as m
+from dualpath.router.scheduler.control_socket import LoopSocket
+from dualpath.router.scheduler.link_messages import Frames
+from dualpath.router.scheduling import (
+    Answered,
+    AttemptEvent,
+    AttemptListener,
+    AttemptOrder,
+    Placed,
+    Prefilled,
+    RequestOrder,
+)
+from dualpath.router.served_adapters import ServedAdapters, changed
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+class EnginesView:
+    """The ``KnownEngines`` that the scheduler reported last; none without a session.
+
+    ``namespace`` and the weights of ``adapters`` are the first that it reported, because keys have
+    been made for them since.  ``away`` is the reason why there is no session.
+    """
+
+    def __init__(self, away: str, adapters: ServedAdapters) -> None:
+        self.away = away
+        self.adapters = adapters
+        self.mode: Mode | None = None
+        self.namespace: StoreNamespace | None = None
+        self.engines: tuple[EngineInfo, ...] = ()
+
+    def alive(self, role: Role | None = None) -> Sequence[EngineInfo]:
+        """Return the live engines (of one role), by arrival."""
+        return [engine for engine in self.engines if role in (None, engine.role)]
+
+    def waits(self) -> Sequence[str]:
+        """Return why the scheduler reports no engines, if it does not."""
+        return [self.away] if self.away else []
+
+    def update(self, update: m.EnginesUpdate) -> None:
+        """Take the scheduler's report; engines with another model or adapter do not count."""
+        self.mode, self.engines, self.away = update.mode, update.engines, ""
+        self.namespace = self.namespace or update.namespace
+        if update.namespace not in (None, self.namespace):
+            self._refuse("engines of another model")
+            return
+        served = {adapter.name: adapter.digest for adapter in update.adapters}
+        # A scheduler without engines does not know adapters either.
+        if update.namespace and (other := changed(self.adapters.digests(), served)) is not None:
+            self._refuse(f"no adapter {other!r}, or other weights of it,")
+            return
+        self.adapters.learn_if_listed(update.adapters)
+
+    def _refuse(self, what: str) -> None:
+        self.engines = ()
+        self.away = f"the scheduler has {what} now; restart this front end"
+        logger.error("%s", self.away)
+
+    def clear(self, away: str) -> None:
+        """The session has ended."""
+        self.engines, self.away = (), away
+
+    def limit(self, name: str) -> int | None:
+        """Return the smallest value of an integer limit over live engines, None if unstated."""
+        values = [engine.limits.get(name) for engine in self.engines]
+        return min((v for v in values if isinstance(v, int)), default=None)
+
+
+# ------------------------------------------------------------------------ orphaned attempts
+
+
+#: A live engine has noticed by then that there is another scheduler, and registered with it.
+REGISTERED_AGAIN_S = 3 * ROUTER_TIMEOUT_S
+_NEVER_S = float("inf")
+
+
+class OrphanedAttempts:
+    """Attempts that still decode after the session in which they were placed has ended.
+
+    Their tokens come from their engine, and no scheduler knows them any more.  Only the connection
+    to the engine can show that it is lost, and it shows nothing if a whole machine is gone.  So the
+    front end looks for the engine among those that the next scheduler reports, and breaks the
+    attempts of engines that are gone.  ``clock`` gives monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        #: Deadline for the engine to be reported; None once it was, never without a scheduler.
+        self._due_s: dict[RemoteAttempt, float | None] = {}
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self._due_s)
+
+    def begin(self, attempts: "Iterable[RemoteAttempt]") -> None:
+        """The session has ended: none of the engines is known to be alive."""
+        self._due_s = dict.fromkeys(attempts, _NEVER_S)
+
+    def discard(self, attempt: "RemoteAttempt") -> None:
+        """It is closed; idempotent."""
+        self._due_s.pop(attempt, None)
+
+    def update(self, engines: Iterable[EngineInfo]) -> None:
+        """A scheduler reports the live engines: one that it no longer reports is lost."""
+        epochs = {engine.engine_id: engine.epoch for engine in engines}
+        for attempt, due_s in list(self._due_s.items()):
+            wanted = attempt.decode_engine
+            if wanted is not None and epochs.get(wanted.engine_id) == wanted.epoch:
+                self._due_s[attempt] = None
+            elif due_s is None or (wanted is not None and wanted.engine_id in epochs):
+                self._break_off(attempt, "is lost")
+            elif due_s == _NEVER_S:
+                self._due_s[attempt] = self._clock() + REGISTERED_AGAIN_S
+
+    def expire(self) -> None:
+        """Break attempts that have waited too long for their engine to register again."""
+        now_s = self._clock()
+        for attempt, due_s in list(self._due_s.items()):
+            if due_s is not None and now_s > due_s:
+                self._break_off(
+                    attempt, f"has not registered again within {REGISTERED_AGAIN_S:g} s"
+                )
+
+    def _break_off(self, attempt: "RemoteAttempt", how: str) -> None:
+        del self._due_s[attempt]
+        engine = attempt.decode_engine
+        name = engine.engine_id if engine is not None else "of an attempt"
+        attempt.break_off(EngineLostError(f"engine {name} {how}; check that it runs, and its log"))
+
+
+# ------------------------------------------------------------------------ requests and attempts
+
+
+class RemoteRequest:
+    """The ``ScheduledRequest`` of a front end; sent again in each session during its life."""
+
+    def __init__(self, link: "RemoteScheduling", order: RequestOrder) -> None:
+        self._link = link
+        self._order = order
+        self._begun_in = ""
+        self._announce()
+
+    def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "RemoteAttempt":
+        """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
+        self._announce()
+        return RemoteAttempt(self._link, self._order, order, listener)
+
+    def end(self, answered: Answered | None = None) -> None:
+        """The request has ended; idempotent."""
+        if answered is not None:
+            self._announce()  # A newer scheduler must know the agent's session too.
+        if self._begun_in and self._begun_in == self._link.session:
+            self._link.send(m.EndRequest(self._order.request_id, answered))
+        self._begun_in = ""
+
+    def _announce(self) -> None:
+        if (session := self._link.session) != self._begun_in:
+            self._begun_in = session
+            self._link.send(m.BeginRequest(self._order))
+
+
+class RemoteAttempt:
+    """The ``ScheduledAttempt`` of a front end."""
+
+    def __init__(
+        self,
+        link: "RemoteScheduling",
+        request: RequestOrder,
+        order: AttemptOrder,
+        listener: AttemptListener,
+    ) -> None:
+        self.order = order
+        self.listener = listener
+        self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        #: Its tokens come from the DE: the attempt survives the scheduler.
+        self.decoding = False
+        self.decode_engine: EngineInfo | None = None
+        self._link = link
+        self._session = link.session
+        link.open(self)
+        made_for = link.engines.namespace, link.engines.adapters.digests()
+        sent = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
+        link.send(m.BeginAttempt(request.request_id, sent, *made_for))
+
+    def notify(self, event: AttemptEvent) -> None:
+        """Take an event of the attempt from the scheduler."""
+        if isinstance(event, Placed):
+            self.decode_engine = event.decode
+        self.listener.notify(event)
+
+    def check(self) -> None:
+        """Raise ``EngineLostError`` if the attempt is broken."""
+        if self.broken.done():
+            self.broken.result()
+
+    def break_off(self, error: EngineLostError) -> None:
+        """End the attempt; the first error counts."""
+        if not self.broken.done():
+            self.broken.set_exception(error)
+            self.broken.exception()  # Marks it as seen: the attempt may have ended already.
+
+    async def prepare(self) -> PrefillTransfer:
+        """Return what the PE has to know."""
+        return await self._call(m.Step.PREPARE, PrefillTransfer)
+
+    async def prefilled(self) -> Prefilled:
+        """Wait until the KV has arrived."""
+        return await self._call(m.Step.PREFILLED, Prefilled)
+
+    async def prefill_aborted(self) -> None:
+        """Raise ``TransportError`` if the PE has reported why."""
+        await self._call(m.Step.PREFILL_ABORTED, type(None))
+
+    def decoding_started(self) -> None:
+        """The DE generates."""
+        if not self.decoding:
+            self.decoding = True
+            self._send(m.DecodingStarted(self.order.attempt_id))
+
+    async def decoded(self) -> None:
+        """Wait for the DE's earlier reports; not after the session, when no scheduler has them."""
+        if self._session == self._link.session:
+            await self._call(m.Step.DECODED, type(None))
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        if self._link.close(self):
+            self._send(m.EndAttempt(self.order.attempt_id, reason))
+
+    def _send(self, message: m.FrontEndMessage) -> None:
+        """Send in the attempt's own session: no other session knows the attempt."""
+        if self._session == self._link.session:
+            self._link.send(message)
+
+    async def _call(self, step: m.Step, result: type[T]) -> T:
+        self.check()
+        name = self.order.attempt_id
+        return await self._link.call(lambda call_id: m.AttemptCall(call_id, name, step), result)
+
+
+# ------------------------------------------------------------------------ the link
+
+
+class ZmqLinkConnection:
+    """The ``LinkConnection`` of a live front end: a ZMQ DEALER socket in its event loop.
+
+    Raises ``ConfigError`` for an address ZMQ cannot connect to, and for one of another machine
+    without a secret.
+    """
+
+    def __init__(self, scheduler: str, secret: ClusterSecret | None = None) -> None:
+        check_control_url(scheduler, secret)
+        self._context = zmq.Context()
+        self._socket = self._context.socket(zmq.DEALER)
+        self._socket.setsockopt(zmq.SNDHWM, 0)
+        prepare_dealer(self._socket, secret)
+        connect_dealer(self._socket, scheduler, "scheduler")
+        self._in_loop = LoopSocket(self._socket)
+
+    def send(self, frame: bytes) -> None:
+        """Pass a frame to ZMQ, which queues it until it is connected."""
+        with contextlib.suppress(zmq.Again):
+            self._in_loop.send((frame,))
+
+    async def receive(self) -> bytes:
+        """Return the next frame."""
+        frames = await self._in_loop.receive(lambda: self._socket.recv_multipart(zmq.NOBLOCK))
+        return frames[-1]
+
+    def close(self) -> None:
+        """Close; pending frames are sent for up to ``LINGER_MS``."""
+        self._in_loop.close()
+        self._socket.close()
+        self._context.destroy(linger=LINGER_MS)
+
+
+_DECODER: msgspec.msgpack.Decoder[m.FromScheduler] = msgspec.msgpack.Decoder(m.FromScheduler)
+#: Limit for calls that do not wait for engines; beyond it the session counts as lost.
+_ANSWER_S = 10.0
+
+
+class LinkConnection(Protocol):
+    """Frames to and from the scheduler."""
+
+    def send(self, frame: bytes) -> None:
+        """Send without waiting; it may be lost."""
+        ...
+
+    async def receive(self) -> bytes:
+        """Return the next frame."""
+        ...
+
+    def close(self) -> None:
+        """Stop receiving."""
+        ...
+
+
+class RemoteScheduling:
+    """One front end's link to the scheduler; ``name`` and ``epoch`` are this process's.
+
+    ``clock`` gives monotonic seconds, ``address`` is the scheduler's, for error messages.
+    ``adapters`` are those that clients may name.
+    """
+
+    def __init__(
+        self,
+        connection: LinkConnection,
+        name: str,
+        epoch: str,
+        clock: Callable[[], float],
+        address: str,
+        adapters: ServedAdapters | None = None,
+    ) -> None:
+        self._name, self._epoch, self._address = name, epoch, address
+        self.engines = EnginesView(self._away("is not connected"), adapters or ServedAdapters({}))
+        self.caches_answers = False
+        self._connection = connection
+        self._frames: Frames[m.FrontEndMessage] = Frames(connection.send)
+        self._clock = clock
+        self._membership = Membership(self.engines)
+        self._session: RouterSession[m.FrontEndMessage, m.SchedulerMessage] = RouterSession(
+            self._register, m.Heartbeat, self._take, self._ended
+        )
+        self._call_ids = itertools.count(1)
+        self._calls: dict[int, asyncio.Future[msgspec.Raw]] = {}
+        self._attempts: dict[str, RemoteAttempt] = {}
+        self.orphans = OrphanedAttempts(clock)
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Register, and retry until there is a session."""
+        self._tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
+
+    async def stop(self) -> None:
+        """Deregister and close; idempotent."""
+        if not self._tasks:
+            return
+        self._post(self._session.leave(Deregister("the front end ends"), self._clock()))
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        self._frames.flush()
+        self._connection.close()
+
+    async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
+        """Wait for live engines; raises ``DeadlineError`` with what is missing."""
+        await self._membership.wait(prefill, decode, timeout_s, self._address)
+
+    def begin(self, order: RequestOrder) -> "RemoteRequest":
+        """Register a request that has arrived."""
+        return RemoteRequest(self, order)
+
+    def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
+        """Something failed on an engine."""
+        self.send(m.SuspectEngine(engine.engine_id, engine.epoch, why, call_failed))
+
+    async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
+        """Wait until it is known which of these engines live."""
+        names = tuple((engine.engine_id, engine.epoch) for engine in engines)
+        await self.call(lambda call_id: m.AwaitLiveness(call_id, names), type(None))
+
+    async def hint_session(self, tenant: str, session_id: str, hints: SessionHints) -> bool:
+        """Apply a client's hints on a session; False if the session is unknown."""
+        try:
+            async with asyncio.timeout(_ANSWER_S):
+                return await self.call(
+                    lambda call_id: m.HintSession(call_id, tenant, session_id, hints), bool
+                )
+        except TimeoutError as error:
+            raise SchedulerLostError(
+                self._away(f"does not answer within {_ANSWER_S:g} s")
+            ) from error
+
+    @property
+    def pending(self) -> tuple[int, int]:
+        """The attempts that are open, and the calls without a result."""
+        return len(self._attempts), len(self._calls)
+
+    @property
+    def session(self) -> str:
+        """The session's name; empty without one."""
+        return self._session.session
+
+    def open(self, attempt: "RemoteAttempt") -> None:
+        """Route an attempt's events; raises ``BadRequestError`` if its name is in use."""
+        name = attempt.order.attempt_id
+        if name in self._attempts:
+            raise BadRequestError(
+                f"request id {name!r} is in use by a running request; send it under another id"
+            )
+        self._attempts[name] = attempt
+
+    def close(self, attempt: "RemoteAttempt") -> bool:
+        """Remove an attempt; False if it was removed before."""
+        name = attempt.order.attempt_id
+        if self._attempts.get(name) is not attempt:
+            return False
+        del self._attempts[name]
+        self.orphans.discard(attempt)
+        return True
+
+    def send(self, message: m.FrontEndMessage) -> None:
+        """Send in the session; without a session the message is dropped."""
+        self._post(self._session.send(message, self._clock()))
+
+    async def call(self, message: Callable[[int], m.FrontEndMessage], result: type[T]) -> T:
+        """Return the result of a call; raises its error, or ``SchedulerLostError``."""
+        if not self._session.joined:
+            raise SchedulerLostError(self._away("is not connected"))
+        call_id = next(self._call_ids)
+        answer = self._calls[call_id] = asyncio.get_running_loop().create_future()
+        try:
+            self.send(message(call_id))
+            return msgspec.msgpack.decode(await answer, type=result)
+        finally:
+            self._calls.pop(call_id, None)
+
+    def _register(self, registration: int) -> m.FrontEndRegister:
+        return m.FrontEndRegister(m.LINK_VERSION, self._name, self._epoch, registration)
+
+    def _take(self, message: m.SchedulerMessage) -> None:
+        match message:
+            case m.EnginesUpdate():
+                self._update(message)
+            case m.AttemptEvents() if message.attempt_id in self._attempts:
+                for event in message.events:
+                    self._attempts[message.attempt_id].notify(event)
+            case m.AttemptBroken() if message.attempt_id in self._attempts:
+                self._attempts[message.attempt_id].break_off(EngineLostError(message.reason))
+            case m.CallResult() | m.CallFailed():
+                self._answered(message)
+
+    def _update(self, update: m.EnginesUpdate) -> None:
+        self.engines.update(update)
+        self.caches_answers = update.caches_answers
+        self.orphans.update(update.engines)
+        self._membership.changed()
+
+    def _answered(self, message: m.CallResult | m.CallFailed) -> None:
+        future = self._calls.get(message.call_id)
+        if future is None or future.done():
+            return
+        if isinstance(message, m.CallResult):
+            future.set_result(message.result)
+        else:
+            future.set_exception(m.raised(message))
+
+    def _ended(self, reason: str) -> None:
+        """The session has ended; attempts that decode go on."""
+        why = self._away(f"is lost: {reason}")
+        self.engines.clear(why)
+        for future in self._calls.values():
+            if not future.done():
+                future.set_exception(SchedulerLostError(why))
+        for attempt in self._attempts.values():
+            if not attempt.decoding:
+                attempt.break_off(SchedulerLostError(why))
+        self.orphans.begin(a for a in self._attempts.values() if a.decoding)
+
+    def _away(self, how: str) -> str:
+        return f"the scheduler at {self._address} {how}; check that it runs there, and its log"
+
+    def _post(self, envelopes: Sequence[Envelope[m.FrontEndMessage]]) -> None:
+        self._frames.add(envelopes)
+
+    async def _tick(self) -> None:
+        while True:
+            self._post(self._session.due(self._clock()))
+            self.orphans.expire()
+            await asyncio.sleep(REGISTER_INTERVAL_S)
+
+    async def _receive(self) -> None:
+        while True:
+            frame = await self._connection.receive()
+            try:
+                for envelope in decode_with(_DECODER, frame):
+                    self._post(self._session.receive(envelope, self._clock()))
+            except IncompatibleError as error:
+                logger.error("%s", error)
+            except Exception:
+                # Ending the loop here would leave all requests waiting without an error.
+                logger.exception("a message of the scheduler failed")
