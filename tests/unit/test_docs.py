@@ -49,7 +49,9 @@ LOG_LINE = re.compile(r"(TIME|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ dualp
 
 def source(name: str) -> Path:
     """The file that a page names by its path in the repository or in ``src/dualpath``."""
-    return next((file for file in (ROOT / name,) if file.exists()), ROOT / "src" / "dualpath" / name)
+    return next(
+        (file for file in (ROOT / name,) if file.exists()), ROOT / "src" / "dualpath" / name
+    )
 
 
 def page(name: str) -> str:
