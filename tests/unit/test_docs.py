@@ -29,7 +29,7 @@ PAGES = sorted(
     [
         *ROOT.glob("*.md"),
         *(ROOT / "docs").rglob("*.md"),
-        *(ROOT / "lab/dualpath_lab/benchmarks").glob("*.md"),
+        *(ROOT / "lab/dualpath_lab/benchmarks").rglob("*.md"),
     ]
 )
 REFERENCE = ROOT / "docs" / "reference"
@@ -42,6 +42,13 @@ NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference"
 
 #: What `cli/main.py` gives a line; pages say TIME for when it was.
 LOG_LINE = re.compile(r"(TIME|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ dualpath\.[\w.]+: ")
+
+
+def source(name: str) -> Path:
+    """The file that a page names by its path in the repository or in ``src/dualpath``."""
+    return next(
+        (file for file in (ROOT / name,) if file.exists()), ROOT / "src" / "dualpath" / name
+    )
 
 
 def page(name: str) -> str:
@@ -89,7 +96,7 @@ def test_files_named_in_the_text_exist(name: str) -> None:
         if "/" in name:
             folder = name.rpartition("/")[0]
         full = name if "/" in name else f"{folder}/{name}"
-        assert (ROOT / "src" / "dualpath" / full).exists() or (ROOT / full).exists(), name
+        assert source(full).exists(), name
     assert names
 
 
@@ -98,7 +105,7 @@ def test_symbols_of_the_paper_have_the_names_of_the_code() -> None:
     rows = [line.strip("| ").split(" | ") for line in section.splitlines() if ".py`" in line]
     assert len(rows) > 20
     for _, _, names, _, file in rows:
-        words = set(re.findall(r"\w+", (ROOT / "src" / "dualpath" / file.strip("`")).read_text()))
+        words = set(re.findall(r"\w+", source(file.strip("` |")).read_text(encoding="utf-8")))
         assert set(re.findall(r"`(\w+)`", names)) <= words, file
 
 
@@ -119,7 +126,7 @@ def test_every_symbol_of_the_paper_is_in_the_table() -> None:
 
 
 def test_names_of_the_python_api_can_be_imported_and_say_what_they_do() -> None:
-    names = re.findall(r"`(dualpath(?:\.\w+)+)\.(\w+)`", page("python-api.md"))
+    names = re.findall(r"`(dualpath(?:_sim|_lab)?(?:\.\w+)+)\.(\w+)`", page("python-api.md"))
     assert len(names) > 20
     for module, name in names:
         assert getattr(importlib.import_module(module), name).__doc__, f"{module}.{name}"

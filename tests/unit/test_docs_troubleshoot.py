@@ -62,7 +62,20 @@ def test_a_text_that_nobody_says_is_found_out() -> None:
 
 
 #: Who speaks to clients and operators; a lab's messages are not on the page.
-SPEAKERS = ("cli", "core", "engine", "ops", "policy", "router", "storage", "transport", "vllm")
+SPEAKERS = (
+    *(
+        "cli",
+        "core",
+        "engine",
+        "launch",
+        "node",
+        "policy",
+        "router",
+        "storage",
+        "transport",
+        "vllm",
+    ),
+)
 
 
 @cache

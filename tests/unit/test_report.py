@@ -171,9 +171,17 @@ def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
 
 
 @pytest.mark.parametrize("name", ["data-plane", "isolation", "jct-1p1d", "online", "peers-1p2d"])
-def test_stored_reports_reproduce_the_stored_pages(name: str):
+def test_stored_reports_can_be_written_as_pages(name: str):
+    # What docs/evaluation shows of them is compared by test_docs.py.
     stored = msgspec.json.decode((LAB / f"{name}.json").read_bytes(), type=ExperimentReport)
-    assert markdown.page(as_report(stored)) == (LAB / f"{name}.md").read_text(encoding="utf-8")
+    report = as_report(stored)
+    page = markdown.page(report)
+    assert page.startswith(f"# {report.title}\n")
+    assert stored.tables
+    shown = re.sub(r"[\s|-]+", " ", page)
+    for table in stored.tables:
+        for row in table.rows:
+            assert re.sub(r"[\s|-]+", " ", " | ".join(row)).strip() in shown
 
 
 @pytest.fixture
