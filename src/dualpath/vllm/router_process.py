@@ -29,7 +29,7 @@ from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.router.standby.open_turn import open_turn
 from dualpath.router.standby.turn import STANDS_BY, bound, ended_when_lost
-from dualpath.vllm.app import ClientFrontEnd, add_cluster_routes, make_app, serve_app
+from dualpath.vllm.app import add_cluster_routes, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
     adapter_paths,
@@ -38,7 +38,7 @@ from dualpath.vllm.engine_config import (
     parse_front_end_arguments,
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
-from dualpath.vllm.frontend import DualPathLLM
+from dualpath.vllm.frontend import ClientFrontEnd, DualPathLLM
 from dualpath.vllm.generate_client import GenerateClient
 
 
