@@ -128,8 +128,8 @@ def _parser_parts(parser: argparse.ArgumentParser, heading: str) -> Iterator[str
         yield from _epilog(parser.epilog.strip(), heading)
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
-            for choice, child in action.choices.items():
-                yield f"{heading} {parser.prog} {choice}"
+            for child in dict.fromkeys(action.choices.values()):  # once if it has an alias
+                yield f"{heading} {child.prog}"
                 yield from _parser_parts(child, heading + "#")
 
 

@@ -5,7 +5,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -79,11 +78,8 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
                 ENCRYPTED if encrypts else NAMESPACE,
                 direct_io=False if name.endswith("cached") else "auto",
                 keys=KEYS,
-                reader=NixlReader("POSIX", {}),
+                reader=NixlReader("POSIX"),
             )
-        case "nixl-obj":
-            location = servers.enter_context(rclone_s3(root))
-            return S3Storage(location, NAMESPACE, open_reader=partial(NixlReader, "OBJ"))
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
         case "remembering":
@@ -122,7 +118,6 @@ BYTE_BACKENDS = [
         pytest.param(name, marks=NIXL)
         for name in ("nixl-posix", "nixl-posix-cached", "nixl-posix-encrypted")
     ),
-    pytest.param("nixl-obj", marks=[*NIXL, pytest.mark.skipif(not RCLONE, reason="no rclone")]),
     pytest.param("s3-rclone", marks=pytest.mark.skipif(not RCLONE, reason="rclone is not here")),
 ]
 

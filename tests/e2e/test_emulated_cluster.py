@@ -42,10 +42,9 @@ ENGINE = (
     *("--layer-parts", "192+64*3,512,128@64*2"),
 )
 STORAGE_KEY, KEY = "storage.key", "0123456789abcdef" * 4
-#: Two of the clusters encrypt stored blocks, one reads with a NIXL plugin.
+#: Two of the clusters seal stored blocks.
 STORED = {
     Mode.DUALPATH: ("--storage-key-file", STORAGE_KEY),
-    Mode.SPLIT: ("--storage", "nixl+posix://kv"),
     Mode.BASIC: ("--storage-key-file", STORAGE_KEY, "--storage-protection", "authenticated"),
 }
 #: Agents' rounds as (tokens to append, tokens to generate).

@@ -90,6 +90,7 @@ def test_namespaces_tenants_and_ages_are_counted(
     ages = json.loads(run(capsys, "du", storage.root, "--by", "age", "--json", "-"))
     assert [(share["name"], share["blocks"]) for share in ages] == [("an hour", 12), ("30 days", 4)]
     table = run(capsys, "ls", storage.root)
+    assert table == run(capsys, "du", storage.root)
     assert "org/tiny" in table
     assert table.splitlines()[-1].startswith("all")
 
@@ -145,7 +146,7 @@ def test_removing_a_tenant_includes_blocks_that_inherit_it(
         (("rm", ".", "--unused-for", "soon"), "a time such as 12h"),
         (("pin", ".", "--chain", "ab"), "--chain needs --namespace"),
         (("pin", ".", "--tenant", "../x"), "cannot be pinned"),
-        (("gc", "."), "no limit is given"),
+        (("janitor", ".", "--once"), "no limit is given"),
         (("verify", ".", "--rate", "fast"), "--rate is 'fast'"),
         (("ls", "./nowhere"), "there is no storage at"),
     ],
@@ -163,21 +164,21 @@ def test_invalid_arguments_are_refused_with_a_remedy(
     assert storage.head(1) == 4
 
 
-def test_gc_keeps_pinned_blocks_and_saves_its_index(
+def test_a_janitor_that_runs_once_keeps_pinned_blocks_and_saves_its_index(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pinned = chain(1)[2].hex()
     pins = run(capsys, "pin", storage.root, "--namespace", storage.place, "--chain", pinned)
     assert pins == f"chain/{storage.place}/{pinned}\n"
-    limits = ("--storage-quota", "1", "--storage-protect-s", "0")
-    assert run(capsys, "gc", storage.root, *limits).startswith("13 blocks")
+    limits = ("--once", "--storage-quota", "1", "--storage-protect-s", "0")
+    assert run(capsys, "janitor", storage.root, *limits).startswith("13 blocks")
     assert [storage.head(number) for number in (1, 2, 3)] == [3, 0, 0]
     status = read_status(PosixObjects(storage.root))
     assert status is not None
     assert (status.blocks, status.used_bytes) == (3, 3 * BLOCK_BYTES)
     undone = ("--namespace", storage.place, "--chain", pinned, "--undo")
     assert run(capsys, "pin", storage.root, *undone) == ""
-    assert run(capsys, "gc", storage.root, *limits).startswith("3 blocks")
+    assert run(capsys, "janitor", storage.root, *limits).startswith("3 blocks")
     assert "janitor alone-" in run(capsys, "ls", storage.root)
 
 

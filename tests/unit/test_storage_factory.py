@@ -64,7 +64,20 @@ def test_real_blocks_cannot_be_length_only(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("location", ["gs://bucket", "s3://", "file://", "memory://", ""])
 def test_unknown_locations_are_refused(location: str) -> None:
-    with pytest.raises(ConfigError, match="memory://NAME"):
+    with pytest.raises(ConfigError, match="s3://BUCKET/PREFIX"):
+        open_storage(location, NAMESPACE)
+
+
+@pytest.mark.parametrize(
+    ("location", "instead"),
+    [
+        ("nixl+posix:///mnt/kv", "file:///mnt/kv"),
+        ("nixl+hf3fs:///mnt/kv", "file:///mnt/kv"),
+        ("nixl+obj://bucket/kv?region=x", r"s3://bucket/kv\?region=x"),
+    ],
+)
+def test_removed_schemes_name_the_one_with_the_same_blocks(location: str, instead: str) -> None:
+    with pytest.raises(ConfigError, match=f"no longer supported; give {instead}, which"):
         open_storage(location, NAMESPACE)
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.workload_statistics import context_tokens, describe
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.request import Round, Trajectory
@@ -14,10 +15,9 @@ from dualpath.workload.arrivals import (
     arrival_times_s,
     poisson_times_for_s,
     poisson_times_s,
-    recorded_times_s,
     with_arrivals,
 )
-from dualpath.workload.columns.agent_table import AgentTable, context_tokens, describe
+from dualpath.workload.columns.agent_table import AgentTable
 from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
 from dualpath.workload.conversation.prompts import Contents, Vocabulary, approximate_encode
@@ -194,22 +194,6 @@ def test_random_arrivals_equal_those_of_a_replay_and_end_with_the_duration():
         poisson_times_s(3, -1.0, 0)
 
 
-def test_recorded_arrivals_count_from_the_first(tmp_path: Path):
-    file = tmp_path / "a.csv"
-    file.write_text(
-        "TIMESTAMP,ContextTokens\n2023-11-16 18:17:04.5000000,1\n2023-11-16 18:17:03.0000000,2\n"
-    )
-    assert recorded_times_s(file).tolist() == [0.0, 1.5]
-    file.write_text("TIMESTAMP\n7.5\nsoon\n")
-    with pytest.raises(TraceError, match=r"a\.csv, line 3: TIMESTAMP 'soon' is not a time"):
-        recorded_times_s(file)
-    file.write_text("TIMESTAMP\n")
-    with pytest.raises(TraceError, match="has no arrivals"):
-        recorded_times_s(file)
-    with pytest.raises(TraceError, match="cannot be read"):
-        recorded_times_s(tmp_path / "none.csv")
-
-
 DATA = Path(os.environ.get("DUALPATH_DATA", Path(__file__).parents[2] / ".." / "shared" / "data"))
 real_data = pytest.mark.skipif(not DATA.is_dir(), reason=f"real traces not found at {DATA}")
 
@@ -272,11 +256,3 @@ def test_real_sessions_are_simulated_as_they_are_replayed(name: str, first: int,
     assert sessions
 
     assert rows_of(agents_from_sessions(sessions)) == replayed(sessions)
-
-
-@real_data
-def test_real_arrivals():
-    times = recorded_times_s(DATA / "azure_llm" / "AzureLLMInferenceTrace_code.csv.xz")
-
-    assert (times.size, times[0]) == (8819, 0.0)
-    assert 3000 < times[-1] < 3700

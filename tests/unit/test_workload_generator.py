@@ -4,9 +4,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.workload_statistics import describe
 
 from dualpath.core.errors import ConfigError, TraceError
-from dualpath.workload.columns.agent_table import describe
 from dualpath.workload.columns.generator import (
     DATASETS,
     Dataset,

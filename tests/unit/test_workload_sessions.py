@@ -10,7 +10,12 @@ import pytest
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.workload.conversation.prompts import Contents, Vocabulary, token_range
+from dualpath.workload.conversation.prompts import (
+    Contents,
+    Vocabulary,
+    load_encoder,
+    token_range,
+)
 from dualpath.workload.conversation.sessions import AgentSettings, Conversation, Session
 from dualpath.workload.conversation.spans import StoredPrefixes, TokenIds, hit_tokens
 from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
@@ -260,3 +265,11 @@ def test_real_block_ids_and_their_recorded_rounds_hit_alike():
     by_rounds = ideal_hit_rate(read_trace(DATA / "kv_cache_tester/rounds_dev.jsonl.xz", limit=2))
 
     assert by_blocks == pytest.approx(by_rounds, abs=0.02)
+
+
+def test_a_tokenizer_without_its_file_is_refused_with_the_call_that_writes_it(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"no tokenizer\.json; write one with .*save_pretrained"):
+        load_encoder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is not a usable tokenizer"):
+        load_encoder(tmp_path)

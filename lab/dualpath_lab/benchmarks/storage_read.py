@@ -174,7 +174,7 @@ def methods_of(bench: Bench, readers: Sequence[int]) -> dict[str, Method]:
     for queue in queues:
         reader = NixlReader("POSIX", {f"use_{queue}": "true"})
         through = bench.posix(direct=True, threads=most, reader=reader)
-        methods[f"nixl+posix {queue} direct x{most}"] = through
+        methods[f"NixlReader {queue} direct x{most}"] = through
         methods[f"nixl {queue} direct"] = bench.nixl(queue)
         methods[f"nixl {queue} direct, not verified"] = bench.nixl(queue, verified=False)
     methods["nixl aio cached"] = bench.nixl("aio", direct=False)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dualpath.storage.objects import ObjectTree
 
 # ------------------------------------------------------------------------------------ storage look
-# `dualpath storage ls`, `du` and `verify`: read-only, except `verify --remove`.
+# `dualpath storage du` (also `ls`) and `verify`: read-only, except `verify --remove`.
 
 _EXIT_BAD = 1
 _GIB = 1 << 30
@@ -37,11 +37,10 @@ _PROGRESS_S = 2.0
 
 
 def add_look_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add the three parsers."""
-    parser = add_action(actions, "ls", "list the namespaces: model, blocks, size, last use")
-    add_json_argument(parser)
-    parser.set_defaults(act=look, by="namespace")
-    parser = add_action(actions, "du", "print used space by namespace, tenant or age")
+    """Add both parsers."""
+    parser = add_action(
+        actions, "du", "print blocks, size and last use by namespace, tenant or age", alias="ls"
+    )
     parser.add_argument(
         "--by",
         choices=("namespace", "tenant", "age"),
@@ -74,11 +73,18 @@ def add_look_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParse
 
 
 def add_action(
-    actions: "argparse._SubParsersAction[argparse.ArgumentParser]", name: str, text: str
+    actions: "argparse._SubParsersAction[argparse.ArgumentParser]",
+    name: str,
+    text: str,
+    alias: str | None = None,
 ) -> argparse.ArgumentParser:
     """Return the parser of an action on a storage."""
     parser = actions.add_parser(
-        name, help=text, description=f"{text[0].upper()}{text[1:]}.", allow_abbrev=False
+        name,
+        aliases=[alias] if alias else [],
+        help=text,
+        description=f"{text[0].upper()}{text[1:]}." + (f" Also: {alias}." if alias else ""),
+        allow_abbrev=False,
     )
     parser.add_argument(
         "storage",
@@ -311,7 +317,7 @@ def _tenant(args: argparse.Namespace) -> str | None:
 
 
 # --------------------------------------------------------------------------------- storage janitor
-# `dualpath storage janitor` and `gc`: keep a storage within limits, continuously or once.
+# `dualpath storage janitor`: keep a storage within limits, continuously or once.
 
 log = logging.getLogger(__name__)
 
@@ -320,21 +326,25 @@ _BUSY_S = 0.05
 
 
 def add_janitor_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Add both parsers."""
-    for name, text, act in (
-        ("janitor", "keep a storage within limits until it is stopped", janitor),
-        ("gc", "survey a storage and evict blocks beyond its limits, once", gc),
-    ):
-        parser = add_action(actions, name, text)
-        add_settings(parser, StorageLimitSettings)
-        parser.set_defaults(act=act)
+    """Add the parser."""
+    parser = add_action(actions, "janitor", "keep a storage within limits until it is stopped")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="survey the storage, evict blocks beyond its limits, and end",
+    )
+    add_settings(parser, StorageLimitSettings)
+    parser.set_defaults(act=janitor)
 
 
 def janitor(args: argparse.Namespace) -> int:
-    """Run a janitor candidate until SIGTERM or Ctrl-C; returns 0.
+    """Run a janitor candidate until SIGTERM or Ctrl-C, or once; returns 0.
 
-    The storage may be empty, so that a janitor can be started before the engines.
+    Except with --once, the storage may be empty, so that a janitor can be started before the
+    engines.
     """
+    if args.once:
+        return _evict_once(args)
     from dualpath.storage.factory import open_tree
     from dualpath.storage.maintenance import BEAT_S
 
@@ -359,7 +369,7 @@ def janitor(args: argparse.Namespace) -> int:
     return 0
 
 
-def gc(args: argparse.Namespace) -> int:
+def _evict_once(args: argparse.Namespace) -> int:
     """Survey the storage and evict blocks beyond its limits; returns 0.
 
     Raises:

@@ -101,8 +101,7 @@ PROFILE_AUTO, PROFILE_OFF = "auto", "off"
 Storage = Annotated[
     str,
     Setting(
-        "external KV storage: a path, file://PATH, s3://BUCKET/PREFIX, nixl+posix://PATH, "
-        "nixl+obj://BUCKET/PREFIX or memory://NAME",
+        "external KV storage: a path, file://PATH, s3://BUCKET/PREFIX or nixl+gds://PATH",
         metavar="PATH",
     ),
 ]

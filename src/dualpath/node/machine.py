@@ -26,18 +26,21 @@ def this_machine() -> ClientMachine:
     """Return CPU count, CPU model, memory, platform and Python version."""
     return ClientMachine(
         cpu_count=len(os.sched_getaffinity(0)),
-        cpu_model=_cpu_model(),
+        cpu_model=cpu_model(),
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         platform=f"{platform.system()} {platform.machine()}",
         python=platform.python_version(),
     )
 
 
-def _cpu_model() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            name, _, value = line.partition(":")
-            if name.strip() == "model name":
-                return value.strip()
+def cpu_model() -> str:
+    """Return the model of this machine's CPU, "unknown" if the system does not have it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        lines = []
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name.strip() == "model name":
+            return value.strip()
     return platform.processor() or "unknown"

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,16 +33,14 @@ if TYPE_CHECKING:
 
 #: NIXL's file plugins, by URL scheme.
 FILE_PLUGINS = {
-    "nixl+posix": "POSIX",
     "nixl+gds": "GDS",
     "nixl+gds_mt": "GDS_MT",
-    "nixl+hf3fs": "HF3FS",
 }
 DIRECTORIES = frozenset({"file", *FILE_PLUGINS})
-#: The scheme of a bucket that NIXL's plugin OBJ reads, and all schemes of buckets.
-OBJECT_PLUGIN = "nixl+obj"
-BUCKETS = frozenset({"s3", OBJECT_PLUGIN})
+BUCKET = "s3"
 MEMORY = "memory"
+#: Schemes of NIXL plugins that were not faster, and the scheme that has the same blocks.
+_REMOVED = {"nixl+posix": "file", "nixl+hf3fs": "file", "nixl+obj": BUCKET}
 
 
 def split_location(location: str | Path) -> tuple[str, str]:
@@ -51,11 +48,16 @@ def split_location(location: str | Path) -> tuple[str, str]:
     scheme, separator, rest = str(location).partition("://")
     if not separator:
         scheme, rest = "file", str(location)
-    if scheme not in {MEMORY, *DIRECTORIES, *BUCKETS} or not rest:
+    if scheme in _REMOVED:
+        raise ConfigError(
+            f"storage location {str(location)!r}: {scheme}:// is no longer supported; give "
+            f"{_REMOVED[scheme]}://{rest}, which has the same blocks"
+        )
+    if scheme not in {MEMORY, BUCKET, *DIRECTORIES} or not rest:
         plugins = ", ".join(f"{name}://PATH" for name in FILE_PLUGINS)
         raise ConfigError(
             f"storage location {str(location)!r} is none of PATH, file://PATH, "
-            f"s3://BUCKET/PREFIX, memory://NAME, {plugins}, {OBJECT_PLUGIN}://BUCKET/PREFIX"
+            f"s3://BUCKET/PREFIX, {plugins}"
         )
     return scheme, rest
 
@@ -84,12 +86,12 @@ def open_storage(
     keys: "KeyRing | None" = None,
     open_plugin: OpenPlugin = refuse_plugins,
 ) -> BlockStorage:
-    """Open the storage at ``location``: a path, ``file://``, ``s3://``, ``nixl+…`` or ``memory://``.
+    """Open the storage at ``location``: a path or a URL.
 
     ``s3://bucket/prefix?endpoint_url=…&region=…`` is described in ``s3_location.parse_location``.
-    ``nixl+posix://`` and the other ``FILE_PLUGINS`` are directories read through a NIXL plugin,
-    ``nixl+obj://`` is a bucket read through one; ``open_plugin`` opens the plugin.
-    ``memory://name`` is one storage per name within this process, for tests.
+    ``FILE_PLUGINS`` (``nixl+gds://``) are directories read through a NIXL plugin, which
+    ``open_plugin`` opens.  ``memory://name`` is one storage per name within this process: for tests
+    and simulations, not for users.
     ``read_bytes_per_s`` throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE``
     the storage is a directory of block lengths, apart from real blocks.  ``direct_io`` and
     ``sync``: see ``PosixStorage``; ``keys``: storage keys of a namespace whose blocks are sealed.
@@ -104,11 +106,10 @@ def open_storage(
     storage: BlockStorage
     if scheme == MEMORY:
         storage = memory_storage(rest, namespace, keys)
-    elif scheme in BUCKETS:
-        open_reader = partial(open_plugin, "OBJ") if scheme == OBJECT_PLUGIN else None
-        storage = S3Storage(_bucket(rest), namespace, keys=keys, open_reader=open_reader)
+    elif scheme == BUCKET:
+        storage = S3Storage(_bucket(rest), namespace, keys=keys)
     else:
-        reader = open_plugin(plugin, {}) if (plugin := FILE_PLUGINS.get(scheme)) else None
+        reader = open_plugin(plugin) if (plugin := FILE_PLUGINS.get(scheme)) else None
         storage = PosixStorage(
             rest, namespace, direct_io=direct_io, sync=sync, keys=keys, reader=reader
         )
@@ -125,7 +126,7 @@ def open_tree(location: str | Path) -> ObjectTree:
     Raises ``ConfigError`` for an unknown scheme.  The tree of ``memory://`` has none of its blocks.
     """
     scheme, rest = split_location(location)
-    if scheme in BUCKETS:
+    if scheme == BUCKET:
         return S3Objects(S3Client(_bucket(rest), RetryPolicy()))
     if scheme == MEMORY:
         with _memory_lock:

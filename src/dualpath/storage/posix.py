@@ -5,9 +5,8 @@ crash at any point leaves either the complete block or nothing.  Reads go straig
 caller's (registered) memory with ``preadv``, on the caller's thread; the kernel call and the
 checksum both release the GIL, so that several threads read in parallel.
 
-NIXL's POSIX plugin (libaio) can read instead (``nixl+posix://``): measured side by side it reached
-0.93 to 1.00 of this rate at the same CPU cost (``dualpath_lab.benchmarks.storage_read``), so the
-simpler code is the default.
+NIXL's POSIX plugin (libaio) does not read faster: measured side by side it reached 0.93 to 1.00 of
+this rate at the same CPU cost (``dualpath_lab.benchmarks.storage_read``).
 
 Direct I/O bypasses the page cache: stored KV is larger than DRAM and read once per turn, so the
 page cache would not help.  Blocks that direct I/O cannot read (unaligned memory or size, a file

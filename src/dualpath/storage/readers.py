@@ -1,9 +1,9 @@
-"""Readers of stored bytes: the kernel's ``preadv``, our own S3 client, or plugins of NIXL.
+"""Readers of stored files: the kernel's ``preadv``, or plugins of NIXL.
 
 Names, look-ups, writes and verification are the same for all of them.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from dualpath.core.errors import ConfigError
@@ -50,35 +50,15 @@ class FileReader(Protocol):
         ...
 
 
-class ObjectReader(Protocol):
-    """Reads objects of one bucket; thread-safe."""
-
-    def fill_from_object(self, name: str, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers from the beginning of an object; return how many bytes were read.
-
-        The object is at least as long as the buffers.  ``name`` is its full name in the bucket.  No
-        read is pending after the return.  Raises ``OSError``.
-        """
-        ...
-
-    def close(self) -> None:
-        """Release all resources; idempotent."""
-        ...
+#: Opens a NIXL plugin; raises ``ConfigError`` if it cannot be used.
+OpenPlugin = Callable[[str], FileReader]
 
 
-class PluginReader(FileReader, ObjectReader, Protocol):
-    """Reads files or objects, depending on its plugin."""
-
-
-#: Opens a NIXL plugin with its parameters; raises ``ConfigError`` if it cannot be used.
-OpenPlugin = Callable[[str, Mapping[str, str]], PluginReader]
-
-
-def refuse_plugins(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
+def refuse_plugins(plugin: str) -> FileReader:
     """Raise ``ConfigError``: the default of processes that do not use plugins."""
     raise ConfigError(
-        f"storage through NIXL's plugin {plugin} is for engines; give the directory or the s3:// "
-        "bucket itself, which has the same blocks"
+        f"storage through NIXL's plugin {plugin} is for engines; give the directory itself, which "
+        "has the same blocks"
     )
 
 

@@ -12,11 +12,10 @@ bytes once less. Every step has a deadline.  Credentials: ``s3_credentials``.
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from datetime import datetime
-from typing import TYPE_CHECKING, Protocol, TypeVar
-from urllib.parse import urlsplit
+from typing import TYPE_CHECKING, TypeVar
 from xml.etree import ElementTree
 
 import msgspec
@@ -28,7 +27,6 @@ from dualpath.storage.block_file import HEADER_BYTES, FileOrder
 from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
 from dualpath.storage.objects import ObjectInfo
 from dualpath.storage.posix import namespace_name, object_name
-from dualpath.storage.readers import ObjectReader
 from dualpath.storage.s3_client import RetryPolicy, S3Client, S3Error, S3Location
 from dualpath.storage.sealed_blocks import block_codec
 
@@ -120,79 +118,6 @@ def _texts(page: ElementTree.Element, *path: str) -> list[str]:
     return [found.text or "" for found in page.findall("/".join(f"{{*}}{name}" for name in path))]
 
 
-# --------------------------------------------------------------------------------------- s3 plugin
-# Reads objects of a bucket through NIXL's plugin OBJ; other requests use our own client.
-
-
-class Getter(Protocol):
-    """Reads objects: ``S3Client``, or a plugin."""
-
-    def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
-        """See ``S3Client.get_into``."""
-        ...
-
-    def close(self) -> None:
-        """Release all resources; idempotent."""
-        ...
-
-
-class PluginGetter:
-    """Reads the objects of ``client`` through a plugin; closes both."""
-
-    def __init__(self, client: S3Client, reader: ObjectReader) -> None:
-        self._client = client
-        self._reader = reader
-
-    def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
-        """Ask for the size first: the plugin's error for a missing object is not specific."""
-        size_bytes = self._client.size(name)
-        if size_bytes is None:
-            return None
-        left_bytes, wanted = size_bytes, []
-        for part in parts:
-            wanted.append(part[:left_bytes])
-            left_bytes -= wanted[-1].nbytes
-        try:
-            return self._reader.fill_from_object(self._client.list_prefix(name), wanted)
-        except OSError as error:
-            raise S3Error(f"GET {name}: {error.strerror or error}") from error
-
-    def close(self) -> None:
-        """Close the plugin, then the client."""
-        self._reader.close()
-        self._client.close()
-
-
-def plugin_parameters(location: S3Location) -> dict[str, str]:
-    """Return the parameters of the plugin OBJ; it does not renew the credentials in them.
-
-    Raises ``ConfigError`` for an endpoint with a path, which the plugin does not support.
-    """
-    bucket = urlsplit(location.url).netloc
-    folder = location.bucket_path.strip("/")
-    virtual = location.host.startswith(f"{bucket}.") and not folder
-    if not virtual and folder != bucket:
-        raise ConfigError(
-            f"NIXL's plugin OBJ supports no path in an endpoint ({location.bucket_path}); give "
-            "s3:// instead of nixl+obj://"
-        )
-    parameters = {
-        **{"bucket": bucket, "region": location.region, "scheme": location.scheme},
-        "use_virtual_addressing": str(virtual).lower(),
-        # By default the SDK requires response checksums, which many servers do not send.
-        **{"req_checksum": "required", "resp_checksum": "required"},
-    }
-    endpoint = location.host_header.removeprefix(f"{bucket}." if virtual else "")
-    if not endpoint.endswith(".amazonaws.com"):
-        parameters["endpoint_override"] = endpoint
-    if location.credentials is not None:
-        keys = location.credentials()
-        parameters |= {"access_key": keys.access_key_id, "secret_key": keys.secret_access_key}
-        if keys.session_token:
-            parameters["session_token"] = keys.session_token
-    return parameters
-
-
 logger = logging.getLogger(__name__)
 
 _PARALLEL_WRITES = 4
@@ -209,8 +134,6 @@ class S3Storage:
     It needs the bucket's permissions to get, put, delete and list: without the last, S3 answers
     403 for a missing object.
 
-    ``open_reader`` opens a plugin that reads blocks, given its parameters.
-
     Raises ``ConfigError`` if the bucket cannot be used or holds another namespace of this name, or
     if its blocks are sealed and ``keys`` is None.
     """
@@ -222,7 +145,6 @@ class S3Storage:
         *,
         retry_policy: RetryPolicy | None = None,
         keys: "KeyRing | None" = None,
-        open_reader: Callable[[Mapping[str, str]], ObjectReader] | None = None,
     ) -> None:
         self.parallel_lookups = _PARALLEL_LOOKUPS
         self.namespace = namespace
@@ -231,9 +153,6 @@ class S3Storage:
         self._order = FileOrder(namespace.geometry)
         self._folder = namespace_name(namespace)
         self.client = S3Client(location, retry_policy or RetryPolicy())
-        self._getter: Getter = self.client
-        if open_reader is not None:
-            self._getter = PluginGetter(self.client, open_reader(plugin_parameters(location)))
         _claim(self.client, f"{self._folder}/namespace.json", namespace)
         self._writing = _Writing()
         self._writers = ThreadPoolExecutor(_PARALLEL_WRITES, "storage-write")
@@ -261,7 +180,7 @@ class S3Storage:
         buffers = [header, *payload.buffers]
         name = self.object_name(key)
         try:
-            received = self._getter.get_into(name, buffers, all_of_it=whole)
+            received = self.client.get_into(name, buffers, all_of_it=whole)
         except S3Error as error:
             logger.warning("read failed: %s", error)
             return ReadOutcome(0, f"read error: {error}")
@@ -299,7 +218,7 @@ class S3Storage:
     def close(self) -> None:
         """Wait for pending requests, then stop the threads; idempotent."""
         self._writers.shutdown(wait=True, cancel_futures=True)
-        self._getter.close()
+        self.client.close()
 
     def _discard(self, name: str, reason: str) -> None:
         logger.warning("removing corrupt block %s (%s)", name, reason)

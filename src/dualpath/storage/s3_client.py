@@ -479,19 +479,6 @@ class S3Client:
         )
         return self._request("GET", "", lambda response: response.read(), query=query)
 
-    def size(self, name: str) -> int | None:
-        """Return the size of an object in bytes, None if there is no such object."""
-
-        def take(response: http.client.HTTPResponse) -> int | None:
-            if response.status == 404:
-                return None
-            length = response.getheader("Content-Length", "")
-            if not length.isdecimal():
-                raise ConnectionError("response without Content-Length")
-            return int(length)
-
-        return self._request("HEAD", name, take, missing_is_answer=True)
-
     def exists(self, name: str) -> bool:
         """Return whether the object exists."""
         return self._request("HEAD", name, lambda r: r.status != 404, missing_is_answer=True)

@@ -1,4 +1,4 @@
-"""Reads stored bytes through NIXL's storage plugins, into the caller's memory.
+"""Reads stored files through NIXL's storage plugins, into the caller's memory.
 
 Uses a separate agent with one plugin, with settings independent of the agent that transfers KV
 between engines.  Source and destination are registered for each read only: file plugins keep a
@@ -25,14 +25,13 @@ _POLL_S = 0.0002
 _NEEDS = {
     "GDS": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
     "GDS_MT": "NVIDIA's GPUDirect Storage (libcufile, nvidia-fs) and a GPU",
-    "HF3FS": "a build of NIXL with 3FS's client, and a 3FS mount",
 }
 
 Descriptor = tuple[int, int, int]
 
 
 class NixlReader:
-    """Reads files or objects through one plugin; thread-safe.
+    """Reads files through one plugin; thread-safe.
 
     Raises ``ConfigError`` if the plugin is not installed or refuses its ``parameters``.  Calls
     block until the transfer has ended, however long that takes: only then the memory can be
@@ -40,19 +39,18 @@ class NixlReader:
     reason is direct I/O that the file system does not support.
     """
 
-    def __init__(self, plugin: str, parameters: Mapping[str, str]) -> None:
+    def __init__(self, plugin: str, parameters: Mapping[str, str] | None = None) -> None:
         self._plugin = plugin
         self._errors = nixl_errors(load_nixl())
         self._agent_name = f"storage-{uuid.uuid4().hex[:12]}"
         self._nixl: Any = open_agent(self._agent_name, progress_delay_us=None)
-        self._numbers = itertools.count()
         try:
-            self._nixl.create_backend(plugin, dict(parameters))
+            self._nixl.create_backend(plugin, dict(parameters or {}))
         except self._errors as error:
             needs = _NEEDS.get(plugin, "its libraries")
             raise ConfigError(
                 f"NIXL's plugin {plugin} cannot be used on this machine ({error}); install "
-                f"{needs}, or give the storage as a path or s3://BUCKET/PREFIX"
+                f"{needs}, or give the storage as a path"
             ) from error
 
     def fill_from_file(
@@ -67,41 +65,27 @@ class NixlReader:
         """
         available_bytes = os.fstat(descriptor).st_size
         whole = [(0, available_bytes, descriptor, "")]
-        return self._fill("FILE", descriptor, whole, _first(buffers, available_bytes))
-
-    def fill_from_object(self, name: str, buffers: Sequence[memoryview]) -> int:
-        """Fill buffers from the beginning of an object; return how many bytes were read."""
-        number = next(self._numbers)
-        size_bytes = sum(buffer.nbytes for buffer in buffers)
-        return self._fill("OBJ", number, [(0, size_bytes, number, name)], list(buffers))
-
-    def close(self) -> None:
-        """Drop the agent; idempotent."""
-        self._nixl = None
-
-    def _fill(
-        self,
-        kind: str,
-        device: int,
-        source: list[tuple[int, int, int, str]],
-        buffers: Sequence[memoryview],
-    ) -> int:
-        here = [(_address(buffer), buffer.nbytes, 0) for buffer in buffers if buffer.nbytes]
+        wanted = _first(buffers, available_bytes)
+        here = [(_address(buffer), buffer.nbytes, 0) for buffer in wanted if buffer.nbytes]
         ends = list(itertools.accumulate(size_bytes for _, size_bytes, _ in here))
-        there = [(end - one[1], one[1], device) for end, one in zip(ends, here, strict=True)]
+        there = [(end - one[1], one[1], descriptor) for end, one in zip(ends, here, strict=True)]
         if not here:
             return 0
         try:
             with (
-                self._registered(source, kind),
+                self._registered(whole, "FILE"),
                 self._registered([(*one, "") for one in here], "DRAM"),
             ):
-                failures = self._move(here, there, kind)
+                failures = self._move(here, there)
         except self._errors as error:
             failures = [str(error)]
         if failures:
             raise OSError(errno.EINVAL, f"NIXL's plugin {self._plugin}: {failures[0]}")
         return ends[-1]
+
+    def close(self) -> None:
+        """Drop the agent; idempotent."""
+        self._nixl = None
 
     @contextlib.contextmanager
     def _registered(self, spans: Sequence[tuple[int, int, int, str]], kind: str) -> Iterator[None]:
@@ -111,7 +95,7 @@ class NixlReader:
         finally:
             self._nixl.deregister_memory(descriptors)
 
-    def _move(self, here: list[Descriptor], there: list[Descriptor], kind: str) -> list[str]:
+    def _move(self, here: list[Descriptor], there: list[Descriptor]) -> list[str]:
         """Transfer every piece separately; return the failures once all transfers have ended.
 
         After a transfer of several pieces failed, NIXL does not report whether others still move.
@@ -121,7 +105,7 @@ class NixlReader:
         try:
             for place, origin in zip(here, there, strict=True):
                 places = self._nixl.get_xfer_descs([place], "DRAM")
-                origins = self._nixl.get_xfer_descs([origin], kind)
+                origins = self._nixl.get_xfer_descs([origin], "FILE")
                 handles.append(
                     self._nixl.initialize_xfer("READ", places, origins, self._agent_name)
                 )

@@ -18,7 +18,7 @@ import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -45,7 +45,7 @@ from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
 from dualpath.router.observe.metrics import shared_metrics
 from dualpath.router.observe.status import ORACLE_NOTE
-from dualpath.router.requests.limits import LimitedService, RequestLimits, connection_limits
+from dualpath.router.requests.limits import RequestLimits, connection_limits
 from dualpath.router.requests.session_calls import HintedService, session_call
 from dualpath.router.scheduler.pauses import PAUSE_PATH, no_such_engine
 from dualpath.router.scheduler.role_calls import ROLES_PATH, roles_call
@@ -55,7 +55,7 @@ from dualpath.router.scheduler.session_orders import SESSION_PATH
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 from dualpath.vllm.drain_on_sigterm import drain_on_sigterm
-from dualpath.vllm.frontend import DualPathLLM, RouterBackend
+from dualpath.vllm.frontend import ClientFrontEnd, DualPathLLM
 
 # ------------------------------------------------------------------------------------- shared port
 # Connects vLLM's server to a port shared by several processes (``router.http.shared_port``).
@@ -143,26 +143,6 @@ def _while_reading_body(trace: TracebackType | None) -> bool:
 
 #: Seconds that open connections may take to close after a signal; their requests failed before.
 SHUTDOWN_GRACE_S = 5
-
-
-class ClientFrontEnd(RouterBackend, LimitedService, HintedService, Protocol):
-    """What the HTTP application uses of a front end; the scheduler is here or behind a link."""
-
-    def unready(self) -> str | None:
-        """Return why requests cannot be served at present, None if they can."""
-        ...
-
-    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
-        """Wait for running requests to end, up to a time limit; see ``FrontEnd.drain``."""
-        ...
-
-    def status(self) -> object:
-        """Return a JSON-encodable description of engines, queues and decisions."""
-        ...
-
-    def exposition(self) -> bytes:
-        """Return the router's metrics in the Prometheus text format."""
-        ...
 
 
 class ModeHeaders:

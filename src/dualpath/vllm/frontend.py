@@ -7,6 +7,7 @@ that are used.
 """
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from http import HTTPStatus
 from typing import Protocol
 
@@ -22,6 +23,8 @@ from vllm.v1.metrics.loggers import PrometheusStatLogger, StatLoggerManager
 from dualpath.core.errors import DualPathError, PromptTooLongError
 from dualpath.router.engines import KnownEngines, missing_engines
 from dualpath.router.refusals import PROMPT_PARAMETER
+from dualpath.router.requests.limits import LimitedService
+from dualpath.router.requests.session_calls import HintedService
 from dualpath.router.served_adapters import ServedAdapters
 from dualpath.router.token_api.statuses import BAD_REQUEST, status_of
 from dualpath.vllm.engine_core import RoutedEngineCore, TokenSource
@@ -36,12 +39,28 @@ class ServedRegistry(KnownEngines, Protocol):
         ...
 
 
-class RouterBackend(TokenSource, Protocol):
-    """What the front end uses of the router's service."""
+class ClientFrontEnd(TokenSource, LimitedService, HintedService, Protocol):
+    """The front end that the HTTP application uses; its scheduler is here or behind a link."""
 
     @property
     def registry(self) -> ServedRegistry:
         """The registered engines."""
+        ...
+
+    def unready(self) -> str | None:
+        """Return why requests cannot be served at present, None if they can."""
+        ...
+
+    async def drain(self, clients_gone: Callable[[], Awaitable[None]] | None = None) -> None:
+        """Wait for running requests to end, up to a time limit; see ``FrontEnd.drain``."""
+        ...
+
+    def status(self) -> object:
+        """Return a JSON-encodable description of engines, queues and decisions."""
+        ...
+
+    def exposition(self) -> bytes:
+        """Return the router's metrics in the Prometheus text format."""
         ...
 
 
@@ -54,7 +73,7 @@ class DualPathLLM(AsyncLLM):
     def __init__(
         self,
         vllm_config: VllmConfig,
-        service: RouterBackend,
+        service: ClientFrontEnd,
         *,
         block_tokens: int,
         log_stats: bool = True,

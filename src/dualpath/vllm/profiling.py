@@ -23,6 +23,7 @@ from dualpath.core.rates import Rate, RateOrigin
 from dualpath.engine.ranks.group import ONE_RANK, RankGroup
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.node.cache_directory import cache_directory
+from dualpath.node.machine import cpu_model
 from dualpath.policy.batching import AttentionGeometry
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import (
@@ -389,11 +390,5 @@ def _of(
 
 
 def _device() -> str:
-    """Return the device's name, for CPUs from /proc/cpuinfo because vLLM only returns "cpu"."""
-    name = str(current_platform.get_device_name())
-    if current_platform.is_cpu():
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-            models = [line.partition(":")[2].strip() for line in lines if "model name" in line]
-            return models[0] if models else name
-    return name
+    """Return the device's name, for CPUs their model because vLLM only returns "cpu"."""
+    return cpu_model() if current_platform.is_cpu() else str(current_platform.get_device_name())

@@ -27,7 +27,7 @@ from dualpath.router.requests.limits import allow_many_streams
 from dualpath.router.scheduler.leadership import STANDS_BY, bound, open_leadership, stop_when_lost
 from dualpath.router.service import RouterService
 from dualpath.router.settings import LinkSettings, RouterSettings
-from dualpath.vllm.app import ClientFrontEnd, add_cluster_routes, make_app, serve_app
+from dualpath.vllm.app import add_cluster_routes, make_app, serve_app
 from dualpath.vllm.engine_arguments import join_vllm_logging
 from dualpath.vllm.engine_config import (
     adapter_paths,
@@ -36,7 +36,7 @@ from dualpath.vllm.engine_config import (
     parse_front_end_arguments,
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
-from dualpath.vllm.frontend import DualPathLLM
+from dualpath.vllm.frontend import ClientFrontEnd, DualPathLLM
 from dualpath.vllm.generate_client import GenerateClient
 
 

@@ -1,15 +1,11 @@
-"""Arrival times of agents: all at once (§7.3), at random (§7.4), or as recorded."""
+"""Arrival times of agents: all at once (§7.3) or at random (§7.4)."""
 
-import csv
-import lzma
-from collections.abc import Iterable, Sequence
-from datetime import datetime
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.core.errors import ConfigError, TraceError
+from dualpath.core.errors import ConfigError
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath.workload.conversation.sessions import MAX_AGENTS
 
@@ -73,43 +69,3 @@ def poisson_times_for_s(duration_s: float, agents_per_s: float, seed: int) -> Fl
     while (times := poisson_times_s(agents, agents_per_s, seed))[-1] < duration_s:
         agents *= 2
     return times[times < duration_s]
-
-
-def recorded_times_s(path: str | Path) -> FloatArray:
-    """Return the arrival times, relative to the first, of a CSV file with a TIMESTAMP column.
-
-    This is the form of Azure's traces.  Times are ISO 8601 or seconds; ``.xz`` files are
-    decompressed.  Raises ``TraceError`` with file and line for a time that cannot be read.
-    """
-    place = Path(path)
-    try:
-        with lzma.open(place, "rt") if place.suffix == ".xz" else place.open() as file:
-            times = np.asarray(list(_times(place, file)), np.float64)
-    except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        raise TraceError(f"{place}: cannot be read ({error}); check path and file") from None
-    if not times.size:
-        raise TraceError(f"{place}: has no arrivals; check the file")
-    times.sort()
-    since_first: FloatArray = times - times.min()
-    return since_first
-
-
-def _times(place: Path, lines: Iterable[str]) -> Iterable[float]:
-    reader = csv.DictReader(lines)
-    for row in reader:
-        text = row.get("TIMESTAMP") or ""
-        try:
-            yield _seconds(text)
-        except ValueError:
-            raise TraceError(
-                f"{place}, line {reader.line_num}: TIMESTAMP {text!r} is not a time; give ISO 8601 "
-                "times or seconds in the column TIMESTAMP"
-            ) from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        # Azure writes seven decimals, one more than Python reads before 3.11.
-        return datetime.fromisoformat(text).timestamp()

@@ -9,7 +9,7 @@ import signal
 import socket
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -27,7 +27,7 @@ from dualpath.storage.contract import BlockStorage
 from dualpath.storage.factory import open_storage, open_tree
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
-from dualpath.storage.readers import PluginReader
+from dualpath.storage.readers import FileReader
 from dualpath.transport.contract import Transport
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ def _open_tree(settings: EngineSettings) -> ObjectTree:
     return open_tree(settings.storage)
 
 
-def _open_plugin(plugin: str, parameters: Mapping[str, str]) -> PluginReader:
+def _open_plugin(plugin: str) -> FileReader:
     from dualpath.transport.nixl_storage import NixlReader
 
-    return NixlReader(plugin, parameters)
+    return NixlReader(plugin)
 
 
 def _open_nixl(agent: str, settings: EngineSettings) -> Transport:

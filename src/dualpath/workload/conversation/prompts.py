@@ -169,17 +169,19 @@ def approximate_encode(text: str) -> Sequence[int]:
 def load_encoder(tokenizer: str | Path) -> Callable[[str], Sequence[int]]:
     """Return a function from text to token ids that recognises special tokens and adds none.
 
-    ``tokenizer`` is a folder with a Hugging Face tokenizer.  Raises ``ConfigError`` if it cannot be
-    loaded.
+    ``tokenizer`` is a folder with a Hugging Face ``tokenizer.json``.  Raises ``ConfigError`` if it
+    is missing or cannot be loaded.
     """
     folder = Path(tokenizer)
     if not folder.is_dir():
         raise ConfigError(f"tokenizer {folder} is not a folder; give the served model's folder")
-    fast = folder / "tokenizer.json"
-    return _fast_encoder(fast) if fast.is_file() else _transformers_encoder(folder)
-
-
-def _fast_encoder(file: Path) -> Callable[[str], Sequence[int]]:
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        raise ConfigError(
+            f"tokenizer {folder} has no tokenizer.json; write one with "
+            f"transformers.AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained(FOLDER) "
+            "and give that folder"
+        )
     try:
         from tokenizers import Tokenizer
     except ImportError:
@@ -193,26 +195,6 @@ def _fast_encoder(file: Path) -> Callable[[str], Sequence[int]]:
 
     def encode(text: str) -> Sequence[int]:
         ids: list[int] = loaded.encode(text, add_special_tokens=False).ids
-        return ids
-
-    return encode
-
-
-def _transformers_encoder(folder: Path) -> Callable[[str], Sequence[int]]:
-    # Importing takes seconds, so only for folders without a tokenizer.json.
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise ConfigError(
-            f"{folder} has no tokenizer.json, so transformers is needed; pip install transformers"
-        ) from None
-    try:
-        loaded = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: has no usable tokenizer ({error})") from None
-
-    def encode(text: str) -> Sequence[int]:
-        ids: list[int] = loaded.encode(text, add_special_tokens=False)
         return ids
 
     return encode
