@@ -151,7 +151,6 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
         (["--decode-requests", "0,4"], "--decode-requests is 0,4; it must be between 1"),
         (["--repeat", "0"], "--repeat is 0; it must be between 1"),
         (["--hbm-bytes", "-1"], "--hbm-bytes is -1"),
-        (["--typical-round-tokens", "64,0"], "an append of at least 1 token"),
         (["--out", "missing/costs.toml"], "give a file in a writable folder"),
     ],
 )

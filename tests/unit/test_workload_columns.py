@@ -62,13 +62,13 @@ def test_sub_agents_start_after_a_round_of_their_parent_and_hit_its_blocks():
     helper = BlockSession("w/a", 4, helper.block_turns, (SubAgent(1, nested),), "w")
     own = blocks("w", (8, 1, (0, 1)), (12, 1, (0, 2)), (16, 1, (0, 3)))
     session = BlockSession("w", 4, own.block_turns, (SubAgent(0, helper),), "w")
-    settings = WorkloadSettings(block_tokens=4, agents=2, synthetic_append_tokens=7)
+    settings = WorkloadSettings(block_tokens=4, agents=2)
 
     table = agents_from_sessions([session], settings)
 
     assert table.first_round.tolist() == [0, 3, 5, 6, 10, 12, 13]
     assert table.start_after_round.tolist() == [-1, 0, 4, -1, 7, 11]
-    assert table.prompt_tokens.tolist()[6:10] == [7, 16, 20, 24]
+    assert table.prompt_tokens.tolist()[6:10] == [64, 73, 77, 81]
     assert table.hit_tokens.tolist()[3:6] == [8, 8, 4]
     table.check()
 

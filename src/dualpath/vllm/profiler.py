@@ -110,15 +110,6 @@ class ProfileSettings(Settings, frozen=True, kw_only=True):
     ] = 8
     repeat: Annotated[int, Setting("times a pass is measured", ge=1, le=MAX_REPEATS)] = 3
     seed: Annotated[int, Setting("seed of the random tokens", ge=0)] = 0
-    typical_round_tokens: Annotated[
-        tuple[int, ...],
-        Setting(
-            "round for which prefill_tokens_per_s (and so beta) is stated; none: the largest "
-            "cached_tokens and the median of chunk_tokens",
-            ge=0,
-            metavar="CONTEXT,APPEND",
-        ),
-    ] = ()
 
     def check(self) -> None:
         """Raise ``ConfigError`` for the first value out of range, before an engine starts."""
@@ -135,19 +126,13 @@ class ProfileSettings(Settings, frozen=True, kw_only=True):
                 f"{{cached_tokens}} {uneven[0]} is not a multiple of {self.block_tokens} tokens, "
                 "the size of a block, but only whole blocks are cached; choose multiples"
             )
-        if self.typical_round_tokens and (
-            len(self.typical_round_tokens) != 2 or self.typical_round_tokens[1] < 1
-        ):
-            raise ConfigError(
-                f"{{typical_round_tokens}} is {list(self.typical_round_tokens)}; it needs a "
-                "context and an append of at least 1 token"
-            )
 
     @property
     def typical_round(self) -> tuple[int, int]:
-        """Context and append in tokens of the round for which throughput is stated."""
-        if self.typical_round_tokens:
-            return self.typical_round_tokens[0], self.typical_round_tokens[1]
+        """Context and append in tokens of the round for which throughput is stated.
+
+        The context is the largest of ``cached_tokens``, the append the median of ``chunk_tokens``.
+        """
         return max(self.cached_tokens), sorted(self.chunk_tokens)[len(self.chunk_tokens) // 2]
 
     @property

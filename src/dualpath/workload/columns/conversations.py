@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from dualpath.core.errors import TraceError
 from dualpath.workload.columns.agent_table import AgentTable, IntArray
 from dualpath.workload.conversation.sessions import (
+    SYNTHETIC_APPEND_TOKENS,
     SYNTHETIC_GENERATED_TOKENS,
     AgentSettings,
     sampled_sessions,
@@ -64,9 +65,7 @@ def offsets(counts: IntArray) -> IntArray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(counts, dtype=np.int64)])
 
 
-def multiplied(
-    columns: ConversationColumns, agents: int | None, seed: int, synthetic_append_tokens: int
-) -> ConversationColumns:
+def multiplied(columns: ConversationColumns, agents: int | None, seed: int) -> ConversationColumns:
     """Return the first ``agents`` sessions (None: all), with additional agents as in §A.3.
 
     An additional agent is a sampled session after one synthetic round of random tokens that
@@ -78,14 +77,11 @@ def multiplied(
     sampled = sampled_sessions(columns.sessions, agents - known, seed)
     chosen = np.concatenate([np.arange(known), sampled]).astype(np.int64)
     additional = np.arange(agents) >= known
-    return _gathered(columns, chosen, additional, synthetic_append_tokens)
+    return _gathered(columns, chosen, additional)
 
 
 def _gathered(
-    columns: ConversationColumns,
-    chosen: IntArray,
-    additional: NDArray[np.bool_],
-    synthetic_append_tokens: int,
+    columns: ConversationColumns, chosen: IntArray, additional: NDArray[np.bool_]
 ) -> ConversationColumns:
     """Return the ``chosen`` sessions, the ``additional`` ones after a synthetic round."""
     begin = columns.first_round_of_session()
@@ -106,13 +102,13 @@ def _gathered(
     first_round[first_conversation[:-1]] = out_begin[:-1]
     parent = columns.parent_round[conversation]
 
-    prefix = synthetic_append_tokens + SYNTHETIC_GENERATED_TOKENS
+    prefix = SYNTHETIC_APPEND_TOKENS + SYNTHETIC_GENERATED_TOKENS
     own_reuse = columns.own_reuse_tokens[source] + prefix * behind
     # In the round after the synthetic one, the token that it generated has no KV yet.
-    own_reuse[synthetic + 1] = synthetic_append_tokens
+    own_reuse[synthetic + 1] = SYNTHETIC_APPEND_TOKENS
     own_reuse[synthetic] = 0
     prompt = columns.prompt_tokens[source] + prefix * behind
-    prompt[synthetic] = synthetic_append_tokens
+    prompt[synthetic] = SYNTHETIC_APPEND_TOKENS
     generated = columns.generated_tokens[source]
     generated[synthetic] = SYNTHETIC_GENERATED_TOKENS
     delay_s = columns.delay_s[source]

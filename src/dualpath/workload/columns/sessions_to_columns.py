@@ -31,7 +31,6 @@ from dualpath.workload.columns.conversations import (
 from dualpath.workload.conversation.block_session import BlockSession
 from dualpath.workload.conversation.prompts import Contents, Vocabulary, approximate_encode
 from dualpath.workload.conversation.sessions import (
-    SYNTHETIC_APPEND_TOKENS,
     AgentSettings,
     Conversation,
     Session,
@@ -246,10 +245,6 @@ class WorkloadSettings(AgentSettings, frozen=True, kw_only=True):
     random tokens.
     """
 
-    synthetic_append_tokens: Annotated[
-        int,
-        Setting("tokens of the first round of additional agents", ge=1, le=1 << 20, flag=False),
-    ] = SYNTHETIC_APPEND_TOKENS
     context_limit_tokens: Annotated[
         int | None, Setting("the model's context limit", ge=1, le=1 << 30, flag=False)
     ] = None
@@ -296,14 +291,13 @@ def agents_from_rounds(
     settings = settings or WorkloadSettings()
     conversations = pure_appends(columns, settings)
     if settings.agents is not None and settings.agents < conversations.sessions:
-        conversations = multiplied(conversations, settings.agents, settings.seed, 0)
+        conversations = multiplied(conversations, settings.agents, settings.seed)
     return _finished(conversations, settings)
 
 
 def _finished(columns: ConversationColumns, settings: WorkloadSettings) -> AgentTable:
     """Add agents, truncate, check the context limit and round hits to blocks."""
-    added_tokens = settings.synthetic_append_tokens
-    columns = multiplied(columns, settings.agents, settings.seed, added_tokens)
+    columns = multiplied(columns, settings.agents, settings.seed)
     columns = truncated(columns, settings.max_context_tokens)
     if not columns.sessions:
         raise TraceError(
