@@ -135,7 +135,7 @@ def test_the_labs_commands_come_with_its_wheel(installed: Installed) -> None:
 
 def listed(command: str, overview: str) -> bool:
     """Whether the help lists a subcommand."""
-    return re.search(rf"^ +{command} ", overview, re.MULTILINE) is not None
+    return re.search(rf"^ {{4}}{command}( |$)", overview, re.MULTILINE) is not None
 
 
 def test_they_bring_nothing_that_is_large(installed: Installed) -> None:

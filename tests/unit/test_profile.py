@@ -13,7 +13,13 @@ from dualpath.core.errors import ConfigError
 from dualpath.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.node.machine import this_machine
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.profiler import EngineFacts, Measurement, PassTime, ProfileSettings, StepTime
+from dualpath.vllm.profile_settings import (
+    EngineFacts,
+    Measurement,
+    PassTime,
+    ProfileSettings,
+    StepTime,
+)
 from dualpath_sim.catalog.costs import fit_profile, load_model_costs, predict_pass_s, predict_step_s
 from dualpath_sim.cli import profile as command
 from dualpath_sim.simulator.settings import ClusterSettings, DecodeCosts, PrefillCosts

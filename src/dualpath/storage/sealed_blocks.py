@@ -16,12 +16,9 @@ import importlib
 import os
 import threading
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import msgspec
-from cryptography.exceptions import InvalidTag
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.hashes import SHA256
-from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, Protection, StoreNamespace
 from dualpath.core.errors import ConfigError
@@ -44,8 +41,12 @@ from dualpath.storage.block_file import (
     packed_header,
 )
 
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
 # -------------------------------------------------------------------------------------- protection
-# Selects a namespace's block codec by its protection; ``cryptography`` is optional.
+# Selects a namespace's block codec by its protection; ``cryptography`` is optional, so that it is
+# imported where it is used.
 
 #: The environment variable with storage keys, read if no file is given.
 STORAGE_KEY_VARIABLE = "DUALPATH_STORAGE_KEY"
@@ -135,7 +136,10 @@ class KeyRing:
         return self._by_id.get(key_id)
 
 
-def _hkdf(salt: bytes, info: bytes, size_bytes: int) -> HKDF:
+def _hkdf(salt: bytes, info: bytes, size_bytes: int) -> "HKDF":
+    from cryptography.hazmat.primitives.hashes import SHA256
+    from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
     return HKDF(SHA256(), size_bytes, salt or None, info)
 
 
@@ -220,6 +224,8 @@ class SealedBlocks:
         room: Sequence[memoryview],
     ) -> bytes:
         """Return the tag of a section; encrypted blocks are encrypted into ``room``."""
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
         sealing = Cipher(algorithms.AES256(secret), modes.GCM(nonce)).encryptor()
         sealing.authenticate_additional_data(bound)
         for clear, into in zip(section, room, strict=True):
@@ -234,6 +240,9 @@ class SealedBlocks:
         self, secret: bytes, nonce: bytes, tag: bytes, bound: bytes, section: Sequence[Buffer]
     ) -> bool:
         """Whether a section is authentic; encrypted blocks are decrypted in place."""
+        from cryptography.exceptions import InvalidTag
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
+
         opening = Cipher(algorithms.AES256(secret), modes.GCM(nonce, tag)).decryptor()
         opening.authenticate_additional_data(bound)
         for buffer in section:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.policy.events import TYPICAL_APPEND_TOKENS, TYPICAL_CONTEXT_TOKENS
-from dualpath.vllm.profiler import Measurement, PassTime, StepTime
+from dualpath.vllm.profile_settings import Measurement, PassTime, StepTime
 from dualpath_sim.catalog.families import KvCacheDtype
 from dualpath_sim.catalog.geometry import (
     FLOP_PER_PARAMETER,

@@ -10,11 +10,11 @@ from dualpath.cli.output import print_progress
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.launch.commands import ENGINE_ENVIRONMENT
 from dualpath.report.files import require_writable
-from dualpath.vllm.profiler import ProfileSettings
+from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
     from dualpath.node.machine import ClientMachine
-    from dualpath.vllm.profiler import Measurement
+    from dualpath.vllm.profile_settings import Measurement
     from dualpath_sim.catalog.costs import Profile
 
 #: A worse fit is reported as a warning: the machine was busy, or the cost model does not fit.
