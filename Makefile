@@ -37,10 +37,11 @@ test-all: test
 
 # What a change of policy, plan or core needs, in half a minute: nothing is compiled, and no process
 # is started.
-FAST := $(wildcard tests/parity/test_recorded_run.py tests/unit/test_block_geometry.py tests/unit/test_core_*.py \
-	tests/unit/test_datapath_*.py tests/unit/test_policy_*.py tests/unit/test_sim_*.py \
-	tests/property/test_block_keys.py tests/property/test_plan_*.py tests/property/test_policy_*.py \
-	tests/property/test_prefix_search.py tests/property/test_retention.py)
+FAST := $(wildcard tests/parity/test_recorded_run.py tests/property/test_block_keys.py \
+	tests/property/test_plan_*.py tests/property/test_policy_*.py \
+	tests/property/test_prefix_search.py tests/property/test_retention.py \
+	tests/unit/test_block_geometry.py tests/unit/test_core_*.py tests/unit/test_datapath_*.py \
+	tests/unit/test_policy_*.py tests/unit/test_sim_*.py)
 test-fast: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/lint-imports >/dev/null || $(BIN)/lint-imports
