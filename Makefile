@@ -19,7 +19,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test test-all install libraries lint format docs dist version newcomer clients clean
+.PHONY: demo test test-all test-fast install libraries lint format docs dist version newcomer clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -34,6 +34,18 @@ test: lint
 
 test-all: LONG = all
 test-all: test
+
+# What a change of policy, plan or core needs, in half a minute: nothing is compiled, and no process
+# is started.
+FAST := $(wildcard tests/parity/test_recorded_run.py tests/property/test_block_keys.py \
+	tests/property/test_plan_*.py tests/property/test_policy_*.py \
+	tests/property/test_prefix_search.py tests/property/test_retention.py \
+	tests/unit/test_block_geometry.py tests/unit/test_core_*.py tests/unit/test_datapath_*.py \
+	tests/unit/test_policy_*.py tests/unit/test_sim_*.py)
+test-fast: $(STAMP)
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/lint-imports >/dev/null || $(BIN)/lint-imports
+	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 3 -k 'not compile' $(FAST)
 
 install: $(STAMP)
 

@@ -2,44 +2,46 @@
 
 That is how the loop of ``sim.compiled.core`` calls it.  On a tuple of arrays that is handed over
 each function would be compiled once more, which takes longer than all that is tested with it.
+numba's cache on disk stores what was compiled, as it does for the simulator itself: a later run
+compiles only what has changed.
 """
 
 from dualpath_sim.simulator.compiled import scheduler
-from dualpath_sim.simulator.compiled.jit import hold, lean
+from dualpath_sim.simulator.compiled.jit import cached, hold
 from dualpath_sim.simulator.compiled.tables import SchedulerState
 
 
-@lean
+@cached
 def submit(state: SchedulerState, request: int, prompt: int, hit: int, max_new: int) -> None:
     scheduler.submit(hold(state), request, prompt, hit, max_new)
 
 
-@lean
+@cached
 def fetch_prefill(state: SchedulerState, group: int) -> int:
     return scheduler.fetch_prefill(hold(state), group)
 
 
-@lean
+@cached
 def fetch_decode(state: SchedulerState, group: int) -> int:
     return scheduler.fetch_decode(hold(state), group)
 
 
-@lean
+@cached
 def read_done(state: SchedulerState, request: int) -> None:
     scheduler.read_done(hold(state), request)
 
 
-@lean
+@cached
 def prefill_done(state: SchedulerState, request: int) -> None:
     scheduler.prefill_done(hold(state), request)
 
 
-@lean
+@cached
 def finished(state: SchedulerState, request: int) -> None:
     scheduler.finished(hold(state), request)
 
 
-@lean
+@cached
 def report(
     state: SchedulerState,
     engine: int,

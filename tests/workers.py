@@ -2,7 +2,8 @@
 
 Tests that start engines, routers and labs need more than a core, and resources of the machine:
 links, loop devices, a Ray cluster, shared memory that must all be freed. They run one after
-the other, as with one worker. Tests that need only their own process run beside them.
+the other, as with one worker. Tests that need only their own process run beside them; those that
+compile parts of the simulator share a worker, where each part is compiled once.
 """
 
 from xdist.scheduler import LoadScopeScheduling
@@ -20,10 +21,31 @@ OF_THE_MACHINE = (
     "tests/unit/test_transport_ucx_config.py",
 )
 
+#: Files of these folders that share nothing of the machine: each test starts a server at most.
+OF_THEIR_PROCESS = (
+    "tests/contract/test_object_tree_contract.py",
+    "tests/contract/test_scheduling_contract.py",
+    "tests/e2e/test_control_reset.py",
+    "tests/e2e/test_frontend_openai.py",
+    "tests/e2e/test_page_pictures.py",
+)
+
+#: Files whose tests run what numba has compiled.
+COMPILED = (
+    "tests/parity/test_recorded_run.py",
+    "tests/property/test_policy_kernels.py",
+    "tests/property/test_sim_compiled_scheduler.py",
+    "tests/property/test_sim_cores.py",
+    "tests/unit/test_sim_core_choice.py",
+    "tests/unit/test_sim_stories.py",
+)
+
 
 def group(test: str) -> str:
-    """Return what one worker runs, one after the other: the machine's tests, or those of a file."""
-    return "the machine" if test.startswith(OF_THE_MACHINE) else test.split("::", 1)[0]
+    """Return the group of a test: one worker runs all tests of a group, one after the other."""
+    if test.startswith(OF_THE_MACHINE) and not test.startswith(OF_THEIR_PROCESS):
+        return "the machine"
+    return "compiled" if test.startswith(COMPILED) else test.split("::", 1)[0]
 
 
 class OneMachine(LoadScopeScheduling):

@@ -6,6 +6,7 @@ compiles, `dualpath` commands are parsed by the real parsers, `make` targets and
 """
 
 import argparse
+import functools
 import lzma
 import re
 import shutil
@@ -45,6 +46,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
+@functools.cache
 def subparser(name: str) -> argparse.ArgumentParser:
     """The real parser of a subcommand."""
     assert name in subcommands(), f"no subcommand {name!r}"
@@ -62,29 +64,31 @@ def refused(words: list[str]) -> bool:
     return False
 
 
-def check(words: list[str]) -> None:
+def check(words: list[str], where: str) -> None:
     """Fail if the command could not be started as it is written."""
     if words[0] == "dualpath":
-        assert not refused(words), f"refused: {' '.join(words)}"
+        assert not refused(words), f"{where}: refused: {' '.join(words)}"
     if words[0] == "make":
         makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
         for target in words[1:]:
-            assert "=" in target or re.search(rf"^{target}:", makefile, re.MULTILINE), target
+            known = "=" in target or re.search(rf"^{target}:", makefile, re.MULTILINE)
+            assert known, f"{where}: {target}"
     if words[0].endswith("python"):
         for script in (word for word in words[1:2] if word.endswith(".py")):
-            assert (ROOT / script).exists(), script
+            assert (ROOT / script).exists(), f"{where}: {script}"
 
 
 def run_python(text: str, block: Block) -> None:
     exec(compile(text, block.place, "exec"), {"__name__": "__main__"})
 
 
-@pytest.mark.parametrize("block", CONSOLE, ids=place)
-def test_commands_are_accepted(block):
-    found = commands(block)
-    assert found, "no command: in a console block begin commands with '$ '"
-    for words in found:
-        check(words)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_commands_are_accepted(page):
+    for block in (block for block in CONSOLE if block.page == page):
+        found = commands(block)
+        assert found, f"{block.place}: no command: in a console block begin commands with '$ '"
+        for words in found:
+            check(words, block.place)
 
 
 @pytest.mark.parametrize("block", [b for b in CONSOLE if not b.not_run], ids=place)
@@ -110,9 +114,9 @@ def test_a_page_that_serves_starts_commands_that_can_be_printed(block, folder, c
             assert "dualpath router" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("block", PYTHON, ids=place)
-def test_python_compiles(block):
-    compile(block.text, block.place, "exec")
+def test_python_compiles():
+    for block in PYTHON:
+        compile(block.text, block.place, "exec")
 
 
 @pytest.mark.parametrize("block", [b for b in PYTHON if not b.not_run], ids=place)
@@ -121,17 +125,15 @@ def test_python_runs(block, folder, capsys):
     assert capsys.readouterr().out
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_mark_stands_right_above_a_block(page):
-    marked = [block for block in blocks(page) if block.not_run or block.run_with]
-    assert len(marked) == marks(page)
-
-
-@pytest.mark.parametrize("block", [b for b in BLOCKS if b.not_run], ids=place)
-def test_tests_that_a_mark_names_exist_and_those_that_type_pages_type_this_one(block):
-    for name in re.findall(r"tests/[\w/]+\.py", block.not_run):
-        text = (ROOT / name).read_text(encoding="utf-8")
-        assert block.page.name in text or "/test_pages_" not in name, name
+def test_every_mark_stands_right_above_a_block_and_names_tests_that_exist():
+    for page in PAGES:
+        marked = [b for b in BLOCKS if b.page == page and (b.not_run or b.run_with)]
+        assert len(marked) == marks(page), page
+    for block in BLOCKS:
+        for name in re.findall(r"tests/[\w/]+\.py", block.not_run):
+            text = (ROOT / name).read_text(encoding="utf-8")
+            typed = block.page.name in text or "/test_pages_" not in name
+            assert typed, f"{block.place}: {name} does not type this page"
 
 
 def option_names(parser, words):
@@ -146,32 +148,21 @@ def option_names(parser, words):
                 yield from option_names(child, words)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_commands_named_in_the_text_exist_with_their_options(page):
-    prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
-    for span in re.findall(r"`dualpath ([^`]+)`", prose):
-        name, *rest = span.split()
-        if name == "SUBCOMMAND":
-            continue
-        options = {word.partition("=")[0] for word in rest if word.startswith("--")}
-        assert options <= set(option_names(subparser(name), rest)), span
+def test_commands_named_in_the_text_exist_with_their_options():
+    for page in PAGES:
+        prose = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+        for span in re.findall(r"`dualpath ([^`]+)`", prose):
+            name, *rest = span.split()
+            if name == "SUBCOMMAND":
+                continue
+            options = {word.partition("=")[0] for word in rest if word.startswith("--")}
+            assert options <= set(option_names(subparser(name), rest)), f"{page}: {span}"
 
 
 def test_the_cluster_that_is_described_is_the_example():
     (shown,) = (b for b in BLOCKS if b.page.name == "simulate.md" and b.language == "toml")
     example = (ROOT / "examples" / "cluster.toml").read_text(encoding="utf-8")
     assert tomllib.loads(shown.text) == tomllib.loads(example)
-
-
-def test_a_command_goes_on_after_a_backslash_and_inside_quotes():
-    text = "$ one --a \\\n  b  # why\noutput\n$ two '{\n  \"c\": 1}' && three\n"
-    block = Block(page=ROOT, line=1, language="console", text=text)
-    assert commands(block) == [["one", "--a", "b"], ["two", '{\n  "c": 1}'], ["three"]]
-
-
-def test_every_line_of_a_shell_block_is_a_command():
-    block = Block(page=ROOT, line=1, language="bash", text="# first\none --a\n\ntwo\n")
-    assert commands(block) == [["one", "--a"], ["two"]]
 
 
 def test_an_unknown_option_is_refused():

@@ -9,10 +9,6 @@ from dualpath.node.cache_directory import cache_directory
 from dualpath_lab.models.prepared import STAMP_FILE, read_stamp
 
 
-def test_this_run_keeps_what_it_measures_apart():
-    assert cache_directory().name == "tests"
-
-
 def test_the_users_models_are_used_and_costs_of_earlier_runs_are_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
