@@ -76,8 +76,8 @@ while os.readv(file, [part]):
 DIE_BEFORE = """
 import os, signal, sys
 import msgspec
-from dualpath.laboratory.lab.cluster import lab_up
-from dualpath.laboratory.lab.settings import LabSettings
+from dualpath_lab.nodes.cluster import lab_up
+from dualpath_lab.nodes.settings import LabSettings
 
 left = int(sys.argv[2])
 

@@ -65,8 +65,8 @@ storage.close()
 MAKE_AND_DIE = """
 import os, signal, sys
 import msgspec
-from dualpath.laboratory.lab.cluster import lab_up
-from dualpath.laboratory.lab.settings import LabSettings
+from dualpath_lab.nodes.cluster import lab_up
+from dualpath_lab.nodes.settings import LabSettings
 
 lab_up(msgspec.json.decode(sys.argv[1], type=LabSettings))
 os.kill(os.getpid(), signal.SIGKILL)

@@ -284,7 +284,7 @@ class Twins(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: self.assigned)
     def cancel(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.submitted)))
+        request_id = data.draw(st.sampled_from(sorted(self.assigned)))
         self.live.apply(Finished(request_id))
         self.forget(request_id)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 _STORY = """
 import sys
 from pathlib import Path
-from dualpath.ops.launch.fork_server import ForkedProcess
+from dualpath.launch.fork_server import ForkedProcess
 
 def forked(name, *preload):
     return ForkedProcess(name, "tests.unit.test_launch_fork_server:tell", sys.argv[1:2],

@@ -135,7 +135,7 @@ def test_a_process_ends_with_its_parent_unless_configured_otherwise(tmp_path: Pa
     starter = f"""
 import sys
 from pathlib import Path
-from dualpath.ops.launch.process import SpawnedProcess
+from dualpath.launch.process import SpawnedProcess
 processes = [
     SpawnedProcess("one", ("sleep", "1000"), Path({str(tmp_path / "log")!r}), ends_with_parent=by)
     for by in (9, None)
