@@ -123,5 +123,5 @@ def test_an_existing_command_joins_with_one_argument(tmp_path: Path) -> None:
         assert alone.token_ids == first.token_ids
         assert cluster.ask(PROMPT, 20).token_ids == first.token_ids
     log = (tmp_path / "prefill.log").read_text(errors="replace")
-    assert "added: api_url=http://127.0.0.1:" in log
+    assert "added api_url=http://127.0.0.1:" in log
     assert "--scheduler-cls dualpath.vllm.quota_scheduler.QuotaScheduler" in log

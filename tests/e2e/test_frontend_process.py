@@ -38,7 +38,7 @@ async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
         process = ForkedProcess("frontend", "dualpath.cli.main:main", words, log)
         try:
             said = await asyncio.to_thread(
-                process.wait_for_line, "the scheduler is looked for", GUARD_S
+                process.wait_for_line, "dualpath frontend: OpenAI endpoint", GUARD_S
             )
             (url,) = re.findall(r"http://[\d.]+:\d+", said)
             body = {"model": model, "prompt": PROMPT, "max_tokens": 9, "return_token_ids": True}

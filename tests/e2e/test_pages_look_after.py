@@ -67,10 +67,10 @@ def test_agents_are_replayed_and_their_runs_compared(
 
 def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
     pages = TypedPages(tmp_path)
-    (words,) = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
+    words, _once = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
     with Supervisor() as processes:
         janitor = processes.add(pages.spawn("janitor", words))
-        line = janitor.wait_for_line("this is the janitor", GUARD_S)
+        line = janitor.wait_for_line("this process is the janitor", GUARD_S)
         # It runs for weeks, so log lines need a time.
         assert re.match(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ INFO dualpath\.", line), line
         janitor.terminate()

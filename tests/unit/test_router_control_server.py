@@ -101,7 +101,7 @@ async def test_a_stranger_is_asked_to_greet_first():
         assert isinstance(envelope.message, control.Refused)
         assert envelope.session == "made up"
         assert envelope.message.reregister
-        assert "greet anew" in envelope.message.reason
+        assert "register again" in envelope.message.reason
         assert refused(made) == {"unknown-engine": 1}
         context.destroy(linger=0)
 
