@@ -64,7 +64,7 @@ def test_a_cluster_with_a_secret_keys_and_sealed_blocks_serves_who_has_a_key(
         assert "encrypted" in runs(["dualpath", "storage", "ls", "kv"], capsys)
         verify = ["dualpath", "storage", "verify", "kv", "--storage-key-file", "storage.key"]
         assert "4 blocks" in (verified := runs(verify, capsys))
-        assert "; 0 bad" in verified
+        assert "; 0 corrupt" in verified
 
 
 def test_an_engine_puts_its_kv_on_the_ports_of_the_lane(tmp_path: Path) -> None:
