@@ -96,7 +96,7 @@ def test_a_lost_node_is_a_lost_engine_which_is_placed_again_when_a_node_returns(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("dualpath.launch.ray_executor._SAY_AFTER_S", 0.5)
+    monkeypatch.setattr("dualpath.launch.ray_executor._WARN_AFTER_S", 0.5)
     first = answer(cluster, 40)
     assert len(first.token_ids) == 40
     assert not spoken(secret, ray_cluster)

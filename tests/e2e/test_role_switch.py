@@ -114,7 +114,7 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
     assert set(agents.ends) == {"well"}, agents.ends
     assert 'outcome="joined",reason="asked",to_role="decode"} 1.0' in counted
     restarted = "prefill-1 has exited as requested and is restarted"
-    ended = [r.message for r in caplog.records if r.name.endswith(".restarts")]
+    ended = [r.message for r in caplog.records if r.name == "dualpath.launch.process"]
     assert ended[0] == restarted
     assert len(ended) == 2  # and no process ended by itself
     print(dict(agents.ends), said.out)
