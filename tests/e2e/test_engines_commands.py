@@ -85,7 +85,9 @@ def test_an_engine_that_cannot_start_takes_the_cluster_down_with_its_reason(
     )
     before = set(multiprocessing.active_children())
     cluster = LocalCluster(settings)
-    with pytest.raises(EngineLostError, match=r"(router|pe-0|de-0) exited with code(.|\n)*--no-such-argument"):
+    with pytest.raises(
+        EngineLostError, match=r"(router|pe-0|de-0) exited with code(.|\n)*--no-such-argument"
+    ):
         cluster.start()
     assert cluster.processes == ()
     assert set(multiprocessing.active_children()) <= before

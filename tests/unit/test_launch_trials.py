@@ -62,7 +62,11 @@ class Story:
 
 
 def given_up(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.message for record in caplog.records if record.name == "dualpath.launch.local_cluster"]
+    return [
+        record.message
+        for record in caplog.records
+        if record.name == "dualpath.launch.local_cluster"
+    ]
 
 
 def test_a_shape_that_never_starts_is_reverted_after_a_few_starts(
