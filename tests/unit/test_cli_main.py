@@ -150,6 +150,7 @@ def test_help_and_model_help_load_no_heavy_package():
 @pytest.mark.parametrize("name", [name for name in subcommands()])
 def test_every_subcommand_has_its_module_and_help(name, capsys):
     module = command_module(name)
+    assert module is not None
     assert callable(module.run)
     with pytest.raises(SystemExit) as done:
         main([name, "--help"])

@@ -51,7 +51,9 @@ def subparser(name: str) -> argparse.ArgumentParser:
     """The real parser of a subcommand."""
     assert name in subcommands(), f"no subcommand {name!r}"
     subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
-    command_module(name).add_parser(subparsers)
+    module = command_module(name)
+    assert module is not None
+    module.add_parser(subparsers)
     return subparsers.choices[name]
 
 

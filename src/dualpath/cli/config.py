@@ -81,6 +81,7 @@ def _layers_of(command: Sequence[str], config: str | None) -> "Layers":
     if name not in (known := configured_subcommands()):
         raise ConfigError(f"{name!r} has no settings; give one of {', '.join(known)}")
     module = command_module(name)
+    assert module is not None, "a configured subcommand has a module"
     subparsers = argparse.ArgumentParser(prog="dualpath").add_subparsers()
     module.add_parser(subparsers)
     args = subparsers.choices[name].parse_args(arguments)

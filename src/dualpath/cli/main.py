@@ -57,11 +57,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     chosen = _chosen_subcommand(arguments)
     try:
-        if chosen is None or not any(chosen in package.SUBCOMMANDS for package in _packages()):
+        module = None if chosen is None else command_module(chosen)
+        if module is None:
             # argparse prints the help or an error for the unknown subcommand.
             _overview_parser().parse_args(arguments or ["--help"])
             return EXIT_WRONG_INPUT
-        return _run(command_module(chosen), arguments)
+        return _run(module, arguments)
     except DualPathError as error:
         return _refuse(str(error))
     except KeyboardInterrupt:
@@ -78,23 +79,27 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def subcommands() -> dict[str, str]:
     """Return the one-line help of every installed subcommand, by name."""
-    return {name: line for package in _packages() for name, line in package.SUBCOMMANDS.items()}
+    return {
+        name: line for package in command_packages() for name, line in package.SUBCOMMANDS.items()
+    }
 
 
 def configured_subcommands() -> tuple[str, ...]:
     """Return the installed subcommands that read settings from a file and the environment."""
-    return tuple(name for package in _packages() for name in getattr(package, "CONFIGURED", ()))
+    return tuple(
+        name for package in command_packages() for name in getattr(package, "CONFIGURED", ())
+    )
 
 
-def command_module(name: str) -> ModuleType:
-    """Import the module of a subcommand; raises ``KeyError`` if no installed package has it."""
-    for package in _packages():
+def command_module(name: str) -> ModuleType | None:
+    """Import the module of a subcommand; None if no installed package has it."""
+    for package in command_packages():
         if name in package.SUBCOMMANDS:
             return importlib.import_module(f"{package.__name__}.{name}")
-    raise KeyError(name)
+    return None
 
 
-def _packages() -> Iterator[ModuleType]:
+def command_packages() -> Iterator[ModuleType]:
     """Yield the packages of subcommands; installed distributions are searched on demand only."""
     yield cli
     for entry in sorted(entry_points(group="dualpath.commands"), key=lambda entry: entry.value):
@@ -113,8 +118,6 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
     args, unknown = parser.parse_known_args(arguments)
     if unknown:  # argparse itself would print the usage of `dualpath` only
         commands.choices[args.subcommand].error(f"unrecognized arguments: {' '.join(unknown)}")
-    # Imported here and not at the top, so that --help is fast.
-
     configure_logging()
     try:
         exit_code: int = module.run(args)

@@ -11,9 +11,9 @@ import functools
 import importlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from importlib.metadata import entry_points
 from typing import Any, NamedTuple, TypeVar
 
+from dualpath.cli.main import command_packages
 from dualpath.core.settings import (
     OTHER_VARIABLES,
     Declared,
@@ -56,8 +56,8 @@ _OWN_SECTIONS = {
 def _section_places() -> dict[str, str]:
     """Return where the struct of each section is, with those of installed command packages."""
     places = dict(_OWN_SECTIONS)
-    for entry in entry_points(group="dualpath.commands"):
-        places |= getattr(entry.load(), "SECTIONS", {})
+    for package in command_packages():
+        places |= getattr(package, "SECTIONS", {})
     return places
 
 
