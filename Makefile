@@ -9,6 +9,10 @@ STAMP := $(VENV)/.installed
 PINS := constraints/runtime.txt constraints/dev.txt
 EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,dev
 
+# Where this is set, as in many container images, each process compiles what it imports: 12 s of CPU
+# for every process that imports vLLM.
+unexport PYTHONDONTWRITEBYTECODE
+
 # uv reads none of pip's settings: what is set for pip is handed on. torch's CPU build comes from
 # find-links where that is set, elsewhere from the CPU index that PyTorch documents, which uv knows
 # under the name `cpu`. Expanded only inside the recipe that installs, when pip exists.
