@@ -109,6 +109,7 @@ def test_the_ranks_of_groups_send_the_planned_bytes_over_their_nodes_link() -> N
     assert planned < last.cnic_out - first.cnic_out < 1.15 * planned
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     replace = msgspec.structs.replace
@@ -133,6 +134,7 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     assert all(run.storage_bytes > 0 and dram_share(run) == 0.0 for run in others)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
