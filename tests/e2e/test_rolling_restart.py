@@ -1,4 +1,4 @@
-"""Processes of a cluster are killed and restarted one after another under agents; no request fails."""
+"""Processes of a cluster are killed and restarted in turn under agents; no request fails."""
 
 import asyncio
 import contextlib
