@@ -25,6 +25,7 @@ OF_THE_MACHINE = (
 OF_THEIR_PROCESS = (
     "tests/contract/test_object_tree_contract.py",
     "tests/contract/test_scheduling_contract.py",
+    "tests/contract/test_turn_contract.py",
     "tests/e2e/test_control_reset.py",
     "tests/e2e/test_frontend_openai.py",
     "tests/e2e/test_page_pictures.py",
