@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := constraints/runtime.txt constraints/dev.txt
-EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,dev
+EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,zstd,dev
 
 # uv reads none of pip's settings: what is set for pip is handed on. torch's CPU build comes from
 # find-links where that is set, elsewhere from the CPU index that PyTorch documents, which uv knows

@@ -24,6 +24,7 @@ from dualpath.launch.settings import HbmBytes
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.router.settings import DramTier, RecomputeLimit
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
+from dualpath.workload.formats import SkipBroken
 from dualpath.workload.replay.client import SentHintsSetting, ToolDelaysSetting
 from dualpath.workload.replay.result import SentHints, ToolDelays
 from dualpath_lab.emulated.settings import (
@@ -96,6 +97,7 @@ class WindowSettings(Settings, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = "32K"
+    skip_broken: SkipBroken = False
     agents: Annotated[int, Setting("number of windows", ge=1, le=100_000, flag=False)] = 16
     turns: Annotated[
         int, Setting("turns of an agent, its window of a trajectory", ge=1, le=10_000)

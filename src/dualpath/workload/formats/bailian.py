@@ -22,11 +22,19 @@ from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.formats.block_requests import (
     ListedRequest,
     Thread,
+    consistent,
     each_id,
     thread_sessions,
     timed_turns,
 )
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    OnBroken,
+    each,
+    report,
+)
 
 BLOCK_TOKENS = 16
 _ROOT = -1
@@ -55,7 +63,11 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield one session per first turn, named by its ``chat_id``."""
-    chats = sorted(each(documents, _parse, on_broken), key=lambda chat: chat.line.timestamp)
+    parsed = list(each(documents, _parse, on_broken))
+    block_tokens, chats = consistent(
+        parsed, _facts, {chat.line.block_size for chat in parsed}, on_broken
+    )
+    chats.sort(key=lambda chat: chat.line.timestamp)
     begun_s = chats[0].line.timestamp if chats else 0.0
     threads: list[Thread] = []
     #: For each chat: its thread, its position there and the time at which it was sent.
@@ -63,10 +75,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     for chat in chats:
         line = chat.line
         if line.chat_id in placed:
-            error = chat.document.error(f"chat_id {line.chat_id} occurs twice")
-            if on_broken is None:
-                raise error
-            on_broken(error)
+            report(chat.document.error(f"chat_id {line.chat_id} occurs twice"), on_broken)
             continue
         parent = placed.get(line.parent_chat_id)
         delay_s = 0.0 if parent is None else min(line.timestamp - parent[2], MAX_DELAY_S)
@@ -82,7 +91,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
                 start_s=line.timestamp - begun_s,
             )
         )
-    yield from thread_sessions(threads, {chat.line.block_size for chat in chats})
+    yield from thread_sessions(threads, block_tokens)
 
 
 def _thread_of(line: _Line, threads: list[Thread], parent: tuple[int, int, float] | None) -> int:
@@ -119,6 +128,10 @@ def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
             "session_id": timed.conversation_id,
         }
         yield msgspec.json.encode(line)
+
+
+def _facts(chat: _Chat) -> tuple[Document, int, Sequence[int]]:
+    return chat.document, chat.line.input_length, chat.line.hash_ids
 
 
 def _parse(document: Document) -> _Chat:
