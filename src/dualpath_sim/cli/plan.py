@@ -10,7 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import NOTHING, Block, Notes, Table
-from dualpath_sim.cli.model_tables import link_table, model_table, needs_blocks
+from dualpath_sim.cli.model_tables import kv_table, link_table, model_table, needs_blocks
 from dualpath_sim.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
@@ -138,7 +138,7 @@ class _Inputs:
         loads = plan_bytes_per_s(shape, model.block_geometry(1), hits, misses)
         title = f"Links of {name} with all storage NICs saturated, {hits:,} hits, {misses} misses"
         links = link_table(title, shape, loads, 1e-9)
-        return (model_table(model), *needs_blocks(needs, name), *links)
+        return (model_table(model), kv_table(model), *needs_blocks(needs, name), *links)
 
     def agents(self, agents_per_s: float | None) -> "AgentTable":
         """Return the agents of one run: all at once, or those that arrive until the horizon."""
