@@ -10,6 +10,7 @@ from dualpath.core.errors import ConfigError
 from dualpath_sim.catalog.costs import model_costs
 from dualpath_sim.catalog.defaults import defaults_of, installed_defaults, stored_defaults
 from dualpath_sim.catalog.families import CONFIG_KEYS, DEFAULTS_OF_FAMILIES, FAMILIES
+from dualpath_sim.catalog.geometry import ModelGeometry
 from dualpath_sim.catalog.load import GPUS, MODELS, find, load_cluster, load_gpu, names
 from dualpath_sim.catalog.load import load_model as load
 
@@ -29,6 +30,11 @@ def written(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(values))
     return folder
+
+
+def windows(model: ModelGeometry) -> list[tuple[int, int]]:
+    """Return layers and their window, run by run."""
+    return [(kind.layers, kind.window_tokens) for kind in model.kv_by_kind()]
 
 
 def refusal(folder: Path, config: dict[str, Any], **changes: Any) -> str:
@@ -73,27 +79,27 @@ def test_a_config_says_what_the_hand_written_file_of_the_model_says():
 
 
 def test_the_indexers_keys_are_a_part_of_their_own_and_count():
-    assert load(DEEPSEEK, "fp8").attention[0].part_bytes_per_token == (656, 132)
+    assert load(DEEPSEEK, "fp8").attention[0].stored[0].part_bytes == (656, 132)
     assert load(DEEPSEEK, "fp8").kv_bytes_per_token == 61 * (656 + 132)
-    assert load(DEEPSEEK).attention[0].part_bytes_per_token == (1152, 132)
+    assert load(DEEPSEEK).attention[0].stored[0].part_bytes == (1152, 132)
 
 
 def test_window_layers_are_found_by_their_list_and_by_gemmas_pattern(tmp_path):
-    full, window = load(GPT_OSS).attention
-    assert (full.layers, full.window_tokens) == (18, 0)
-    assert (window.layers, window.window_tokens) == (18, 128)
+    assert windows(load(GPT_OSS)) == [(18, 0), (18, 128)]
     gemma = {**keys_of("llama-3.3-70b"), "model_type": "gemma3_text", "sliding_window": 1024}
-    full, window = load(written(tmp_path / "gemma", gemma, num_hidden_layers=62)).attention
-    assert (full.layers, window.layers, window.window_tokens) == (10, 52, 1024)
+    assert windows(load(written(tmp_path / "gemma", gemma, num_hidden_layers=62))) == [
+        (10, 0),
+        (52, 1024),
+    ]
 
 
 def test_a_window_that_qwen_does_not_use_is_none(tmp_path):
     qwen = {**keys_of("llama-3.3-70b"), "model_type": "qwen2", "sliding_window": 4096}
     for said in (None, False):
         model = load(written(tmp_path / "qwen", qwen, use_sliding_window=said))
-        assert [run.window_tokens for run in model.attention] == [0]
+        assert windows(model) == [(80, 0)]
     used = load(written(tmp_path / "used", qwen, use_sliding_window=True, max_window_layers=60))
-    assert [(run.layers, run.window_tokens) for run in used.attention] == [(60, 0), (20, 4096)]
+    assert windows(used) == [(60, 0), (20, 4096)]
 
 
 def test_windows_or_states_in_all_layers_are_refused_as_engines_refuse_them(tmp_path):
@@ -203,7 +209,7 @@ def test_a_key_that_is_null_is_not_the_familys_default(tmp_path):
             load(tmp_path)
     mistral = {**llama, "model_type": "mistral", "sliding_window": None}
     (tmp_path / "config.json").write_text(json.dumps(mistral))
-    assert [run.window_tokens for run in load(tmp_path).attention] == [0]
+    assert windows(load(tmp_path)) == [(80, 0)]
 
 
 # Defaults
@@ -270,7 +276,7 @@ def test_other_names_of_a_key_are_those_that_the_class_accepts(tmp_path):
 
 # Today's models: sizes of their model cards in billions, active ones with the embedding where the
 # card counts it, and KV bytes per token by kind of layer.
-TODAY = {
+TODAY: dict[str, tuple[float, float, dict[str, float]]] = {
     "glm-5.2": (744, 40, {"latent + indexer": 21 * (1152 + 132), "latent, shared indexer": 65664}),
     "deepseek-v4-flash": (284, 13, {"compressed 4:1 + indexer": 21 * (584 + 132) / 4}),
     "deepseek-v4-pro": (1573, 49, {"compressed 128:1": 31 * 584 / 128}),
