@@ -7,6 +7,7 @@ import io
 import json
 import lzma
 import os
+import re
 import sys
 import tarfile
 import zipfile
@@ -26,6 +27,8 @@ from dualpath.workload.conversation.block_session import BlockSession
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats import FORMATS, read_trace
+from dualpath_lab.experiments.settings import WindowSettings
+from dualpath_lab.experiments.workload import windows
 
 
 def span(number: int) -> dict[str, Any]:
@@ -381,6 +384,36 @@ def test_another_table_is_refused_with_its_columns(tmp_path: Path):
     path = put(tmp_path / "t.csv", b"name,age\nx,3\n")
     with pytest.raises(TraceError, match="the format is not recognised by name, age"):
         read_trace(path)
+
+
+# Commands
+
+
+def test_every_command_that_reads_traces_skips_broken_lines_if_asked_to():
+    """The flag that errors advise; pages are generated from the commands' own flags."""
+    reading, skipping = set(), set()
+    for page in (Path(__file__).parents[2] / "docs/reference/cli").glob("*.md"):
+        for section in re.split(r"^#+ (?=dualpath )", page.read_text(), flags=re.MULTILINE)[1:]:
+            command = section.partition("\n")[0]
+            if re.search(r"^\| `(--traces? |TRACE`)", section, flags=re.MULTILINE):
+                reading.add(command)
+            if "| `--skip-broken`" in section:
+                skipping.add(command)
+    assert reading == skipping
+    assert {"dualpath lab run", "dualpath demo"} <= reading
+
+
+def test_the_lab_takes_production_requests_and_skips_broken_lines(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    grown = [(600 * n, list(range(-(-600 * n // 512)))) for n in range(1, 7)]
+    rows = [(tokens, [*listed[:-1], 1000 + tokens]) for tokens, listed in grown]
+    path = put(tmp_path / "t.jsonl", mooncake(*rows) + b"cut\n")
+    settings = WindowSettings(trace=str(path), agents=1, turns=2, scale=1.0, skip_broken=True)
+    (window,) = windows(settings)
+    assert len(window.trajectory.rounds) == 2
+    assert window.history_tokens > 0
+    assert "t.jsonl, line 7: " in caplog.text
 
 
 # max_context_tokens
