@@ -375,6 +375,11 @@ def test_layers_that_share_an_indexer_have_no_keys_and_score_none(tmp_path):
             0.5625,
             2.0,
         ),
+        (
+            {"quant_method": "fp8", "modules_to_not_convert": ["layers.0.self_attn.indexer.wk"]},
+            1.0,
+            1.0,
+        ),
     ],
 )
 def test_quantised_weights_leave_kv_as_it_is(tmp_path, quantization, expert_bytes, attention_bytes):

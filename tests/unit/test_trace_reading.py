@@ -321,6 +321,19 @@ def test_a_file_that_names_sessions_is_not_chained(tmp_path: Path):
     assert ids(read_trace(path)) == ["agent-0", "agent-1"]
 
 
+@pytest.mark.parametrize("name", ["bailian", "mooncake", "requests"])
+def test_files_of_a_folder_have_their_own_block_ids_and_names(name: str, tmp_path: Path):
+    """Mooncake's folder of traces has files that all begin with block 0 and chat 1."""
+    for file in ("a.jsonl", "b.jsonl"):
+        put(tmp_path / file, lines(name))
+    sessions = read_trace(tmp_path)
+    assert len(set(ids(sessions))) == 6
+    assert [s.turns for s in sessions] == [1] * 6
+    blocks = [s for s in sessions if isinstance(s, BlockSession)]
+    assert [s.shared_ids for s in blocks] == [frozenset()] * len(blocks)
+    assert len({s.scope for s in blocks}) == (2 if blocks else 0)
+
+
 def test_prompts_that_lmcache_did_not_record_are_passed_over(tmp_path: Path):
     line = LINES["lmcache"]
     rows = [line(1), line(1) | {"input": "", "timestamp": 2}, line(1) | {"timestamp": 5}]

@@ -10,6 +10,7 @@ not counted.
 """
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
@@ -49,28 +50,32 @@ Layers = Annotated[int, msgspec.Meta(ge=1, le=100_000)]
 # Quantisation of weights, which leaves the KV-cache as it is.
 
 
-def _plain(bits: float, group: float = 0, scale_bytes: float = 2) -> float:
+def _bytes_of(bits: float, group: float = 0, scale_bytes: float = 2) -> float:
     """Return the bytes of a weight of so many bits with a scale per ``group`` weights, 0: none."""
     return bits / 8 + (scale_bytes / group if group > 0 else 0)
 
 
-_MXFP4_BYTES = _plain(4, 32, 1)
+_MXFP4_BYTES = _bytes_of(4, 32, 1)
 """4 bits and a byte of scale per 32 values."""
-_NVFP4_BYTES = _plain(4, 16, 1)
+_NVFP4_BYTES = _bytes_of(4, 16, 1)
 #: Methods of quantisation and the bytes of a weight, where they follow from the method's name.
 _METHOD_BYTES = {
     "fp8": 1.0,
     "fbgemm_fp8": 1.0,
     "experts_int8": 1.0,
     "mxfp4": _MXFP4_BYTES,
-    "mxfp8": _plain(8, 32, 1),
+    "mxfp8": _bytes_of(8, 32, 1),
 }
 #: Methods that quantise experts only.
 _OF_EXPERTS = ("mxfp4", "experts_int8")
 #: Methods that state bits and group size.
 _GROUPED = ("awq", "gptq", "auto-round", "auto_round", "autoround", "hqq", "compressed-tensors")
-_MODELOPT_BYTES = {"FP8": 1.0, "NVFP4": _NVFP4_BYTES, "W4A16_AWQ": _plain(4, 128)}
+_MODELOPT_BYTES = {"FP8": 1.0, "NVFP4": _NVFP4_BYTES, "W4A16_AWQ": _bytes_of(4, 128)}
 _ALL_METHODS = (*_METHOD_BYTES, *_GROUPED, "bitsandbytes", "modelopt")
+
+
+#: A module or pattern of modules that is the whole attention, such as ``re:.*self_attn.*``.
+_WHOLE_ATTENTION = re.compile(r"attn[^a-z]*$")
 
 
 class _WeightScheme(msgspec.Struct, frozen=True):
@@ -112,7 +117,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
             return plain, plain
         held = self._held_bytes()
         left_out = [*(self.ignore or ()), *(self.modules_to_not_convert or ())]
-        keeps_attention = any("attn" in name for name in left_out)
+        keeps_attention = any(_WHOLE_ATTENTION.search(name) for name in left_out)
         of_experts = self.quant_method in _OF_EXPERTS or keeps_attention
         return (plain if of_experts else held), held
 
@@ -123,7 +128,7 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
         if method.startswith("modelopt"):
             return known(_MODELOPT_BYTES, (self.quant_algo or "").upper(), "quant_algo")
         if method == "bitsandbytes":
-            return 1.0 if self.load_in_8bit else _plain(4, 64)
+            return 1.0 if self.load_in_8bit else _bytes_of(4, 64)
         if method not in _GROUPED:
             raise ConfigError(
                 f"quant_method is {method!r}, known are {', '.join(_ALL_METHODS)}; describe the "
@@ -137,11 +142,11 @@ class Quantization(msgspec.Struct, frozen=True, kw_only=True):
                 f"quantization_config of {method} states no bits per weight; add bits from the "
                 "model's own config.json"
             )
-        return _plain(self.bits, self.group_size or 0)
+        return _bytes_of(self.bits, self.group_size or 0)
 
     def _scheme_bytes(self, scheme: _WeightScheme) -> float:
         one_byte = scheme.scale_dtype == "torch.uint8"
-        return _plain(scheme.num_bits or 16, scheme.group_size or 0, 1 if one_byte else 2)
+        return _bytes_of(scheme.num_bits or 16, scheme.group_size or 0, 1 if one_byte else 2)
 
 
 class _LinearAttention(msgspec.Struct, frozen=True):
@@ -388,13 +393,11 @@ _INDEX_SCALE_VALUES = 128
 _SCALE_BYTES = 4
 #: vLLM's ``fp8_ds_mla``: the latent's FP8 values with a scale per 128 of them, rotary part in BF16.
 _LATENT_SCALE_VALUES = 128
-
-
 #: DeepSeek-V4's KV (vLLM's ``fp8_ds_mla``): FP8 with a scale byte per 64 values and one of padding,
 #: and this many rotary values in BF16.
 _ENTRY_ROTARY_VALUES, _ENTRY_SCALE_VALUES = 64, 64
 #: vLLM makes pages of attention at least as large as a state, in blocks of so many tokens
-#: (``Platform.update_block_size_for_backend``); latent attention needs multiples of 128.
+#: (``Platform._align_hybrid_block_size``); latent attention needs multiples of 128.
 _STATE_BLOCK_TOKENS, _LATENT_STATE_BLOCK_TOKENS = 16, 128
 
 
@@ -457,7 +460,9 @@ def _by_interval(interval: int, other: str) -> LayerRule:
                 f"sliding_window_pattern is {pattern!r}, of which only a number is understood; add "
                 "layer_types"
             )
-        every = pattern or config.full_attention_interval or interval
+        every = pattern or interval
+        if other == STATE_LAYER:
+            every = config.full_attention_interval or interval
         return [other if (layer + 1) % every else FULL_LAYER for layer in range(config.layers)]
 
     return rule

@@ -32,6 +32,7 @@ from dualpath.workload.formats.lines import (
     MAX_TURN_TOKENS,
     Document,
     OnBroken,
+    by_file,
     each,
     report,
 )
@@ -63,6 +64,13 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield one session per first turn, named by its ``chat_id``."""
+    for prefix, of_file in by_file(documents):
+        yield from _read_file(of_file, prefix, on_broken)
+
+
+def _read_file(
+    documents: Iterable[Document], prefix: str, on_broken: OnBroken | None
+) -> Iterator[Session]:
     parsed = list(each(documents, _parse, on_broken))
     block_tokens, chats = consistent(
         parsed, _facts, {chat.line.block_size for chat in parsed}, on_broken
@@ -91,6 +99,8 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
                 start_s=line.timestamp - begun_s,
             )
         )
+    for thread in threads:
+        thread.name = f"{prefix}{thread.name}"
     yield from thread_sessions(threads, block_tokens)
 
 

@@ -24,6 +24,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from itertools import groupby
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, TypeVar, cast
 
@@ -103,6 +104,17 @@ def each(
             report(error, on_broken)
         else:
             yield parsed
+
+
+def by_file(texts: Iterable[Document]) -> Iterator[tuple[str, Iterator[Document]]]:
+    """Yield the documents of each file: names and block ids mean the same within a file only.
+
+    Beside them is what the names of its sessions begin with: nothing in the first file, then the
+    file's name.
+    """
+    files = groupby(texts, key=lambda document: document.source)
+    for number, (source, of_file) in enumerate(files):
+        yield f"{PurePosixPath(source).name.split('.')[0]}/" if number else "", of_file
 
 
 class SkippedLines:

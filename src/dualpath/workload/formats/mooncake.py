@@ -48,6 +48,7 @@ from dualpath.workload.formats.lines import (
     MAX_TURN_TOKENS,
     Document,
     OnBroken,
+    by_file,
     each,
     report,
 )
@@ -102,11 +103,18 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield the sessions in order of appearance; raises ``TraceError`` if no block size fits."""
+    for prefix, of_file in by_file(documents):
+        yield from _read_file(of_file, prefix, on_broken)
+
+
+def _read_file(
+    documents: Iterable[Document], prefix: str, on_broken: OnBroken | None
+) -> Iterator[Session]:
     threads: dict[str, list[_Request]] = {}
     for request in each(documents, _parse, on_broken):
         session_id = request.line.session_id
         name = f"request-{request.document.line}" if session_id is None else str(session_id)
-        threads.setdefault(name, []).append(request)
+        threads.setdefault(f"{prefix}{name}", []).append(request)
     kept: list[tuple[str, _Request]] = []
     for name, requests in threads.items():
         if requests[0].line.input_length is None:
@@ -123,7 +131,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     for name, request in kept:
         whole.setdefault(name, []).append(request)
     if all(_is_unnamed(request.line) for _, request in kept):
-        whole = _chained([request for _, request in kept], block_tokens)
+        whole = _chained(kept, block_tokens)
     _set_times(whole.values())
     yield from thread_sessions(_block_threads(whole), block_tokens)
 
@@ -179,7 +187,7 @@ def _is_unnamed(line: _Line) -> bool:
     return line.session_id is None and line.request_id is None and not line.wait_for
 
 
-def _chained(requests: Sequence[_Request], block_tokens: int) -> dict[str, list[_Request]]:
+def _chained(named: Sequence[tuple[str, _Request]], block_tokens: int) -> dict[str, list[_Request]]:
     """Return the sessions of requests that name none, by the full blocks that their prompts share.
 
     A request continues the latest earlier one, not yet continued, whose full blocks begin its own,
@@ -188,15 +196,15 @@ def _chained(requests: Sequence[_Request], block_tokens: int) -> dict[str, list[
     """
     tree = _PrefixTree()
     placed = [
-        (request, tree.add((request.line.hash_ids or [])[: _tokens(request) // block_tokens]))
-        for request in requests
+        (name, one, tree.add((one.line.hash_ids or [])[: _tokens(one) // block_tokens]))
+        for name, one in named
     ]
-    if all(request.line.at_s is not None for request in requests):
-        placed.sort(key=lambda one: one[0].line.at_s or 0.0)
+    if all(request.line.at_s is not None for _, request in named):
+        placed.sort(key=lambda one: one[1].line.at_s or 0.0)
     sessions: dict[str, list[_Request]] = {}
     #: The sessions that end with the blocks of a node of the tree, the latest last.
     ending: dict[int, list[list[_Request]]] = {}
-    for request, nodes in placed:
+    for name, request, nodes in placed:
         for node in reversed(nodes):
             ended = ending.get(node)
             if ended and tree.branches[node] <= 1 and _tokens(ended[-1][-1]) < _tokens(request):
@@ -204,8 +212,7 @@ def _chained(requests: Sequence[_Request], block_tokens: int) -> dict[str, list[
                 session.append(request)
                 break
         else:
-            session = [request]
-            sessions[f"request-{request.document.line}"] = session
+            session = sessions[name] = [request]
         if nodes:
             ending.setdefault(nodes[-1], []).append(session)
     return sessions

@@ -164,7 +164,7 @@ def _request(document: Document, span: _Span) -> SpanRequest | None:
     start_ns = number("startTimeUnixNano", Value(int_value=span.start_time_unix_nano), 0, 1 << 63)
     return SpanRequest(
         document=document,
-        session=conversation or span.trace_id or f"{document.stem}-{document.line}",
+        session=conversation or span.trace_id or f"{document.source}-{document.line}",
         span_id=span.span_id,
         parent_id=span.parent_span_id,
         start_ns=start_ns,

@@ -17,7 +17,14 @@ from typing import NamedTuple
 from dualpath.core.request import Round, Trajectory
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.token_session import TokenSession
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    OnBroken,
+    by_file,
+    each,
+)
 
 #: Names of columns, compared without case, blanks and underscores.
 _PROMPT = ("contexttokens", "requesttokens")
@@ -43,11 +50,12 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield one session per row, or per session id, in order of appearance."""
-    sessions: dict[str, list[_Row]] = {}
-    for row in each(documents, _parse, on_broken):
-        sessions.setdefault(row.name, []).append(row)
-    for name, rows in sessions.items():
-        yield _session(name, sorted(rows, key=lambda row: row.at_s))
+    for prefix, of_file in by_file(documents):
+        sessions: dict[str, list[_Row]] = {}
+        for row in each(of_file, _parse, on_broken):
+            sessions.setdefault(f"{prefix}{row.name}", []).append(row)
+        for name, rows in sessions.items():
+            yield _session(name, sorted(rows, key=lambda row: row.at_s))
 
 
 def _session(name: str, rows: list[_Row]) -> TokenSession:
