@@ -29,11 +29,14 @@ FEED_FORWARD_MATRICES = 3
 class Stored(NamedTuple):
     """What one layer stores of a token: its parts in bytes.
 
-    Only the last ``window_tokens`` of a prefix are needed of it, 0 for all of them.
+    Only the last ``window_tokens`` of a prefix are needed of it, 0 for all of them.  Beside it a
+    sequence has ``state_bytes``, which are not stored.  ``kind`` names it in tables.
     """
 
+    kind: str
     part_bytes: tuple[float, ...]
     window_tokens: int = 0
+    state_bytes: float = 0.0
 
 
 Kernel = Literal["grouped", "latent", "sparse", "indexer"]
@@ -87,12 +90,8 @@ class GroupedQueryAttention(
     @property
     def stored(self) -> tuple[Stored, ...]:
         """What one layer stores: vLLM has key and value of a token side by side."""
-        return (Stored((self.kv_bytes_per_token,), self.window_tokens),)
-
-    @property
-    def kind(self) -> str:
-        """What the layers are called in tables."""
-        return "window" if self.window_tokens else "full"
+        kind = "window" if self.window_tokens else "full"
+        return (Stored(kind, (self.kv_bytes_per_token,), self.window_tokens),)
 
     @property
     def pair_flop(self) -> int:
@@ -186,11 +185,6 @@ class LatentAttention(
     output_gate: bool = False
 
     @property
-    def window_tokens(self) -> int:
-        """Most keys a query attends to, 0 for all."""
-        return self.indexer.top_tokens if self.indexer else 0
-
-    @property
     def kv_heads(self) -> int:
         """Heads that are divided among an engine's GPUs; the latent has none of its own."""
         return self.heads
@@ -213,14 +207,10 @@ class LatentAttention(
     @property
     def stored(self) -> tuple[Stored, ...]:
         """What one layer stores: every token, since the indexer chooses from all."""
-        return (Stored(self.part_bytes_per_token),)
-
-    @property
-    def kind(self) -> str:
-        """What the layers are called in tables."""
-        if self.indexer is None:
-            return "latent"
-        return "latent, shared indexer" if self.indexer.shared else "latent + indexer"
+        kind = "latent"
+        if self.indexer is not None:
+            kind += ", shared indexer" if self.indexer.shared else " + indexer"
+        return (Stored(kind, self.part_bytes_per_token),)
 
     @property
     def pair_flop(self) -> int:
@@ -233,7 +223,8 @@ class LatentAttention(
         latent_bytes = self.part_bytes_per_token[0]
         if self.indexer is None:
             return (Scan("latent", self.pair_flop, latent_bytes),)
-        chosen = Scan("sparse", self.pair_flop, latent_bytes, self.window_tokens, selected=True)
+        top = self.indexer.top_tokens
+        chosen = Scan("sparse", self.pair_flop, latent_bytes, top, selected=True)
         if self.indexer.shared:
             return (chosen,)
         return (chosen, Scan("indexer", self.indexer.pair_flop, self.indexer.key_bytes))
@@ -301,12 +292,13 @@ class CompressedAttention(
     @property
     def stored(self) -> tuple[Stored, ...]:
         """The single tokens of the window and, with a ratio, the parts of the entries."""
-        window = Stored((self.entry_bytes,), self.window_tokens)
+        window = Stored("window", (self.entry_bytes,), self.window_tokens)
         if not self.ratio:
             return (window,)
+        kind = f"compressed {self.ratio}:1" + (" + indexer" if self.indexer else "")
         keys = self.indexer.stored_bytes if self.indexer else ()
         entry = (self.entry_bytes / self.ratio, *(one / self.ratio for one in keys))
-        return Stored(entry), window
+        return Stored(kind, entry, state_bytes=self._compressor_bytes), window
 
     @property
     def kv_bytes_per_token(self) -> float:
@@ -314,19 +306,12 @@ class CompressedAttention(
         return sum(sum(one.part_bytes) for one in self.stored)
 
     @property
-    def kind(self) -> str:
-        """What the layers are called in tables."""
-        if not self.ratio:
-            return "window"
-        return f"compressed {self.ratio}:1" + (" + indexer" if self.indexer else "")
-
-    @property
     def _overlap(self) -> int:
         """How many entries a token is part of: two where an indexer selects."""
         return 2 if self.indexer else 1
 
     @property
-    def compressor_bytes(self) -> int:
+    def _compressor_bytes(self) -> int:
         """State of the compressors of one layer and sequence: values and weights in FP32."""
         indexer_dim = self.indexer.head_dim if self.indexer else 0
         width = 2 * self._overlap * (self.head_dim + indexer_dim) * 4
@@ -425,17 +410,12 @@ class StateAttention(
     @property
     def stored(self) -> tuple[Stored, ...]:
         """One state in ``checkpoint_tokens`` tokens."""
-        return (Stored((self.state_bytes / self.checkpoint_tokens,), self.checkpoint_tokens),)
+        return (Stored("state", (self.kv_bytes_per_token,), self.checkpoint_tokens),)
 
     @property
     def kv_bytes_per_token(self) -> float:
         """What one layer stores of a token, on average."""
         return self.state_bytes / self.checkpoint_tokens
-
-    @property
-    def kind(self) -> str:
-        """What the layers are called in tables."""
-        return "state"
 
     @property
     def scans(self) -> tuple[Scan, ...]:
@@ -538,8 +518,8 @@ FLOP_PER_PARAMETER = 2
 class KvKind(NamedTuple):
     """What ``layers`` layers of one kind store, all together.
 
-    ``token_bytes`` per token; where only ``window_tokens`` of a prefix are needed, those take
-    ``sequence_bytes``.  States, and windows of compressors, are counted in ``sequence_bytes`` too.
+    ``token_bytes`` per token.  Where only ``window_tokens`` of a prefix are needed, those take
+    ``sequence_bytes``, the state of compressors included.
     """
 
     kind: str
@@ -638,17 +618,13 @@ class ModelGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
         """Yield what the runs of layers store, in their order."""
         for part in self.attention:
             for stored in part.stored:
-                held = part.layers * sum(stored.part_bytes)
-                of_sequence = held * stored.window_tokens
-                window = stored.window_tokens
-                if isinstance(part, StateAttention):
-                    yield KvKind(part.kind, part.layers, held, window, of_sequence)
-                elif isinstance(part, CompressedAttention) and not window:
-                    state = part.layers * part.compressor_bytes
-                    yield KvKind(part.kind, part.layers, held, window, state)
-                else:
-                    kind = "window" if window else part.kind
-                    yield KvKind(kind, part.layers, held, window, of_sequence)
+                token_bytes = part.layers * sum(stored.part_bytes)
+                sequence_bytes = (
+                    token_bytes * stored.window_tokens + part.layers * stored.state_bytes
+                )
+                yield KvKind(
+                    stored.kind, part.layers, token_bytes, stored.window_tokens, sequence_bytes
+                )
 
     def block_geometry(self, block_tokens: int) -> BlockGeometry:
         """Return blocks of all layers, part by part, as engines store and move them.
