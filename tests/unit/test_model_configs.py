@@ -13,6 +13,7 @@ from dualpath_sim.catalog.families import CONFIG_KEYS, DEFAULTS_OF_FAMILIES, FAM
 from dualpath_sim.catalog.geometry import ModelGeometry
 from dualpath_sim.catalog.load import GPUS, MODELS, find, load_cluster, load_gpu, names
 from dualpath_sim.catalog.load import load_model as load
+from dualpath_sim.cli.model_tables import kv_table
 
 #: As published; `gpt-oss-120b` and `ds-v3.2` are the same models as the paper counts them.
 GPT_OSS = "gpt-oss-120b-published"
@@ -352,6 +353,20 @@ def test_layers_that_share_an_indexer_have_no_keys_and_score_none(tmp_path):
     letters = "".join("F" if kind == "full" else "S" for kind in listed)
     other = load(written(tmp_path / "p", glm, index_topk_pattern=letters))
     assert other.attention == (own, sharing)
+
+
+def test_plans_print_the_kv_of_each_kind():
+    table = kv_table(load("kimi-k3"))
+    assert table.rows == (
+        ("latent", "24", "27,648", "all", "-"),
+        ("state", "69", "78,016", "5,760", "449.4"),
+    )
+
+
+def test_a_config_may_begin_with_a_byte_order_mark(tmp_path):
+    content = json.dumps({**keys_of("llama-3.3-70b"), "scale": float("nan")}).encode()
+    (tmp_path / "config.json").write_bytes(b"\xef\xbb\xbf" + content)
+    assert load(tmp_path).attention == load("llama-3.3-70b").attention
 
 
 # Quantisation
