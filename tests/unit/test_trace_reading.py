@@ -128,6 +128,24 @@ def test_a_null_is_a_missing_field(name: str, tmp_path: Path):
     assert ids(read_trace(null, name)) == ids(read_trace(missing, name))
 
 
+NAMES = {
+    "rounds": "session_id",
+    "agentperf": "conversation_id",
+    "weka": "id",
+    "bailian": "session_id",
+    "lmcache": "session_id",
+    "mooncake": "session_id",
+    "mini-swe": "session_id",
+    "requests": "Session ID",
+}
+
+
+@pytest.mark.parametrize("name", sorted(NAMES))
+def test_a_session_may_be_named_by_a_number(name: str, tmp_path: Path):
+    line = json.dumps(LINES[name](1) | {NAMES[name]: 70})
+    assert ids(read_trace(put(tmp_path / "t.jsonl", line.encode()))) == ["70"]
+
+
 @pytest.mark.parametrize("name", sorted(INTEGERS))
 def test_an_integral_float_is_an_integer_and_another_is_not(name: str, tmp_path: Path):
     key, value = INTEGERS[name]

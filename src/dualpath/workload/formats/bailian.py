@@ -31,6 +31,7 @@ from dualpath.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
     Document,
+    Id,
     OnBroken,
     by_file,
     each,
@@ -49,7 +50,7 @@ class _Line(msgspec.Struct):
     hash_ids: list[int]
     parent_chat_id: int = _ROOT
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = BLOCK_TOKENS
-    session_id: str | None = None
+    session_id: Id | None = None
 
 
 class _Chat(msgspec.Struct):
@@ -106,18 +107,16 @@ def _read_file(
 
 def _thread_of(line: _Line, threads: list[Thread], parent: tuple[int, int, float] | None) -> int:
     """Return the index of the thread that a turn continues, or of a new one."""
+    named = None if line.session_id in (None, "") else str(line.session_id)
     if parent is None:
-        threads.append(Thread(line.session_id or str(line.chat_id)))
+        threads.append(Thread(named or str(line.chat_id)))
         return len(threads) - 1
     number, turn, _ = parent
     thread = threads[number]
-    if line.session_id is None:
-        continues = turn + 1 == len(thread.requests)
-    else:
-        continues = line.session_id == thread.name
+    continues = turn + 1 == len(thread.requests) if named is None else named == thread.name
     if continues:
         return number
-    name = line.session_id or f"{thread.name}/{line.chat_id}"
+    name = named or f"{thread.name}/{line.chat_id}"
     threads.append(Thread(name, [], number, turn))
     return len(threads) - 1
 

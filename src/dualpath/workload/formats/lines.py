@@ -42,6 +42,9 @@ MAX_DELAY_S = 366 * 86400.0
 OnBroken = Callable[[TraceError], None]
 """Called with the error of a broken line that is left out."""
 
+Id = str | int
+"""An id of a session or request; its text is the name."""
+
 _T = TypeVar("_T")
 
 _ZIP_SUFFIXES = (".zip", ".whl")

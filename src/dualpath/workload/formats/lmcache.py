@@ -17,14 +17,14 @@ import msgspec
 
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.workload.formats.lines import MAX_DELAY_S, Document, OnBroken, each
+from dualpath.workload.formats.lines import MAX_DELAY_S, Document, Id, OnBroken, each
 
 #: Timestamps below the first are seconds, below the second milliseconds, others microseconds.
 _MOST_S, _MOST_MS = 1e11, 1e14
 
 
 class _Line(msgspec.Struct):
-    session_id: str
+    session_id: Id
     input: str
     output: str = ""
     timestamp: Annotated[float, msgspec.Meta(ge=0)] = 0.0
@@ -47,7 +47,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     sessions: dict[str, list[_Line]] = {}
     for line in each(documents, _parse, on_broken):
         if line.input:
-            sessions.setdefault(line.session_id, []).append(line)
+            sessions.setdefault(str(line.session_id), []).append(line)
     for name, lines in sessions.items():
         yield TextSession(name, tuple(_turns(sorted(lines, key=lambda line: line.at_s))))
 

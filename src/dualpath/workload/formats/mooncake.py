@@ -47,6 +47,7 @@ from dualpath.workload.formats.lines import (
     MAX_DELAY_S,
     MAX_TURN_TOKENS,
     Document,
+    Id,
     OnBroken,
     by_file,
     each,
@@ -74,9 +75,9 @@ class _Line(msgspec.Struct):
     delay: _Delay | None = None
     delay_ms: _Delay | None = None
     tool_wait_ms: _Delay = 0.0
-    session_id: str | int | None = None
-    request_id: str | int | None = None
-    wait_for: list[str | int] = []
+    session_id: Id | None = None
+    request_id: Id | None = None
+    wait_for: list[Id] = []
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
 
     @property

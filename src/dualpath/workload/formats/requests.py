@@ -75,7 +75,7 @@ def _session(name: str, rows: list[_Row]) -> TokenSession:
 
 
 def _parse(document: Document) -> _Row:
-    row = document.decode(dict[str, str | float | None])
+    row = document.decode(dict[str, str | int | float | None])
     cells = {_plain(name): "" if cell is None else str(cell) for name, cell in row.items()}
     session_id = _cell(cells, _SESSION)
     return _Row(
