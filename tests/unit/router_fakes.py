@@ -99,7 +99,8 @@ class FakeEngine:
         self.counters: dict[str, float] = {}
         self.draining: str | None = None
         self._arrived = asyncio.Event()
-        self.process = HostProcess()
+        #: By default each process is in a container of its own.
+        self.process: HostProcess | None = None
         self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, cluster.Writer] = {}
@@ -145,7 +146,7 @@ class FakeEngine:
                 epoch=self.epoch,
                 role=self.role,
                 agents=(cluster.AgentAddress(self.epoch, b"", ()),),
-                process=self.process,
+                process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
             api_url=f"http://{self.engine_id}",

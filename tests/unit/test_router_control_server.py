@@ -186,9 +186,9 @@ class Clock:
 class Watched:
     """A server without a socket, one engine's greetings and what it says in its session."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exclusive_ids: bool = False) -> None:
         self.clock, self.listener = Clock(), Listener()
-        self.registry = Registry()
+        self.registry = Registry(exclusive_ids=exclusive_ids)
         self.server = ControlServer(self.registry, self.listener, self.clock, engine_timeout_s=5.0)
         self.engine = FakeEngine("p0", Role.PREFILL, set())
         self.engine.quarantined, self.engine.writers = {}, {}
@@ -314,8 +314,9 @@ async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched)
     assert watched.events[-1] == ("dead", "px", "9")
 
 
-async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(watched: Watched):
+async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended():
     """Two of one name may have been started by mistake, and the former may still be writing."""
+    watched = Watched(exclusive_ids=True)
     machine, first = "a machine", HostProcess("a machine", 1, 1)
     watched.engine.process = first
     watched.engine.generation = 1
@@ -334,10 +335,31 @@ async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(w
     assert dead == [("dead", "p0", "p0-0"), ("dead", "p0", "p0-1"), ("dead", "p0", "p0-1")]
 
 
-async def test_a_process_on_another_machine_takes_the_name_for_good(watched: Watched):
-    """Nobody could be asked there; that one process at a time has a name, its operator sees to."""
-    watched.engine.generation = 1
-    watched.engine.process = HostProcess("another machine", 1, 1)
-    watched.greet()
+@pytest.mark.parametrize(
+    ("exclusive_ids", "former", "later", "is_proof"),
+    [
+        (True, "machine 1", "machine 2", True),
+        (True, "machine 1", "machine 1", False),
+        (True, "", "machine 2", False),
+        (True, "machine 1", "", False),
+        (True, "", "", False),
+        (False, "machine 1", "machine 2", False),
+        (False, "", "", False),
+    ],
+)
+async def test_a_successor_proves_a_death_only_elsewhere_and_where_ids_are_exclusive(
+    exclusive_ids: bool, former: str, later: str, is_proof: bool
+):
+    watched = Watched(exclusive_ids=exclusive_ids)
+    writers = []
+    for generation, host in ((1, former), (2, later)):
+        watched.engine.generation = generation
+        watched.engine.process = HostProcess(host, generation, generation)
+        watched.greet()
+        writers.append(watched.engine.hello().address.writer)
     assert watched.events[-1] == ("joined", "p0")
-    assert ("dead", "p0", "p0-0") in watched.events
+    assert (("dead", "p0", "p0-1") in watched.events) == is_proof
+    assert watched.registry.is_dead(writers[0]) == is_proof
+    assert (writers[0] in watched.registry.unproven()) != is_proof
+    unheard_of = addresses.Writer("p0", "p0-9", HostProcess(former, 9, 9))
+    assert watched.registry.is_dead(unheard_of) == is_proof

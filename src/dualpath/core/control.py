@@ -365,6 +365,7 @@ class Report(Message, frozen=True, tag=True):
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
     ``cached_buffer_tokens``: how many of the free tokens of the buffer hold cached KV.
+    ``quarantined_buffer_tokens`` are not free, as a process of unknown state may write to them.
     """
 
     report_seq: int
@@ -379,6 +380,7 @@ class Report(Message, frozen=True, tag=True):
     storage: StorageUse | None = None
     draining: str | None = None
     cached_buffer_tokens: int = 0
+    quarantined_buffer_tokens: int = 0
 
 
 class CacheUpdate(Message, frozen=True, tag=True):

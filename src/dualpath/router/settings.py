@@ -131,6 +131,14 @@ class RouterSettings(Settings, frozen=True):
             gt=0,
         ),
     ] = 5.0
+    exclusive_engine_ids: Annotated[
+        bool,
+        Setting(
+            "an orchestrator ends a process before it starts another one of the same engine_id, "
+            "as a StatefulSet does: an engine that registers from another machine or container "
+            "then proves the death of its predecessor"
+        ),
+    ] = False
     release_wait_s: Annotated[
         float,
         Setting(

@@ -29,7 +29,7 @@ import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.node.host_process import is_running, pid_namespace
+from dualpath.node.host_process import file_owner_host, is_running
 from dualpath.node.system_calls import (
     KERNEL,
     NOT_A_FILE,
@@ -138,7 +138,7 @@ class NamespaceDirectory:
         #: Temporary files that could not be removed.
         self._refused: dict[str, None] = {}
         try:
-            self._host = pid_namespace(calls)
+            self._host = file_owner_host(calls)
             self._writer = f"{self._host}-{calls.getpid()}"
             calls.makedirs(str(root), exist_ok=True)
             self._make_folders()

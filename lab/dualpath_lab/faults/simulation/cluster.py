@@ -54,7 +54,11 @@ class Cluster:
         self.world = world
         self.settings = settings
         self.shared = ClusterResources(
-            world, links=settings.links, protect_s=PROTECT_S, election=settings.standby
+            world,
+            links=settings.links,
+            protect_s=PROTECT_S,
+            election=settings.standby,
+            views={"host-0": settings.proc},
         )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}

@@ -238,7 +238,8 @@ class EngineFiles:
         known: HostProcess,
         check: Callable[[memoryview], None],
     ) -> None:
-        context = (threads, shared.storage_faults, known, shared.runs)
+        runs = functools.partial(shared.runs, known.host)
+        context = (threads, shared.storage_faults, known, runs)
         self._shared = shared
         self._block_calls = SimCalls(shared.disk, *context)
         self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
@@ -333,7 +334,7 @@ class SimEngine:
             connect=self._connect,
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
-            this_process=lambda: self._known,
+            this_process=lambda: self.shared.identity(self._known),
             has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
@@ -502,11 +503,13 @@ class SimEngine:
             return [f"{self.name} has not come up"]
         manager = self.plane.manager
         report = manager.report()
+        # Where a death cannot be proven, slots stay in quarantine, and these alone.
+        unproven = report.quarantined_buffer_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
             "requests": (report.unfinished_requests, 0),
             "tokens to read": (report.read_queue_tokens, 0),
-            "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
+            "free buffer": (report.free_buffer_tokens + unproven, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),

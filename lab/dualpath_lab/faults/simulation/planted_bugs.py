@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import Envelope, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.sessions import Channel
@@ -29,6 +29,8 @@ from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
 from dualpath.engine.ranks.rank import Rank
+from dualpath.node import host_process
+from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.request import Attempt, RequestLife
@@ -41,7 +43,7 @@ from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
-from dualpath.storage import janitor
+from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
 from dualpath.storage.contract import ReadOutcome
@@ -51,6 +53,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits
+from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 
 # ------------------------------------------------------------------------------------------- plant
 # Planted bugs: each disables one mechanism that keeps KV right or the cluster alive.
@@ -361,6 +364,22 @@ def _over_at_once(
     return PassOutcome(dict(stream.failures), ()), []
 
 
+def _dead_unless_shown(process: HostProcess, table: ProcessTable) -> bool:
+    """``host_process._is_dead`` that takes the processes that ``/proc`` shows for all."""
+    same_host = bool(process.host) and process.host == table.host()
+    return same_host and table.start_ticks(process.pid) != process.start_ticks
+
+
+_sight = SimProcessTable.sight
+
+
+def _sight_in_the_table_shown(self: SimProcessTable, pid: int) -> Sight:
+    """``SimProcessTable.sight`` that asks the namespace that ``/proc`` shows."""
+    if self._view is not ProcView.FOREIGN:
+        return _sight(self, pid)
+    return Sight.ALIVE if pid % 2 else Sight.ABSENT
+
+
 #: An attribute that is always empty.
 _NONE = property(lambda self: (), lambda self, value: None)
 #: An attribute that is always true.
@@ -415,6 +434,20 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "no-death-confirmation": PlantedBug(
         "no engine is asked whether a lost process has exited",
         replaced(LivenessProbes, "ask", lambda self, writers: []),
+    ),
+    "hidden-is-dead": PlantedBug(
+        "a process that /proc does not show counts as dead",
+        replaced(host_process, "_is_dead", _dead_unless_shown),
+    ),
+    "foreign-proc-trusted": PlantedBug(
+        "process numbers are looked up in the table of another PID namespace",
+        lambda: mock.patch.multiple(
+            SimProcessTable, host=lambda self: self._host, sight=_sight_in_the_table_shown
+        ),
+    ),
+    "host-name-only": PlantedBug(
+        "temporary files belong to the machine of their writer's name, whatever its boot",
+        replaced(posix, "file_owner_host", lambda calls: calls.uname().nodename),
     ),
     "released-in-pass": PlantedBug(
         "a request is released at its PE while a forward pass transfers its KV",

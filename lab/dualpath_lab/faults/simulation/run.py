@@ -35,6 +35,7 @@ from dualpath.engine.io import storage_maintenance
 from dualpath.engine.passes import pump
 from dualpath.engine.ranks import follower
 from dualpath.launch import local_cluster
+from dualpath.node.host_process import file_owner_host
 from dualpath.router.scheduler import front_end_server
 from dualpath.storage import janitor
 from dualpath.storage import janitor as lease
@@ -67,7 +68,8 @@ from dualpath_lab.faults.simulation.world import World
 def fault_free_calls(cluster: Cluster, host: str, disk: Disk | None = None) -> DiskCalls:
     """Return system calls without faults on a machine; by default for the storage's disk."""
     known, shared = HostProcess(host=host, pid=0, start_ticks=0), cluster.shared
-    return DiskCalls(disk or shared.disk, shared.world, known, shared.runs)
+    runs = functools.partial(shared.runs, host)
+    return DiskCalls(disk or shared.disk, shared.world, known, runs)
 
 
 def pin_stored_block(cluster: Cluster) -> None:
@@ -136,7 +138,7 @@ def _after_next_starts(cluster: Cluster) -> Iterator[str]:
             for path, _ in disk.half_written():
                 writer, _, _ = path.rpartition("/")[2].rpartition("-")
                 pid = writer.rpartition("-")[2]
-                if writer.startswith(f"{host}-") and not shared.runs(int(pid)):
+                if writer == f"{file_owner_host(calls)}-{pid}" and not calls.runs(int(pid)):
                     yield f"{path} was not removed although its writer has exited"
 
 

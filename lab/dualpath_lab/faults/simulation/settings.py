@@ -12,6 +12,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.node_dram import page_rounded
 from dualpath_lab.emulated.settings import EmulatedSettings, Verify, part_geometry
+from dualpath_lab.faults.simulation.cluster_resources import ProcView
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.world import World
@@ -69,7 +70,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     become its janitor.  ``links``: whether its file system supports hard links.  ``front_ends`` are
     separate processes; the router serves clients as well.  ``role_switches`` counts requests for
     another role, some of which also change the size of a group.  ``node_dram_blocks`` above 0 are
-    shared by the engines of each machine.  A run has one of these numbers of ``agents``, each with
+    shared by the engines of each machine.  ``proc`` is what ``/proc`` shows on the first machine,
+    where the router is.  A run has one of these numbers of ``agents``, each with
     one of these numbers of ``turns``, and one of ``pauses_s`` between two turns.
     """
 
@@ -91,6 +93,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     front_ends: int = 0
     role_switches: int = 0
     node_dram_blocks: int = 0
+    proc: ProcView = ProcView.COMPLETE
     agents: tuple[int, ...] = (2, 3, 4)
     turns: tuple[int, ...] = (1, 2, 3)
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
@@ -156,6 +159,8 @@ _TENSOR_PARALLEL = tuple(
     for heads in (1, 2)
 )
 
+_LARGE_BUFFER_BLOCKS = 192
+
 #: A role switch whose engine is not back within this time counts the engine as lost.
 _SWITCH_S = 30.0
 
@@ -196,7 +201,10 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         links=world.seed % 5 != 0,
         front_ends=front_ends,
         node_dram_blocks=_node_dram_blocks(world.seed),
+        proc=_proc(world.seed),
     )
+    if settings.proc is ProcView.FOREIGN:  # Slots of dead writers are never free again.
+        settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
@@ -233,6 +241,12 @@ def _quota_blocks(seed: int) -> int:
 def _node_dram_blocks(seed: int) -> int:
     """In every fifth cluster engines of a machine share DRAM; 0 is none."""
     return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
+
+
+def _proc(seed: int) -> ProcView:
+    """In every third cluster ``/proc`` hides processes or shows those of another namespace."""
+    other = (ProcView.HIDDEN, ProcView.FOREIGN)
+    return Random(f"/proc of {seed}").choice(other) if seed % 3 == 1 else ProcView.COMPLETE
 
 
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:

@@ -517,6 +517,11 @@ class SlotPool:
         """Requests with slots in quarantine."""
         return tuple(self._quarantine)
 
+    @property
+    def quarantined_slots(self) -> int:
+        """Number of slots in quarantine."""
+        return sum(map(len, self._quarantine.values()))
+
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots: its writer is confirmed dead or has finished."""
         for slot in self._quarantine.pop(request_id, ()):
@@ -789,6 +794,11 @@ class BlockBuffer:
         """Return the requests with slots in quarantine."""
         with self._lock:
             return self._pool.quarantined
+
+    def quarantined_slots(self) -> int:
+        """Return the number of slots in quarantine."""
+        with self._lock:
+            return self._pool.quarantined_slots
 
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots."""

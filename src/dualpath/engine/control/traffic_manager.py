@@ -265,6 +265,9 @@ class TrafficManager:
             counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
             cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
+            quarantined_buffer_tokens=(
+                self._buffer.quarantined_slots() * self.geometry.block_tokens
+            ),
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:

@@ -59,6 +59,10 @@ _REPORTED = (
     ("read_queue_tokens", "Tokens waiting to be read from storage."),
     ("free_buffer_tokens", "Free DRAM buffer in tokens."),
     ("cached_buffer_tokens", "Free slots of the DRAM buffer with cached KV, in tokens."),
+    (
+        "quarantined_buffer_tokens",
+        "DRAM buffer in tokens that processes of unknown state may still write to.",
+    ),
     ("free_hbm_tokens", "Free HBM in tokens."),
     ("unfinished_tokens", "Tokens of unfinished requests."),
     ("unfinished_requests", "Unfinished requests."),
