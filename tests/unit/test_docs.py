@@ -38,7 +38,7 @@ REFERENCE = ROOT / "docs" / "reference"
 #: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
 NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
-    "sleep", "collective_rpc", "update_weights",
+    "sleep", "collective_rpc", "update_weights", "proc",
 }  # fmt: skip
 
 #: What `cli/main.py` gives a line; pages say TIME for when it was.
