@@ -224,6 +224,11 @@ class ChainIndex:
             self._count_bytes(row, -1)
             self._tables.stored[row] = False
 
+    def limit_times(self, now_s: float) -> None:
+        """Set times after ``now_s`` to it: a clock that was ahead may not protect blocks."""
+        times = self.tables().times
+        np.minimum(times, now_s, out=times)
+
     def absent(self, namespace: str, fan_out: int, found: set[BlockKey], before_s: float) -> Rows:
         """Return stored rows whose keys begin with these 12 bits and are not in ``found``.
 

@@ -361,7 +361,7 @@ def find_costs(
 
 
 def _from_cache(found: CachedCosts, now_s: float, cache: CostsCache) -> FoundCosts:
-    age_s = now_s - found.measured_s
+    age_s = max(now_s - found.measured_s, 0.0)  # a clock may have been ahead
     log.info(
         "pass costs were measured %.1f h ago, the fastest of %d starts, %s: %s",
         age_s / 3600, found.starts, cache.file, found.costs,

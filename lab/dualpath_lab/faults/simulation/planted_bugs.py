@@ -218,11 +218,11 @@ def _written_in_place(
 
 
 def _heard_anyway(
-    tree: ObjectTree, index: ChainIndex, taken: dict[str, int]
+    tree: ObjectTree, index: ChainIndex, taken: dict[str, int], now_s: float
 ) -> tuple[set[int], int]:
     """``janitor.apply_events`` that skips events which it could not read at first."""
     try:
-        return apply_events(tree, index, taken)
+        return apply_events(tree, index, taken, now_s)
     except StorageError:
         taken.update({writer: number for writer, number, _ in segments(tree)})
         raise
