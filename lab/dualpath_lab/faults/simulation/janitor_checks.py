@@ -91,12 +91,15 @@ class JanitorChecker:
 
 
 def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list[BlockKey]:
-    """Return a block and its known predecessors in the chain, last block first."""
-    chain: list[BlockKey] = []
-    while key is not None:
-        chain.append(key)
+    """Return a block and its known predecessors in the chain, last block first.
+
+    A chain that comes back to one of its blocks, as a bug may store it, ends there.
+    """
+    chain: dict[BlockKey, None] = {}
+    while key is not None and key not in chain:
+        chain[key] = None
         key = parents.get(key)
-    return chain
+    return [*chain]
 
 
 class CheckedCalls(SimCalls):
