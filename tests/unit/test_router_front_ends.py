@@ -315,3 +315,20 @@ async def test_an_adapter_that_a_front_end_does_not_serve_may_change() -> None:
         served._known["chat"] = msgspec.structs.replace(CHAT, digest="c" * 64)
         opened.door._engines_changed()
         assert await one.run("a") == expected(PROMPT, 6)
+
+
+async def test_of_two_front_ends_of_one_name_the_later_serves_and_the_earlier_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster() as made, door(made.service.scheduler) as opened:
+        async with far(made, opened, "f") as earlier:
+            assert await earlier.run("first") == expected(PROMPT, 6)
+            async with far(made, opened, "f") as later:
+                await asyncio.sleep(3 * TIMEOUT_S)
+                for number in range(8):
+                    assert await later.run(f"later-{number}") == expected(PROMPT, 6)
+                refused = [r.message for r in caplog.records if "refuses" in r.message]
+                assert len(refused) == 1
+                assert "give one of the two another --front-end-name" in refused[0]
+            assert await earlier.run("again") == expected(PROMPT, 6)
+        await nothing_is_left(made)

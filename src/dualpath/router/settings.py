@@ -281,7 +281,10 @@ class LinkSettings(Settings, frozen=True):
         ),
     ]
     front_end_name: Annotated[
-        str, Setting("one for each front end of a scheduler; empty: machine and process id")
+        str,
+        Setting(
+            "one for each front end of a scheduler; empty: machine, process id and random digits"
+        ),
     ] = ""
     share_port: Annotated[
         bool,

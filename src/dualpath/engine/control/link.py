@@ -346,7 +346,7 @@ class RouterSession(Generic[M, R]):
                 self._end(reason)
             elif action is Action.LOG_REFUSAL and reason != self._logged_refusal:
                 self._logged_refusal = reason
-                log.error("the router refuses this engine: %s", reason)
+                log.error("the router refuses this process: %s", reason)
             elif action is Action.DELIVER and envelope is not None:
                 self._deliver(envelope, now_s)
 
