@@ -21,6 +21,7 @@ from dualpath.storage.s3_client import (
     Credentials,
     RetryPolicy,
     S3Client,
+    S3Error,
     authorization,
     parse_location,
 )
@@ -53,10 +54,20 @@ def destinations() -> list[memoryview]:
     return [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
 
 
+def test_an_object_of_any_announced_length_is_an_error_of_the_storage(server: FaultyS3) -> None:
+    client = S3Client(server.location, QUICK)
+    client.put("index", [b"content"])
+    server.faults["GET"] = ["endless"] * 3
+    with pytest.raises(S3Error, match="100000000000000000000 bytes, at most"):
+        client.get("index")
+    assert client.get("index") == b"content"
+    client.close()
+
+
 # --- reads ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent"])
+@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent", "endless"])
 def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault]
