@@ -37,6 +37,7 @@ from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases
 from dualpath.router.scheduler.control_server import LivenessProbes
+from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
 from dualpath.router.scheduler.registry import EngineState, Registry
@@ -370,6 +371,15 @@ def _dead_unless_shown(process: HostProcess, table: ProcessTable) -> bool:
     return same_host and table.start_ticks(process.pid) != process.start_ticks
 
 
+_close = Exchange.close
+
+
+def _close_and_remember(self: Exchange, attempt_id: str) -> None:
+    """``Exchange.close`` that remembers the attempt's name."""
+    self.__dict__.setdefault("_closed", set()).add(attempt_id)
+    _close(self, attempt_id)
+
+
 _sight = SimProcessTable.sight
 
 
@@ -434,6 +444,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "no-death-confirmation": PlantedBug(
         "no engine is asked whether a lost process has exited",
         replaced(LivenessProbes, "ask", lambda self, writers: []),
+    ),
+    "table-grows": PlantedBug(
+        "the scheduler remembers every attempt that has ended",
+        replaced(Exchange, "close", _close_and_remember),
     ),
     "hidden-is-dead": PlantedBug(
         "a process that /proc does not show counts as dead",

@@ -59,6 +59,7 @@ from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.settings import ONE_RANK, drawn_settings
+from dualpath_lab.faults.simulation.tables import HISTORIES, QUARANTINES, naming
 from dualpath_lab.faults.simulation.world import World
 
 # ---------------------------------------------------------------------------------------- operator
@@ -335,6 +336,7 @@ class _Run:
         for request in clients.in_flight():
             world.problem(f"{request.name} never ended")
         self._wait_idle()
+        self._check_tables()
         for request in clients.requests:
             self._check(request)
         if self.faults == 0:
@@ -365,6 +367,17 @@ class _Run:
             held = self.cluster.held_when_idle()
         for what in held:
             world.problem(f"held when idle: {what}")
+
+    def _check_tables(self) -> None:
+        """No table of a live process names a request that has ended."""
+        names = {request.name for request in self.clients.requests}
+        engines = [engine for engine in self.cluster.engines.values() if engine.process.alive]
+        roots: list[tuple[str, object]] = [(e.name, (e.plane, e._engine)) for e in engines]
+        roots += [(e.name, e.service) for e in self.cluster.endpoints]
+        bounded = QUARANTINES if self.cluster.shared.unproven else frozenset()
+        for process, root in roots:
+            for what in naming(root, names, HISTORIES | bounded):
+                self.world.problem(f"{process}: {what} after all requests have ended")
 
     def _check_nothing_failed(self) -> None:
         """Without faults no attempt fails, and requested role changes complete."""
