@@ -13,7 +13,7 @@ from dualpath.core.control import (
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix
 from dualpath.router.engines import EngineInfo
-from dualpath.router.scheduler.cached_blocks import CachedBlocks
+from dualpath.router.scheduler.cached_blocks import CachedBlockIndex
 
 BLOCK_TOKENS = 4
 #: Blocks that a node's engines share.
@@ -44,8 +44,8 @@ def engine(
     )
 
 
-def hearing(*engines: EngineInfo) -> CachedBlocks:
-    kept = CachedBlocks()
+def hearing(*engines: EngineInfo) -> CachedBlockIndex:
+    kept = CachedBlockIndex()
     for info in engines:
         kept.engine_joined(info, BLOCK_TOKENS)
     return kept
@@ -56,7 +56,7 @@ def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> CacheUpd
     return CacheUpdate(told, gone, in_node)
 
 
-def believed(kept: CachedBlocks, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
+def believed(kept: CachedBlockIndex, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
     prefixes = kept.prefixes(KEYS, mode)
     assert all(isinstance(prefix, CachedPrefix) and prefix.blocks for prefix in prefixes)
     return {prefix.engine_id: prefix.blocks for prefix in prefixes}

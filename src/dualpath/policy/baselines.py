@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from dualpath.core.cluster import Role
 from dualpath.policy.accounts import FREE_HBM
-from dualpath.policy.load import EngineState, Ledger
+from dualpath.policy.load import EngineAccount, Ledger
 from dualpath.policy.placement import LiveRequest, WaitQueues
 
 
@@ -57,7 +57,7 @@ class InTurnPlacer:
             placed += self._place(engine)
         return sorted(placed, key=lambda live: live.number)
 
-    def _next_engine(self, tokens: int) -> EngineState | None:
+    def _next_engine(self, tokens: int) -> EngineAccount | None:
         ring = self._ledger.ring(self._role)
         start = bisect_right(ring, self._last_order, key=lambda engine: engine.spec.order)
         for step in range(len(ring)):
@@ -69,7 +69,7 @@ class InTurnPlacer:
                 return engine
         return None
 
-    def _place(self, engine: EngineState) -> list[LiveRequest]:
+    def _place(self, engine: EngineAccount) -> list[LiveRequest]:
         engine_id = engine.spec.engine_id
         placed = []
         for live in list(self._queues.private(engine_id)):

@@ -296,7 +296,7 @@ LEASE_S = 30.0
 BEAT_S = 5.0
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of the object of a term."""
 
     holder: str
@@ -311,7 +311,7 @@ class Lease:
         self.term = 0
         self._tree = tree
         self._lease_s = lease_s
-        self._beat = Heartbeat(holder)
+        self._beat = LeaseRecord(holder)
         self._beaten_s = 0.0
         self._seen: tuple[int, bytes | None] | None = None
         self._seen_s = 0.0
@@ -336,7 +336,7 @@ class Lease:
     def release(self) -> None:
         """Release the lease: another candidate can acquire it immediately."""
         if self.term:
-            self._tree.replace(_name(self.term), msgspec.json.encode(Heartbeat("")))
+            self._tree.replace(_name(self.term), msgspec.json.encode(LeaseRecord("")))
             self.term = 0
 
     def _is_ours(self, newest: int) -> bool:
@@ -350,7 +350,7 @@ class Lease:
         try:
             return (
                 content is None
-                or msgspec.json.decode(content, type=Heartbeat).holder == self.holder
+                or msgspec.json.decode(content, type=LeaseRecord).holder == self.holder
             )
         except msgspec.MsgspecError:
             return True
@@ -360,14 +360,14 @@ class Lease:
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def _is_stale(self, term: int, content: bytes, now_s: float) -> bool:
-        if content == msgspec.json.encode(Heartbeat("")):
+        if content == msgspec.json.encode(LeaseRecord("")):
             return True
         if self._seen != (term, content):
             self._seen, self._seen_s = (term, content), now_s
         return now_s - self._seen_s >= self._lease_s
 
     def _create_term(self, term: int, now_s: float) -> bool:
-        self._beat = Heartbeat(self.holder)
+        self._beat = LeaseRecord(self.holder)
         if not self._tree.create(_name(term), msgspec.json.encode(self._beat)):
             return False
         self.term, self._beaten_s = term, now_s
@@ -377,7 +377,7 @@ class Lease:
     def _renew(self, now_s: float) -> None:
         if now_s - self._beaten_s < BEAT_S:
             return
-        self._beat = Heartbeat(self.holder, self._beat.count + 1)
+        self._beat = LeaseRecord(self.holder, self._beat.count + 1)
         try:
             self._tree.replace(_name(self.term), msgspec.json.encode(self._beat))
         except StorageError:
