@@ -253,7 +253,7 @@ _MEMORY_FOLDERS = (Path("/dev/shm"),)
 
 
 class LabRemains(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything whose name has a lab's prefix, and the processes inside the lab."""
+    """Everything with a lab's prefix in its name, and the processes inside the lab."""
 
     process_ids: tuple[int, ...] = ()
     mounts: tuple[str, ...] = ()
@@ -298,7 +298,7 @@ def find_remains(lab: str) -> LabRemains:
 
 
 def mounts_of(mounts: str, start: str) -> tuple[str, ...]:
-    """Return mount points whose name begins with ``start``, given /proc/mounts; last one first.
+    """Return mount points with names that begin with ``start``, given /proc/mounts; last one first.
 
     Mounts of named network namespaces are left out: they are removed with the name.
     """

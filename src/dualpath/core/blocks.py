@@ -219,7 +219,7 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return bool(self.layer_windows) and self.layer_windows[layer] > 0
 
     def seen_from(self, layer: int, tokens: int) -> int:
-        """Return the first block whose KV a layer needs for the token after ``tokens`` others.
+        """Return the first block that a layer reads for the token after ``tokens`` others.
 
         Blocks before it are outside the layer's window, and no kernel reads them.
         """
@@ -332,7 +332,7 @@ class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-#: The origin of blocks whose parent and tenant are unknown.
+#: The origin of a block with an unknown parent and tenant.
 UNKNOWN_ORIGIN = BlockOrigin()
 
 

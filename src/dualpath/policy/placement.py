@@ -59,8 +59,8 @@ class LiveRequest:
     ``prefill_tokens`` is tokens(r) of Algorithm 1, ``decode_tokens`` len_r of §6.1,
     ``cached_tokens`` the part of its hit in each engine's DRAM.  ``engines`` are those that it is
     placed on, charged to the ledger, ``reasons`` why these; ``assignment`` is set once the driver
-    knows both.  ``reading`` are the engines whose read of it the ledger has charged,
-    ``computing_tokens`` those charged to its PE's computation.
+    knows both.  ``reading`` are the engines that the ledger has charged for reading its hit,
+    ``computing_tokens`` the tokens charged to its PE's computation.
     """
 
     __slots__ = (

@@ -1,8 +1,8 @@
 """How a prompt's tokens were obtained: loaded, or computed and why.
 
-The longest possible hit is the ideal hit: every block whose KV was computed before.  The router
-remembers the keys of these blocks, so that blocks that storage has lost or the data path has not
-delivered can be told apart from new ones.
+The longest possible hit is the ideal hit: every block with KV that was computed before.  The router
+stores the keys of these blocks, which distinguishes blocks that storage has lost or the data path
+has not delivered from new ones.
 """
 
 from collections.abc import Sequence

@@ -290,7 +290,7 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
 # before it removes anything else.
 
 TERMS = "janitor/lease/"
-#: A holder whose count does not change for this long is considered dead.
+#: A holder is considered dead if its count does not change for this long.
 LEASE_S = 30.0
 #: Shortest interval between heartbeats.
 BEAT_S = 5.0
@@ -391,7 +391,7 @@ def _name(term: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------- pins
-# Pins of blocks that must not be evicted: empty objects whose names are the pins.
+# Pins of blocks that must not be evicted: empty objects, each named after what it pins.
 #
 # ``janitor/pins/namespace/<namespace>``, ``…/tenant/<tag>`` and ``…/chain/<namespace>/<key in
 # hex>``.

@@ -83,7 +83,7 @@ class Typed:
         return f"{self.block.page.name}:{self.block.line}"
 
     def made_small(self) -> "Typed":
-        """Return it with options for a small run, whose numbers differ from README's."""
+        """Return it with options for a small run, which prints other numbers than README's."""
         if not self.block.run_with:
             return self
         return replace(
@@ -131,7 +131,7 @@ def _step_of(text: str, block: Block) -> Step:
 
 
 # ---------------------------------------------------------------------------------------- terminal
-# A terminal: one shell, into which commands are typed and whose output is read.
+# A terminal: one shell; commands are typed into it and its output is read.
 
 #: Printed by the shell after each command, with its exit code.
 _DONE = "@@ended"

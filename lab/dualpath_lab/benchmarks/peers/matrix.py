@@ -143,10 +143,10 @@ _COLUMNS = (
 )
 
 _DISCUSSION = """\
-Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`, whose arguments are stored with
-its runs in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks,
-what they have in common and where they differ. Bytes are those of the measured turns, a number per
-node: prefill nodes, then decode nodes.
+Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`; the run's arguments are stored
+with its results in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the
+stacks, what they have in common and where they differ. Bytes are those of the measured turns, a
+number per node: prefill nodes, then decode nodes.
 
 "Waits for" lists the bottlenecks of a stack's own run: every storage NIC and compute NIC, and the
 cores, with a utilization of at least 85 %. During pauses of the agents' tools nothing has to be

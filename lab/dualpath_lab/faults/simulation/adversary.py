@@ -226,7 +226,7 @@ class Adversary:
         return self.set(self.cluster.shared.transfer_faults, "to_fail", self._some())
 
     def _some(self) -> int:
-        """Return a number of transfers whose faults a request survives."""
+        """Return a number of failing transfers that a request survives."""
         return self.world.chance.choice((1, 2))
 
     def set(self, faults: object, name: str, value: float) -> Callable[[], None]:

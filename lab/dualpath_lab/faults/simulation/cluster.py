@@ -139,8 +139,8 @@ class Cluster:
     def lose_engine(self, engine_id: str) -> bool:
         """Kill an engine's group without a restart, if its role and its machine have others.
 
-        Another process of each machine must be able to confirm the death.  Not in clusters whose
-        roles change: the engine could be the last one that has not left its role yet.
+        Another process of each machine must be able to confirm the death.  Not while roles
+        change: the engine could be the last one that has not left its role yet.
         """
         if self.settings.role_switches:
             return False

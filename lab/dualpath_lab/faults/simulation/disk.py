@@ -54,7 +54,7 @@ class Disk:
         self.links = links
         self.files: dict[str, File] = {}
         self.folders: dict[str, dict[str, None]] = {"/": {}}
-        #: Paths whose removal an injected fault has refused.
+        #: Paths that were not removed, as an injected fault refused it.
         self.unlink_refused: set[str] = set()
 
     def status(self, path: str) -> os.stat_result:
@@ -134,7 +134,7 @@ class Disk:
         return ((path, file) for path, file in self.files.items() if within in path)
 
     def temporaries_of(self, writer: str) -> list[str]:
-        """Return the temporary files of one process whose removal was not refused."""
+        """Return one process's temporary files, except those that a fault left."""
         written = [path for path, file in self.half_written() if file.writer == writer]
         return [path for path in written if path not in self.unlink_refused]
 

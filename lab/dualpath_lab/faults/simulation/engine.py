@@ -253,7 +253,7 @@ class EngineFiles:
         return sum(each.descriptors for each in calls)
 
     def half_written(self, writer: str) -> list[str]:
-        """Return the temporary files of one process whose removal was not refused."""
+        """Return one process's temporary files, except those that a fault left."""
         return self._shared.disk.temporaries_of(writer) + self._dram_calls.disk.temporaries_of(
             writer
         )

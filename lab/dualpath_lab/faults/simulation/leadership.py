@@ -100,7 +100,7 @@ class SimEtcd:
 
 
 class SimKubernetes:
-    """One Lease object, whose updates name the version that they replace."""
+    """One Lease object; each update names the version that it replaces."""
 
     def __init__(self) -> None:
         self._versions = itertools.count(1)

@@ -81,7 +81,7 @@ def _good_if_fetched(
 
 
 def _allocated_without_eviction(self: SlotPool, key: BlockKey) -> int | None:
-    """``SlotPool.allocate_for`` that does not evict the block whose slot it leases."""
+    """``SlotPool.allocate_for`` that leases a slot without evicting its block."""
     if self._free or self._waiting or not self.cached.would_evict_for(key):
         return _allocate_for(self, key)
     slot = self.cached._next()
@@ -119,11 +119,11 @@ DRAM_BUGS: dict[str, PlantedBug] = {
         replaced(ReadQueue, "_read", _good_if_fetched),
     ),
     "prefetched-over-cached": PlantedBug(
-        "a prefetched block takes a slot whose block is not removed from the cache",
+        "a prefetched block takes a slot without removing the slot's block from the cache",
         replaced(SlotPool, "allocate_for", _allocated_without_eviction),
     ),
     "shared-unverified": PlantedBug(
-        "a block whose read failed is shared with the engines of the machine",
+        "a block is shared with the engines of the machine after its read failed",
         replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
     ),
     "shared-in-part": PlantedBug(

@@ -63,7 +63,7 @@ class RankPipe:
         return pickle.loads(self._arrived.popleft())
 
     def cut(self) -> None:
-        """Close this end, whose process has exited."""
+        """Close this end after its process has exited."""
         self._other._soon(self._other._end)
 
     def _end(self) -> None:
@@ -80,7 +80,7 @@ class RankPipe:
             self._waiting.pop(0).wake()
 
 
-#: Delay until a rank whose leader has died, and with it its parent process, is killed.
+#: Delay until a rank is killed after its leader, which is its parent process, has died.
 _ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
 
 

@@ -243,7 +243,7 @@ class SimFrontEnd(ClientEndpoint):
         return self._service
 
     def _watch_streams(self) -> None:
-        """Check that decoding streams, whose tokens come from an engine, outlive the scheduler."""
+        """Check that decoding streams outlive the scheduler: their tokens come from an engine."""
         link = self.service.link
         ended = link._session._end
 
@@ -322,7 +322,7 @@ class FrontEnds:
 
     @property
     def alive(self) -> Sequence[SimFrontEnd]:
-        """Front ends whose processes are alive."""
+        """Front ends with a live process."""
         return [one for one in self._now.values() if one.process.alive]
 
     @property
@@ -424,7 +424,7 @@ class SimRouter(ClientEndpoint):
         self._run(functools.partial(self._end, "ends at once"))
 
     def _called(self, engine: EngineInfo) -> None:
-        """Check that no engine is called whose group has lost a rank: the others are ending."""
+        """Check that no engine of a group is called after a rank was lost: all its ranks end."""
         if engine.dp is None:
             return
         for other in self.service.registry.all():

@@ -156,7 +156,7 @@ _TENSOR_PARALLEL = tuple(
     for heads in (1, 2)
 )
 
-#: A role switch whose engine is not back within this time counts the engine as lost.
+#: An engine counts as lost if it is not back within this time during a role switch.
 _SWITCH_S = 30.0
 
 

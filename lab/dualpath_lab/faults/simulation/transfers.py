@@ -171,7 +171,7 @@ class SimTransport(InProcessTransport):
         *,
         traffic_class: str = "kv",
     ) -> SimTransfer:
-        """Post a transfer, whose bytes move later."""
+        """Post a transfer; its bytes move later."""
         inner = super().post(
             direction,
             local_region,
@@ -203,5 +203,5 @@ class SimTransport(InProcessTransport):
 
     @property
     def unfinished(self) -> int:
-        """Number of transfers whose handles were not released."""
+        """Number of transfers with unreleased handles."""
         return len(self._unfinished)

@@ -406,8 +406,8 @@ class EngineAttempt(AttemptChannel):
     ) -> Reserved:
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
-        ``blocks`` are those whose content the slots are for, from the first slot on: the engine
-        reports how many of them it caches.
+        ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
+        of them it caches.
         """
         mode = self._scheduler.registry.mode
         cached = self._use_cached and mode is not None and serves(engine.role, mode)

@@ -47,7 +47,7 @@ class EventLogWriter:
         self._thread.start()
 
     def begin(self, settings: SchedulerSettings) -> None:
-        """Record the settings of the scheduler whose events follow."""
+        """Record the settings of the scheduler before its events."""
         self.write(Begin(version=__version__, settings=settings, format=event_log.FORMAT))
 
     def apply(self, scheduler: RequestScheduler, event: Event) -> Effects:

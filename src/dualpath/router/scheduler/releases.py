@@ -54,7 +54,7 @@ class Releases:
         self._is_dead = is_dead
         self._wait_s = wait_s
         self._slots: dict[str, _Slots] = {}
-        #: Live PEs, and the attempts whose transfers have not ended there.
+        #: Live PEs, each with the attempts that have transfers in flight there.
         self._live: dict[tuple[str, str], set[str]] = {}
 
     @property
@@ -63,7 +63,7 @@ class Releases:
         return sum(slots.reason is not None for slots in self._slots.values())
 
     def in_doubt(self) -> list[Writer]:
-        """Return the processes that are not live and whose death would free slots."""
+        """Return the processes that are not live and hold slots until they are confirmed dead."""
         writers = {w.id: w for slots in self._slots.values() for w in slots.writers.values()}
         return [writer for name, writer in writers.items() if name not in self._live]
 
@@ -109,7 +109,7 @@ class Releases:
             self._adopt(attempt_id, info)
 
     def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
-        """Release an attempt at an engine whose buffer no other process writes to."""
+        """Release an attempt at an engine if no other process writes to its buffer."""
         self._send(engine_id, Release(request_id=attempt_id, reason=reason))
 
     def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:

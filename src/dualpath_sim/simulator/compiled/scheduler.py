@@ -1,8 +1,8 @@
 """``policy.RequestScheduler`` over tables: the same decisions, one by one.
 
 The rules are the policy's own functions, compiled as they stand (``jit``).  This module is the
-bookkeeping around them for the paper's system: engines neither join nor leave, no DRAM keeps KV, no
-hit is recomputed, and a request that was submitted is assigned before it is over.  Lengths and
+bookkeeping around them for the paper's system: engines neither join nor leave, no DRAM caches KV,
+no hit is recomputed, and a request that was submitted is assigned before it is over.  Lengths and
 reports are not checked; the caller passes valid ones.
 """
 
@@ -590,7 +590,7 @@ def finished(state: SchedulerState, request: int) -> None:
 
 @inlined
 def _assign_placed(state: SchedulerState, other_role: int, placed: int) -> int:
-    """Assign every placed request whose other engine is known."""
+    """Assign every placed request as soon as its other engine is known."""
     count = 0
     for position in range(placed):
         request = state.work[PLACED, position]

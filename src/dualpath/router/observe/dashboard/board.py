@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """What happened in the ``interval_s`` before ``time_s`` (the router's clock).
 
     Tokens and bytes are those of the interval.  ``ttft_p50_s`` and ``ttft_p90_s`` are over
-    the requests whose first token was streamed in it, None without any.  ``waiting`` and
+    the requests that streamed their first token in it, None without any.  ``waiting`` and
     ``running`` requests are counted at its end.
     """
 
