@@ -256,7 +256,7 @@ async def test_a_saved_copy_opens_runs_without_any_router(tab: Tab, tmp_path: Pa
         ('{"schema": "dualpath.plan/1"}', 'its schema is "dualpath.plan/1"'),
         ("[1, 2]", "its schema is null"),
         ('{"schema": "__proto__"}', "its schema is"),
-        ('{"schema": "dualpath.replay/1", "turns": 3}', "lacks what belongs to it"),
+        ('{"schema": "dualpath.replay/1", "turns": 3}', "a part of it is missing"),
     ],
 )
 async def test_other_files_are_refused_and_what_was_shown_stays(

@@ -68,4 +68,4 @@ def test_a_server_that_ends_early_is_a_failure(terminal: Terminal) -> None:
 def test_readme_at_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """The steps without installation and cluster; `make newcomer` runs all."""
     assert main(["--quick", "--here"]) == 0
-    assert "all as README says" in capsys.readouterr().out
+    assert "all as in README" in capsys.readouterr().out

@@ -1,9 +1,9 @@
 """The baselines of DualPath: engines in turn, read sides in turn, no reads (§7.2, §7.5).
 
-The paper does not say how Basic, its unmodified framework, places requests.  Decided here: Basic
-and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
-thing.  ``SchedulerSettings.balanced_baselines`` gives them Algorithm 1 without the reading queue
-(α = ∞) and both decode phases instead, which makes a stronger baseline.
+The paper does not describe how Basic, its unmodified framework, places requests.  Decided here:
+Basic and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
+thing.  ``SchedulerSettings.balanced_baselines`` gives them Algorithm 1 without the reading queue (α
+= ∞) and both decode phases instead, which makes a stronger baseline.
 """
 
 from bisect import bisect_right

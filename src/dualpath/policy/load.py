@@ -5,9 +5,9 @@ placement is *held* while the request's other engine is still to be found and ge
 ``assign_seq`` when both are known: only then is the engine notified, so numbers reach an engine
 in order and without gaps, and a report that echoes one of them counts in exactly what was assigned.
 
-Accounts (``policy.accounts``) are kept per group as columns, rows in ``EngineSpec.order``, so that
-the kernels of ``prefill`` and ``decode`` read them as they are and the first minimum is the one of
-lowest order.  Here they are lists, which Python reads faster than arrays.
+Accounts (``policy.accounts``) are stored per group as columns, rows in ``EngineSpec.order``, so
+that the kernels of ``prefill`` and ``decode`` read them as they are and the first minimum is the
+one of lowest order.  Here they are lists, which Python reads faster than arrays.
 """
 
 from bisect import bisect, insort

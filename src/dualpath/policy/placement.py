@@ -48,9 +48,9 @@ def prefill_worth(alpha_tokens: int, beta_tokens: int) -> float:
     return min(computed_per_s / read_per_s, LARGEST_WORTH)
 
 
-def weighed_tokens(load_tokens: int, kept_tokens: int, worth: float) -> int:
+def weighed_tokens(load_tokens: int, cached_tokens: int, worth: float) -> int:
     """Return an engine's load less the worth of what it caches of a prompt."""
-    return load_tokens - int(kept_tokens * worth)
+    return load_tokens - int(cached_tokens * worth)
 
 
 class LiveRequest:

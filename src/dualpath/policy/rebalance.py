@@ -68,7 +68,7 @@ class RebalanceSettings(Settings, frozen=True, kw_only=True):
     horizon_s: Annotated[float, Setting("for which a move has to pay", gt=0)] = 300.0
     margin: Annotated[float, Setting("gain over cost that a move needs", ge=1, le=LARGEST)] = 2.0
     least_improvement: Annotated[
-        float, Setting("keeps the policy from moving nodes for nothing", gt=0, lt=1)
+        float, Setting("prevents the policy from moving nodes without a benefit", gt=0, lt=1)
     ] = 0.05
     patience: Annotated[int, Setting("equal answers in a row", ge=1, le=LARGEST)] = 2
     rest_s: Annotated[float, Setting("after a switch", ge=0, le=LARGEST)] = 60.0

@@ -31,7 +31,7 @@ SEEN_KEYS = 1 << 18
 class HitAccount(msgspec.Struct, frozen=True):
     """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
 
-    ``ideal_hit_tokens`` would have been loaded by a storage that keeps everything and a data path
+    ``ideal_hit_tokens`` would have been loaded by a storage that never evicts and a data path
     that never fails.
     """
 

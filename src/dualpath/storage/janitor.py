@@ -1,4 +1,4 @@
-"""The janitor: keeps a storage within its limits.  One per storage, elected by a lease.
+"""The janitor: enforces the limits of a storage.  One per storage, elected by a lease.
 
 A step applies the journal events of the engines, continues the survey, and removes blocks if a
 limit is exceeded.  A janitor that dies at any point leaves intact blocks; the next janitor restores
@@ -381,7 +381,7 @@ class Lease:
         try:
             self._tree.replace(_name(self.term), msgspec.json.encode(self._beat))
         except StorageError:
-            # The disk may be full, and only the janitor frees space on it: it keeps the lease.
+            # The disk may be full, and only the janitor frees space on it: it retains the lease.
             return
         self._beaten_s = now_s
 

@@ -30,7 +30,7 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the request for the prefill engine: one token, not streamed, KV kept for transfer."""
+    """Return the request for the prefill engine: one token, not streamed, KV held for transfer."""
     copied = {name: value for name, value in body.items() if name != "stream_options"}
     return {
         **copied,

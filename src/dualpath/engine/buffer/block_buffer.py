@@ -15,7 +15,7 @@ from dualpath.policy.reuse import ReuseForecast
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
-# ------------------------------------------------------------------------------------- kept blocks
+# ----------------------------------------------------------------------------------- cached blocks
 # The cached blocks of a DRAM buffer, and the order in which they are evicted.
 #
 # A hit begins with a prompt's first block, so a chain is evicted from its tail: only blocks without

@@ -322,7 +322,7 @@ class ServedPrompts:
             self._buffer.release(request_id)
 
 
-# ---------------------------------------------------------------------------------- session doubts
+# ------------------------------------------------------------------------------- in-doubt requests
 # The teardown of a session at an engine: only in-doubt requests are left.
 
 

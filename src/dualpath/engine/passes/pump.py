@@ -456,7 +456,7 @@ def open_movers(
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
-    ``buffers`` are regions of Full Blocks, each with the object that keeps its memory alive;
+    ``buffers`` are regions of Full Blocks, each with the object that owns its memory;
     ``views`` defines the views of their parts.  Raises ``ConfigError`` if the device or the network
     cannot register memory.
     """

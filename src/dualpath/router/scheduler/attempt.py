@@ -114,7 +114,7 @@ class EngineAttempt(AttemptChannel):
         self._order = order
         self._arrival_seq = arrival_seq
         self._listener = listener
-        self._use_cached = order.kept and scheduler.settings.dram_tier
+        self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
         self._placed = self._arrived = False
         #: Engines that count the request.

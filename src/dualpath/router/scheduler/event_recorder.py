@@ -68,7 +68,7 @@ class EventLogWriter:
         try:
             self._queue.put_nowait(line)
         except queue.Full:
-            self._end(f"{self._queue.maxsize} events wait for the disk, which is the most kept")
+            self._end(f"{self._queue.maxsize} events wait for the disk, which is the limit")
 
     def close(self) -> None:
         """Write what is queued and close the file; idempotent."""

@@ -107,7 +107,7 @@ class EngineState:
         return totals
 
     def confirms_dead(self, writer: Writer) -> bool:
-        """A former process is dead; return whether that was in doubt."""
+        """A former process is confirmed dead; return whether this was not known before."""
         return self.unproven.pop(writer.epoch, None) is not None
 
     def restart(self, info: EngineInfo) -> None:

@@ -98,7 +98,7 @@ class Releases:
                 self._quarantine(attempt_id, slots)
 
     def engine_joined(self, info: EngineInfo) -> None:
-        """An engine begins a session: it reports what earlier sessions have left in doubt."""
+        """An engine begins a session: it reports the in-doubt attempts of earlier sessions."""
         self._live[info.writer.id] = set(info.unsettled)
         for attempt_id, slots in list(self._slots.items()):
             for writer in list(slots.writers.values()):

@@ -54,9 +54,9 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 class History:
     """The latest samples, numbered from 1, and the TTFTs of the last minute."""
 
-    def __init__(self, kept: int = MAX_SAMPLES) -> None:
+    def __init__(self, most_samples: int = MAX_SAMPLES) -> None:
         self.last_seq = 0
-        self._samples: deque[Sample] = deque(maxlen=kept)
+        self._samples: deque[Sample] = deque(maxlen=most_samples)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
 
     def add(self, sample: Sample, ttfts_s: Iterable[float]) -> None:
