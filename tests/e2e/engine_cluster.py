@@ -263,12 +263,12 @@ class EngineCluster:
         return answers
 
     def ask_without_hits(
-        self, rounds: Sequence[Round], said: Sequence[list[int]], model: str = NAME
+        self, rounds: Sequence[Round], generated: Sequence[list[int]], model: str = NAME
     ) -> Answer:
         """Send an agent's last turn, given all answers, with an unused salt."""
-        turns = zip(rounds, said, strict=True)
+        turns = zip(rounds, generated, strict=True)
         tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
-        prompt = tokens[: len(tokens) - len(said[-1])]
+        prompt = tokens[: len(tokens) - len(generated[-1])]
         return self.ask(prompt, rounds[-1].generate, f"unused {next(self._unused)}", model)
 
     def expected_hits(self, rounds: Sequence[Round]) -> list[int]:

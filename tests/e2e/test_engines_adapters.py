@@ -74,11 +74,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             ),
         ]
         with plain:
-            said = {name: play_plain(plain.url, ROUNDS, name) for name in MODELS[1:]}
-            said[NAME] = play_plain(plain.url, ROUNDS, NOTHING)
+            answers = {name: play_plain(plain.url, ROUNDS, name) for name in MODELS[1:]}
+            answers[NAME] = play_plain(plain.url, ROUNDS, NOTHING)
         cluster.wait_for(*names)
         turns = in_parallel([partial(play, cluster, name) for name in MODELS])
-        yield Served(cluster, dict(zip(MODELS, turns, strict=True)), said)
+        yield Served(cluster, dict(zip(MODELS, turns, strict=True)), answers)
 
 
 def play(cluster: EngineCluster, model: str) -> Turns:
@@ -98,15 +98,15 @@ def extras_of(cluster: EngineCluster, model: str) -> KeyExtras:
 
 
 def test_each_adapter_says_what_it_says_on_a_plain_engine(served: Served) -> None:
-    said = {name: [t.token_ids for t in turns] for name, turns in served.turns.items()}
-    assert said == served.plain
+    answers = {name: [t.token_ids for t in turns] for name, turns in served.turns.items()}
+    assert answers == served.plain
     assert len({tuple(turns[0]) for turns in served.plain.values()}) == len(MODELS)
 
 
 def test_without_hits_each_adapter_says_the_same(served: Served) -> None:
-    for model, said in served.plain.items():
-        computed = served.cluster.ask_without_hits(ROUNDS, said, model)
-        assert computed == (said[-1], 0)
+    for model, answers in served.plain.items():
+        computed = served.cluster.ask_without_hits(ROUNDS, answers, model)
+        assert computed == (answers[-1], 0)
         assert served.turns[model].second.cached_tokens > 0
 
 

@@ -249,7 +249,7 @@ def call(endpoint, method, session_id, body):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"prompt": [5] * 3000}, "2048"),
         ({"max_tokens": -1}, "-1"),
@@ -261,10 +261,10 @@ def call(endpoint, method, session_id, body):
         ({"prompt": ""}, "non-empty"),
     ],
 )
-def test_absurd_requests_are_refused_with_value_and_limit(client, service, options, said):
+def test_absurd_requests_are_refused_with_value_and_limit(client, service, options, message):
     with pytest.raises(BadRequestError) as refusal:
         client.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 4, **options})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert service.jobs == []
 
 
@@ -306,8 +306,8 @@ def test_a_failed_request_has_status_and_message(client, service, error, status)
     with pytest.raises(APIStatusError) as failure:
         client.completions.create(model="tiny", prompt="x", max_tokens=8)
     assert failure.value.status_code == status
-    said = "internal error" if status == 500 else str(error)
-    assert said in str(failure.value)
+    message = "internal error" if status == 500 else str(error)
+    assert message in str(failure.value)
     assert "secret" not in str(failure.value)
 
 

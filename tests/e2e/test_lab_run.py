@@ -145,8 +145,8 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
         lab=LAB,
         emulated=NODES,
     )
-    said: list[str] = []
-    report = measure_jct(settings, "dualpath lab bench jct", said.append)
+    messages: list[str] = []
+    report = measure_jct(settings, "dualpath lab bench jct", messages.append)
     assert [row[0] for row in report.tables[0].rows] == ["basic", "dualpath"]
     assert any("none wrong" in line for line in report.settings)
     runs = report.data["jobs"][0]["runs"]
@@ -154,7 +154,7 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     assert runs["basic"][0]["summary"].hit_tokens == runs["dualpath"][0]["summary"].hit_tokens
     paths = write_experiment(report, tmp_path)
     assert [path.name for path in paths] == ["small.json", "small.md", "small.png"]
-    assert any("lab of 1P2D is up" in line for line in said)
+    assert any("lab of 1P2D is up" in line for line in messages)
 
 
 @pytest.mark.usefixtures("nothing_left")

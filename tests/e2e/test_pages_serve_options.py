@@ -172,11 +172,11 @@ def test_groups_of_engines_share_experts(pages: TypedPages) -> None:
 def test_engines_run_on_nodes_of_ray(pages: TypedPages, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     (export,) = (w for w in pages.commands("ray.md", exports) if w[0] == "export")
-    said = subprocess.run(
+    printed = subprocess.run(
         ["bash", "-c", f"{' '.join(export)} && printenv {SECRET_VARIABLE}"],
         capture_output=True, check=True, timeout=GUARD_S, text=True,
     )  # fmt: skip
-    monkeypatch.setenv(SECRET_VARIABLE, said.stdout.strip())
+    monkeypatch.setenv(SECRET_VARIABLE, printed.stdout.strip())
     # `ray start` would be seen by every Ray of this machine; it has no five CPUs either.
     cluster = RayCluster(cpus=4)
     try:

@@ -112,8 +112,8 @@ def curl(words: list[str]) -> bytes:
         asks = method or ("POST" if body else "GET")
         connection.request(asks, urlsplit(url).path, body, headers)
         response = connection.getresponse()
-        said = response.read()
-        assert response.status == 200, said
-        return said
+        content = response.read()
+        assert response.status == 200, content
+        return content
     finally:
         connection.close()

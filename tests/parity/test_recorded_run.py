@@ -44,7 +44,7 @@ def test_the_live_scheduler_decides_again_as_it_was_recorded(name):
 
 # The first one to run compiles for half a minute of CPU.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
+@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-cached"}))
 def test_the_simulators_compiled_scheduler_decides_as_the_live_one_did(name):
     log = before_losses(LOGS[name])
     assert difference(log, CompiledScheduler(log)) is None
@@ -105,7 +105,7 @@ def waited(log: EventLog) -> int:
 
 def test_one_run_kept_what_agents_came_back_for():
     """Their hits came from the DRAM of the DE, of the PE behind it, and in part from storage."""
-    decided = assignments(LOGS["dualpath-kept"])
+    decided = assignments(LOGS["dualpath-cached"])
     assert [a.read_reason for a in decided].count("kept") >= 40
     assert "kept" in {a.de_reason for a in decided}
     sources = {tuple((run.side, run.cached) for run in a.reads) for a in decided}
@@ -121,14 +121,14 @@ def test_one_run_kept_what_agents_came_back_for():
 
 
 def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
-    entries = LOGS["dualpath-kept"].entries
+    entries = LOGS["dualpath-cached"].entries
     grants = [entry for entry in entries if isinstance(entry.event, SlotsGranted)]
     anew = [assignment for entry in grants for assignment in entry.effects.assignments]
     assert len(grants) > len(anew) >= 5
     assert {a.read_reason for a in anew} == {"shorter-queue", "tie"}
 
 
-@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
+@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-cached"}))
 def test_the_others_read_every_hit_from_storage(name):
     assert not any(run.cached for a in assignments(LOGS[name]) for run in a.reads)
 
@@ -220,7 +220,7 @@ def test_what_engines_keep_unheard_is_found():
             return Entry(Submitted(msgspec.structs.replace(entry.event.request, cached=())))
         return entry
 
-    tampered = changed(before_losses(LOGS["dualpath-kept"]), unheard)
+    tampered = changed(before_losses(LOGS["dualpath-cached"]), unheard)
     assert difference(tampered)
 
 

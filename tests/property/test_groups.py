@@ -73,7 +73,7 @@ class Group:
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
         self.greetings = [1] * SIZE
-        self.said: list[control.Register] = []
+        self.registrations: list[control.Register] = []
 
     def step(self, what: str, number: int) -> None:
         engine_id = f"p{number}"
@@ -86,8 +86,8 @@ class Group:
             start = max(self.starts) + 1
             for rank in range(SIZE):
                 self.restart(rank, start)
-        elif what == "repeat" and self.said:
-            self.hear(self.said[number % len(self.said)])
+        elif what == "repeat" and self.registrations:
+            self.hear(self.registrations[number % len(self.registrations)])
         elif what == "lose":
             self.server.declare_lost(engine_id, "test", certain=False)
         elif what == "dead" and (state := self.registry.get(engine_id)):
@@ -110,7 +110,7 @@ class Group:
         self.engines[rank].generation = self.starts[rank]
         dp = GroupRank("p", str(self.starts[rank]), rank, SIZE)
         hello = msgspec.structs.replace(self.engines[rank].hello(self.greetings[rank]), dp=dp)
-        self.said.append(hello)
+        self.registrations.append(hello)
         self.hear(hello)
 
     def hear(self, hello: control.Register) -> None:
@@ -135,7 +135,7 @@ def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
     group = Group()
     for what, number in happens:
         group.step(what, number)
-    late = list(group.said)
+    late = list(group.registrations)
     group.step("start all", 0)
     for hello in late:
         group.hear(hello)

@@ -73,13 +73,13 @@ def block_sessions(draw: st.DrawFn) -> list[BlockSession]:
     return found
 
 
-def said(session: Session) -> object:
+def recorded_fields(session: Session) -> object:
     """Return what all formats say of a session."""
     assert isinstance(session, BlockSession)
     turns = [
         (t.prompt_tokens, t.generate_tokens, t.id_ranges, t.delay_s) for t in session.block_turns
     ]
-    helpers = [(sub.after_turn, said(sub.session)) for sub in session.sub_agents]
+    helpers = [(sub.after_turn, recorded_fields(sub.session)) for sub in session.sub_agents]
     return session.session_id, session.block_tokens, turns, helpers
 
 
@@ -88,7 +88,9 @@ def said(session: Session) -> object:
 def test_sessions_of_block_ids(format: str, sessions: list[BlockSession]):
     read = again(sessions, format)
 
-    assert sorted(map(said, read), key=repr) == sorted(map(said, sessions), key=repr)
+    assert sorted(map(recorded_fields, read), key=repr) == sorted(
+        map(recorded_fields, sessions), key=repr
+    )
 
 
 @pytest.mark.parametrize("format", ["bailian", "mooncake", "otel"])

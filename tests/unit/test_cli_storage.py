@@ -139,7 +139,7 @@ def test_removing_a_tenant_includes_blocks_that_inherit_it(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("rm", "."), "no blocks are selected"),
         (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks in this storage"),
@@ -156,11 +156,11 @@ def test_invalid_arguments_are_refused_with_a_remedy(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(storage.root)
     assert main(["storage", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert storage.head(1) == 4
 
 

@@ -188,8 +188,8 @@ def test_a_variable_is_refused_by_name(name, text, message):
 
 def test_what_the_settings_refuse_themselves_names_its_origin():
     given = layered([flag("name", "n")], from_environment(SCHEMA, {"DUALPATH_PART_SHARE": "2"}))
-    said = r"DUALPATH_PART_SHARE is 2\.0; it must be at most --count"
-    with pytest.raises(ConfigError, match=said):
+    output = r"DUALPATH_PART_SHARE is 2\.0; it must be at most --count"
+    with pytest.raises(ConfigError, match=output):
         build(Part, "part", given, {"count": "--count"})
 
 
@@ -350,9 +350,9 @@ def test_secrets_stay_out_of_config_check(capsys, monkeypatch):
     monkeypatch.setenv("DUALPATH_ROUTER_API_KEYS", '["s3cret"]')
     for form in ((), ("--json", "-")):
         assert main(["config", "check", *form]) == 0
-        said = capsys.readouterr().out
-        assert "s3cret" not in said
-        assert HIDDEN in said
+        output = capsys.readouterr().out
+        assert "s3cret" not in output
+        assert HIDDEN in output
 
 
 def test_the_file_of_the_documentation_is_accepted():

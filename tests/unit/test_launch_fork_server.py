@@ -45,8 +45,8 @@ def test_a_server_without_a_module_is_replaced_when_it_has_no_running_processes(
     environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}"}
     argv = [sys.executable, "-c", _STORY, str(tmp_path)]
     subprocess.run(argv, env=environment, check=True, timeout=120)
-    said = {path.name: path.read_text().split()[1:] for path in tmp_path.iterdir()}
-    assert said == {
+    cpus = {path.name: path.read_text().split()[1:] for path in tmp_path.iterdir()}
+    assert cpus == {
         "first": ["frozen", "colorsys"],
         "early": ["frozen", "colorsys"],
         "late": ["frozen", "colorsys", "wave"],

@@ -86,8 +86,8 @@ def test_window_layers_are_found_by_their_list_and_by_gemmas_pattern(tmp_path):
 
 def test_a_window_that_qwen_does_not_use_is_none(tmp_path):
     qwen = {**keys_of("llama-3.3-70b"), "model_type": "qwen2", "sliding_window": 4096}
-    for said in (None, False):
-        model = load(written(tmp_path / "qwen", qwen, use_sliding_window=said))
+    for setting in (None, False):
+        model = load(written(tmp_path / "qwen", qwen, use_sliding_window=setting))
         assert [run.stored_tokens for run in model.attention] == [0]
     mistral = load(written(tmp_path / "mistral", qwen, model_type="mistral"))
     assert [run.stored_tokens for run in mistral.attention] == [4096]

@@ -45,8 +45,8 @@ class Router:
         **hints: Any,
     ) -> list[Order]:
         keys = context(agent, blocks + answer)
-        said = SessionHints(**hints)
-        name = self.warmth.turn_began("", said, keys[:blocks], start_s)
+        session_hints = SessionHints(**hints)
+        name = self.warmth.turn_began("", session_hints, keys[:blocks], start_s)
         return self.warmth.turn_ended(name, blocks, keys, engine, end_s, BUFFERS)
 
 

@@ -73,12 +73,12 @@ async def control(secret: ClusterSecret | None = None) -> AsyncIterator[Control]
         await made.socket.close()
 
 
-async def stranger(made: Control, *said: bytes) -> asyncio.StreamWriter:
+async def stranger(made: Control, *frames: bytes) -> asyncio.StreamWriter:
     """Connect without libzmq and say some bytes; after a READY, wait for the other end's."""
     reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
-    for some in said:
+    for some in frames:
         writer.write(some)
-    if READY in said:
+    if READY in frames:
         await reader.readexactly(len(GREETING) + THEIR_READY_BYTES)
     return writer
 

@@ -169,7 +169,7 @@ class Listener:
         self.events.append(("dead", *writer.id))
 
     def on_message(self, info, message):
-        self.events.append(("said", message))
+        self.events.append(("received", message))
 
     def in_doubt(self):
         return []
@@ -196,11 +196,11 @@ class Watched:
 
     @property
     def events(self) -> list[tuple[object, ...]]:
-        return [event for event in self.listener.events if event[0] != "said"]
+        return [event for event in self.listener.events if event[0] != "received"]
 
     @property
-    def said(self) -> list[object]:
-        return [event[1] for event in self.listener.events if event[0] == "said"]
+    def received(self) -> list[object]:
+        return [event[1] for event in self.listener.events if event[0] == "received"]
 
     def greet(self, registration: int = 1) -> None:
         self.receive(envelopes.unnumbered(self.engine.hello(registration)))
@@ -300,7 +300,7 @@ async def test_a_message_that_comes_twice_or_too_early_is_taken_up_once_in_order
     early = watched.talk.send(first, 0.0), watched.talk.send(second, 0.0)
     for envelope in (early[1], early[0], early[0], early[1], early[1]):
         watched.receive(envelope)
-    assert watched.said == [first, second]
+    assert watched.received == [first, second]
 
 
 async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched):

@@ -153,11 +153,11 @@ class Lost(SoleLeader):
 
 
 async def test_a_scheduler_whose_turn_is_over_leaves_before_its_process_ends() -> None:
-    said: list[str] = []
+    steps: list[str] = []
 
     async def stop() -> None:
         await asyncio.sleep(0)
-        said.append("front ends and engines are sent away")
+        steps.append("front ends and engines are sent away")
         raise RuntimeError("whatever comes of that, the process ends")
 
     async def drain() -> None:
@@ -166,8 +166,8 @@ async def test_a_scheduler_whose_turn_is_over_leaves_before_its_process_ends() -
     async with asyncio.timeout(GUARD_S), contextlib.AsyncExitStack() as stack:
         await stop_when_lost(Lost(), stack, stop)
         await until_signal(drain)
-        said.append("connections of clients end")
-    assert said == ["front ends and engines are sent away", "connections of clients end"]
+        steps.append("connections of clients end")
+    assert steps == ["front ends and engines are sent away", "connections of clients end"]
 
 
 async def test_addresses_are_waited_for_only_where_another_router_may_still_have_them(

@@ -27,8 +27,8 @@ async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> N
     await asyncio.sleep(0)
     frames.add([unnumbered(THIRD)])
     await asyncio.sleep(0)
-    said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
-    assert said == [[FIRST, SECOND], [THIRD]]
+    received = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
+    assert received == [[FIRST, SECOND], [THIRD]]
 
 
 async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it_refuses() -> None:
@@ -39,8 +39,8 @@ async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it
     everything: list[m.FrontEndMessage] = [*told, large, FIRST]
     frames.add([unnumbered(message) for message in everything])
     await asyncio.sleep(0)
-    said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
-    assert [message for frame in said for message in frame] == everything
+    received = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
+    assert [message for frame in received for message in frame] == everything
     assert max(map(len, sent)) < LARGEST_FRAME_BYTES
     assert len(sent) < len(told) / 10
 

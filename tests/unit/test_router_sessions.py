@@ -25,8 +25,8 @@ def orders(engine: FakeEngine) -> list[control.Retain]:
 
 async def turn(made: Cluster, name: str, prompt: list[int], **hints: object) -> list[int]:
     """Run a turn; return its whole context, and wait until its engines have heard of it."""
-    said = SessionHints(**hints)  # type: ignore[arg-type]
-    generated = await made.run(job(name, prompt, hints=said))
+    given = SessionHints(**hints)  # type: ignore[arg-type]
+    generated = await made.run(job(name, prompt, hints=given))
     await asyncio.sleep(0.1)
     return [*prompt, *generated]
 

@@ -48,16 +48,16 @@ def test_the_status_lists_owners_that_have_a_quota(
         engine.write(chain(number, 2 * number), tenant=tenant)
     engine.journal.flush()
     janitor.step()
-    said = read_status(story.tree)
-    assert said is not None
+    status = read_status(story.tree)
+    assert status is not None
     sizes = {"a" * 16: 2, "b" * 16: 4, "c" * 16: 6}
-    assert said.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
-    assert said.fullest_namespaces == {}, "they have no quota"
+    assert status.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
+    assert status.fullest_namespaces == {}, "they have no quota"
     monkeypatch.setattr(janitor_module, "MAX_NAMED_OWNERS", 2)
     janitor.step()
-    said = read_status(story.tree)
-    assert said is not None
-    assert said.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
+    status = read_status(story.tree)
+    assert status is not None
+    assert status.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
 
 
 def test_the_survey_finds_existing_blocks_with_chains_and_tenants() -> None:

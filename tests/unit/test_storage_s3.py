@@ -67,7 +67,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (500, "500 Planned no"),
         ("closed", "(attempt 3)"),
@@ -76,7 +76,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
     ],
 )
 def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
-    server: FaultyS3, fault: Fault, said: str
+    server: FaultyS3, fault: Fault, message: str
 ) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault, fault, fault]
@@ -84,7 +84,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     assert outcome.good_blocks == 1
     assert outcome.reason is not None
     assert outcome.reason.startswith("read error: GET ")
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert into[0] == DATA[0]
     assert len(server.requests) == 1 + QUICK.attempts
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
@@ -289,7 +289,7 @@ def test_url_and_environment_define_the_location(
 
 
 @pytest.mark.parametrize(
-    ("url", "environment", "said"),
+    ("url", "environment", "message"),
     [
         ("s3://UPPER", {}, "3 to 63"),
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
@@ -301,9 +301,9 @@ def test_url_and_environment_define_the_location(
     ],
 )
 def test_invalid_locations_are_refused_by_name(
-    url: str, environment: dict[str, str], said: str
+    url: str, environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_location(url, environment)
 
 

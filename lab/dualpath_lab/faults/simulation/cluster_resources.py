@@ -60,7 +60,7 @@ class ClusterResources:
         return process, known
 
     def has_exited(self, host: str, process: HostProcess) -> bool:
-        """Whether a machine sees that a process, with all its ranks, has exited.
+        """Whether a machine can confirm that a process and all its ranks have exited.
 
         False for a process of another machine.
         """
@@ -73,5 +73,5 @@ class ClusterResources:
         return process is not None and not process.has_exited
 
     def owner_of(self, agent: str, region: str, piece: int) -> str | None:
-        """Return who owns a piece of an agent's memory."""
+        """Return the owner of a piece of an agent's memory."""
         return self.agents[agent].owner_of(region, piece)

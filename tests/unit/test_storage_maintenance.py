@@ -192,9 +192,9 @@ def test_nothing_is_declined_by_a_status_without_owners() -> None:
     """A status written before quotas of tenants applied to writers lacks two fields."""
     kept = Kept()
     kept.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
-    said = msgspec.json.decode(kept.tree.get(STATUS) or b"")
-    del said["fullest_tenants"], said["fullest_namespaces"]
-    kept.tree.replace(STATUS, msgspec.json.encode(said))
+    status = msgspec.json.decode(kept.tree.get(STATUS) or b"")
+    del status["fullest_tenants"], status["fullest_namespaces"]
+    kept.tree.replace(STATUS, msgspec.json.encode(status))
     kept.maintenance.tick()
     assert kept.maintenance.status is not None
     assert kept.write(0, 9) == 9
