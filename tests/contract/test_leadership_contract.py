@@ -46,10 +46,10 @@ class Store:
 
     async def renew(self) -> bool:
         self._reach()
-        kept = await self._inner.renew()
-        self.renewals += kept
+        renewed = await self._inner.renew()
+        self.renewals += renewed
         self.renewed.set()
-        return kept
+        return renewed
 
     async def release(self) -> None:
         self._reach()

@@ -141,11 +141,13 @@ class Agents:
             stored = max(len(context) - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
             context += ROUNDS[self._turn].append
 
-            def heard(model: str = model, context: list[int] = context, all_: int = stored) -> bool:
+            def reported(
+                model: str = model, context: list[int] = context, all_: int = stored
+            ) -> bool:
                 answer = front_end.ask(model, context)
                 assert answer.token_ids == self._truth[model][self._turn]
                 return answer.cached_tokens >= all_
 
-            until(heard, f"hits of {stored} tokens")
+            until(reported, f"hits of {stored} tokens")
             context += self._truth[model][self._turn]
         self._turn += 1

@@ -117,16 +117,16 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     sealed = EmulatedEngines(replace(nodes, dram_tier=False, storage_protection="encrypted"))
     lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True, busy_limit=ANY_LOAD)
     with lab as made:
-        kept = made.run(Mode.DUALPATH, ReplayOptions())
+        cached = made.run(Mode.DUALPATH, ReplayOptions())
         others = [
             made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
         ]
     # The only DE has cached every context; nothing is read again.
-    assert kept.storage_bytes == 0
-    assert dram_share(kept) == 1.0
-    hits = kept.client.replay.summary.hit_tokens
+    assert cached.storage_bytes == 0
+    assert dram_share(cached) == 1.0
+    hits = cached.client.replay.summary.hit_tokens
     assert hits
-    for run in (kept, *others):
+    for run in (cached, *others):
         assert run.client.replay.summary.hit_tokens == hits
         assert run.client.verified["de_hbm"] > 0
         assert not any(run.client.wrong.values())

@@ -87,8 +87,8 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
     (tree,) = (b for b in blocks(HOW_TO / "monitor.md") if b.text.startswith("request "))
     # Before the remarks; what is in brackets is an engine's own, and emulated ones trace nothing.
     names = re.findall(r"^[│├└─ ]*([a-z]\w+(?:, [a-z]\w+)*)", tree.text, re.MULTILINE)
-    told = set(", ".join(names).split(", "))
-    assert {"request", "schedule", "storage_read", "h2d"} <= told
+    listed = set(", ".join(names).split(", "))
+    assert {"request", "schedule", "storage_read", "h2d"} <= listed
     with span_server(port) as spans, Supervisor() as processes:
         # Blocks cached in DRAM are not read.
         traced = pages.spawn("router", [*router, "--no-dram-tier"])
@@ -100,4 +100,4 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
         # The root span ends last.
         until(lambda: spans.names.count("request") == 2, "the spans of both requests")
-        assert {*spans.names} == told
+        assert {*spans.names} == listed

@@ -129,13 +129,13 @@ def test_engines_leave_traces_with_the_events_of_the_page(pages: TypedPages) -> 
         until(lambda: len(stored(pages)) == 6, "the blocks of the first answer")
         hits_what_it_stored(pages, PROMPT[::-1])
     text = (HOW_TO / "read-a-trace.md").read_text()
-    told = {*re.findall(r"^\| `[\w-]+`[^|]*\| `(\w+)", text, re.MULTILINE)}
+    listed = {*re.findall(r"^\| `[\w-]+`[^|]*\| `(\w+)", text, re.MULTILINE)}
     files = [*(pages.folder / "traces").iterdir()]
     assert len(files) == 2
     events = [event for file in files for event in json.loads(file.read_text())["traceEvents"]]
     seen = {event["name"].split()[0] for event in events if event["ph"] == "X"}
     # Hits are still in DRAM.
-    assert seen == told - {"read"}
+    assert seen == listed - {"read"}
 
 
 def test_a_mode_is_replayed(pages: TypedPages, capsys: pytest.CaptureFixture[str]) -> None:

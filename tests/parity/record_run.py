@@ -52,7 +52,7 @@ AGENTS = 10
 TURNS = 8
 BUFFER_BYTES = 128 << 20
 #: Of an engine that keeps KV for next turns: some three prompts of mean length, so that not all is
-#: kept, and what is kept not always whole.
+#: cached, and what is cached not always whole.
 KEEPING_BUFFER_BYTES = 64 << 20
 
 
@@ -108,7 +108,7 @@ class LoseEngine:
 
 def log_name(mode: Mode, lose_engine: bool, dram_tier: bool) -> str:
     """Return what the log of such a run is called."""
-    return f"{mode}{'-engine-lost' if lose_engine else ''}{'-kept' if dram_tier else ''}"
+    return f"{mode}{'-engine-lost' if lose_engine else ''}{'-cached' if dram_tier else ''}"
 
 
 def record(mode: Mode, seed: int, lose_engine: bool, dram_tier: bool) -> None:

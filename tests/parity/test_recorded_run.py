@@ -103,7 +103,7 @@ def waited(log: EventLog) -> int:
     return sum(count >= 8 for count in tries.values())
 
 
-def test_one_run_kept_what_agents_came_back_for():
+def test_one_run_cached_what_agents_came_back_for():
     """Their hits came from the DRAM of the DE, of the PE behind it, and in part from storage."""
     decided = assignments(LOGS["dualpath-cached"])
     assert [a.read_reason for a in decided].count("kept") >= 40
@@ -117,15 +117,15 @@ def test_one_run_kept_what_agents_came_back_for():
         ((Role.PREFILL, False),),
         ((Role.DECODE, False),),
     }
-    assert all(a.read_reason == "kept" for a in decided if a.reads and all_kept(a))
+    assert all(a.read_reason == "kept" for a in decided if a.reads and all_cached(a))
 
 
 def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
     entries = LOGS["dualpath-cached"].entries
     grants = [entry for entry in entries if isinstance(entry.event, SlotsGranted)]
-    anew = [assignment for entry in grants for assignment in entry.effects.assignments]
-    assert len(grants) > len(anew) >= 5
-    assert {a.read_reason for a in anew} == {"shorter-queue", "tie"}
+    replanned = [assignment for entry in grants for assignment in entry.effects.assignments]
+    assert len(grants) > len(replanned) >= 5
+    assert {a.read_reason for a in replanned} == {"shorter-queue", "tie"}
 
 
 @pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-cached"}))
@@ -133,7 +133,7 @@ def test_the_others_read_every_hit_from_storage(name):
     assert not any(run.cached for a in assignments(LOGS[name]) for run in a.reads)
 
 
-def all_kept(assignment: Assignment) -> bool:
+def all_cached(assignment: Assignment) -> bool:
     return all(run.cached for run in assignment.reads)
 
 

@@ -32,7 +32,7 @@ steps = st.one_of(
 )
 
 
-class Told:
+class Listener:
     """What the server tells: who takes part, all at once or not at all."""
 
     def __init__(self) -> None:
@@ -61,14 +61,14 @@ class Told:
 
 
 class Group:
-    """Ranks as processes; each greets when it is told to, and its greetings may come again."""
+    """Ranks as processes; each greets when it is listener to, and its greetings may come again."""
 
     def __init__(self) -> None:
-        self.told = Told()
+        self.listener = Listener()
         self.now_s = 0.0
         self.registry = Registry()
         self.server = ControlServer(
-            self.registry, self.told, lambda: self.now_s, TIMEOUT_S, ControlNetwork()
+            self.registry, self.listener, lambda: self.now_s, TIMEOUT_S, ControlNetwork()
         )
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
@@ -87,7 +87,7 @@ class Group:
             for rank in range(SIZE):
                 self.restart(rank, start)
         elif what == "repeat" and self.registrations:
-            self.hear(self.registrations[number % len(self.registrations)])
+            self.receive(self.registrations[number % len(self.registrations)])
         elif what == "lose":
             self.server.declare_lost(engine_id, "test", certain=False)
         elif what == "dead" and (state := self.registry.get(engine_id)):
@@ -111,9 +111,9 @@ class Group:
         dp = GroupRank("p", str(self.starts[rank]), rank, SIZE)
         hello = msgspec.structs.replace(self.engines[rank].hello(self.greetings[rank]), dp=dp)
         self.registrations.append(hello)
-        self.hear(hello)
+        self.receive(hello)
 
-    def hear(self, hello: control.Register) -> None:
+    def receive(self, hello: control.Register) -> None:
         self.server._handle(b"peer", [envelopes.encode(envelopes.unnumbered(hello))])
 
 
@@ -123,10 +123,10 @@ def test_a_group_takes_part_as_one_start_or_not_at_all(happens):
     group = Group()
     for what, number in happens:
         group.step(what, number)
-        live = group.told.live.values()
+        live = group.listener.live.values()
         assert len(live) in (0, SIZE)
         assert len({info.dp.epoch for info in live if info.dp}) <= 1
-        assert {e.engine_id for e in group.registry.alive()} == set(group.told.live)
+        assert {e.engine_id for e in group.registry.alive()} == set(group.listener.live)
 
 
 @given(st.lists(steps, max_size=40))
@@ -138,11 +138,13 @@ def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
     late = list(group.registrations)
     group.step("start all", 0)
     for hello in late:
-        group.hear(hello)
+        group.receive(hello)
     for rank in range(SIZE):  # a late registration may have ended a session: they greet anew
         group.step("greet", rank)
     group.step("greet", 0)
     for rank in range(1, SIZE):
         group.step("greet", rank)
-    assert len(group.told.live) == SIZE
-    assert {info.dp.epoch for info in group.told.live.values() if info.dp} == {str(group.starts[0])}
+    assert len(group.listener.live) == SIZE
+    assert {info.dp.epoch for info in group.listener.live.values() if info.dp} == {
+        str(group.starts[0])
+    }

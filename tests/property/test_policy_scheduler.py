@@ -152,13 +152,13 @@ class Cluster(RuleBasedStateMachine):
     def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
         """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
         blocks = int((prompt - 1) * share) // BLOCK_TOKENS
-        kept = tuple(
+        cached = tuple(
             CachedPrefix(spec.engine_id, round(part * blocks))
             for spec, part in keepers.items()
             if round(part * blocks)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count, kept))
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count, cached))
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))

@@ -112,7 +112,7 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
 
     Some of the ten layers may see the last tokens only, three for each of ``windows``.
 
-    A DRAM tier has room for everything, so that nothing is gone that was believed to be kept.
+    A DRAM tier has room for everything, so that nothing is gone that was believed to be cached.
     """
     cluster |= {"compute_quota_s": 1e6, "batch_cap_tokens": 1 << 20}
     if cluster["dram_tier_bytes"] is not None:
@@ -130,13 +130,13 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
     decisions = decisions_of(result)
     for row, r in enumerate(decisions.round.tolist()):
         runs, first = [], 0
-        for side, tokens, kept in (
+        for side, tokens, cached in (
             (Role.DECODE, decisions.decode_cached_tokens[row], True),
             (Role.PREFILL, decisions.prefill_cached_tokens[row], True),
             (Role.PREFILL, decisions.prefill_read_tokens[row], False),
             (Role.DECODE, decisions.decode_read_tokens[row], False),
         ):
-            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), cached=kept))
+            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), cached=cached))
             first += int(tokens) // 64
         assert first * 64 == (agents.hit_tokens[r] if mode.moves_bytes else 0)
         whole_from = geometry.whole_from(first)

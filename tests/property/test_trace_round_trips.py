@@ -37,10 +37,10 @@ def block_turns(draw: st.DrawFn, first_id: int) -> tuple[BlockTurn, ...]:
     turns: list[BlockTurn] = []
     ids: list[int] = list(range(draw(st.integers(0, 3))))  # what all sessions begin with
     for index in range(draw(st.integers(1, 4))):
-        kept = ids if draw(st.booleans()) else ids[: len(ids) // 2]
+        prefix_tokens = ids if draw(st.booleans()) else ids[: len(ids) // 2]
         new = draw(st.integers(1, 4))
         start = first_id + 100 * index
-        ids = [*kept, *range(start, start + new)]
+        ids = [*prefix_tokens, *range(start, start + new)]
         runs: list[tuple[int, int]] = []
         for one in ids:
             if runs and runs[-1][1] + 1 == one:
@@ -120,15 +120,15 @@ LENGTHS = st.lists(
 @given(recorded=LENGTHS)
 def test_sessions_of_lengths(recorded: list[tuple[int, int, float, int | None]]):
     rounds = tuple(Round(append, generated, delay) for append, generated, delay, _ in recorded)
-    kept = [None, *(None if k is None else min(k, 30) for *_, k in recorded[1:])]
+    prefix_tokens = [None, *(None if k is None else min(k, 30) for *_, k in recorded[1:])]
     total = 0
     for index, one in enumerate(rounds):
-        if (keeps := kept[index]) is not None and keeps >= total:
-            kept[index] = None
-        context = total if kept[index] is None else kept[index]
+        if (prefix := prefix_tokens[index]) is not None and prefix >= total:
+            prefix_tokens[index] = None
+        context = total if prefix_tokens[index] is None else prefix_tokens[index]
         total = (context or 0) + one.append_tokens + one.generated_tokens
-    edited = any(one is not None for one in kept)
-    session = TokenSession(Trajectory("s", rounds), tuple(kept) if edited else ())
+    edited = any(one is not None for one in prefix_tokens)
+    session = TokenSession(Trajectory("s", rounds), tuple(prefix_tokens) if edited else ())
 
     assert again([session], "rounds") == [session]
     assert list(as_lengths([session])) == [session]

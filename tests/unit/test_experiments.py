@@ -106,15 +106,15 @@ def measured(
         )
         for tick in range(round(jct_s * 10) + 1)
     ]
-    kept = list(turns) or [turn(0.0)]
+    all_turns = list(turns) or [turn(0.0)]
     replay = ReplayResult(
         setting=SETTING,
         machine=ClientMachine(2, "cpu", 1, "linux", "3.11"),
-        summary=summarise(kept, [], jct_s),
+        summary=summarise(all_turns, [], jct_s),
         trace=None,
         server=None,
         sessions=[],
-        turns=kept,
+        turns=all_turns,
     )
     return Measured(
         mode=mode,

@@ -1,4 +1,4 @@
-"""What is kept for an agent's next turn, and what is brought back for it."""
+"""What is retained for an agent's next turn, and what is brought back for it."""
 
 from typing import Any
 
@@ -85,9 +85,9 @@ def test_an_answer_that_comes_back_in_other_tokens_still_continues_its_session()
 
 def test_a_client_that_says_when_its_next_turn_comes_is_believed() -> None:
     router = Router(prefetch=False)
-    (kept,) = router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
-    assert (kept.fetch, kept.reason, kept.expected_s) == (False, RETAIN, 60.0)
-    assert kept.retain_s > 60.0
+    (retained,) = router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
+    assert (retained.fetch, retained.reason, retained.expected_s) == (False, RETAIN, 60.0)
+    assert retained.retain_s > 60.0
     assert router.warmth.next_s() == pytest.approx(5.0 + 60.0 - 2 * 1.2)
 
 
@@ -104,10 +104,10 @@ def test_without_prefetching_only_what_clients_ask_for_is_brought_back() -> None
 def test_a_client_may_say_more_while_its_tool_runs() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a")
-    (kept,) = router.warmth.hint(
+    (retained,) = router.warmth.hint(
         ("", "a"), SessionHints(retain_s=9.0, next_turn_s=30.0), 10.0, BUFFERS
     )
-    assert (kept.retain_s, kept.reason) == (9.0, RETAIN)
+    assert (retained.retain_s, retained.reason) == (9.0, RETAIN)
     (order,) = router.warmth.due(10.0 + 30.0 - 2 * 1.1, BUFFERS)
     assert order.fetch
     (last,) = router.warmth.hint(("", "a"), SessionHints(done=True), 41.0, BUFFERS)
@@ -140,10 +140,10 @@ def test_a_session_that_is_done_leaves_first() -> None:
 
 def test_no_more_is_kept_than_its_share_of_the_buffer() -> None:
     router = Router()  # 50 of 100 blocks
-    kept = [router.turn(a, 0.0, 5.0, session_id=f"{a}", retain_s=30.0) for a in range(5)]
-    assert [len(orders) for orders in kept] == [1, 1, 1, 1, 0]
+    retained = [router.turn(a, 0.0, 5.0, session_id=f"{a}", retain_s=30.0) for a in range(5)]
+    assert [len(orders) for orders in retained] == [1, 1, 1, 1, 0]
     assert router.warmth.over_budget == 1
-    # Each buffer has its own share, and what was kept long enough makes room.
+    # Each buffer has its own share, and what was retained long enough makes room.
     assert router.turn(6, 0.0, 5.0, session_id="6", retain_s=30.0, engine="d1")
     router.warmth.due(36.0, BUFFERS)
     assert router.turn(7, 36.0, 37.0, session_id="7", retain_s=30.0)
@@ -153,9 +153,9 @@ def test_whose_turn_comes_sooner_takes_the_place_of_those_whose_turns_come_later
     router = Router()  # four of 12 blocks fit
     for agent, next_turn_s in enumerate((40.0, 10.0, 30.0, 20.0)):
         router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=next_turn_s)
-    displaced, kept = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
+    displaced, retained = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
     assert displaced == Order("d0", context(0, 12), 0.0, fetch=False, reason=DISPLACED)
-    assert (kept.keys, kept.reason) == (context(4, 12), RETAIN)
+    assert (retained.keys, retained.reason) == (context(4, 12), RETAIN)
     assert router.turn(5, 0.0, 5.0, session_id="5", next_turn_s=35.0) == []
     assert router.warmth.retained_blocks("d0") == 48
     # It comes back when its own turn is near, as two others' are over by then.
@@ -178,9 +178,11 @@ def test_what_clients_ask_for_does_not_give_way_to_a_guess() -> None:
 def test_what_is_left_at_another_engine_than_the_last_turns_gives_way() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
-    left, kept = router.turn(1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0)
+    left, retained = router.turn(
+        1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0
+    )
     assert left == Order("d0", context(1, 12), 0.0, fetch=False, reason=DISPLACED)
-    assert (kept.engine_id, kept.keys) == ("d1", context(1, 14))
+    assert (retained.engine_id, retained.keys) == ("d1", context(1, 14))
     assert router.warmth.retained_blocks("d0") == 0
 
 
@@ -238,7 +240,7 @@ def test_what_counts_as_kept_stays_in_its_budget_and_ends(
         now_s += 1.0 + pause_s
         router.warmth.due(now_s, BUFFERS)
         assert all(0 <= router.warmth.retained_blocks(engine_id) <= 50 for engine_id in BUFFERS)
-    for _ in range(3):  # What is due may have to be kept for a while more.
+    for _ in range(3):  # What is due may have to be retained for a while more.
         now_s += 10_000.0
         router.warmth.due(now_s, BUFFERS)
     assert all(router.warmth.retained_blocks(engine_id) == 0 for engine_id in BUFFERS)

@@ -181,7 +181,7 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
 
 
 def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
-    """``kept`` holds while a request is queued; others push it out before its slots are granted."""
+    """Blocks cached when a request is queued are evicted before its slots are granted."""
     scheduler = one_pair(mode=Mode.SPLIT)
     scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     scheduler.apply(Submitted(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
@@ -189,15 +189,15 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
     assert scheduler.apply(SlotsGranted("r", 30, 0)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
 
-    assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
-    assert anew.reads == (
+    assert (replanned.prefill_engine, replanned.decode_engine) == ("p0", "d0")
+    assert replanned.reads == (
         HitRun(Role.DECODE, BlockRun(0, 2), cached=True),
         HitRun(Role.PREFILL, BlockRun(2, 14)),
         HitRun(Role.DECODE, BlockRun(16, 14)),
     )
-    assert (anew.read_reason, second.read_reason) == ("split", "kept")
+    assert (replanned.read_reason, second.read_reason) == ("split", "kept")
     queues = {load.engine_id: load.read_queue_tokens for load in scheduler.loads()}
     assert queues == {"p0": 14 * 64, "d0": 14 * 64}
     assert scheduler.apply(SlotsGranted("s", 2, 0)).assignments == (), (
@@ -212,8 +212,8 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
 
 def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
-    kept = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
-    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=kept)))
+    cached = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=cached)))
     (assignment,) = assign(scheduler, "D", "P")
     assert [(run.side, run.blocks.count, run.cached) for run in assignment.reads] == [
         (Role.DECODE, 10, True),
@@ -221,9 +221,9 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
     ]
     assert scheduler.apply(SlotsGranted("r", 10, 30)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
 
-    assert [(run.side, run.blocks.count, run.cached) for run in anew.reads] == [
+    assert [(run.side, run.blocks.count, run.cached) for run in replanned.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 2, True),
         (Role.PREFILL, 9, False),
@@ -261,12 +261,12 @@ def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
     (assignment,) = assign(scheduler, "D", "P")
     assert assignment.recompute_tokens == 0
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
 
-    assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
-    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
-    assert anew.prefill_tokens == 2000 + 2 * 20 * 64
-    assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
+    assert (replanned.recompute_tokens, replanned.read_reason) == (20 * 64, "recompute")
+    assert replanned.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
+    assert replanned.prefill_tokens == 2000 + 2 * 20 * 64
+    assert scheduler.loads()[0].unfinished_tokens == replanned.prefill_tokens
     scheduler.apply(PrefillEnded("r"))
     assert scheduler.loads()[0].unfinished_tokens == 0
 

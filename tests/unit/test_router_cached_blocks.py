@@ -44,94 +44,98 @@ def engine(
     )
 
 
-def hearing(*engines: EngineInfo) -> CachedBlockIndex:
-    kept = CachedBlockIndex()
+def index_of(*engines: EngineInfo) -> CachedBlockIndex:
+    index = CachedBlockIndex()
     for info in engines:
-        kept.engine_joined(info, BLOCK_TOKENS)
-    return kept
+        index.engine_joined(info, BLOCK_TOKENS)
+    return index
 
 
-def news(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> CacheUpdate:
-    told, gone = (tuple(key[:CACHE_UPDATE_KEY_BYTES] for key in keys) for keys in (added, dropped))
-    return CacheUpdate(told, gone, in_node)
+def update(added: list[bytes], dropped: list[bytes], *, in_node: bool) -> CacheUpdate:
+    added_heads, dropped_heads = (
+        tuple(key[:CACHE_UPDATE_KEY_BYTES] for key in keys) for keys in (added, dropped)
+    )
+    return CacheUpdate(added_heads, dropped_heads, in_node)
 
 
-def believed(kept: CachedBlockIndex, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
-    prefixes = kept.prefixes(KEYS, mode)
+def blocks_by_engine(index: CachedBlockIndex, mode: Mode = Mode.DUALPATH) -> dict[str, int]:
+    prefixes = index.prefixes(KEYS, mode)
     assert all(isinstance(prefix, CachedPrefix) and prefix.blocks for prefix in prefixes)
     return {prefix.engine_id: prefix.blocks for prefix in prefixes}
 
 
 def test_what_one_engine_sees_in_the_nodes_dram_all_of_the_node_can_use() -> None:
-    kept = hearing(engine("d0"), engine("d1"), engine("p0", Role.PREFILL), engine("d2", node="n1"))
-    kept.update("d0", news(KEYS[:3], [], in_node=True))
-    assert believed(kept) == {"d0": 3, "d1": 3, "p0": 3}
-    assert believed(kept, Mode.BASIC) == {"p0": 3}
-    kept.update("p0", news([], KEYS[2:3], in_node=True))
-    assert believed(kept) == {"d0": 2, "d1": 2, "p0": 2}
+    index = index_of(
+        engine("d0"), engine("d1"), engine("p0", Role.PREFILL), engine("d2", node="n1")
+    )
+    index.update("d0", update(KEYS[:3], [], in_node=True))
+    assert blocks_by_engine(index) == {"d0": 3, "d1": 3, "p0": 3}
+    assert blocks_by_engine(index, Mode.BASIC) == {"p0": 3}
+    index.update("p0", update([], KEYS[2:3], in_node=True))
+    assert blocks_by_engine(index) == {"d0": 2, "d1": 2, "p0": 2}
 
 
 def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -> None:
-    kept = hearing(engine("d0"), engine("d1"))
-    kept.update("d0", news(KEYS[:5], [], in_node=False))
-    kept.update("d1", news(KEYS[:3], [], in_node=True))
-    assert believed(kept) == {"d0": 5, "d1": 3}
-    assert [kept.shared(name, KEYS) for name in ("d0", "d1", "d2")] == [3, 3, 0]
-    assert [kept.of(name, KEYS) for name in ("d0", "d1", "d2")] == [5, 3, 0]
-    kept.update("d0", news([], KEYS[1:5], in_node=False))
-    assert believed(kept) == {"d0": 3, "d1": 3}
-    assert kept.prefixes(KEYS[4:], Mode.DUALPATH) == ()
-    assert kept.prefixes([], Mode.DUALPATH) == ()
+    index = index_of(engine("d0"), engine("d1"))
+    index.update("d0", update(KEYS[:5], [], in_node=False))
+    index.update("d1", update(KEYS[:3], [], in_node=True))
+    assert blocks_by_engine(index) == {"d0": 5, "d1": 3}
+    assert [index.shared(name, KEYS) for name in ("d0", "d1", "d2")] == [3, 3, 0]
+    assert [index.of(name, KEYS) for name in ("d0", "d1", "d2")] == [5, 3, 0]
+    index.update("d0", update([], KEYS[1:5], in_node=False))
+    assert blocks_by_engine(index) == {"d0": 3, "d1": 3}
+    assert index.prefixes(KEYS[4:], Mode.DUALPATH) == ()
+    assert index.prefixes([], Mode.DUALPATH) == ()
 
 
 def test_directories_of_other_marks_and_nodes_are_others() -> None:
     other = msgspec.structs.replace(SHARE, directory_id="other")
     alone = engine("d3", node_dram=None)
-    kept = hearing(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
+    index = index_of(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
     for name in ("d0", "d3"):
-        kept.update(name, news(KEYS, [], in_node=True))
-    assert believed(kept) == {"d0": len(KEYS)}
+        index.update(name, update(KEYS, [], in_node=True))
+    assert blocks_by_engine(index) == {"d0": len(KEYS)}
 
 
 def test_what_a_node_shares_is_known_until_its_last_engine_is_lost() -> None:
     one, other = engine("d0"), engine("d1")
-    kept = hearing(one, other)
-    kept.update("d0", news(KEYS, [], in_node=True))
-    kept.engine_lost(one)
-    assert believed(kept) == {"d1": len(KEYS)}
-    kept.engine_joined(one, BLOCK_TOKENS)
-    assert believed(kept) == {"d0": len(KEYS), "d1": len(KEYS)}
-    kept.engine_lost(one)
-    kept.engine_lost(other)
-    kept.engine_joined(one, BLOCK_TOKENS)
-    assert believed(kept) == {}
-    kept.update("d1", news(KEYS, [], in_node=True))
-    assert believed(kept) == {}
+    index = index_of(one, other)
+    index.update("d0", update(KEYS, [], in_node=True))
+    index.engine_lost(one)
+    assert blocks_by_engine(index) == {"d1": len(KEYS)}
+    index.engine_joined(one, BLOCK_TOKENS)
+    assert blocks_by_engine(index) == {"d0": len(KEYS), "d1": len(KEYS)}
+    index.engine_lost(one)
+    index.engine_lost(other)
+    index.engine_joined(one, BLOCK_TOKENS)
+    assert blocks_by_engine(index) == {}
+    index.update("d1", update(KEYS, [], in_node=True))
+    assert blocks_by_engine(index) == {}
 
 
 def test_an_engine_that_comes_back_with_another_directory_leaves_the_old_one() -> None:
-    kept = hearing(engine("d0"))
-    kept.update("d0", news(KEYS, [], in_node=True))
-    kept.engine_joined(engine("d0", node_dram=None), BLOCK_TOKENS)
-    kept.engine_joined(engine("d0"), BLOCK_TOKENS)
-    assert believed(kept) == {}
+    index = index_of(engine("d0"))
+    index.update("d0", update(KEYS, [], in_node=True))
+    index.engine_joined(engine("d0", node_dram=None), BLOCK_TOKENS)
+    index.engine_joined(engine("d0"), BLOCK_TOKENS)
+    assert blocks_by_engine(index) == {}
 
 
 @pytest.mark.parametrize(("in_node", "blocks"), [(False, 8), (True, SHARED)])
 def test_no_more_is_believed_than_fits_and_the_latest_news_count(
     in_node: bool, blocks: int
 ) -> None:
-    kept = hearing(engine("d0"))
+    index = index_of(engine("d0"))
     most = 2 * blocks + MAX_CACHE_UPDATE_KEYS
     others = [number.to_bytes(CACHE_UPDATE_KEY_BYTES) for number in range(most)]
-    kept.update("d0", news(KEYS[:2], [], in_node=in_node))
-    kept.update("d0", news(others[: most - 2], [], in_node=in_node))
-    assert believed(kept) == {"d0": 2}
-    kept.update("d0", news(KEYS[:1], [], in_node=in_node))
-    kept.update("d0", news(others[most - 2 : most - 1], [], in_node=in_node))
-    assert believed(kept) == {"d0": 1}
-    kept.update("d0", news(others[most - 1 :], [], in_node=in_node))
-    kept.update("d0", news(others[:1], [], in_node=in_node))
-    assert believed(kept) == {"d0": 1}
-    kept.update("d0", news([b"%08d" % number for number in range(most)], [], in_node=in_node))
-    assert believed(kept) == {}
+    index.update("d0", update(KEYS[:2], [], in_node=in_node))
+    index.update("d0", update(others[: most - 2], [], in_node=in_node))
+    assert blocks_by_engine(index) == {"d0": 2}
+    index.update("d0", update(KEYS[:1], [], in_node=in_node))
+    index.update("d0", update(others[most - 2 : most - 1], [], in_node=in_node))
+    assert blocks_by_engine(index) == {"d0": 1}
+    index.update("d0", update(others[most - 1 :], [], in_node=in_node))
+    index.update("d0", update(others[:1], [], in_node=in_node))
+    assert blocks_by_engine(index) == {"d0": 1}
+    index.update("d0", update([b"%08d" % number for number in range(most)], [], in_node=in_node))
+    assert blocks_by_engine(index) == {}

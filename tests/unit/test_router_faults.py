@@ -251,7 +251,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
     async with cluster(mode="basic", buffer_blocks=5) as made:
         made.stored.update(keys_of(PROMPT))
         p0, d0 = made.engines["p0"], made.engines["d0"]
-        kept = list(d0.free)
+        left = list(d0.free)
         kinds: dict[str, type[Message]] = {"lookup": control.Lookup, "read": request_messages.Read}
         kind = kinds.get(stage)
         if stage == "buffer":
@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
             await run
         if stage == "buffer":
             await d0.saw(request_messages.Release)
-            d0.free.extend(kept)
+            d0.free.extend(left)
         p0.unanswered.clear()
         d0.unanswered.clear()
         await made.settled()

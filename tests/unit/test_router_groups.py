@@ -337,6 +337,6 @@ async def test_an_engine_that_says_goodbye_is_said_to_leave_and_not_to_be_lost(
     async with cluster() as made:
         await made.engines["d0"].leave(settled=settled)
         await made.service.saw_loss("d0")
-    told = [(r.levelname, r.getMessage()) for r in caplog.records if " d0 " in r.getMessage()]
-    assert ("INFO", "decode engine d0 leaves: it shuts down") in told
+    logged = [(r.levelname, r.getMessage()) for r in caplog.records if " d0 " in r.getMessage()]
+    assert ("INFO", "decode engine d0 leaves: it shuts down") in logged
     assert "lost" not in caplog.text

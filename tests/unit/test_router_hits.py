@@ -15,7 +15,7 @@ def test_blocks_that_came_without_windows_are_read_from_where_they_are_seen() ->
         HitRun(Role.PREFILL, BlockRun(3, 2), (1, 2)),
         HitRun(Role.DECODE, BlockRun(5, 2), (15, 16)),
     )
-    # What was kept is whole: it is not written to, as others may be reading it.
+    # What was cached is whole: it is not written to, as others may be reading it.
     (again, _) = to_read_whole((KEPT, AT_PE, AT_DE), whole_from=0)
     assert again == HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2))
 

@@ -213,15 +213,15 @@ async def test_two_attempts_of_one_name_never_hear_each_other():
 
     class Ack(AttemptChannel):
         def kv_in_hbm(self, arrived: control.KvInHbm) -> None:
-            heard.append(self)
+            channels.append(self)
 
     exchange = Exchange()
-    heard: list[AttemptChannel] = []
+    channels: list[AttemptChannel] = []
     exchange.open(first := Ack("a.2"))
     with pytest.raises(BadRequestError, match="in use"):
         exchange.open(Ack("a.2"))
     exchange.deliver("d0", control.KvInHbm(request_id="a.2", h2d_s=0.0))
-    assert heard == [first]
+    assert channels == [first]
 
 
 # ---------------------------------------------------------------------- limits as ASGI

@@ -206,8 +206,8 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
 async def believed_to_be_kept(made: Cluster, engine_id: str, blocks: int) -> None:
     """Let the router hear of blocks that the engine does not keep when it is asked for them."""
     stored_blocks(made, blocks)
-    kept = tuple(key[: control.CACHE_UPDATE_KEY_BYTES] for key in keys_of(PROMPT)[:blocks])
-    made.engines[engine_id].send(control.CacheUpdate(added=kept))
+    cached = tuple(key[: control.CACHE_UPDATE_KEY_BYTES] for key in keys_of(PROMPT)[:blocks])
+    made.engines[engine_id].send(control.CacheUpdate(added=cached))
     await made.service.saw(control.CacheUpdate)
 
 

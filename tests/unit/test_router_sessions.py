@@ -71,8 +71,8 @@ async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
         body = json.dumps({"next_turn_s": 20}).encode()
         assert (await session_call(made.service, "a", body, over=False))[0] == 200
         await asyncio.sleep(19)
-        (kept,) = orders(made.engines["d0"])
-        assert not kept.fetch
+        (retained,) = orders(made.engines["d0"])
+        assert not retained.fetch
         await asyncio.sleep(2)
         _, order = orders(made.engines["d0"])
         assert order.fetch

@@ -231,10 +231,10 @@ def test_a_small_buffer_keeps_the_heads_of_contexts_used_last():
     agents = agents_of(rounds, rounds, start_s=[0.0, 3.0], delay_s=6.0)
     setup = small_setup(decode_buffer_bytes=15 * 64e3, dram_tier_bytes=0.0)
     result = simulate(setup, agents, record_decisions=True)
-    kept = column(result, "decode_cached_tokens")
+    cached = column(result, "decode_cached_tokens")
     hits = agents.hit_tokens
     # The second agent's round came between: of the first's 10 blocks the tail had to go.
-    assert 0 < kept[1] < hits[1]
+    assert 0 < cached[1] < hits[1]
     assert 0 < result.links.snic_read_bytes.sum() < hits.sum() * 1000.0
 
 
@@ -255,7 +255,7 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all():
 def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(seed, buffer_blocks):
     """Nine agents on 1P2D: all storage NICs read less than without a tier, the busiest no more.
 
-    What a scheduler believes to be kept and finds gone is read by the rule all the same.  Other
+    What a scheduler believes to be cached and finds gone is read by the rule all the same.  Other
     decisions make the busiest read a twentieth more or less.
     """
     rng = np.random.default_rng(seed)

@@ -364,15 +364,15 @@ def test_weights_are_read_once(
     assert model_fingerprint(at(config, model)) != before
 
 
-@pytest.mark.parametrize("kept", [b"", b"{", b"[]", b'{"path": 7}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"path": 7}', b"\xff"])
 def test_an_unreadable_cached_digest_is_computed_again(
-    kept: bytes, config: VllmConfig, tmp_path: Path
+    content: bytes, config: VllmConfig, tmp_path: Path
 ) -> None:
     model = at(config, folder(tmp_path, a__safetensors=MEGABYTE))
     before = model_fingerprint(model)
     (file,) = (tmp_path / "cache" / "weights").iterdir()
     assert json.loads(file.read_bytes())["size_bytes"] == len(MEGABYTE)
-    file.write_bytes(kept)
+    file.write_bytes(content)
     assert model_fingerprint(model) == before
 
 
