@@ -323,7 +323,7 @@ def test_a_disconnected_peer_can_be_connected_again(engines: tuple[Engine, Engin
     assert decode.piece(3) == prefill.piece(3)
 
 
-def test_registered_memory_is_kept_alive_until_close(open_transport: OpenTransport) -> None:
+def test_registered_memory_lives_until_close(open_transport: OpenTransport) -> None:
     class Owner:
         pass
 

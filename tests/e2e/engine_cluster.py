@@ -210,7 +210,7 @@ class EngineCluster:
         return complete(self.url, prompt, generate, salt, model, hints)
 
     def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
+        """Return how many blocks of a chain each engine's buffer caches, by the router's index."""
         engines = self.service.scheduler.cached._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
@@ -284,7 +284,7 @@ class EngineCluster:
 
 
 def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
-    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens.
+    """Settings of a cluster of float32 engines with a quota that cuts prompts after 256 tokens.
 
     Every hit is read from storage, which most tests examine.
     """

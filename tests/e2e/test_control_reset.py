@@ -55,7 +55,7 @@ class Router:
 
 
 def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> ControlLink:
-    """An idle engine's end, whose load never changes."""
+    """An idle engine's end; its load never changes."""
     return ControlLink(
         ZmqRouterConnection(f"tcp://{address}"),
         FakeEngine("p0", Role.PREFILL, set()).hello,
@@ -106,7 +106,7 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
     assert received == router.received == [*sent, "last"]
 
 
-async def test_an_engine_speaks_to_the_router_that_follows_without_a_heartbeat(
+async def test_an_engine_talks_to_the_next_router_without_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for never in ("HEARTBEAT_S", "ROUTER_TIMEOUT_S"):

@@ -1,4 +1,4 @@
-"""Emulated engines whose ranks are processes, as an operator starts them."""
+"""Emulated engines with ranks as processes, as an operator starts them."""
 
 import asyncio
 import os

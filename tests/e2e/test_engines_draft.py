@@ -42,7 +42,7 @@ def eagle() -> tuple[Path, dict[str, Any]]:
 
 
 def mtp() -> tuple[Path, dict[str, Any]]:
-    """A model whose last layer is its own draft."""
+    """A model with a last layer that is its own draft."""
     return make_tiny_mtp_model(LAYERS), {"method": "mtp"}
 
 

@@ -126,7 +126,7 @@ def get(url):
         return error.code, error.read()
 
 
-def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
+def test_a_router_without_engines_reports_it_and_ends_cleanly(model, tmp_path):
     router = Router(
         tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-names", "tiny",
         "--mode", "oracle",

@@ -47,7 +47,7 @@ def starts_engines(pages: TypedPages, processes: Supervisor) -> None:
     processes.wait_until_ready(functools.partial(missing, pages.endpoint), START_S)
 
 
-def test_a_second_router_stands_by_and_an_agent_says_what_it_does_next(tmp_path: Path) -> None:
+def test_a_second_router_stands_by_and_an_agent_sends_hints(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     pages = TypedPages(tmp_path, str(tiny_model()))
     first, second = pages.commands("restart.md", types("dualpath", "router"))

@@ -113,7 +113,7 @@ async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Rest
     assert ends["not answered"] <= restarts.counted["front end"], ends
 
 
-async def test_a_rolling_restart_of_front_ends_turns_nobody_away(
+async def test_a_rolling_restart_of_front_ends_refuses_no_request(
     tmp_path: Path, processes: Processes
 ) -> None:
     async with under_agents(tmp_path, processes) as restarts:

@@ -32,7 +32,7 @@ from dualpath.router.scheduler.role_calls import call_roles
 
 
 class Supervised(Cluster):
-    """A cluster whose engines are restarted in the role that the router requests."""
+    """A cluster that restarts engines in the role that the router requests."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)

@@ -82,7 +82,7 @@ class TypedPages:
 
 
 def types(*beginning: str) -> Callable[[Block], bool]:
-    """Select the blocks whose first command begins so."""
+    """Select the blocks by the beginning of their first command."""
 
     def wanted(block: Block) -> bool:
         return block.language == "console" and commands(block)[0][: len(beginning)] == [*beginning]

@@ -51,8 +51,8 @@ CONTEXT_TOKENS = 6144
 AGENTS = 10
 TURNS = 8
 BUFFER_BYTES = 128 << 20
-#: Of an engine that keeps KV for next turns: some three prompts of mean length, so that not all is
-#: cached, and what is cached not always whole.
+#: Of an engine that caches KV for next turns: some three prompts of mean length, so that not all is
+#: cached, and cached blocks are not always complete.
 KEEPING_BUFFER_BYTES = 64 << 20
 
 

@@ -214,7 +214,7 @@ def test_a_changed_load_is_found():
     assert difference(tampered)
 
 
-def test_what_engines_keep_unheard_is_found():
+def test_unreported_cached_blocks_are_found():
     def unheard(entry: Entry) -> Entry:
         if isinstance(entry.event, Submitted):
             return Entry(Submitted(msgspec.structs.replace(entry.event.request, cached=())))

@@ -47,7 +47,7 @@ def expected(tenants: dict[BlockKey, str], stored: set[BlockKey]) -> dict[str, i
     st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(["old", "new", "used", "gone"]))),
     st.integers(0, 20),
 )
-def test_tenants_are_counted_alike_whichever_blocks_are_heard_of_first(
+def test_tenants_are_counted_alike_in_any_order_of_reports(
     reports: list[tuple[BlockKey, str]], saved_after: int
 ) -> None:
     """Old writers name the tenant with first blocks only, new ones always."""

@@ -20,7 +20,7 @@ TIMEOUT_S = 2.0
 
 ranks = st.integers(0, SIZE - 1)
 steps = st.one_of(
-    st.tuples(st.just("greet"), ranks),
+    st.tuples(st.just("register"), ranks),
     st.tuples(st.just("restart"), ranks),
     st.tuples(st.just("start all"), st.just(0)),
     st.tuples(st.just("repeat"), st.integers(0, 50)),
@@ -33,7 +33,7 @@ steps = st.one_of(
 
 
 class Listener:
-    """What the server tells: who takes part, all at once or not at all."""
+    """The server's notifications: the ranks of a group join all at once or not at all."""
 
     def __init__(self) -> None:
         self.live: dict[str, EngineInfo] = {}
@@ -61,7 +61,7 @@ class Listener:
 
 
 class Group:
-    """Ranks as processes; each greets when it is listener to, and its greetings may come again."""
+    """Ranks as processes; each registers when asked to, and its registrations may be resent."""
 
     def __init__(self) -> None:
         self.listener = Listener()
@@ -72,22 +72,22 @@ class Group:
         )
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
-        self.greetings = [1] * SIZE
-        self.registrations: list[control.Register] = []
+        self.registrations = [1] * SIZE
+        self.sent: list[control.Register] = []
 
     def step(self, what: str, number: int) -> None:
         engine_id = f"p{number}"
-        if what == "greet":
-            self.greetings[number] += 1
-            self.greet(number)
+        if what == "register":
+            self.registrations[number] += 1
+            self.register(number)
         elif what == "restart":
             self.restart(number, max(self.starts) + 1)
         elif what == "start all":
             start = max(self.starts) + 1
             for rank in range(SIZE):
                 self.restart(rank, start)
-        elif what == "repeat" and self.registrations:
-            self.receive(self.registrations[number % len(self.registrations)])
+        elif what == "repeat" and self.sent:
+            self.receive(self.sent[number % len(self.sent)])
         elif what == "lose":
             self.server.declare_lost(engine_id, "test", certain=False)
         elif what == "dead" and (state := self.registry.get(engine_id)):
@@ -103,14 +103,14 @@ class Group:
             self.server.check_liveness()
 
     def restart(self, rank: int, start: int) -> None:
-        self.starts[rank], self.greetings[rank] = start, 1
-        self.greet(rank)
+        self.starts[rank], self.registrations[rank] = start, 1
+        self.register(rank)
 
-    def greet(self, rank: int) -> None:
+    def register(self, rank: int) -> None:
         self.engines[rank].generation = self.starts[rank]
         dp = GroupRank("p", str(self.starts[rank]), rank, SIZE)
-        hello = msgspec.structs.replace(self.engines[rank].hello(self.greetings[rank]), dp=dp)
-        self.registrations.append(hello)
+        hello = msgspec.structs.replace(self.engines[rank].hello(self.registrations[rank]), dp=dp)
+        self.sent.append(hello)
         self.receive(hello)
 
     def receive(self, hello: control.Register) -> None:
@@ -130,20 +130,20 @@ def test_a_group_takes_part_as_one_start_or_not_at_all(happens):
 
 
 @given(st.lists(steps, max_size=40))
-def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
+def test_a_group_of_restarted_processes_joins(happens):
     """Whatever was before, and whatever comes late meanwhile: it does not wait for ever."""
     group = Group()
     for what, number in happens:
         group.step(what, number)
-    late = list(group.registrations)
+    late = list(group.sent)
     group.step("start all", 0)
     for hello in late:
         group.receive(hello)
-    for rank in range(SIZE):  # a late registration may have ended a session: they greet anew
-        group.step("greet", rank)
-    group.step("greet", 0)
+    for rank in range(SIZE):  # a late registration may have ended a session: they register again
+        group.step("register", rank)
+    group.step("register", 0)
     for rank in range(1, SIZE):
-        group.step("greet", rank)
+        group.step("register", rank)
     assert len(group.listener.live) == SIZE
     assert {info.dp.epoch for info in group.listener.live.values() if info.dp} == {
         str(group.starts[0])

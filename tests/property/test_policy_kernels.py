@@ -164,7 +164,7 @@ def test_kernels_compile_and_decide_the_same_compiled() -> None:
                 assert plain.tolist() == fast.tolist()
 
 
-def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() -> None:
+def test_an_engine_is_chosen_for_its_cached_blocks_while_they_outweigh_its_queue() -> None:
     """10,000 tokens are read in 1 s and computed in 2 s: of 1,000 cached the worth is 500."""
     alpha, beta = 30_000, 25_000
     worth = prefill_worth(alpha, beta)
@@ -182,7 +182,7 @@ def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() 
         assert choose_caching_group(totals, largest, 2000, array([0, 1000]), 0) == engine
 
 
-def test_no_category_is_left_for_what_an_engine_keeps() -> None:
+def test_cached_blocks_do_not_change_the_category() -> None:
     cached = array([0]), array([[0, 0, 2000]])
     # The keeper is overloaded, then on a node that has much to read.
     for tok, read_q in (([0, 5, 101], [0, 0, 0]), ([0, 5, 0], [0, 0, 101])):
@@ -197,8 +197,8 @@ def test_no_category_is_left_for_what_an_engine_keeps() -> None:
     assert choose_caching_group(totals, largest, 2000, cached[1][0], 0) == 0
 
 
-def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
-    """Z is 1,820: only the first of three is low-token, the second keeps 1,000 of 1,200."""
+def test_a_de_above_the_threshold_gets_the_conversation_that_it_caches() -> None:
+    """Z is 1,820: only the first of three is low-token, the second caches 1,000 of 1,200."""
     for ahead, engine, reason in ((1999, 1, DE_KEPT), (2000, 0, DE_LOW_TOKEN)):
         group = array([0, ahead, 2000]), array([0, 1, 2]), array([9000] * 3), array([1200])
         rows, why = assign_decode(*group, array([0]), array([[0, 1000, 0]]), 1.05)
@@ -382,7 +382,7 @@ def test_with_unequal_storage_nics_the_queue_that_drains_first_is_joined() -> No
     ("mode", "expected"), [(Mode.DUALPATH, 1.0), (Mode.ROUND_ROBIN, 1.5), (Mode.BASIC, 3.0)]
 )
 def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected: float) -> None:
-    """§7.5: max/avg of SNIC traffic under a steady load whose reads take no time."""
+    """§7.5: max/avg of SNIC traffic under a steady load with reads that take no time."""
     scheduler = RequestScheduler(SchedulerSettings(mode, 10_000, 100_000))
     roles = [Role.PREFILL] * 2 + [Role.DECODE] * 4
     for number, role in enumerate(roles):

@@ -132,7 +132,7 @@ class Cluster(RuleBasedStateMachine):
         assert not any(read_tokens.values())
         assert position == expected
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         del self.requests[request_id]
         self.assigned.pop(request_id, None)
         for engine in self.engines.values():
@@ -189,7 +189,7 @@ class Cluster(RuleBasedStateMachine):
                 prefill.tokens.pop(request_id, None)
         if steps > 2:
             self.scheduler.apply(Finished(request_id))
-            self.forget(request_id)
+            self.remove(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
@@ -197,7 +197,7 @@ class Cluster(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.scheduler.apply(Finished(request_id))
         self.scheduler.apply(Finished(request_id))
-        self.forget(request_id)
+        self.remove(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.engines)
@@ -210,7 +210,7 @@ class Cluster(RuleBasedStateMachine):
         assert all(request_id not in self.assigned for request_id in set(lost) - held_here)
         for request_id in lost:
             request = self.requests[request_id]
-            self.forget(request_id)
+            self.remove(request_id)
             self.submit_again(request)
 
     @rule(data=st.data())

@@ -107,12 +107,12 @@ def test_storage_nics_carry_the_hits_that_no_tier_holds_and_not_faster_than_they
     tables,
     st.sampled_from([(), (64,), (200,), (64, 200)]),
 )
-def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, agents, windows):
+def test_links_carry_exactly_the_bytes_of_the_plans_of_all_rounds(cluster, mode, agents, windows):
     """Prompts prefilled in one pass; ``whole_plan`` is their plan.
 
     Some of the ten layers may see the last tokens only, three for each of ``windows``.
 
-    A DRAM tier has room for everything, so that nothing is gone that was believed to be cached.
+    A DRAM tier has room for everything, so that no block of the index was evicted.
     """
     cluster |= {"compute_quota_s": 1e6, "batch_cap_tokens": 1 << 20}
     if cluster["dram_tier_bytes"] is not None:
@@ -187,7 +187,7 @@ lone_rounds = st.lists(
 @settings(max_examples=100)
 @given(clusters, modes.filter(lambda mode: mode.moves_bytes), lone_rounds)
 def test_a_tier_that_finds_nothing_decides_as_if_there_were_none(cluster, mode, agents):
-    """Contexts that come once: a tier is full of what nobody asks for, and nothing else changes."""
+    """Contexts that come once: a tier is full of unused blocks, and nothing else changes."""
     runs = [
         simulate(
             small_setup(mode, **cluster | {"dram_tier_bytes": tier_bytes}),

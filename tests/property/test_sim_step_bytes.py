@@ -77,7 +77,7 @@ def prompts(draw: Any) -> Prompt:
 
 
 @given(prompts())
-def test_each_side_reads_what_its_runs_say(prompt):
+def test_each_side_reads_its_runs(prompt):
     layout = prompt.layout
     for side in Role:
         planned = sum(
@@ -99,7 +99,7 @@ def test_each_side_reads_what_its_runs_say(prompt):
 
 
 @given(prompts(), st.booleans(), st.data())
-def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
+def test_every_chunk_loads_and_sends_the_bytes_of_its_steps(prompt, resident, data):
     layout, first = prompt.layout, prompt.layout.hit_blocks
     place = (prompt.pe_first, prompt.pe_blocks, layout.hit_blocks)
     while first < layout.prompt_blocks:
@@ -121,15 +121,15 @@ def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
 
 
 @given(prompts())
-def test_a_decode_engine_fills_its_memory_with_what_its_steps_say(prompt):
+def test_a_decode_engine_fills_its_memory_by_its_steps(prompt):
     layout = prompt.layout
     planned = sum(step.bytes for step in decode_steps(layout))
     assert rules.fill_bytes(prompt.kinds, layout.prompt_tokens, BLOCK_TOKENS) == planned
 
 
 @given(prompts())
-def test_no_buffer_keeps_a_block_that_lacks_layers(prompt):
-    """What may be cached is a run from the side's first block on; without windows it is all."""
+def test_no_buffer_caches_a_block_that_lacks_layers(prompt):
+    """Blocks that may be cached are a run from the side's first block on; all without windows."""
     layout, found = prompt.layout, prompt.found
     windows = bool(layout.geometry.layer_windows)
     whole = {

@@ -83,17 +83,24 @@ def test_no_engine_writes_beyond_a_quota_it_knows_to_be_exhausted(more, steps) -
                 storage.story.now_s += 30.0
             case "beat", int(number):
                 storage.beat(number)
-            case number, whose, conversation, blocks:
-                _serve(storage, storage.engines[number], number, whose, conversation, blocks)
+            case number, tenant_number, conversation, blocks:
+                _serve(
+                    storage, storage.engines[number], number, tenant_number, conversation, blocks
+                )
     _comes_back(storage)
 
 
 def _serve(
-    storage: Storage, engine: Engine, number: int, whose: int, conversation: int, blocks: int
+    storage: Storage,
+    engine: Engine,
+    number: int,
+    tenant_number: int,
+    conversation: int,
+    blocks: int,
 ) -> None:
-    tenant = TENANTS[whose]
+    tenant = TENANTS[tenant_number]
     unread = storage.unread_by(number)
-    written = engine.serve_within_quotas(chain(10 * whose + conversation, blocks), tenant)
+    written = engine.serve_within_quotas(chain(10 * tenant_number + conversation, blocks), tenant)
     storage.unreported[number] += [tenant] * written
     if not written:
         return

@@ -158,7 +158,7 @@ def test_sessions_of_texts(format: str, recorded: list[tuple[str, str, int, floa
 
 
 @given(sessions=block_sessions())
-def test_lengths_of_block_ids_keep_what_their_prompts_share(sessions: list[BlockSession]):
+def test_lengths_of_block_ids_preserve_shared_prefixes(sessions: list[BlockSession]):
     for session in sessions:
         alone = msgspec.structs.replace(session, sub_agents=())
         (lengths,) = as_lengths([alone])

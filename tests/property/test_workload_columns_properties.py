@@ -29,7 +29,7 @@ def encode(text: str) -> list[int]:
 
 
 class Cluster:
-    """A perfect store and a server whose answers never repeat."""
+    """A perfect store and a server with answers that never repeat."""
 
     def __init__(self, settings: WorkloadSettings) -> None:
         self._settings = settings
@@ -232,7 +232,7 @@ TEXT_TURNS = st.lists(
 def test_text(recorded: list[list[TextTurn]], limits: dict[str, Any], block: int, share: Any):
     sessions = [TextSession(f"t{n}", tuple(turns)) for n, turns in enumerate(recorded)]
     if share != "none":
-        # Additional agents share with nobody here: a replay's might, after the synthetic round.
+        # Additional agents share no blocks here: a replay's might, after the synthetic round.
         limits = limits | {"agents": None}
     settings = WorkloadSettings(**limits, block_tokens=block, share_across_sessions=share)
 

@@ -164,7 +164,7 @@ def test_invalid_arguments_are_refused_with_a_remedy(
     assert storage.head(1) == 4
 
 
-def test_a_janitor_that_runs_once_keeps_pinned_blocks_and_saves_its_index(
+def test_a_janitor_that_runs_once_evicts_no_pinned_block_and_saves_its_index(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pinned = chain(1)[2].hex()

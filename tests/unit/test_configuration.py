@@ -49,7 +49,7 @@ class Part(Settings, frozen=True, kw_only=True):
     share: Annotated[float, Setting("of count")] = 0.5
     colour: Annotated[Colour | None, Setting("as seen")] = None
     names: Annotated[tuple[str, ...], Setting("more of them")] = ()
-    api_key: Annotated[str, Setting("of the door")] = ""
+    api_key: Annotated[str, Setting("of the server")] = ""
     size_bytes: Annotated[int, Setting("of each", ge=0)] = 0
     extra: Annotated[dict[str, str], Setting("the rest")] = msgspec.field(default_factory=dict)
     loud: Annotated[bool, Setting("says so")] = False
@@ -278,8 +278,8 @@ def test_serve_passes_the_file_to_router_and_engines(file):
     from dualpath.vllm.engine_arguments import engine_settings
 
     settings = serve.cluster_settings(parsed(serve, "--config", file))
-    handed = router_command(settings, 8000, 5700)
-    router_settings, _ = router._settings(parsed(router, *handed[1:]))
+    command = router_command(settings, 8000, 5700)
+    router_settings, _ = router._settings(parsed(router, *command[1:]))
     assert router_settings.engine_timeout_s == 9
     assert router_settings.control_port == 5700
     command = engine_command(settings, Role.PREFILL, 0, 8001, 5700)

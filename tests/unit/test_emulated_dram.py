@@ -29,7 +29,7 @@ def total(made: Cluster, counter: Counter) -> float:
 
 
 async def updated(made: Cluster) -> None:
-    """Wait until the router knows all that is cached: what was said may still be under way."""
+    """Wait until the router's index has all cached blocks: updates may still be in flight."""
     known = made.service.scheduler.cached._engines
 
     def taken() -> bool:

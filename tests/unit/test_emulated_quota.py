@@ -1,4 +1,4 @@
-"""Emulated engines serve from a storage whose janitor enforces a quota; every byte is compared."""
+"""Emulated engines serve from a storage with a quota and a janitor; every byte is compared."""
 
 from pathlib import Path
 

@@ -35,7 +35,7 @@ class _Told(threading.Condition):
 
 
 class WhileWaiting(OsThreads):
-    """Threads whose waits execute the next action of a list, and time out without one."""
+    """Threads with waits that execute the next action of a list, and time out without one."""
 
     def __init__(self) -> None:
         self.happens: list[Callable[[], None]] = []

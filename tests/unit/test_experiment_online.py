@@ -14,7 +14,7 @@ SETTINGS = OnlineSettings(arrive_s=10.0)
 
 
 class Serving:
-    """A system whose TTFT is 1 s up to its capacity in agents per second, and 3 s beyond."""
+    """A system with a TTFT of 1 s up to its capacity in agents per second, and 3 s beyond."""
 
     def __init__(self, mode: Mode, capacity: float, wrong: int | None = None) -> None:
         self.mode = mode

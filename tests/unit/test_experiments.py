@@ -93,7 +93,7 @@ def turn(start_s: float, ttft_s: float = 1.0) -> TurnRecord:
 def measured(
     mode: Mode, jct_s: float, rates: dict[str, float], turns: tuple[TurnRecord, ...] = ()
 ) -> Measured:
-    """A run whose nodes read at constant ``rates`` (bytes per second), sampled every 0.1 s."""
+    """A run with nodes that read at constant ``rates`` (bytes per second), sampled every 0.1 s."""
     samples = [
         Sample(
             tick / 10,

@@ -175,7 +175,7 @@ def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
     assert text_part in capsys.readouterr().err
 
 
-def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_vllm_the_command_names_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ENGINE_ENVIRONMENT:
         monkeypatch.setenv(name, os.environ.get(name, ""))

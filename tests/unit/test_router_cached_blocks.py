@@ -64,7 +64,7 @@ def blocks_by_engine(index: CachedBlockIndex, mode: Mode = Mode.DUALPATH) -> dic
     return {prefix.engine_id: prefix.blocks for prefix in prefixes}
 
 
-def test_what_one_engine_sees_in_the_nodes_dram_all_of_the_node_can_use() -> None:
+def test_shared_blocks_that_one_engine_reports_count_for_all_of_the_node() -> None:
     index = index_of(
         engine("d0"), engine("d1"), engine("p0", Role.PREFILL), engine("d2", node="n1")
     )
@@ -75,7 +75,7 @@ def test_what_one_engine_sees_in_the_nodes_dram_all_of_the_node_can_use() -> Non
     assert blocks_by_engine(index) == {"d0": 2, "d1": 2, "p0": 2}
 
 
-def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -> None:
+def test_an_engine_hits_its_buffer_or_its_node_whichever_has_more() -> None:
     index = index_of(engine("d0"), engine("d1"))
     index.update("d0", update(KEYS[:5], [], in_node=False))
     index.update("d1", update(KEYS[:3], [], in_node=True))
@@ -88,7 +88,7 @@ def test_an_engine_finds_what_its_buffer_keeps_or_its_node_whichever_is_more() -
     assert index.prefixes([], Mode.DUALPATH) == ()
 
 
-def test_directories_of_other_marks_and_nodes_are_others() -> None:
+def test_directories_of_other_ids_and_nodes_are_separate() -> None:
     other = msgspec.structs.replace(SHARE, directory_id="other")
     alone = engine("d3", node_dram=None)
     index = index_of(engine("d0"), engine("d1", node_dram=other), engine("d2", node="n1"), alone)
@@ -97,7 +97,7 @@ def test_directories_of_other_marks_and_nodes_are_others() -> None:
     assert blocks_by_engine(index) == {"d0": len(KEYS)}
 
 
-def test_what_a_node_shares_is_known_until_its_last_engine_is_lost() -> None:
+def test_shared_blocks_are_indexed_until_the_nodes_last_engine_is_lost() -> None:
     one, other = engine("d0"), engine("d1")
     index = index_of(one, other)
     index.update("d0", update(KEYS, [], in_node=True))
@@ -122,7 +122,7 @@ def test_an_engine_that_comes_back_with_another_directory_leaves_the_old_one() -
 
 
 @pytest.mark.parametrize(("in_node", "blocks"), [(False, 8), (True, SHARED)])
-def test_no_more_is_believed_than_fits_and_the_latest_news_count(
+def test_the_index_is_bounded_by_capacity_and_the_latest_updates_count(
     in_node: bool, blocks: int
 ) -> None:
     index = index_of(engine("d0"))

@@ -18,7 +18,7 @@ def keys_of(blocks: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(32) for number in range(blocks))
 
 
-async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> None:
+async def test_messages_of_one_loop_iteration_are_in_one_frame_and_in_order() -> None:
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
     frames.add([unnumbered(FIRST)])
@@ -31,7 +31,9 @@ async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> N
     assert received == [[FIRST, SECOND], [THIRD]]
 
 
-async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it_refuses() -> None:
+async def test_all_requests_announced_to_a_returned_scheduler_are_in_frames_that_it_accepts() -> (
+    None
+):
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
     requests = [m.BeginRequest(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]

@@ -165,7 +165,7 @@ def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> Non
     assert maintained.maintenance.stats.refused_blocks == 4
     maintained.publish_status(used_blocks=6, quota_blocks=12, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
-        maintained.write(8, 9)  # there is room, but not for what lies behind a gap
+        maintained.write(8, 9)  # there is room, but not for blocks behind a gap
     assert maintained.write(6, 8) == 2
     assert maintained.write(8, 9) == 1
 

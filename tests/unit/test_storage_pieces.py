@@ -25,7 +25,7 @@ NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)
 
 
 class Device:
-    """A file whose bytes are their page numbers; reads can be nested.
+    """A file with the page number in each byte; reads can be nested.
 
     ``preadv`` first starts the read of another file, until ``at_a_time`` are under way.
     """
@@ -102,7 +102,7 @@ def test_verification_does_not_depend_on_the_pieces(
 
 
 class RefusedHalfWay:
-    """A reader whose first read fails half way, as direct I/O may."""
+    """A reader with a first read that fails half way, as direct I/O may."""
 
     def __init__(self) -> None:
         self.reads = 0

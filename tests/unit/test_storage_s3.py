@@ -75,7 +75,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
         ("silent", "timed out"),
     ],
 )
-def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
+def test_a_read_that_fails_repeatedly_ends_the_run_and_the_block_stays(
     server: FaultyS3, fault: Fault, message: str
 ) -> None:
     storage, into = stored(server), destinations()
@@ -157,7 +157,7 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
+def test_a_look_up_that_fails_once_is_retried_and_one_that_always_fails_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
@@ -181,7 +181,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
     storage.close()
 
 
-def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
+def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]

@@ -1,7 +1,7 @@
 """Model Runner V2, the default on GPUs, calls connectors through a class of its own.
 
 The runner itself needs Triton. Its class for connectors is vLLM's own here, and calls our
-connector, whose worker side records its calls in a list.
+connector; its worker side records the calls in a list.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 
 
-class Told:
+class ConnectorFake:
     """A worker side that records its calls in order."""
 
     def __init__(self):
@@ -48,7 +48,7 @@ class Told:
 
 @pytest.fixture
 def connector_fake():
-    return Told()
+    return ConnectorFake()
 
 
 @pytest.fixture
