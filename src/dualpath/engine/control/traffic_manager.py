@@ -303,7 +303,7 @@ class TrafficManager:
         self._commands.handle(message)
 
     def end_session(self, reason: str) -> None:
-        """Drop the requests that do not decode yet, as the router does (``session_doubts``).
+        """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
 
         A request does not need the router once its KV is in HBM.  It goes on while the client of
         its HTTP call is connected, and counts in the load until ``decode_ended``.

@@ -332,7 +332,7 @@ class MachineTables(NamedTuple):
     a kind of step, ``copies`` how often each carries its bytes.  ``unit_tokens`` virtual time of
     units; ``wheel`` the ends of rounds per decode unit, ``wheel_blocks`` how many of its places are
     taken per block; ``ended`` room for the agents that end their rounds together.  ``batches`` and
-    ``attention_s`` of forward passes; ``decisions`` as ``sim.result.Decisions``.
+    ``attention_s`` of forward passes; ``decisions`` as ``simulator.result.Decisions``.
     """
 
     heap: IntArray
