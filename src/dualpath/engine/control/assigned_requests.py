@@ -446,7 +446,7 @@ class AssignedRequests:
             self._send(Released(request_id=request_id))
 
     def end_session(self, reason: str) -> None:
-        """Drop the requests that do not decode yet (see ``end_session``)."""
+        """Drop the requests that do not decode yet."""
         self._tier.end_session()
         self._retention.end_session()
         self._teardown.end_session(reason)
