@@ -79,7 +79,7 @@ def test_no_block_is_fetched_in_place_of_one_expected_sooner() -> None:
     later, sooner = KEYS[4], KEYS[5]
     engine.retain((later,), 30.0, expected_s=7.0)
     assert engine.buffer.allocate_for(later) is None
-    assert engine.buffer.allocate_for(KEYS[6]) is None, "nobody expects it"
+    assert engine.buffer.allocate_for(KEYS[6]) is None, "no turn is expected to use it"
     engine.retention.end_session()
     engine.retain(OLD, 30.0, expected_s=4.0)
     engine.retain((sooner,), 30.0, expected_s=1.0)

@@ -56,7 +56,7 @@ def test_published_configs_give_the_sizes_models_are_known_by(
     assert "config.json" in keys_of(name)["_source"]
 
 
-def test_a_config_says_what_the_hand_written_file_of_the_model_says():
+def test_a_config_gives_the_values_of_the_models_hand_written_file():
     """Two readers of one model: the catalog's TOML counts KV as the paper does."""
     for published, own in ((GPT_OSS, "gpt-oss-120b"), (DEEPSEEK, "ds-v3.2")):
         model, known = load(published, "fp8"), load(own)
@@ -86,8 +86,8 @@ def test_window_layers_are_found_by_their_list_and_by_gemmas_pattern(tmp_path):
 
 def test_a_window_that_qwen_does_not_use_is_none(tmp_path):
     qwen = {**keys_of("llama-3.3-70b"), "model_type": "qwen2", "sliding_window": 4096}
-    for said in (None, False):
-        model = load(written(tmp_path / "qwen", qwen, use_sliding_window=said))
+    for setting in (None, False):
+        model = load(written(tmp_path / "qwen", qwen, use_sliding_window=setting))
         assert [run.stored_tokens for run in model.attention] == [0]
     mistral = load(written(tmp_path / "mistral", qwen, model_type="mistral"))
     assert [run.stored_tokens for run in mistral.attention] == [4096]
@@ -174,6 +174,6 @@ def test_files_that_are_no_config_are_refused(tmp_path):
         load("no-such-model")
 
 
-def test_a_toml_file_says_itself_how_kv_is_stored():
+def test_a_toml_file_defines_how_kv_is_stored():
     with pytest.raises(ConfigError, match="states how KV is stored"):
         load("ds-v3.2", "fp8")

@@ -78,7 +78,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (500, "500 Planned no"),
         ("closed", "(attempt 3)"),
@@ -86,8 +86,8 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
         ("silent", "timed out"),
     ],
 )
-def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
-    server: FaultyS3, fault: Fault, said: str
+def test_a_read_that_fails_repeatedly_ends_the_run_and_the_block_stays(
+    server: FaultyS3, fault: Fault, message: str
 ) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault, fault, fault]
@@ -95,7 +95,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     assert outcome.good_blocks == 1
     assert outcome.reason is not None
     assert outcome.reason.startswith("read error: GET ")
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert into[0] == DATA[0]
     assert len(server.requests) == 1 + QUICK.attempts
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
@@ -168,7 +168,7 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
+def test_a_look_up_that_fails_once_is_retried_and_one_that_always_fails_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
@@ -192,7 +192,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
     storage.close()
 
 
-def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
+def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]
@@ -300,7 +300,7 @@ def test_url_and_environment_define_the_location(
 
 
 @pytest.mark.parametrize(
-    ("url", "environment", "said"),
+    ("url", "environment", "message"),
     [
         ("s3://UPPER", {}, "3 to 63"),
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
@@ -312,9 +312,9 @@ def test_url_and_environment_define_the_location(
     ],
 )
 def test_invalid_locations_are_refused_by_name(
-    url: str, environment: dict[str, str], said: str
+    url: str, environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_location(url, environment)
 
 

@@ -192,17 +192,16 @@ class Register(Message, frozen=True, tag=True):
 
     ``registration`` numbers the sessions that this process asks for, by which the router
     distinguishes a resent or late ``Register`` from a request for a new session.  In-doubt attempts
-    of earlier sessions: ``unsettled`` are attempts whose transfers this PE has not seen end,
-    ``quarantined`` are attempts whose slots in this DE's buffer one of ``writers`` may still write
-    to.
+    of earlier sessions: for ``unsettled`` attempts this PE has not seen the transfers end; one of
+    ``writers`` may still write to the slots of ``quarantined`` attempts in this DE's buffer.
 
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` are the engine's limits that the front
     end enforces (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` its
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
-    its place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is
-    the DRAM that it shares with other engines, None without.
+    its place in a data-parallel group; the ranks of a group join and are lost together.
+    ``node_dram`` is the DRAM that it shares with other engines, None without.
     """
 
     version: int

@@ -2,7 +2,7 @@
 
 A prefill engine's transfers write into other engines' memory.  They are known to have stopped when
 its process has exited, which only its own machine can confirm.  The same check finds storage files
-whose writer is dead.
+that a dead writer has left.
 
 A process counts as dead on positive evidence only: the kernel has no process of its number, or that
 process has exited, or it is shown to have started at another time.  ``/proc`` alone is no evidence:

@@ -245,7 +245,7 @@ class SessionWarmth:
     def turn_began(
         self, tenant: str, hints: SessionHints, keys: Sequence[BlockKey], now_s: float
     ) -> SessionName:
-        """Note a turn whose prompt has these keys; return the session's name, new or known."""
+        """Note a turn with a prompt of these keys; return its session's name, new or known."""
         session = self._memory.find(tenant, hints.session_id, keys)
         if session.ended_s is not None:
             self._memory.note_pause(session, max(now_s - session.ended_s, 0.0))

@@ -1,4 +1,4 @@
-"""The janitor: keeps a storage within its limits.  One per storage, elected by a lease.
+"""The janitor: enforces the limits of a storage.  One per storage, elected by a lease.
 
 A step applies the journal events of the engines, continues the survey, and removes blocks if a
 limit is exceeded.  A janitor that dies at any point leaves intact blocks; the next janitor restores
@@ -295,13 +295,13 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
 # before it removes anything else.
 
 TERMS = "janitor/lease/"
-#: A holder whose count does not change for this long is considered dead.
+#: A holder is considered dead if its count does not change for this long.
 LEASE_S = 30.0
 #: Shortest interval between heartbeats.
 BEAT_S = 5.0
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of the object of a term."""
 
     holder: str
@@ -316,7 +316,7 @@ class Lease:
         self.term = 0
         self._tree = tree
         self._lease_s = lease_s
-        self._beat = Heartbeat(holder)
+        self._beat = LeaseRecord(holder)
         self._beaten_s = 0.0
         self._seen: tuple[int, bytes | None] | None = None
         self._seen_s = 0.0
@@ -341,7 +341,7 @@ class Lease:
     def release(self) -> None:
         """Release the lease: another candidate can acquire it immediately."""
         if self.term:
-            self._tree.replace(_name(self.term), msgspec.json.encode(Heartbeat("")))
+            self._tree.replace(_name(self.term), msgspec.json.encode(LeaseRecord("")))
             self.term = 0
 
     def _is_ours(self, newest: int) -> bool:
@@ -355,7 +355,7 @@ class Lease:
         try:
             return (
                 content is None
-                or msgspec.json.decode(content, type=Heartbeat).holder == self.holder
+                or msgspec.json.decode(content, type=LeaseRecord).holder == self.holder
             )
         except msgspec.MsgspecError:
             return True
@@ -365,14 +365,14 @@ class Lease:
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def _is_stale(self, term: int, content: bytes, now_s: float) -> bool:
-        if content == msgspec.json.encode(Heartbeat("")):
+        if content == msgspec.json.encode(LeaseRecord("")):
             return True
         if self._seen != (term, content):
             self._seen, self._seen_s = (term, content), now_s
         return now_s - self._seen_s >= self._lease_s
 
     def _create_term(self, term: int, now_s: float) -> bool:
-        self._beat = Heartbeat(self.holder)
+        self._beat = LeaseRecord(self.holder)
         if not self._tree.create(_name(term), msgspec.json.encode(self._beat)):
             return False
         self.term, self._beaten_s = term, now_s
@@ -382,11 +382,11 @@ class Lease:
     def _renew(self, now_s: float) -> None:
         if now_s - self._beaten_s < BEAT_S:
             return
-        self._beat = Heartbeat(self.holder, self._beat.count + 1)
+        self._beat = LeaseRecord(self.holder, self._beat.count + 1)
         try:
             self._tree.replace(_name(self.term), msgspec.json.encode(self._beat))
         except StorageError:
-            # The disk may be full, and only the janitor frees space on it: it keeps the lease.
+            # The disk may be full, and only the janitor frees space on it: it retains the lease.
             return
         self._beaten_s = now_s
 
@@ -396,7 +396,7 @@ def _name(term: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------- pins
-# Pins of blocks that must not be evicted: empty objects whose names are the pins.
+# Pins of blocks that must not be evicted: empty objects, each named after what it pins.
 #
 # ``janitor/pins/namespace/<namespace>``, ``…/tenant/<tag>`` and ``…/chain/<namespace>/<key in
 # hex>``.

@@ -1,7 +1,7 @@
 """An engine's part in storage maintenance: its journal, its quota checks and, perhaps, the janitor.
 
-``MaintainedStorage`` wraps a backend and reports its reads and writes to a ``StorageMaintenance``,
-whose owner calls ``tick`` every few seconds on a thread of its own.
+``MaintainedStorage`` wraps a backend and reports its reads and writes to a ``StorageMaintenance``.
+The owner of that calls ``tick`` every few seconds on a separate thread.
 """
 
 import logging

@@ -356,7 +356,7 @@ class LengthOnlyStorage:
     """See ``dualpath.storage.contract.BlockStorage``, except that no payload is read or written.
 
     ``read`` does not change its destination and reports 0 bytes.  Raises ``ConfigError`` for a
-    namespace whose mode is not ``"oracle"``, so that empty and real blocks are never mixed.
+    namespace of another mode than ``"oracle"``, so that empty and real blocks are never mixed.
     """
 
     def __init__(self, root: str | Path, namespace: StoreNamespace) -> None:
@@ -423,7 +423,7 @@ class PosixStorage:
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power failure may lose or tear recent blocks, which the checksum detects.
-    ``keys``: storage keys of a namespace whose blocks are sealed.  ``reader``: reads the files,
+    ``keys``: storage keys of a namespace with sealed blocks.  ``reader``: reads the files,
     closed with this storage.  ``calls``: system calls.  ``name_of``: see ``NamespaceDirectory``.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the

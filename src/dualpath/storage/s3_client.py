@@ -563,7 +563,7 @@ class S3Client:
             return Connection(self.location, self._retry_policy, self._tls)
 
     def _release(self, connection: Connection, response: http.client.HTTPResponse) -> None:
-        """Reuse a connection whose response has been read to its end, else close it."""
+        """Reuse a connection if its response has been read to the end, else close it."""
         if not response.length:
             response.read()
         if response.isclosed() and not response.will_close:

@@ -114,7 +114,7 @@ class CostsCache:
 # Times a few forward passes of a prefill engine at start, before the engine joins (§A.4).
 #
 # Each pass is one request in a handmade ``SchedulerOutput``, as in vLLM's own warm-up: tokens to
-# compute after tokens that are marked as cached, whose KV need not be valid for timing.  The
+# compute after tokens that are marked as cached; their KV need not be valid for timing.  The
 # connector's hooks before and after each layer's attention measure the share of attention.
 
 #: Tokens computed in a pass, if the limits allow as many.

@@ -134,7 +134,7 @@ class HubConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Return how many layers see a sliding window only.
 
         ``default_pattern`` n > 0: without a list every n-th layer sees everything.  Raises
-        ``ConfigError`` for layers that are neither, and for a window whose layers are not named.
+        ``ConfigError`` for layers that are neither, and for a window that names no layers.
         """
         if self.layer_types is not None:
             return self._listed_window_layers(self.layer_types)

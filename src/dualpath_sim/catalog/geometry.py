@@ -36,7 +36,7 @@ class GroupedQueryAttention(
     """``layers`` layers in which ``heads`` query heads share ``kv_heads`` keys and values.
 
     A query sees the last ``window_tokens`` keys, 0 for all of them; layers with a window store
-    no more than that.  ``kv_value_bytes`` per stored number.
+    only these.  ``kv_value_bytes`` per stored number.
     """
 
     layers: Count

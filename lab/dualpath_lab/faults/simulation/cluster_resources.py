@@ -160,5 +160,5 @@ class ClusterResources:
         return self.table(host).runs(process_id)
 
     def owner_of(self, agent: str, region: str, piece: int) -> str | None:
-        """Return who owns a piece of an agent's memory."""
+        """Return the owner of a piece of an agent's memory."""
         return self.agents[agent].owner_of(region, piece)

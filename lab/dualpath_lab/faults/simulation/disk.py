@@ -1,9 +1,8 @@
 """Simulated file systems: files, names, folders.
 
-One is mounted by all machines; each machine has another one in memory, shared by its engines.
-
-A file outlives its names as long as a descriptor is open.  Nothing here waits or fails randomly;
-the system calls of processes do that (``calls``).
+All machines mount the storage's file system; each machine also has one in memory, which its engines
+share.  A file exists as long as it has a name or an open descriptor.  ``Disk`` neither waits nor
+fails randomly; the system calls of processes do (``SimCalls``).
 """
 
 import errno
@@ -40,7 +39,7 @@ class File:
         self.writer = writer
         self.content = bytearray()
         self.written_s = now_s
-        #: Whether bits of it were flipped since it was written.
+        #: Whether bits of the content were flipped since it was written.
         self.corrupted = False
 
     def status(self) -> os.stat_result:
@@ -51,14 +50,14 @@ class File:
 class Disk:
     """Files by path, and the entries of each folder; methods raise ``OSError``.
 
-    Without ``links`` it does not support hard links.
+    ``links``: whether it supports hard links.
     """
 
     def __init__(self, *, links: bool) -> None:
         self.links = links
         self.files: dict[str, File] = {}
         self.folders: dict[str, dict[str, None]] = {"/": {}}
-        #: Paths whose removal an injected fault has refused.
+        #: Paths with an unlink call that an injected fault has refused.
         self.unlink_refused: set[str] = set()
 
     def status(self, path: str) -> os.stat_result:
@@ -138,7 +137,7 @@ class Disk:
         return ((path, file) for path, file in self.files.items() if within in path)
 
     def temporaries_of(self, writer: str) -> list[str]:
-        """Return the temporary files of one process whose removal was not refused."""
+        """Return one process's temporary files, without those that a fault has left there."""
         written = [path for path, file in self.half_written() if file.writer == writer]
         return [path for path in written if path not in self.unlink_refused]
 
@@ -162,7 +161,7 @@ class Disk:
 
 
 class Entry:
-    """One entry of a listed folder; ``storage.system_calls.Entry``."""
+    """One entry of a listed folder; ``node.system_calls.Entry``."""
 
     __slots__ = ("_disk", "name", "path")
 
@@ -209,11 +208,12 @@ def _status(mode: int, size: int, written_s: float) -> os.stat_result:
 
 
 # ------------------------------------------------------------------------------------------- calls
-# System calls of simulated processes: at each, the thread may be preempted, killed or fail.
+# System calls of simulated processes: at each one the thread may be preempted or killed, or the
+# call may fail.
 
 #: Probability that a thread is preempted at a call that changes a file.
 _PREEMPTED = 0.2
-#: Probability that a call of a failing operation fails: an operation has several calls.
+#: Probability that one call of a failing operation fails: an operation consists of several calls.
 _FAILS_AT_CALL = 0.2
 #: Probability of a short read or write.
 _SHORT = 0.2
@@ -233,20 +233,20 @@ class StorageFaults:
 
 
 class Uname(NamedTuple):
-    """See ``storage.system_calls.Host``."""
+    """See ``node.system_calls.Host``."""
 
     nodename: str
 
 
 class Space(NamedTuple):
-    """See ``storage.system_calls.FileSpace``."""
+    """See ``node.system_calls.FileSpace``."""
 
     f_bavail: int = 0
     f_frsize: int = 4096
 
 
 class DiskCalls:
-    """``storage.system_calls.SystemCalls`` of a process without faults.
+    """``node.system_calls.SystemCalls`` of a process without faults.
 
     ``runs`` returns whether its machine has a process with a given number.  All machines have one
     name, as clones of a machine do; their boot IDs differ.
@@ -286,7 +286,7 @@ class DiskCalls:
     @property
     def writer(self) -> str:
         """The process that is recorded as the writer of created files."""
-        return "nobody"
+        return "operator"
 
     def close(self, descriptor: int, /) -> None:
         """Close the descriptor."""

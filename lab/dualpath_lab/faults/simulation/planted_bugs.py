@@ -1,6 +1,6 @@
 """Planted bugs, which the simulation must find.
 
-Each disables one mechanism that keeps KV right or the cluster alive.
+Each disables one mechanism that protects KV from errors or the cluster from an outage.
 """
 
 import asyncio
@@ -56,9 +56,6 @@ from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits
 from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 
-# ------------------------------------------------------------------------------------------- plant
-# Planted bugs: each disables one mechanism that keeps KV right or the cluster alive.
-
 
 class PlantedBug(msgspec.Struct, frozen=True):
     """``what`` describes the bug; the context of ``patch`` plants it."""
@@ -72,8 +69,8 @@ def replaced(owner: object, name: str, other: object) -> Callable[[], Any]:
     return lambda: mock.patch.object(owner, name, other)
 
 
-# ---------------------------------------------------------------------------------- plants of dram
-# Planted bugs of DRAM: blocks retained for agents' next turns, and blocks shared by engines.
+# ------------------------------------------------------------------------------------ bugs of DRAM
+# Blocks that are retained for agents' next turns, and blocks that engines share.
 
 
 def _good_if_fetched(
@@ -85,7 +82,7 @@ def _good_if_fetched(
 
 
 def _allocated_without_eviction(self: SlotPool, key: BlockKey) -> int | None:
-    """``SlotPool.allocate_for`` that does not evict the block whose slot it leases."""
+    """``SlotPool.allocate_for`` that leases a slot without evicting its block."""
     if self._free or self._waiting or not self.cached.would_evict_for(key):
         return _allocate_for(self, key)
     slot = self.cached._next()
@@ -123,11 +120,11 @@ DRAM_BUGS: dict[str, PlantedBug] = {
         replaced(ReadQueue, "_read", _good_if_fetched),
     ),
     "prefetched-over-cached": PlantedBug(
-        "a prefetched block takes a slot whose block is not removed from the cache",
+        "a prefetched block takes a slot without removing the slot's block from the cache",
         replaced(SlotPool, "allocate_for", _allocated_without_eviction),
     ),
     "shared-unverified": PlantedBug(
-        "a block whose read failed is shared with the engines of the machine",
+        "a block is shared with the engines of the machine after its read failed",
         replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
     ),
     "shared-in-part": PlantedBug(
@@ -141,8 +138,8 @@ DRAM_BUGS: dict[str, PlantedBug] = {
 }
 
 
-# ---------------------------------------------------------------------------- plants of front ends
-# Planted bugs of separate front ends and of role changes.
+# ------------------------------------------------------------------------------ bugs of front ends
+# Separate front ends, and changes of roles.
 
 
 def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
@@ -173,11 +170,11 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
         replaced(FrontEndServer, "_check_liveness", lambda self: None),
     ),
     "calls-keep-waiting": PlantedBug(
-        "a front end keeps waiting for answers of a lost scheduler",
+        "a front end goes on waiting for answers of a lost scheduler",
         replaced(RemoteScheduling, "_ended", _engines_lost_only),
     ),
     "decoding-ends": PlantedBug(
-        "a decoding stream ends with the scheduler that has placed it",
+        "a decoding stream ends when the scheduler that has placed it ends",
         lambda: mock.patch.object(RemoteAttempt, "decoding", _NEVER, create=True),
     ),
     "unannounced": PlantedBug(
@@ -193,14 +190,14 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
         replaced(Roles, "nodes", _twice_as_many),
     ),
     "size-kept": PlantedBug(
-        "a group counts as back with its old number of ranks, whatever its new size is",
+        "a resized group counts as back with its old number of ranks",
         replaced(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
     ),
 }
 
 
-# ------------------------------------------------------------------------------- plants of storage
-# Planted bugs of the file storage and its janitor.
+# --------------------------------------------------------------------------------- bugs of storage
+# The file storage and its janitor.
 
 
 def _written_in_place(
@@ -218,10 +215,10 @@ def _written_in_place(
     return True
 
 
-def _heard_anyway(
+def _skipping_unread(
     tree: ObjectTree, index: ChainIndex, taken: dict[str, int], now_s: float
 ) -> tuple[set[int], int]:
-    """``janitor.apply_events`` that skips events which it could not read at first."""
+    """``janitor.apply_events`` that never applies events if it could not read them at first."""
     try:
         return apply_events(tree, index, taken, now_s)
     except StorageError:
@@ -252,7 +249,7 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
         replaced(NamespaceDirectory, "remove_temporary", lambda self, temporary: None),
     ),
     "lease-unchecked": PlantedBug(
-        "a janitor continues after another has acquired its lease",
+        "a janitor continues after another one has acquired its lease",
         replaced(Lease, "_is_ours", lambda self, newest: True),
     ),
     "janitor-dead": PlantedBug(
@@ -269,13 +266,13 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
     ),
     "events-forgotten": PlantedBug(
         "events that could not be read at first are never applied",
-        replaced(janitor, "apply_events", _heard_anyway),
+        replaced(janitor, "apply_events", _skipping_unread),
     ),
 }
 
 
-# --------------------------------------------------------------------------------- plants of turns
-# Planted bugs of leader election by a lease.
+# ------------------------------------------------------------------------------ bugs of leadership
+# Leader election by a lease.
 
 #: Whether the store has not yet reported another holder.
 _UNTIL_REPORTED = property(lambda self: self._until_s > float("-inf"))
@@ -295,7 +292,7 @@ async def _renew_until_reported(self: LeasedLeadership) -> str:
 
 
 #: By name, in the order of the reference.
-TURN_BUGS: dict[str, PlantedBug] = {
+LEADERSHIP_BUGS: dict[str, PlantedBug] = {
     "lease-outlived": PlantedBug(
         "a scheduler that cannot renew its lease continues until the store reports another holder",
         lambda: mock.patch.multiple(
@@ -398,7 +395,7 @@ _ALWAYS = property(lambda self: True, lambda self, value: None)
 #: By name, in the order of docs/reference/simulated-faults.md.
 PLANTED_BUGS: dict[str, PlantedBug] = {
     "no-resend": PlantedBug(
-        "frames that a reset has lost are not sent again",
+        "frames lost by a reset are not resent",
         replaced(Channel, "_resent", lambda self, now_s: []),
     ),
     "duplicates-handled": PlantedBug(
@@ -406,7 +403,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(Channel, "receive", _take_anything),
     ),
     "session-end-keeps": PlantedBug(
-        "an engine keeps its requests after its session has ended",
+        "an engine does not drop its requests when its session ends",
         replaced(TrafficManager, "end_session", lambda self, reason: None),
     ),
     "silence-ignored": PlantedBug(
@@ -430,7 +427,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(Job, "continued", lambda self, generated: self),
     ),
     "freed-at-once": PlantedBug(
-        "a DE's slots are freed before its PE has reported that it writes no more",
+        "a DE's slots are freed before its PE has reported the end of its writes",
         replaced(Releases, "release_when_safe", _release_at_once),
     ),
     "no-quarantine": PlantedBug(
@@ -438,7 +435,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(SlotPool, "quarantine", SlotPool.release),
     ),
     "in-doubt-unreported": PlantedBug(
-        "a PE does not report the transfers that its ended session has left in flight",
+        "a PE does not report the transfers that were in flight when its session ended",
         replaced(ActiveRequests, "unsettled", lambda self: ()),
     ),
     "no-death-confirmation": PlantedBug(
@@ -468,7 +465,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(ActiveRequests, "ask_release", lambda self, release: True),
     ),
     "rank-unawaited": PlantedBug(
-        "a PE reports a prompt's KV as sent when its first rank has, while others still send",
+        "a PE reports a prompt's KV as sent when its first rank has sent it and others still send",
         replaced(follower, "end_stream", _over_at_once),
     ),
     "ranks-unnamed": PlantedBug(
@@ -519,7 +516,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     **DRAM_BUGS,
     **STORAGE_BUGS,
     **FRONT_END_BUGS,
-    **TURN_BUGS,
+    **LEADERSHIP_BUGS,
 }
 
 

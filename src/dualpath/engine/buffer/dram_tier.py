@@ -17,7 +17,7 @@ from dualpath.engine.counters import Counter, Counters
 from dualpath.storage.node_dram import NodeDram
 
 # --------------------------------------------------------------------------------------- retention
-# Retention and prefetching of blocks for the next turns of agents whose tools are running.
+# Retention and prefetching of blocks for the next turns of agents that wait for a tool.
 #
 # The router decides which blocks and how many (``policy.session_warmth``).  A retention
 # (``Retain``) expires by itself, so that one that the router never ends, as when it dies, is of
@@ -71,7 +71,7 @@ class Retention:
             self._fetch([*itertools.takewhile(self._until_ns.__contains__, keys)])
 
     def expire(self, now_ns: int) -> None:
-        """End the retention of blocks whose time has passed."""
+        """End the retention of blocks when its time is over."""
         over = []
         while self._ends and self._ends[0][0] <= now_ns:
             _, key = heapq.heappop(self._ends)

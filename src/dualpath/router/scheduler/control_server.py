@@ -3,7 +3,7 @@
 ``core.sessions.ROUTER_TABLE`` defines what each registration, message or silence changes; this
 module executes it.  The end of a session is one event for others, ``on_lost``; the proof that a
 process is dead is another, ``on_dead``, which may come at once, later or never.  A live engine
-whose session has ended is asked to register again, and begins without any request.
+is asked to register again after its session has ended, and begins without any request.
 """
 
 import itertools
@@ -57,7 +57,7 @@ class ControlListener(Protocol):
         """A live engine sent a message other than its registration or deregistration."""
 
     def in_doubt(self) -> Iterable[Writer]:
-        """Return the processes whose death would free slots."""
+        """Return the processes that would free slots by their death."""
 
 
 class LivenessProbes:

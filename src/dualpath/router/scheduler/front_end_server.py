@@ -238,7 +238,7 @@ MOST_FRONT_ENDS = 1024
 _FORMER_EPOCHS = 64
 
 
-class _FrontEnd:
+class _FrontEndState:
     """One front end: its process, its connection and its session.
 
     ``post`` sends a frame to a connection.
@@ -291,7 +291,7 @@ class FrontEndServer:
         self._timeout_s = timeout_s
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
-        self._front_ends: dict[str, _FrontEnd] = {}
+        self._front_ends: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
         self._loops = SessionLoops(socket, self._received)
@@ -341,11 +341,11 @@ class FrontEndServer:
             registry.adapters.known(),
         )
 
-    def _send(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
+    def _send(self, front_end: _FrontEndState, message: m.SchedulerMessage) -> None:
         if front_end.live:
             self._post(front_end, front_end.talk.send(message, self._clock()))
 
-    def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
+    def _post(self, front_end: _FrontEndState, envelope: Envelope[m.SchedulerMessage]) -> None:
         front_end.spoken_s = self._clock()
         front_end.frames.add([envelope])
 
@@ -415,7 +415,7 @@ class FrontEndServer:
             return
         front_end = self._front_ends.get(hello.name)
         if front_end is None:
-            front_end = _FrontEnd(hello.name, self._loops.post)
+            front_end = _FrontEndState(hello.name, self._loops.post)
             self._front_ends[hello.name] = front_end
         if (event := front_end.registers(hello)) is not None:
             front_end.identity = identity
@@ -446,7 +446,7 @@ class FrontEndServer:
             "start another scheduler for them"
         )
 
-    def _on(self, front_end: _FrontEnd, event: Event, reason: str = "") -> tuple[Action, ...]:
+    def _on(self, front_end: _FrontEndState, event: Event, reason: str = "") -> tuple[Action, ...]:
         actions = front_end.machine.on(event)
         for action in actions:
             match action:
@@ -469,17 +469,17 @@ class FrontEndServer:
     def _request_reregister(self, identity: bytes, session: str) -> None:
         self._send_unnumbered(identity, Refused("no such session", reregister=True), session)
 
-    def _send_registered(self, front_end: _FrontEnd) -> None:
+    def _send_registered(self, front_end: _FrontEndState) -> None:
         self._post(front_end, front_end.talk.send_lossy(Registered((), front_end.registration)))
 
-    def _join(self, front_end: _FrontEnd) -> None:
+    def _join(self, front_end: _FrontEndState) -> None:
         logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)
         front_end.session = FrontEndSession(
             self._scheduler, lambda message: self._send(front_end, message)
         )
         self._send(front_end, self._engines_update())
 
-    def _lose(self, front_end: _FrontEnd, reason: str) -> None:
+    def _lose(self, front_end: _FrontEndState, reason: str) -> None:
         session, front_end.session = front_end.session, None
         if session is not None:
             logger.warning("front end %s is lost: %s", front_end.name, reason)

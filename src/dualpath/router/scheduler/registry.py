@@ -107,7 +107,7 @@ class EngineState:
         return totals
 
     def confirms_dead(self, writer: Writer) -> bool:
-        """A former process is dead; return whether that was in doubt."""
+        """A former process is confirmed dead; return whether this was not known before."""
         return self.unproven.pop(writer.epoch, None) is not None
 
     def restart(self, info: EngineInfo, *, exclusive: bool) -> None:
@@ -398,7 +398,7 @@ class Registry:
         return next((e for e in self._engines.values() if e.identity == identity), None)
 
     def by_session(self, session: str) -> EngineState | None:
-        """Return the engine whose last session this is."""
+        """Return the engine that has this as its last session."""
         if not session:
             return None
         found = self._in_session.get(session)
@@ -447,7 +447,7 @@ class Registry:
         return [e for e in self._engines.values() if e.present and now_s - e.heard_s > timeout_s]
 
     def staying(self, now_s: float, timeout_s: float) -> list[EngineState]:
-        """Return engines whose drained group left ``timeout_s`` ago, and that do not drain."""
+        """Return engines that do not drain although their drained group left ``timeout_s`` ago."""
         return [
             e
             for e in self._engines.values()

@@ -71,7 +71,7 @@ class Releases:
         self._is_dead = is_dead
         self._wait_s = wait_s
         self._slots: dict[str, _Slots] = {}
-        #: Live PEs, and the attempts whose transfers have not ended there.
+        #: Live PEs, each with the attempts that have transfers in flight there.
         self._live: dict[tuple[str, str], set[str]] = {}
 
     @property
@@ -87,7 +87,7 @@ class Releases:
                 yield Quarantine(attempt_id, slots.holder, writers, slots.quarantined_s)
 
     def in_doubt(self) -> list[Writer]:
-        """Return the processes that are not live and whose death would free slots."""
+        """Return the processes that are not live and hold slots until they are confirmed dead."""
         writers = {w.id: w for slots in self._slots.values() for w in slots.writers.values()}
         return [writer for name, writer in writers.items() if name not in self._live]
 
@@ -122,7 +122,7 @@ class Releases:
                 self._quarantine(attempt_id, slots)
 
     def engine_joined(self, info: EngineInfo) -> None:
-        """An engine begins a session: it reports what earlier sessions have left in doubt."""
+        """An engine begins a session: it reports the in-doubt attempts of earlier sessions."""
         self._live[info.writer.id] = set(info.unsettled)
         for attempt_id, slots in list(self._slots.items()):
             for writer in list(slots.writers.values()):
@@ -136,7 +136,7 @@ class Releases:
             self._adopt(attempt_id, info)
 
     def release(self, engine_id: str, attempt_id: str, reason: str) -> None:
-        """Release an attempt at an engine whose buffer no other process writes to."""
+        """Release an attempt at an engine if no other process writes to its buffer."""
         self._send(engine_id, Release(request_id=attempt_id, reason=reason))
 
     def release_when_safe(self, engine_id: str, attempt_id: str, reason: str) -> None:

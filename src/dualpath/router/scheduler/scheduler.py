@@ -31,7 +31,7 @@ from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.status import quarantine_report, status_report
 from dualpath.router.scheduler.attempt import EngineAttempt
-from dualpath.router.scheduler.cached_blocks import CachedBlocks, ChainWriters, serves
+from dualpath.router.scheduler.cached_blocks import CachedBlockIndex, ChainWriters, serves
 from dualpath.router.scheduler.control_server import ControlServer
 from dualpath.router.scheduler.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.scheduler.dispatch import Dispatch
@@ -121,7 +121,7 @@ class Scheduler:
         # Attempts, and what the scheduler knows of engines' blocks and slots.
         self.exchange = Exchange()
         self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead, clock)
-        self.cached = CachedBlocks()
+        self.cached = CachedBlockIndex()
         self.seen_blocks = SeenBlocks()
         self.writers = ChainWriters()
         self.sessions = SessionOrders(

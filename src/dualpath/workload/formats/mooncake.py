@@ -7,10 +7,10 @@ FAST25-release).  The block size (512 there) is not in the lines; it is derived 
 numbers of ids unless lines have a field ``block_size``.
 
 Lines with the same ``session_id`` are consecutive turns, each sent ``delay`` (or ``delay_ms``) plus
-``tool_wait_ms`` milliseconds after the previous answer.  A session whose first line waits for a
-request of another session (``wait_for``) is its sub-agent.  Lines may have ``messages`` or
-``text_input`` in place of a length (aiperf): all messages so far, or only the new ones with
-``message_mode`` "delta".
+``tool_wait_ms`` milliseconds after the previous answer.  A session is a sub-agent of another one
+if its first line waits for a request of that session (``wait_for``).  Lines may have
+``messages`` or ``text_input`` in place of a length (aiperf): all messages so far, or only the new
+ones with ``message_mode`` "delta".
 
 In lines with lengths, aiperf takes each length as *new* tokens unless ``context_mode`` is set,
 Dynamo as the whole prompt.  Here this is decided by content: whole prompts begin with the ids of an
