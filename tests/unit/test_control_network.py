@@ -1,4 +1,4 @@
-"""Who waits for what a router knows sees it, whether or not a message brought it."""
+"""A wait for a state of the router ends when it occurs, with or without a message."""
 
 import asyncio
 

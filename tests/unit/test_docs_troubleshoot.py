@@ -1,4 +1,4 @@
-"""The page of error texts keeps up with the code: every error has its line, every text exists."""
+"""The page of error texts matches the code: every error has its line, every text exists."""
 
 import ast
 import re
@@ -27,7 +27,7 @@ ERRORS = {
 
 
 def rows(head: str) -> list[list[str]]:
-    """Cells of the rows of all tables whose first column is called so."""
+    """Cells of the rows of all tables with a first column of this name."""
     found = []
     for table in re.findall(rf"^\| {head} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
         found += [line.strip("| \n").split(" | ") for line in table.splitlines()]
@@ -50,18 +50,18 @@ def test_every_error_has_a_line_with_the_status_that_a_client_sees() -> None:
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_every_text_is_one_that_the_code_can_say(text: str) -> None:
+def test_every_text_occurs_in_the_code(text: str) -> None:
     parts = [re.escape(part.strip()) for part in text.split(GAP) if part.strip()]
     pattern = re.compile(".*".join(parts), re.DOTALL)
     assert any(pattern.search(message) for message in messages())
 
 
-def test_a_text_that_nobody_says_is_found_out() -> None:
+def test_a_text_that_is_not_in_the_code_is_detected() -> None:
     assert len(TEXTS) > 40
     assert not any("the moon is full" in message for message in messages())
 
 
-#: Who speaks to clients and operators; a lab's messages are not on the page.
+#: Packages with messages for clients and operators; a lab's messages are not on the page.
 SPEAKERS = (
     *(
         "cli",

@@ -66,7 +66,7 @@ def test_published_configs_give_the_sizes_models_are_known_by(
     assert "config.json" in keys_of(name)["_source"]
 
 
-def test_a_config_says_what_the_hand_written_file_of_the_model_says():
+def test_a_config_gives_the_values_of_the_models_hand_written_file():
     """Two readers of one model: the catalog's TOML counts KV as the paper does."""
     for published, own in ((GPT_OSS, "gpt-oss-120b"), (DEEPSEEK, "ds-v3.2")):
         model, known = load(published, "fp8"), load(own)
@@ -197,7 +197,7 @@ def test_files_that_are_no_config_are_refused(tmp_path):
         load("no-such-model")
 
 
-def test_a_toml_file_says_itself_how_kv_is_stored():
+def test_a_toml_file_defines_how_kv_is_stored():
     with pytest.raises(ConfigError, match="states how KV is stored"):
         load("ds-v3.2", "fp8")
 

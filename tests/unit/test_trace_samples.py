@@ -138,7 +138,7 @@ def test_spans_of_agents_and_tools_are_ignored_and_lengths_determine_continuatio
     assert text.text_turns[0].generate_tokens == 3
     assert lengths.session_id == "c"
     assert isinstance(lengths, TokenSession)
-    # The third prompt is shorter than the second: it keeps the prefix in the server's cache.
+    # The third prompt is shorter than the second: its prefix stays in the server's cache.
     assert lengths.retained_tokens == (None, None, 64)
     assert rounds(lengths) == [(100, 20, 0.0), (30, 5, 2.5), (16, 1, 0.0)]
 

@@ -240,8 +240,8 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
 class JctSettings(Settings, frozen=True, kw_only=True):
     """Clusters, modes and agents; every mode runs ``repeat`` times, interleaved with the others.
 
-    ``agents_per_node`` times P + D agents replay ``windows`` (whose ``agents`` is replaced) on
-    links of ``lab`` (whose nodes are replaced).  Engines are vLLM's if ``vllm`` is given, else
+    ``agents_per_node`` times P + D agents replay ``windows`` (its ``agents`` are replaced) on
+    links of ``lab`` (its nodes are replaced).  Engines are vLLM's if ``vllm`` is given, else
     ``emulated``.
     """
 
@@ -323,7 +323,7 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     Full Blocks of ``layers`` Layer Blocks of ``layer_block_bytes``; 42 KiB are DeepSeek's 64 tokens
     of 672 bytes.  ``storage`` is a directory on the disk to measure:  ``stored_blocks`` are written
     there, read cold, and removed: by the baselines ``read_batch_blocks`` at a time, by dualpath
-    ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks, whose Layer Blocks are
+    ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks; their Layer Blocks are
     transferred over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces
     of single transfers.  Readers and movers run ``repeat`` times, interleaved; reported are
     medians.

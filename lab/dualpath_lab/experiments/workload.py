@@ -6,7 +6,7 @@ and hit rates of the whole trace, unlike the first turns of every trajectory.  W
 the windows are the first turns.
 
 Only token counts are taken from traces, of any format.  Turns only append: context that turns of
-the trace drop (compactions, edits) is kept.
+the trace drop (compactions, edits) is replayed.
 """
 
 import logging

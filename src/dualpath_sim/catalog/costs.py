@@ -357,8 +357,8 @@ def _check_measured(file: str, costs: ModelCosts) -> None:
     ):
         raise ConfigError(
             f"{file}: window_layers take {windowed:g} of {costs.kv_bytes_per_token:g} bytes per "
-            "token; each needs window_tokens and bytes above 0, all together no more than those; "
-            "correct the file"
+            "token; each needs window_tokens and bytes above 0, at most kv_bytes_per_token "
+            "together; correct the file"
         )
     for part in (costs.prefill, costs.decode):
         for field in msgspec.structs.fields(part):

@@ -70,7 +70,7 @@ class GroupedQueryAttention(
     """``layers`` layers in which ``heads`` query heads share ``kv_heads`` keys and values.
 
     A query sees the last ``window_tokens`` keys, 0 for all of them; layers with a window store
-    no more than that.  ``kv_value_bytes`` per stored number.  With an ``output_gate`` the output of
+    only these.  ``kv_value_bytes`` per stored number.  With an ``output_gate`` the output of
     each query head is multiplied by a projection of the input.
     """
 

@@ -35,7 +35,7 @@ SCHEMA = "dualpath.plan/1"
 _DESCRIPTION = """Simulate every division of N nodes into prefill and decode nodes (or a bounded
 search of them) and print the best: the shortest JCT of all agents at once, or the highest rate
 of arriving agents within an SLO on mean TTFT and TPOT, found by bisection with the ending rule of
-§7.4. Groups stay as large as the cluster file says, or as large as the role."""
+§7.4. Groups have the size given in the cluster file, or that of the whole role."""
 _EPILOG = """\
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --agents 1024
 dualpath plan --total-nodes 6 --cluster paper-660b --model ds-v3.2 --trace 64k --objective capacity
