@@ -7,7 +7,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PINS := constraints/runtime.txt constraints/dev.txt
-EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,dev
+EXTRAS := engine,nixl,s3,sealed,simulate,report,ray,demo,chaos,zstd,dev
 
 # Where this is set, as in many container images, each process compiles what it imports: 12 s of CPU
 # for every process that imports vLLM.

@@ -82,7 +82,7 @@ def own_logging() -> None:
     for package in ("dualpath", "dualpath_sim", "dualpath_lab"):
         ours = logging.getLogger(package)
         ours.handlers, ours.propagate, ours.disabled = [], True, False
-        ours.setLevel(logging.INFO)  # Without the root logger, whose level other libraries set.
+        ours.setLevel(logging.INFO)  # Not the root logger: other libraries set its level.
 
 
 @pytest.fixture(scope="session")

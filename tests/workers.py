@@ -31,7 +31,7 @@ OF_THEIR_PROCESS = (
     "tests/e2e/test_page_pictures.py",
 )
 
-#: Files whose tests run what numba has compiled.
+#: Files with tests that run code compiled by numba.
 COMPILED = (
     "tests/parity/test_recorded_run.py",
     "tests/property/test_policy_kernels.py",

@@ -44,7 +44,7 @@ def started(name: str, pages: TypedPages, processes: Supervisor) -> list[str]:
                 assert module == ENGINE_MODULE
                 engine = f"engine-{len(processes.processes)}"
                 start(processes, pages.folder, engine, ENGINE_ENTRY, arguments)
-    # What the fork server gives to those it starts is what the page tells a reader to set.
+    # The fork server passes on the variables that the page asks a reader to set.
     assert exported == ENGINE_ENVIRONMENT
     return [process.name for process in processes.processes]
 

@@ -95,10 +95,10 @@ async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Rest
     made = await scaled(folder, processes, ENGINES)
     # Some keep their connection from request to request, some have a new one for each.
     async with (
-        aiohttp.ClientSession() as kept,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as anew,
+        aiohttp.ClientSession() as persistent,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as reconnecting,
     ):
-        agents = [Agents(kept, made.url), Agents(anew, made.url)]
+        agents = [Agents(persistent, made.url), Agents(reconnecting, made.url)]
         playing = [asyncio.create_task(a.play(n)) for a in agents for n in range(AGENTS)]
         try:
             async with Restarts(made, processes, agents) as restarts:

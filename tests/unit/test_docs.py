@@ -1,4 +1,4 @@
-"""The documentation keeps up with the code: links, command line, metrics, settings, messages."""
+"""The documentation matches the code: links, command line, metrics, settings, messages."""
 
 import functools
 import importlib
@@ -38,7 +38,7 @@ REFERENCE = ROOT / "docs" / "reference"
 #: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
 NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
-    "sleep", "collective_rpc", "update_weights",
+    "sleep", "collective_rpc", "update_weights", "proc",
 }  # fmt: skip
 
 
@@ -108,7 +108,7 @@ def test_symbols_of_the_paper_have_the_names_of_the_code() -> None:
         assert set(re.findall(r"`(\w+)`", names)) <= words, file
 
 
-def test_names_of_the_python_api_can_be_imported_and_say_what_they_do() -> None:
+def test_names_of_the_python_api_can_be_imported_and_are_documented() -> None:
     names = re.findall(r"`(dualpath(?:_sim|_lab)?(?:\.\w+)+)\.(\w+)`", page("python-api.md"))
     assert len(names) > 20
     for module, name in names:
@@ -156,7 +156,7 @@ def test_the_picture_of_the_readme_shows_what_was_measured() -> None:
     )
 
 
-def test_tables_of_measurements_are_what_their_data_says() -> None:
+def test_tables_of_measurements_match_their_data() -> None:
     generator = runpy.run_path(str(ROOT / "docs" / "draw_lab.py"))
     assert generator["current"](), "run python docs/draw_lab.py"
 

@@ -1,4 +1,4 @@
-"""The page of error texts keeps up with the code: every error has its line, every text exists."""
+"""The page of error texts matches the code: every error has its line, every text exists."""
 
 import ast
 import re
@@ -25,7 +25,7 @@ ERRORS = {
 
 
 def rows(head: str) -> list[list[str]]:
-    """Cells of the rows of all tables whose first column is called so."""
+    """Cells of the rows of all tables with a first column of this name."""
     found = []
     for table in re.findall(rf"^\| {head} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
         found += [line.strip("| \n").split(" | ") for line in table.splitlines()]
@@ -47,7 +47,7 @@ def test_every_error_has_a_line_with_the_status_that_a_client_sees() -> None:
     }  # fmt: skip
 
 
-def test_every_text_is_in_the_code() -> None:
+def test_every_text_occurs_in_the_code() -> None:
     assert len(TEXTS) > 40
     assert [text for text in TEXTS if not is_in_the_code(text)] == []
 
@@ -58,7 +58,7 @@ def is_in_the_code(text: str) -> bool:
     return any(pattern.search(message) for message in messages())
 
 
-#: Who speaks to clients and operators; a lab's messages are not on the page.
+#: Packages with messages for clients and operators; a lab's messages are not on the page.
 SPEAKERS = (
     *(
         "cli",

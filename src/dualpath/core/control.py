@@ -192,17 +192,16 @@ class Register(Message, frozen=True, tag=True):
 
     ``registration`` numbers the sessions that this process asks for, by which the router
     distinguishes a resent or late ``Register`` from a request for a new session.  In-doubt attempts
-    of earlier sessions: ``unsettled`` are attempts whose transfers this PE has not seen end,
-    ``quarantined`` are attempts whose slots in this DE's buffer one of ``writers`` may still write
-    to.
+    of earlier sessions: for ``unsettled`` attempts this PE has not seen the transfers end; one of
+    ``writers`` may still write to the slots of ``quarantined`` attempts in this DE's buffer.
 
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` are the engine's limits that the front
     end enforces (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` its
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
-    its place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is
-    the DRAM that it shares with other engines, None without.
+    its place in a data-parallel group; the ranks of a group join and are lost together.
+    ``node_dram`` is the DRAM that it shares with other engines, None without.
     """
 
     version: int
@@ -365,6 +364,7 @@ class Report(Message, frozen=True, tag=True):
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
     ``cached_buffer_tokens``: how many of the free tokens of the buffer hold cached KV.
+    ``quarantined_buffer_tokens`` are not free, as a process of unknown state may write to them.
     """
 
     report_seq: int
@@ -379,6 +379,7 @@ class Report(Message, frozen=True, tag=True):
     storage: StorageUse | None = None
     draining: str | None = None
     cached_buffer_tokens: int = 0
+    quarantined_buffer_tokens: int = 0
 
 
 class CacheUpdate(Message, frozen=True, tag=True):

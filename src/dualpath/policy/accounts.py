@@ -1,8 +1,9 @@
 """An engine's account: what the ledger adds and strikes, on columns of plain integers (§6.1).
 
 ``accounts`` has one list or array per column, with one row per engine; ``node_reads`` one entry per
-node, the reading queue of its storage NIC.  ``policy.load`` keeps such columns per group as lists,
-the simulator's compiled core one table of arrays: these functions compile with numba as they stand.
+node, the reading queue of its storage NIC.  ``policy.load`` has such columns per group as lists,
+the simulator's compiled core as one table of arrays: these functions compile with numba as they
+are.
 
 An engine's load is what it reported and what it was given since: a request is *held* from its
 placement until its other engine is known, *assigned* from then on until a report counts it in.

@@ -14,7 +14,7 @@ The driver (router or simulator) has to
 - after ``EngineLost`` submit the lost requests again, or fail them.
 
 *Order.*  First come, first served by ``Submitted``, in both queues; ``arrival_seq`` is a label.  A
-request submitted again after a loss is queued at the end.  This keeps the two queues free of
+request submitted again after a loss is queued at the end.  This leaves the two queues free of
 deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
 HBM is older and so has a PE as well, and finishes.  So that it stays true, requests that hold only
 a DE release it and are queued again, in order, when engines come or go; when an engine is paused,

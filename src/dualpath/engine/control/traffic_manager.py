@@ -265,6 +265,9 @@ class TrafficManager:
             counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
             cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
+            quarantined_buffer_tokens=(
+                self._buffer.quarantined_slots() * self.geometry.block_tokens
+            ),
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
@@ -303,10 +306,10 @@ class TrafficManager:
         self._commands.handle(message)
 
     def end_session(self, reason: str) -> None:
-        """Drop the requests that do not decode yet, as the router does (``session_doubts``).
+        """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
 
-        A request whose KV is in HBM does not need the router any more.  It goes on while the client
-        of its HTTP call is connected, and counts in the load until ``decode_ended``.
+        A request does not need the router once its KV is in HBM.  It goes on while the client of
+        its HTTP call is connected, and counts in the load until ``decode_ended``.
         """
         self._requests.end_session(reason)
         self._lookups.drop()
@@ -316,7 +319,7 @@ class TrafficManager:
         return self._requests.in_doubt()
 
     def tick(self, now_ns: int) -> None:
-        """Answer reads and look-ups whose deadline has passed; called periodically.
+        """Answer reads and look-ups that are past their deadline; called periodically.
 
         Also runs callbacks that waited for the engine's other ranks, and reports changes of the
         DRAM cache to the router.
