@@ -85,6 +85,22 @@ def test_passes_end_when_they_get_long(timed):
     assert timed.worker.clock.now < 1.1 * self_profile.BUDGET_S
 
 
+def test_compilation_at_the_first_use_of_a_shape_is_not_part_of_a_passes_time(timed, monkeypatch):
+    compute = timed.worker.execute_model
+    compilations_s = {cached: [10.0, 5.0] for cached in (48, 96, 192, 384, 768, 1536, 1552)}
+
+    def compiling(step):
+        for new in step.scheduled_new_reqs:
+            if left := compilations_s.get(new.num_computed_tokens):
+                timed.worker.clock.now += left.pop(0)
+        compute(step)
+
+    monkeypatch.setattr(timed.worker, "execute_model", compiling)
+    passes = timed.run(BLOCK_TOKENS, 100, 60, 10_000)
+    assert [p.cached for p in passes] == [0, *compilations_s]
+    assert all(p.pass_s == pytest.approx(2e-4 * (p.cached + 48) + 2e-3) for p in passes)
+
+
 @pytest.mark.parametrize("limits", [(16, 1, 2048, 1000), (16, 100, 2048, 17), (16, 100, 15, 1000)])
 def test_an_engine_too_small_for_two_passes_times_none(timed, limits):
     assert timed.run(*limits) == []

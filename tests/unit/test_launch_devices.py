@@ -11,6 +11,7 @@ from dualpath.cli.main import main
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.launch import devices
+from dualpath.launch.commands import ENGINE_ENVIRONMENT, engine_command, engine_environment
 from dualpath.launch.devices import DevicePlan, usable_devices
 from dualpath.launch.local_cluster import LocalCluster
 from dualpath.launch.settings import LocalClusterSettings
@@ -41,6 +42,42 @@ def test_too_few_devices_are_refused_with_the_number_needed() -> None:
     assert shared.of(Role.PREFILL, 0) == shared.of(Role.DECODE, 0) == ("0",)
 
 
+def test_engines_of_one_gpu_get_equal_shares_of_its_memory() -> None:
+    def share(index: int, role: Role, **changes: Any) -> str | None:
+        command = engine_command(settings(**changes), role, index, 1, 2, on_cpus=False)
+        if "--gpu-memory-utilization" not in command:
+            return None
+        return command[command.index("--gpu-memory-utilization") + 1]
+
+    two: dict[str, Any] = {"nodes": "1P2D", "devices": ("0", "0", "1")}
+    assert share(0, Role.PREFILL, **two) == share(0, Role.DECODE, **two) == "0.45"
+    assert share(1, Role.DECODE, **two) is None
+    assert share(0, Role.PREFILL, devices=("0", "1")) is None
+    assert share(0, Role.PREFILL) is None
+
+
+def test_a_share_that_the_user_gives_comes_last_and_is_used() -> None:
+    chosen = settings(devices=("0", "0"), vllm_args=("--gpu-memory-utilization", "0.3"))
+    command = engine_command(chosen, Role.PREFILL, 0, 1, 2, on_cpus=False)
+    assert command[-2:] == ["--gpu-memory-utilization", "0.3"]
+
+
+def test_passes_are_eager_on_cpus_and_have_graphs_on_gpus_unless_chosen() -> None:
+    def eager(on_cpus: bool, **changes: Any) -> bool:
+        command = engine_command(settings(**changes), Role.DECODE, 0, 1, 2, on_cpus=on_cpus)
+        return "--enforce-eager" in command
+
+    assert eager(True)
+    assert not eager(False)
+    assert eager(False, enforce_eager=True)
+    assert not eager(True, enforce_eager=False)
+
+
+def test_variables_for_cpus_are_not_set_for_a_build_for_gpus() -> None:
+    assert engine_environment(gpu_build=False) == ENGINE_ENVIRONMENT
+    assert engine_environment(gpu_build=True) == {"VLLM_NO_USAGE_STATS": "1"}
+
+
 def test_without_devices_engines_share_the_cpus() -> None:
     plan = DevicePlan(settings(nodes="8P8D"), [])
     assert plan.on_cpus
@@ -68,6 +105,8 @@ def dry_run(capsys: pytest.CaptureFixture[str], *words: str) -> list[list[str]]:
 def test_a_dry_run_prints_what_fits_gpus(capsys: pytest.CaptureFixture[str]) -> None:
     _, prefill, decode = dry_run(capsys, "m", "--devices", "2,3")
     assert (prefill[0], decode[0]) == ("CUDA_VISIBLE_DEVICES=2", "CUDA_VISIBLE_DEVICES=3")
+    assert prefill[1:3] == ["VLLM_NO_USAGE_STATS=1", "python"]
+    assert "--enforce-eager" not in prefill + decode
     for command in (prefill, decode):
         assert not [word for word in command if "VLLM_CPU" in word or word.startswith("OMP_")]
         assert "--kv-cache-memory-bytes" not in command

@@ -9,6 +9,7 @@ from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import require_packages
 from dualpath.report.files import write_page
+from dualpath.transport.nixl import nixl_package
 from dualpath_lab.demo.settings import DemoSettings
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     Raises ``ConfigError`` or ``EngineLostError``, after all processes and files are removed.
     """
     demo = flag_settings(args, DemoSettings)
-    require_packages("vllm", "nixl_cu12")
+    require_packages("vllm", nixl_package())
     warn_if_no_plots("report.html")
     out = _writable(Path(args.out))
     from dualpath.launch.fork_server import preload_modules

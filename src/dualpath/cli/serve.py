@@ -88,7 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _print_commands(settings)
 
-    moves = ["nixl_cu12"] if settings.mode.moves_bytes else []
+    from dualpath.transport.nixl import nixl_package
+
+    moves = [nixl_package()] if settings.mode.moves_bytes else []
     require_packages("vllm", *moves, *(["ray"] if settings.executor == "ray" else []))
     from dualpath.launch.local_cluster import LocalCluster
 
@@ -108,9 +110,9 @@ def _print_commands(settings: LocalClusterSettings) -> int:
 
     from dualpath.launch.commands import (
         ENGINE_ENTRY,
-        ENGINE_ENVIRONMENT,
         DpRank,
         engine_command,
+        engine_environment,
         router_command,
     )
     from dualpath.launch.devices import DevicePlan, has_cpu_build, usable_devices
@@ -144,7 +146,8 @@ def _print_commands(settings: LocalClusterSettings) -> int:
                 dp=dp,
                 on_cpus=on_cpus,
             )
-            own = ENGINE_ENVIRONMENT if on_cpus else plan.environment(unit.role, unit.index, rank)
+            own = plan.environment(unit.role, unit.index, rank)
+            own |= engine_environment(gpu_build=not on_cpus)
             environment = "".join(f"{name}={value} " for name, value in own.items())
             print(f"{environment}python -m {module} {shlex.join(command)}")
     return 0

@@ -44,6 +44,13 @@ EXTRAS = (
         "transfers between vLLM engines, and between emulated ones of several machines",
         ("nixl-cu12==1.5.1",),
         ("nixl_cu12",),
+        "pip install nixl-cu12==1.5.1, with CUDA 13 nixl-cu13==1.5.1",
+    ),
+    Extra(
+        "nixl-cu13",
+        "the same as `nixl`, for GPUs with CUDA 13, which vLLM's own wheel needs",
+        ("nixl-cu13==1.5.1",),
+        ("nixl_cu13",),
     ),
     Extra(
         "simulate",

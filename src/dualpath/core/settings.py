@@ -114,8 +114,8 @@ class Declared(msgspec.Struct, frozen=True):
 
     @property
     def is_bool(self) -> bool:
-        """Whether it is a switch."""
-        return self.kind is bool
+        """Whether it is a switch; one that may be None has a default that depends on others."""
+        return self.kind in (bool, bool | None)
 
     @property
     def is_list(self) -> bool:

@@ -1,12 +1,14 @@
 """The command lines of router and engines, the same that operators use on other machines."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from dualpath.core.cluster import Role, rank_name
 from dualpath.core.settings import arguments
+from dualpath.launch.devices import DevicePlan, has_gpu_build
 from dualpath.launch.ports import LOOPBACK
 from dualpath.launch.settings import CPU_HBM_BYTES, LocalClusterSettings
 from dualpath.router.settings import RouterSettings
@@ -34,17 +36,31 @@ _STORAGE_LIMITS = (
     "storage_ttl",
 )
 
+#: Environment of engines on every device.
+_EVERY_ENGINE = {"VLLM_NO_USAGE_STATS": "1"}
 #: Settings of vLLM's CPU build for small machines: one thread per engine, no pinning of threads to
 #: cores, worker and scheduler in one process (otherwise a waiting request spins on a core).
 ENGINE_ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_NO_USAGE_STATS": "1",
+    **_EVERY_ENGINE,
 }
+#: The share of a GPU's memory that vLLM takes by default, divided among engines of one GPU.
+_GPU_MEMORY_SHARE = 0.9
 
 #: How long a stopping engine may take to write queued blocks and to deregister.
 SHUTDOWN_TIMEOUT_S = 5
+
+
+def engine_environment(gpu_build: bool | None = None) -> dict[str, str]:
+    """Return the variables that engines get unless the user has set them.
+
+    vLLM's build for GPUs keeps its own threads and processes: the variables for CPUs would take
+    cores from the host's part of its passes.  ``gpu_build`` is whether that build is installed.
+    """
+    with_gpus = has_gpu_build() if gpu_build is None else gpu_build
+    return dict(_EVERY_ENGINE if with_gpus else ENGINE_ENVIRONMENT)
 
 
 class DpRank(NamedTuple):
@@ -112,7 +128,8 @@ def engine_command(
 
     ``dp``: the engine is a rank of a data-parallel group, with its own server.
 
-    ``on_cpus``: the settings must give the memory for KV, as vLLM does not find it.
+    ``on_cpus``: the settings must give the memory for KV, as vLLM does not find it, and passes are
+    eager by default.  Engines that share a GPU (``--devices 0,0``) get equal shares of its memory.
     ``named_as``: the role in the engine's name, if its role has changed since.
     ``host`` is the engine's address and ``router_host`` that of the router's control port; a local
     cluster has both on the loopback address.
@@ -152,8 +169,15 @@ def engine_command(
         command += ["--tensor-parallel-size", str(devices)]
     if settings.max_model_len:
         command += ["--max-model-len", str(settings.max_model_len)]
-    if settings.enforce_eager:
+    if on_cpus if settings.enforce_eager is None else settings.enforce_eager:
         command.append("--enforce-eager")
+    sharers = DevicePlan(settings, settings.devices).sharers(
+        named_as or role, index, dp.rank if dp is not None else 0
+    )
+    if sharers > 1:
+        # vLLM refuses to start on a GPU that has less than this share free.
+        share = math.floor(100 * _GPU_MEMORY_SHARE / sharers) / 100
+        command += ["--gpu-memory-utilization", str(share)]
     if dp is not None:
         command += [
             "--data-parallel-size", str(dp.size),

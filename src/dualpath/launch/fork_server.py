@@ -13,7 +13,7 @@ from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
+from dualpath.launch.commands import ENGINE_ENTRY, engine_environment
 from dualpath.launch.forked_engine import prepare_engine, run_entry
 from dualpath.launch.process import LocalProcess, die_with_parent
 
@@ -53,7 +53,7 @@ class ForkedProcess(LocalProcess):
         self._process = _context(preload).Process(
             target=_main, args=(entry, list(command), str(log), dict(environment or {})), name=name
         )
-        with _environment(ENGINE_ENVIRONMENT):
+        with _environment(engine_environment()):
             self._process.start()
 
     @property
@@ -85,7 +85,7 @@ def _context(preload: Sequence[str]) -> ForkServerContext:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
         _preloaded.update(preload)
         context.set_forkserver_preload([*sorted(_preloaded), _FROZEN_HEAP])
-    with _environment(ENGINE_ENVIRONMENT):
+    with _environment(engine_environment()):
         forkserver.ensure_running()
     return context
 
@@ -110,7 +110,7 @@ def _main(entry: str, command: list[str], log: str, environment: dict[str, str])
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    for name, value in ENGINE_ENVIRONMENT.items():
+    for name, value in engine_environment().items():
         os.environ.setdefault(name, value)
     os.environ.update(environment)
     if entry == ENGINE_ENTRY:

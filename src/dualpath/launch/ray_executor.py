@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import PREFIX
-from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
+from dualpath.launch.commands import ENGINE_ENTRY, engine_environment
 from dualpath.launch.devices import has_cpu_build
 from dualpath.launch.executor import Executor, Launch, Launches, Unit
 from dualpath.launch.ports import claim_port
@@ -161,7 +161,7 @@ class UnitProcesses:
                     name,
                     words(launch),
                     self._logs / f"{name}.log",
-                    {**ENGINE_ENVIRONMENT, **own, **environment, **launch.environment},
+                    {**engine_environment(), **own, **environment, **launch.environment},
                     folder=Path(folder),
                     ends_with_parent=signal.SIGTERM,
                 )

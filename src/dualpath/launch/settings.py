@@ -126,7 +126,13 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     beta_tokens: BetaTokens = None
     recompute_limit_s: RecomputeLimit = 0.0
     served_model_names: ServedNames = ()
-    enforce_eager: Annotated[bool, Setting("vLLM's --enforce-eager for every engine")] = True
+    enforce_eager: Annotated[
+        bool | None,
+        Setting(
+            "vLLM's --enforce-eager for every engine, without CUDA graphs; none: on CPUs it is on, "
+            "on GPUs off"
+        ),
+    ] = None
     event_log: EventLog = ""
     trace_dir: Annotated[
         str, Setting("folder of Chrome traces of the engines; empty: none", metavar="DIR")

@@ -8,11 +8,15 @@ Agent names are never reused: a name contains the engine's epoch, so metadata of
 cannot be mistaken for its successor's.
 """
 
+import importlib
+import importlib.util
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -42,7 +46,8 @@ from dualpath.transport.ucx_config import engine_config_text
 #
 # All workarounds for the library are in this file.
 #
-# * ``nixl_cu12`` is imported, not ``nixl``: the latter imports torch (1.2 s, 234 MB).
+# * ``nixl_cu12`` or ``nixl_cu13`` is imported, not ``nixl``: the latter imports torch (1.2 s,
+#   234 MB).
 # * The Python API creates agents with ``pthrDelay = 0``, which makes the UCX progress thread spin
 #   on a full core.  There is no public setting, so the constructor of the native agent is replaced
 #   during creation and sets the field.  On RDMA hardware 0 is right: completions arrive without the
@@ -53,18 +58,45 @@ from dualpath.transport.ucx_config import engine_config_text
 
 _creation_lock = threading.Lock()
 
+#: NIXL's packages, one for each CUDA; the first one is required if none is installed.
+NIXL_PACKAGES = ("nixl_cu12", "nixl_cu13")
+_CUDA_OF_TORCH = re.compile(r"^cuda\b[^=]*=\s*['\"](\d+)", re.MULTILINE)
+
+
+def nixl_package() -> str:
+    """Return the package of NIXL to import; of two installed ones that for torch's CUDA.
+
+    Nothing is imported.
+    """
+    found = [package for package in NIXL_PACKAGES if importlib.util.find_spec(package) is not None]
+    if len(found) > 1 and (matching := f"nixl_cu{_torch_cuda()}") in found:
+        return matching
+    return (found or NIXL_PACKAGES)[0]
+
+
+def _torch_cuda() -> str:
+    """Return the major version of CUDA that the installed torch was built for, or no text."""
+    torch = importlib.util.find_spec("torch")
+    for folder in (torch and torch.submodule_search_locations) or ():
+        try:
+            version = Path(folder, "version.py").read_text()
+        except OSError:
+            continue
+        if found := _CUDA_OF_TORCH.search(version):
+            return found[1]
+    return ""
+
 
 def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
     """Import the NIXL API module; raises ``ConfigError`` if it is not installed."""
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
     try:
-        from nixl_cu12 import _api
+        return importlib.import_module(f"{nixl_package()}._api")
     except ImportError as error:
         raise ConfigError(
             f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run emulated engines "
             "of one machine without it: --transport memory"
         ) from error
-    return _api
 
 
 def open_agent(name: str, progress_delay_us: int | None) -> Any:  # noqa: ANN401 - as above

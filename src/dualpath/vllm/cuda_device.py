@@ -8,6 +8,8 @@ This has not been run on a GPU yet.
 """
 
 import importlib
+import logging
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -129,6 +131,10 @@ def merge_runs(
     return sources[starts], destinations[starts], sizes
 
 
+log = logging.getLogger(__name__)
+
+#: Buffers from this size on are logged before and after they are pinned.
+_LONG_PIN_BYTES = 1 << 30
 #: ``cudaHostRegisterPortable``: pinned for every context of the process.
 _REGISTER_PORTABLE = 1
 
@@ -285,6 +291,9 @@ class CudaDevice:
 
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """Pin host memory in place, which preserves the alignment that O_DIRECT needs."""
+        started_s = time.monotonic()
+        if size_bytes >= _LONG_PIN_BYTES:
+            log.info("pinning %.1f GiB of buffer, which takes seconds", size_bytes / (1 << 30))
         with torch.cuda.device(self._device):
             status = _runtime().cudaHostRegister(address, size_bytes, _REGISTER_PORTABLE).value
         if status != 0:
@@ -293,6 +302,9 @@ class CudaDevice:
                 "buffer_bytes or raise the container's memory and locked-memory limits"
             )
         self._pinned.append((address, keep_alive))
+        if size_bytes >= _LONG_PIN_BYTES:
+            elapsed_s = time.monotonic() - started_s
+            log.info("pinned %.1f GiB in %.1f s", size_bytes / (1 << 30), elapsed_s)
 
     def record(self) -> DeviceEvent:
         """Record an event on the calling thread's stream."""

@@ -119,9 +119,12 @@ class CostsCache:
 
 #: Tokens computed in a pass, if the limits allow as many.
 PASS_TOKENS = 512
-#: Seconds of measured passes after which no other pass is started.
+#: Seconds of measured passes after which no other pass is started, without compilation.
 BUDGET_S = 3.0
-_REPEATS = 2
+_REPEATS, _MOST_REPEATS = 2, 4
+#: If the last run is faster than the one before by this factor, kernels were compiled in that one:
+#: on GPUs Triton compiles a kernel at its first use with a new shape.
+_COMPILED_FACTOR = 1.5
 #: Value that the first rank broadcasts in place of a number of cached tokens to end profiling.
 NO_MORE_PASSES = -1
 _REQUEST = "dualpath-profile"
@@ -190,6 +193,8 @@ def time_passes(
 ) -> list[TimedPass]:
     """Return passes of one size after increasing numbers of cached tokens, the best of two runs.
 
+    A pass in which kernels were compiled is repeated, and its time is not part of the budget.
+
     The number of passes depends on their time, so each is broadcast to the engine's other ranks.
 
     Returns fewer than two passes if no more fit or none can be computed.  Raises ``ConfigError`` if
@@ -201,20 +206,25 @@ def time_passes(
     try:
         group.broadcast(0)
         _time(runner, stopwatch, limits, 0)  # The first pass is slower than any other.
-        began_s = time.perf_counter()
+        measured_s = 0.0
         for cached in limits.cached():
-            runs = []
-            for _ in range(_REPEATS):
+            runs: list[TimedPass] = []
+            while len(runs) < _REPEATS or (len(runs) < _MOST_REPEATS and _compiled(runs)):
                 group.broadcast(cached)
                 runs.append(_time(runner, stopwatch, limits, cached))
             timed.append(min(runs, key=lambda run: run.pass_s))
             # Each run of the next pass takes up to twice as long.
-            next_s = 2 * _REPEATS * timed[-1].pass_s
-            if len(timed) > 1 and time.perf_counter() - began_s + next_s > BUDGET_S:
+            measured_s += _REPEATS * timed[-1].pass_s
+            if len(timed) > 1 and measured_s + 2 * _REPEATS * timed[-1].pass_s > BUDGET_S:
                 break
     except _PassFailedError as error:
         log.warning("%s; no more passes are timed", error)
     return timed
+
+
+def _compiled(runs: Sequence[TimedPass]) -> bool:
+    """Whether a run but the last seems to have compiled kernels, so that the next may be faster."""
+    return runs[-2].pass_s > _COMPILED_FACTOR * runs[-1].pass_s
 
 
 def repeat_passes(runner: PassRunner, limits: PassLimits, group: RankGroup) -> None:

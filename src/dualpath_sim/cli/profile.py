@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dualpath.cli.output import print_progress
 from dualpath.cli.settings import add_settings, flag_settings
-from dualpath.launch.commands import ENGINE_ENVIRONMENT
+from dualpath.launch.commands import engine_environment
 from dualpath.report.files import require_writable
 from dualpath.vllm.profile_settings import ProfileSettings
 
@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measure(settings: ProfileSettings) -> "Measurement":
-    # The same environment as engines of `dualpath serve`; vLLM and torch read it at import.
-    for name, value in {**ENGINE_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}.items():
+    # The same environment as engines of `dualpath serve`; vLLM and torch read it at import.  The
+    # engine is stepped in this process.
+    own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    for name, value in {**engine_environment(), **own}.items():
         os.environ.setdefault(name, value)
     print_progress(f"starting vLLM with {settings.model}")
     from dualpath.vllm.profiler import measure

@@ -118,10 +118,11 @@ def nixl(outcome: ProcessOutcome) -> list[Finding]:
     if found is None:
         detail = outcome.last_line or f"its process {outcome.description}"
         return [error("NIXL", detail, SUPPORTED_NIXL, install)]
-    findings = [ok("NIXL", found.version, SUPPORTED_NIXL)]
+    version = f"{found.version} ({found.package.replace('_', '-')})"
+    findings = [ok("NIXL", version, SUPPORTED_NIXL)]
     if found.version != SUPPORTED_NIXL:
         findings = [
-            warning("NIXL", found.version, SUPPORTED_NIXL, f"install the tested version: {install}")
+            warning("NIXL", version, SUPPORTED_NIXL, f"install the tested version: {install}")
         ]
     plugins = ", ".join(found.plugins) or "none"
     if "UCX" in found.plugins:
