@@ -224,6 +224,18 @@ def test_memory_is_pinned_in_place_until_the_device_is_closed(gpu):
         device.pin(4096, 1 << 30, None)
 
 
+def test_pinning_of_a_large_buffer_is_logged_with_its_time(gpu, caplog, monkeypatch):
+    monkeypatch.setattr(gpu.runtime, "cudaHostRegister", lambda *_: SimpleNamespace(value=0))
+    device = CudaDevice("cuda:0", None)
+    with caplog.at_level("INFO"):
+        device.pin(4096, 1 << 20, None)
+        assert caplog.messages == []
+        device.pin(1 << 30, 3 << 30, None)
+    before, after = caplog.messages
+    assert before == "pinning 3.0 GiB of buffer, which takes seconds"
+    assert after.startswith("pinned 3.0 GiB in ")
+
+
 def test_a_device_that_fails_fails_the_copy(gpu, monkeypatch):
     _, _, infos = two_regions()
     device = with_copier(driver_bindings(), infos)

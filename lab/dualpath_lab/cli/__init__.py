@@ -6,6 +6,7 @@ SUBCOMMANDS = {
     "emulate": "start an emulated engine, or a router for emulated engines",
     "model": "prepare a small model: SmolLM2 from its package, or a random tiny one",
     "lab": "emulate a cluster on this machine: nodes with shaped compute and storage NICs",
+    "gpu-check": "check and measure a machine with GPUs, phase by phase",
     "chaos": "inject faults and check that nothing is lost, late or wrong",
 }
 

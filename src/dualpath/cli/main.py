@@ -1,6 +1,6 @@
 """Entry point of the `dualpath` command.
 
-A subcommand is a module `<package>.<name>` with two functions:
+A subcommand is a module `<package>.<name>`, with `_` for `-`, that has two functions:
 
     add_parser(subparsers) -> None     adds the parser called <name> with its arguments
     run(args) -> int                   does the work and returns the exit code
@@ -95,7 +95,7 @@ def command_module(name: str) -> ModuleType | None:
     """Import the module of a subcommand; None if no installed package has it."""
     for package in command_packages():
         if name in package.SUBCOMMANDS:
-            return importlib.import_module(f"{package.__name__}.{name}")
+            return importlib.import_module(f"{package.__name__}.{name.replace('-', '_')}")
     return None
 
 

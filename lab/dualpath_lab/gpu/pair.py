@@ -1,0 +1,98 @@
+"""Phase `pair`: answers of 1P1D cold, from storage and continued; TPOT beside loads.
+
+The engines measure their pass costs at start (`--profile auto`), as in a normal start.
+"""
+
+import asyncio
+import statistics
+from typing import Any
+
+from dualpath.core.errors import DualPathError
+from dualpath_lab.gpu.answers import PlainAnswer, compared, plain_answers
+from dualpath_lab.gpu.cluster import Client, Cluster, Served
+from dualpath_lab.gpu.model import prompts
+from dualpath_lab.gpu.results import Check, read_result
+
+#: Time for blocks of an answer to reach storage before the prompt is sent again.
+_STORED_S = 1.0
+#: Requests that load stored prompts beside a decoding request.
+_LOADERS = 3
+_REPEATS = 3
+
+
+def pair(check: Check) -> None:
+    """Compare the answers with those of phase `plain`, if it has run in the same folder."""
+    check.put("rehearsal", check.settings.rehearse)
+    earlier = read_result(check.out, "plain")
+    plain = plain_answers(earlier.found) if earlier else {}
+    check.put("compared with plain", bool(plain))
+    with Cluster(check, "pair") as cluster:
+        check.put("start_s", cluster.start_s)
+        asyncio.run(_measure(check, cluster, plain))
+
+
+async def _measure(check: Check, cluster: Cluster, plain: dict[str, PlainAnswer]) -> None:
+    async with cluster.client() as client:
+        rows: list[dict[str, Any]] = []
+        for name, prompt in prompts(check.settings).items():
+            turns = ("continued",) if name.endswith("+") else ("cold", "stored")
+            for turn in turns:
+                answer = await _answer(client, prompt, check.settings.sizes.answer_tokens)
+                rows.append({"prompt": name, "turn": turn, **_columns(answer, plain.get(name))})
+                check.put("answers", rows)
+                await asyncio.sleep(_STORED_S)
+        check.put("decode", await _decode(check, client))
+    failed = [row for row in rows if row.get("error")]
+    if failed:
+        raise RuntimeError(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['error']}")
+
+
+async def _answer(client: Client, prompt: list[int], count: int) -> Served | DualPathError:
+    try:
+        return await client.complete(prompt, count)
+    except DualPathError as error:
+        return error
+
+
+def _columns(answer: Served | DualPathError, plain: PlainAnswer | None) -> dict[str, Any]:
+    if isinstance(answer, DualPathError):
+        return {"error": str(answer)[:300]}
+    return {
+        "ttft_s": answer.ttft_s,
+        "plain_ttft_s": plain.ttft_s if plain else None,
+        "cached_tokens": answer.cached_tokens,
+        **compared(answer.tokens, plain),
+    }
+
+
+async def _decode(check: Check, client: Client) -> list[dict[str, Any]]:
+    """Return the time per token of a decoding request alone, and beside loads of stored KV."""
+    stored = list(prompts(check.settings).values())
+    count = check.settings.sizes.decode_tokens
+    rows = []
+    for beside, loaders in (("nothing", 0), ("loads", _LOADERS)):
+        loading = [asyncio.create_task(_load(client, stored[-1])) for _ in range(loaders)]
+        try:
+            served = [await client.complete(stored[0], count) for _ in range(_REPEATS)]
+        finally:
+            for task in loading:
+                task.cancel()
+            ended = await asyncio.gather(*loading, return_exceptions=True)
+        errors = [str(one) for one in ended if isinstance(one, DualPathError)]
+        tpot_ms = [1e3 * one.tpot_s for one in served]
+        rows.append(
+            {
+                "beside": beside,
+                "tokens": count,
+                "median_tpot_ms": statistics.median(tpot_ms),
+                "max_tpot_ms": max(tpot_ms),
+                "error": errors[0] if errors else "",
+            }
+        )
+    return rows
+
+
+async def _load(client: Client, prompt: list[int]) -> None:
+    """Send a stored prompt again and again."""
+    while True:
+        await client.complete(prompt, 1)

@@ -1,0 +1,71 @@
+"""Phase `plain`: a vLLM without dualpath; its answers, TTFT, and how often it parts from itself."""
+
+import os
+import time
+from typing import Any
+
+import msgspec
+
+from dualpath_lab.gpu.answers import PlainAnswer, equal_tokens, likeliest_gap
+from dualpath_lab.gpu.model import model_of, prompts
+from dualpath_lab.gpu.results import Check
+from dualpath_lab.gpu.settings import engine_devices
+
+
+def plain(check: Check) -> None:
+    """Answer every prompt cold, and again with KV of the cache."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    if devices := engine_devices(check.settings):
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices[0]
+    check.put("rehearsal", check.settings.rehearse)
+    model = model_of(check.settings)
+    from vllm import LLM, SamplingParams, TokensPrompt
+
+    started_s = time.monotonic()
+    llm = LLM(
+        model=model,
+        dtype=check.settings.dtype,
+        max_model_len=check.settings.max_model_len,
+        block_size=64,
+        kv_cache_memory_bytes=check.settings.hbm_bytes,
+        enable_prefix_caching=True,
+        enforce_eager=check.settings.rehearse,
+    )
+    check.put("start_s", time.monotonic() - started_s)
+    count = check.settings.sizes.answer_tokens
+    greedy = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=2)
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    def answer(prompt: list[int], sampling: Any) -> Any:  # noqa: ANN401 - vLLM's
+        (found,) = llm.generate(TokensPrompt(prompt_token_ids=prompt), sampling, use_tqdm=False)
+        return found.outputs[0]
+
+    answer([5] * 200, greedy)  # The first request compiles kernels.
+    found: dict[str, PlainAnswer] = {}
+    rows = []
+    for name, prompt in prompts(check.settings).items():
+        llm.reset_prefix_cache()
+        started_s = time.perf_counter()
+        answer(prompt, first)
+        ttft_s = time.perf_counter() - started_s
+        cached = answer(prompt, greedy)
+        llm.reset_prefix_cache()
+        cold = answer(prompt, greedy)
+        steps = cold.logprobs or []
+        gaps = [likeliest_gap([one.logprob for one in step.values()]) for step in steps]
+        found[name] = PlainAnswer(
+            len(prompt), ttft_s, list(cold.token_ids), list(cached.token_ids), gaps
+        )
+        rows.append(
+            {
+                "prompt": name,
+                "prompt_tokens": len(prompt),
+                "ttft_s": ttft_s,
+                "equal_in_other_pieces": equal_tokens(cold.token_ids, cached.token_ids),
+                "of": count,
+                "least_gap": min(gaps, default=0.0),
+                "distinct_tokens": len(set(cold.token_ids)),
+            }
+        )
+        check.put("answers", rows)
+        check.put("tokens", msgspec.to_builtins(found))
