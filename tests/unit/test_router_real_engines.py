@@ -107,6 +107,9 @@ class ToyCalls:
     async def answers(self, engine: EngineInfo) -> None:
         pass
 
+    async def open_calls(self, engine: EngineInfo) -> None:
+        return None
+
     async def decode(
         self,
         engine: EngineInfo,

@@ -200,6 +200,7 @@ class DecodeEngine:
         step = DecodeStep(tokens, full, tuple(self._begin_fills()))
         self._plane.group.broadcast(step)
         self._steps.run(step)
+        self._plane.manager.made_step()
         unfinished = []
         for request in self._running:
             token = request.prefix.next_token

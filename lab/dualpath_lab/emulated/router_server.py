@@ -32,7 +32,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.http.cluster_calls import ClusterCalls
 from dualpath.router.http.server import (
@@ -105,6 +105,10 @@ class EngineClient:
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
+        return await self._api.open_calls(engine)
 
     async def aclose(self) -> None:
         """Close all connections; engines abort the requests that still run on them."""

@@ -169,7 +169,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -364,6 +364,8 @@ class Report(Message, frozen=True, tag=True):
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
     engine drains, None if it does not: it leaves once it receives ``Drained``.
     ``cached_buffer_tokens``: how many of the free tokens of the buffer hold cached KV.
+    ``steps`` grows while the engine's core works: with each layer and each step that it computes,
+    and while it waits for transfers, which have a limit of their own.
     """
 
     report_seq: int
@@ -378,6 +380,7 @@ class Report(Message, frozen=True, tag=True):
     storage: StorageUse | None = None
     draining: str | None = None
     cached_buffer_tokens: int = 0
+    steps: int = 0
 
 
 class CacheUpdate(Message, frozen=True, tag=True):

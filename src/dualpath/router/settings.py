@@ -112,6 +112,30 @@ class RouterSettings(Settings, frozen=True):
     suspect_timeout_s: Annotated[
         float, Setting("after a failed call an engine must report within this time", gt=0)
     ] = 1.5
+    call_silence_s: Annotated[
+        float,
+        Setting(
+            "a call to an engine that gets no byte for this time leads to an inquiry: the engine's "
+            "HTTP server is asked whether it has the call",
+            gt=0,
+        ),
+    ] = 2.0
+    inquiry_timeout_s: Annotated[
+        float,
+        Setting(
+            "an HTTP server that does not answer an inquiry within this time is silent: its calls "
+            "are retried elsewhere",
+            gt=0,
+        ),
+    ] = 5.0
+    core_timeout_s: Annotated[
+        float,
+        Setting(
+            "an engine that has calls but reports no step of its core for this time is lost; "
+            "longer than its longest step without transfers",
+            gt=0,
+        ),
+    ] = 20.0
     lookup_timeout_s: Annotated[
         float,
         Setting(

@@ -15,7 +15,9 @@ computes the prompt itself, stores nothing, and its answer is correct.
 ``SchedulerSide`` fails requests that reach a PE's scheduler without passing this middleware.
 """
 
+import contextlib
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -27,6 +29,12 @@ from dualpath.core.transfers import PrefillTransfer, from_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_keys
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
 from dualpath.router.requests.limits import refusal
+from dualpath.router.token_api.open_calls import (
+    CALL_HEADER,
+    OPEN_CALLS_PATH,
+    OpenCallList,
+    named_call,
+)
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
@@ -82,6 +90,7 @@ class EngineGuard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._known: tuple[Role | None, ApiKeys] | None = None
+        self._calls = OpenCallList()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forward the call or refuse it."""
@@ -98,10 +107,38 @@ class EngineGuard:
             refused = _refused_path(role, path)
         if refused is not None:
             await _refuse(scope, send, *refused)
-        elif may_compute and role is Role.PREFILL and path == GENERATE_PATH:
-            await self._token_api(scope, receive, send)
+        elif path == OPEN_CALLS_PATH and role is not None:
+            await _answer(send, self._calls.body())
+        elif may_compute and path == GENERATE_PATH:
+            await self._listed(role, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _listed(
+        self, role: Role | None, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Forward a call of the token API, and list it as open once its body has arrived."""
+        with contextlib.ExitStack() as listed:
+            sent: Callable[[], None] | None = None
+            name = dict(scope["headers"]).get(CALL_HEADER.lower().encode())
+
+            async def received() -> Message:
+                nonlocal sent
+                message = await receive()
+                whole = message["type"] == "http.request" and not message.get("more_body", False)
+                if whole and name is not None and sent is None:
+                    sent = listed.enter_context(self._calls.open(named_call(name)))
+                return message
+
+            async def sending(message: Message) -> None:
+                await send(message)
+                if sent is not None and message.get("body"):
+                    sent()
+
+            if role is Role.PREFILL:
+                await self._token_api(scope, received, sending)
+            else:
+                await self._app(scope, received, sending)
 
     def _engine(self, scope: Message) -> tuple[Role | None, ApiKeys]:
         """Return the engine's role, None if it is not a DualPath engine, and its API keys."""
@@ -180,6 +217,12 @@ async def _body(receive: Receive) -> bytes | None:
         if not message.get("more_body", False):
             return b"".join(parts)
     return None
+
+
+async def _answer(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:

@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import TokenApiClient, token_event
 from dualpath.router.token_api.wire import (
@@ -298,6 +298,10 @@ class GenerateClient:
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
+        return await self._api.open_calls(engine)
 
     async def aclose(self) -> None:
         """Close all connections; engines abort the requests that still run on them."""

@@ -232,6 +232,8 @@ class WorkerSide:
     def begin_step(self, step: StepMetadata) -> None:
         """Start this step's transfers; called before the forward pass."""
         self._generated = step.generated
+        if self._membership is not None:
+            self._membership.manager.made_step()
         for vllm_request_id in step.refused:
             self._copied.put((vllm_request_id, NO_TRANSFER))
         if self._follower is None:
@@ -300,6 +302,7 @@ class WorkerSide:
             self._mover.persist_generated(self._generated)
             self._generated = []
         if self._membership is not None:
+            self._membership.manager.made_step()
             self._membership.changed()
 
     def take_copied(self) -> tuple[set[str], set[str]]:

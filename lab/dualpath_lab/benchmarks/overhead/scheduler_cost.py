@@ -20,7 +20,7 @@ from typing import NamedTuple
 import msgspec
 
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.linked_front_end import LinkedFrontEnd
 from dualpath.router.scheduler.remote import ZmqLinkConnection
@@ -94,6 +94,10 @@ class StubCalls:
 
     async def answers(self, engine: EngineInfo) -> None:
         """The engine is healthy."""
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """The engine does not report its calls."""
+        return None
 
 
 class Agent:

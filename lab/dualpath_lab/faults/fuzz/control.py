@@ -19,7 +19,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
 from dualpath.node.cluster_secret import ClusterSecret
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusals
 from dualpath.router.service import RouterService
@@ -114,6 +114,9 @@ class _NoCalls:
         raise EngineLostError(f"engine {engine.engine_id} has no process")
 
     async def answers(self, engine: EngineInfo) -> None:
+        raise EngineLostError(f"engine {engine.engine_id} has no process")
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
         raise EngineLostError(f"engine {engine.engine_id} has no process")
 
 

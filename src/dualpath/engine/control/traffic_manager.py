@@ -265,6 +265,7 @@ class TrafficManager:
             counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
             cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
+            steps=self._rank.health.steps,
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:
@@ -284,6 +285,10 @@ class TrafficManager:
     def fail(self, reason: str) -> None:
         """Mark this engine as permanently ``broken``; only the first reason is stored."""
         self._rank.health.fail(reason)
+
+    def made_step(self) -> None:
+        """The engine's core has begun or ended a step; called by the core's own thread."""
+        self._rank.health.steps += 1
 
     def health(self) -> str | None:
         """Return why this engine should get no requests now, None if it is healthy."""

@@ -103,6 +103,7 @@ class ForwardPass(StreamedPass):
             manager.begin_prefill(chunks, layers, stream_before) if moves_bytes else None
         )
         manager.trace.record("begin", "pass", start_ns, manager.trace.now_ns())
+        manager.made_step()
 
     def failed(self, request_id: str) -> bool:
         """Whether a request's loaded KV is unusable."""
@@ -121,6 +122,7 @@ class ForwardPass(StreamedPass):
         has reported it, or in this one.  ``wrong`` are requests with wrong KV found by the engine,
         and why.
         """
+        self._manager.made_step()
         earlier = self._before.failures if self._before is not None else {}
         transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
         found = {**self._rejected, **transfers, **wrong}

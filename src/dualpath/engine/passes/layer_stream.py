@@ -249,6 +249,7 @@ class LayerStream:
         if layer in self._computed:
             return
         self._computed.add(layer)
+        self._health.steps += 1
         if layer not in self._waited:
             self._unannounced(layer, "without a wait for its stored KV")
         now_ns = self._trace.now_ns()
@@ -364,6 +365,7 @@ class LayerStream:
         ``follows``: the following pass waits; it leaves this to the thread in ``finish``, if any.
         """
         while not stage.reached.is_set() and not self._block(stage.reached):
+            self._health.steps += 1  # The core does not hang: this wait has a limit.
             if not (follows and self._finishing):
                 for agent in self._budget.waited(stage.agents(), _POLL_S):
                     self._moves.stalled(agent, what)

@@ -280,6 +280,7 @@ class ControlServer:
         if late_s := self._stalls.late_s(now_s):
             for engine in self._registry.all():
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
+                engine.step_s = min(engine.step_s + late_s, now_s)
         for silent in self._registry.silent(now_s, self._timeout_s):
             self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
         for late in self._registry.staying(now_s, self._timeout_s):
@@ -357,7 +358,7 @@ class ControlServer:
             if message.unhealthy is not None:
                 self._on(engine, Event.FAILED, in_one_line(message.unhealthy))
                 return
-            engine.report = message
+            engine.reports(message, self._clock())
         self._listener.on_message(engine.info, message)
 
     def _deregister(self, engine: EngineState, goodbye: control.Deregister) -> None:

@@ -48,6 +48,7 @@ class EngineState:
 
     ``left`` if it deregistered, itself or with its drained group; ``pauses`` are the reasons why it
     gets no new requests; ``drained`` if it was notified that its group has no requests left.
+    ``step_s`` is when a report first had the present number of steps of its core.
     """
 
     def __init__(self, info: EngineInfo) -> None:
@@ -56,7 +57,7 @@ class EngineState:
         self.talk: Channel[RouterMessage, EngineMessage] = Channel("")
         self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.registration = 0
-        self.heard_s = self.spoken_s = float("-inf")
+        self.heard_s = self.spoken_s = self.step_s = float("-inf")
         self.left = self.drained = False
         self.group_left_s = float("-inf")
         self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
@@ -84,9 +85,15 @@ class EngineState:
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
         self.talk = Channel(session)
-        self.identity, self.heard_s = identity, now_s
+        self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
         self.pauses &= {Pause.ASKED}
+
+    def reports(self, report: Report, now_s: float) -> None:
+        """Take a report of this process."""
+        if self.report is None or report.steps != self.report.steps:
+            self.step_s = now_s
+        self.report = report
 
     def registers(self, identity: bytes, now_s: float) -> None:
         """It registers on a connection; while it waits for its group this shows that it lives."""

@@ -142,7 +142,8 @@ class Scheduler:
             engine_calls,
             self.send,
             lambda engine_id, reason: self.server.declare_lost(engine_id, reason, certain=False),
-            settings.suspect_timeout_s,
+            settings,
+            clock,
         )
         self.roles = Roles(
             self.registry, clock, settings.role_switch_timeout_s, self.metrics.role_switched
@@ -208,6 +209,10 @@ class Scheduler:
     def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
         """Something failed on an engine."""
         self.suspects.suspect(engine, why, call_failed=call_failed)
+
+    def call_waits(self, engine: EngineInfo, silent_s: float) -> None:
+        """An engine has a call and has sent nothing for a while."""
+        self.suspects.call_waits(engine, silent_s)
 
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""
@@ -346,6 +351,7 @@ class Scheduler:
         self.releases.engine_joined(info)
         self._dispatch.joined(info)
         self.pauses.joined(info)
+        self.suspects.joined(info)
         self.sessions.engines_changed()
         self.membership.changed()
         self.roles.poll()

@@ -17,8 +17,9 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
+from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallsAnswer, call_header
 from dualpath.router.token_api.statuses import engine_error
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
@@ -61,6 +62,10 @@ class TokenApi(Protocol):
 
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server is healthy."""
+        ...
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
         ...
 
     async def aclose(self) -> None:
@@ -109,11 +114,26 @@ class TokenApiClient:
 
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server is healthy."""
-        url = engine.api_url.rstrip("/") + HEALTH_PATH
+        status, _ = await self._get(engine, HEALTH_PATH)
+        if status != 200:
+            raise engine_error(_named(engine), status, HEALTH_PATH)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them.
+
+        A server without this route is alive, and so is one that refuses the call.
+        """
+        status, body = await self._get(engine, OPEN_CALLS_PATH)
+        if status >= 500:
+            raise engine_error(_named(engine), status, OPEN_CALLS_PATH)
+        return decode_body(body, OpenCallsAnswer).calls if status == 200 else None
+
+    async def _get(self, engine: EngineInfo, path: str) -> tuple[int, bytes]:
+        """Return status and body; raises ``EngineLostError`` without an answer."""
+        url = engine.api_url.rstrip("/") + path
         try:
             async with self._open_session().get(url, headers=self._headers) as response:
-                if response.status != 200:
-                    raise engine_error(_named(engine), response.status, HEALTH_PATH)
+                return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _silent(engine, error) from error
 
@@ -131,6 +151,7 @@ class TokenApiClient:
             **self._headers,
             **(job.trace_headers or {}),
             **_to_rank(engine),
+            **call_header(request.request_id),
             "Content-Type": "application/json",
         }
         url = engine.api_url.rstrip("/") + GENERATE_PATH
