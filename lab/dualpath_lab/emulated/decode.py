@@ -25,6 +25,7 @@ from dualpath_lab.emulated.emulated_gpu import (
     NewToken,
     RankSteps,
 )
+from dualpath_lab.emulated.prefill import WAITING_S
 from dualpath_lab.emulated.requests import Answer, DecodeRequest
 from dualpath_sim.simulator.rules import decode_step_s
 
@@ -68,6 +69,7 @@ class DecodeEngine:
         """Queue a prompt; HBM is allocated in FIFO order."""
         with self._wake:
             self._waiting.append(request)
+            self._wake.notify()
         self._place_waiting()
 
     def abort(self, request: DecodeRequest) -> None:
@@ -175,7 +177,10 @@ class DecodeEngine:
 
     def _await_work(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: bool(self._joining) or bool(self._filling) or self._closing)
+            while not (self._joining or self._filling or self._closing):
+                waits = bool(self._fills or self._waiting)
+                if not self._wake.wait(WAITING_S if waits else None):
+                    self._plane.manager.made_step()  # It waits for HBM or for a copy into it.
 
     def _step_s(self) -> float:
         costs = self._costs

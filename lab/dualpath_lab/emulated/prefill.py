@@ -123,6 +123,8 @@ def attention_seconds(costs: PrefillCosts) -> AttentionGeometry:
 
 log = logging.getLogger(__name__)
 
+#: How often a core that cannot begin the work that waits reports that it is alive.
+WAITING_S = 0.25
 #: Track of the GPU's thread in traces.
 ENGINE_TRACK = "engine"
 
@@ -233,7 +235,8 @@ class PrefillEngine:
             while not self._closing:
                 if (batch := self._form()) is not None:
                     return batch
-                self._wake.wait()
+                if not self._wake.wait(WAITING_S if self._waiting else None):
+                    self._plane.manager.made_step()  # It waits for HBM.
         return None
 
     def _form(self) -> Batch | None:

@@ -9,6 +9,8 @@ import msgspec
 from dualpath_lab.faults.simulation.clients import Clients
 from dualpath_lab.faults.simulation.cluster import Cluster
 from dualpath_lab.faults.simulation.connections import Connection
+from dualpath_lab.faults.simulation.engine import SimEngine
+from dualpath_lab.faults.simulation.http import Direction
 from dualpath_lab.faults.simulation.ranks import SimFollower
 from dualpath_lab.faults.simulation.router import SimFrontEnd
 from dualpath_lab.faults.simulation.world import Process, World
@@ -21,6 +23,8 @@ _FAULT_SHARE = 0.008
 #: all time-outs.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
+#: Longer than the deadline of requests.
+_OUTLASTS_S = 170.0
 
 
 class ClusterFeature(enum.Enum):
@@ -60,6 +64,7 @@ class Adversary:
         self.transfer_hangs = False
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
         self._unfinished = len(self._waiting)
+        self._alone = faults == 1
         world.maybe_fault = self._maybe_begin
         for _ in range(faults):
             world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._begin_next)
@@ -173,10 +178,17 @@ class Adversary:
             connection.reset()
 
     def stall_control(self) -> None:
-        """Delay all frames of a control connection for a while."""
+        """Delay the frames of a control connection for a while, in both directions or in one."""
         if (connection := self._some_connection()) is not None:
-            connection.stalled_until_s = self.world.now_s + self._pause_s()
-            self.world.note(connection.process.name, "its control connection stalls")
+            both = (connection.to_router, connection.from_router)
+            wires = self.world.chance.choice((both, both[:1], both[1:]))
+            until_s = self.world.now_s + self._pause_s()
+            for wire in wires:
+                wire.stalled_until_s = until_s
+            directions = "" if wires == both else " in one direction"
+            self.world.note(
+                connection.process.name, f"its control connection stalls{directions}"
+            )
 
     def duplicate_control(self) -> Callable[[], None]:
         """Make some frames arrive twice."""
@@ -186,6 +198,44 @@ class Adversary:
         """Reset a call of the router to an engine."""
         if calls := list(self.cluster.shared.http.calls):
             self.world.chance.choice(calls).break_off("connection reset by the adversary")
+
+    def lose_call(self) -> None:
+        """Drop all further packets of a call to an engine in one direction."""
+        if calls := list(self.cluster.shared.http.calls):
+            call = self.world.chance.choice(calls)
+            direction = self.world.chance.choice(tuple(Direction))
+            call.cut.add(direction)
+            self.world.note("network", f"drops a call to an engine, {direction.name}")
+
+    def silence_server(self) -> Callable[[], None] | None:
+        """Drop the packets of an engine's HTTP server in one direction or both."""
+        engine = self.cluster.engines[self._some_engine()]
+        directions = self.world.chance.choice((tuple(Direction), *((d,) for d in Direction)))
+        names = ", ".join(direction.name for direction in directions)
+        self.world.note(engine.name, f"packets of its HTTP server are dropped: {names}")
+        return self._perhaps_long(engine, self.cluster.shared.http.drop(engine, directions))
+
+    def hang_core(self) -> Callable[[], None] | None:
+        """Let the thread that computes hang; control link and HTTP server go on."""
+        engine = self.cluster.engines[self._some_engine()]
+        self.world.note(engine.name, "its core hangs")
+        return self._perhaps_long(engine, engine.threads.hang_core())
+
+    def _perhaps_long(
+        self, engine: SimEngine, end: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Let an only fault that others of the role can make up for outlast every deadline."""
+        if not (self._alone and self.cluster.has_spare(engine.engine_id)):
+            return end
+        self._unfinished += 1
+
+        def over() -> None:
+            self.world.note("adversary", f"the long fault of {engine.name} is over")
+            end()
+            self._unfinished -= 1
+
+        self.world.after(_OUTLASTS_S, over)
+        return None
 
     def client_leaves(self) -> None:
         """Close a client's connection."""
@@ -281,6 +331,9 @@ FAULT_KINDS = (
     FaultKind("stall a control connection", Adversary.stall_control),
     FaultKind("duplicate control messages", Adversary.duplicate_control),
     FaultKind("reset a call to an engine", Adversary.reset_call),
+    FaultKind("lose a call to an engine", Adversary.lose_call),
+    FaultKind("silence an HTTP server", Adversary.silence_server),
+    FaultKind("hang a core", Adversary.hang_core),
     FaultKind("let a client leave", Adversary.client_leaves),
     FaultKind("slow storage", Adversary.slow_storage),
     FaultKind("failing storage", Adversary.failing_storage),

@@ -159,6 +159,16 @@ class Cluster:
             del self.engines[rank]
         return True
 
+    def has_spare(self, engine_id: str) -> bool:
+        """Whether engines outside its group can take over, and no role changes."""
+        if self.settings.role_switches:
+            return False
+        ranks, role = self._groups[engine_id].ranks, self.engines[engine_id].settings.engine.role
+        return any(
+            e.settings.engine.role is role and e.process.alive and name not in ranks
+            for name, e in self.engines.items()
+        )
+
     def _siblings_end(self, engine_id: str) -> float:
         """End the other ranks of a group; return the time until all have ended."""
         longest_s = 0.0

@@ -3,7 +3,7 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
@@ -27,7 +27,7 @@ from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.engine_server import Admission
 from dualpath_lab.emulated.prefill import PrefillEngine
 from dualpath_lab.emulated.rank_processes import ConnectedLeader
-from dualpath_lab.emulated.requests import Sampling
+from dualpath_lab.emulated.requests import Answer, Sampling
 from dualpath_lab.emulated.settings import EmulatedSettings
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
 from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
@@ -315,6 +315,8 @@ class SimEngine:
         self._admission: Admission | None = None
         self._ending = False
         self._leaving = False
+        #: The calls that its HTTP server has, and when it has last sent anything of each.
+        self._calls: dict[str, float | None] = {}
         self._hbm_owners: dict[int, str] = {}
         self._files = EngineFiles(shared, self.threads, self._known, self._check_read)
         shared.world.note(self.name, "starts")
@@ -418,6 +420,15 @@ class SimEngine:
         """Accept a request on a thread of its own."""
         self._on_thread("api", lambda: self._accept(body, call))
 
+    def ask(self, reply: Callable[[Mapping[str, float | None]], None]) -> None:
+        """Reply with the open calls, once the process runs."""
+
+        def answer() -> None:
+            now_s = self.shared.world.now_s
+            reply({n: None if s is None else now_s - s for n, s in self._calls.items()})
+
+        self.process.step(answer)
+
     def aborted(self, abort: Callable[[], None]) -> None:
         """The client has disconnected."""
         self._on_thread("abort", abort)
@@ -435,7 +446,23 @@ class SimEngine:
             self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
             call.deliver(error)
             return
-        call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
+        name = request.request_id
+        self._calls[name] = None
+
+        def deliver(answer: Answer) -> None:
+            call.deliver(answer)
+            if answer.finish_reason is None and answer.error is None:
+                self._calls[name] = self.shared.world.now_s
+            else:
+                self._calls.pop(name, None)
+
+        abort = self._admission.submit(request, transfer, prefix, deliver)
+
+        def aborted() -> None:
+            self._calls.pop(name, None)
+            abort()
+
+        call.begun(aborted)
 
     # ------------------------------------------------------------------ surroundings
 

@@ -31,12 +31,14 @@ from dualpath.engine.ranks import follower
 from dualpath.engine.ranks.rank import Rank
 from dualpath.node.system_calls import create_file
 from dualpath.router.engine_calls import Job
+from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases
 from dualpath.router.scheduler.control_server import LivenessProbes
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
+from dualpath.router.scheduler.pauses import SuspectList
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
@@ -358,6 +360,10 @@ def _over_at_once(
     return PassOutcome(dict(stream.failures), ()), []
 
 
+async def _never_ticks(self: CallWatch) -> None:
+    """``CallWatch._tick`` that notices nothing."""
+
+
 #: An attribute that is always empty.
 _NONE = property(lambda self: (), lambda self, value: None)
 #: An attribute that is always true.
@@ -365,6 +371,14 @@ _ALWAYS = property(lambda self: True, lambda self, value: None)
 
 #: By name, in the order of docs/reference/simulated-faults.md.
 PLANTED_BUGS: dict[str, PlantedBug] = {
+    "call-silence-ignored": PlantedBug(
+        "a call to an engine may be silent for ever",
+        replaced(CallWatch, "_tick", _never_ticks),
+    ),
+    "core-silence-ignored": PlantedBug(
+        "an engine of which the core hangs is not declared lost",
+        replaced(SuspectList, "call_waits", lambda self, engine, silent_s: None),
+    ),
     "no-resend": PlantedBug(
         "frames lost by a reset are not resent",
         replaced(Channel, "_resent", lambda self, now_s: []),

@@ -166,6 +166,9 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
     router = RouterSettings(
         engine_timeout_s=2.0,
         suspect_timeout_s=1.0,
+        call_silence_s=0.5,
+        inquiry_timeout_s=1.0,
+        core_timeout_s=2.0,
         lookup_timeout_s=1.0,
         read_deadline_s=3.0,
         read_margin_s=2.0,
