@@ -7,6 +7,7 @@ import pytest
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job
 
+from dualpath.router.engines import EngineInfo
 from dualpath.router.settings import RouterSettings
 
 pytestmark = pytest.mark.virtual_time
@@ -157,6 +158,34 @@ async def test_an_engine_of_which_the_core_hung_gets_requests_when_it_makes_step
         made.engines["p0"].core_hangs = False
         await asyncio.sleep(5.0)
         assert paused(made) == set()
+
+
+@pytest.mark.parametrize("name", ["p0", "d1"])
+async def test_a_silent_http_server_of_an_idle_engine_is_noticed_before_a_request(
+    name: str,
+) -> None:
+    async with cluster(prefill=2, decode=2) as made:
+        made.calls.mute.add(name)
+        await made.service.saw_loss(name)
+        for number in range(2):
+            assert await made.run(job(f"r{number}", PROMPT)) == expected(PROMPT, 6)
+        assert name not in (*made.calls.prefills, *made.calls.decodes)
+        assert [r.failures for r in made.service.records] == [[], []]
+
+
+async def test_a_patrol_asks_at_most_ten_engines_a_second() -> None:
+    async with cluster(prefill=99) as made:
+        asked: list[str] = []
+        answers = made.calls.answers
+
+        async def counted(engine: EngineInfo) -> None:
+            asked.append(engine.engine_id)
+            await answers(engine)
+
+        made.calls.answers = counted  # type: ignore[method-assign]
+        await asyncio.sleep(20.0)
+        assert 190 < len(asked) <= 200
+        assert len(set(asked)) == 100
 
 
 async def test_one_inquiry_covers_all_silent_calls_of_an_engine() -> None:

@@ -202,7 +202,7 @@ class VllmEngines:
     kind = EngineKind.VLLM
     vocab_size = VOCABULARY_TOKENS
     #: An engine registers once its HTTP address answers; behind a relay it always does.
-    impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP})
+    impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP, Fault.SILENT_HTTP})
 
     def __init__(self, settings: VllmEnginesSettings) -> None:
         self.conversations: int | None = settings.conversations

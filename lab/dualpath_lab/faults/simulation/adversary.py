@@ -186,9 +186,7 @@ class Adversary:
             for wire in wires:
                 wire.stalled_until_s = until_s
             directions = "" if wires == both else " in one direction"
-            self.world.note(
-                connection.process.name, f"its control connection stalls{directions}"
-            )
+            self.world.note(connection.process.name, f"its control connection stalls{directions}")
 
     def duplicate_control(self) -> Callable[[], None]:
         """Make some frames arrive twice."""

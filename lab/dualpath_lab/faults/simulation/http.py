@@ -90,9 +90,7 @@ class HttpNetwork:
 
         def back(then: Callable[[], None]) -> None:
             step = functools.partial(loop.process.step, then)
-            self.world.after(
-                self.delay_s(), lambda: self.arrive(server, Direction.TO_CALLER, step)
-            )
+            self.world.after(self.delay_s(), lambda: self.arrive(server, Direction.TO_CALLER, step))
 
         def there() -> None:
             if server.serves:

@@ -199,9 +199,7 @@ class Attempt:
         self._account(prefilled)
         return first
 
-    async def _model_work(
-        self, engine: EngineInfo, work: Callable[[OpenCall], Awaitable[T]]
-    ) -> T:
+    async def _model_work(self, engine: EngineInfo, work: Callable[[OpenCall], Awaitable[T]]) -> T:
         """Return the result of an engine's call; if it fails or is silent, the engine is suspect.
 
         ``work`` reports to the ``OpenCall`` what it has received.

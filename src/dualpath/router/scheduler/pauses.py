@@ -27,6 +27,10 @@ PAUSE_PATH = "/dualpath/v1/engines/{engine_id}/pause"
 
 logger = logging.getLogger(__name__)
 
+#: Each engine without requests is asked once in this time, if there are not too many: there is at
+#: least this gap between two of them.
+_PATROL_S, _PATROL_GAP_S = 5.0, 0.1
+
 
 class Pauses:
     """Notifies the scheduler of changes of ``EngineState.pauses``.
@@ -127,13 +131,16 @@ class SuspectList:
 
     There is one probe at a time of each process of an engine.
 
-    *A silent core.*  The control link of an engine lives in a thread, and its HTTP server perhaps in
-    a process of its own: both may answer while the core of the engine hangs.  Front ends notify of
-    calls that an engine has and does not answer (``call_waits``).  If its reports have shown no
+    *A silent core.*  The control link of an engine lives in a thread, and its HTTP server perhaps
+    in a process of its own: both may answer while the core of the engine hangs.  Front ends notify
+    of calls that an engine has and does not answer (``call_waits``).  If its reports have shown no
     step for ``core_timeout_s`` as well, it is lost.
 
     *A lost engine that registers again*, in the same process, is suspect until what was silent has
     shown its life: its HTTP server by an answer, its core by a step or after ``engine_wait_s``.
+
+    *Idle engines.*  No call shows that the HTTP server of an engine without requests is silent, so
+    ``patrol`` asks one after the other, at a rate that does not grow with their number.
 
     ``send`` sends a control message, ``lose`` declares an engine lost with a reason; ``clock`` is
     that of engines' reports.
@@ -210,6 +217,27 @@ class SuspectList:
         task = asyncio.create_task(self._return(engine, steps), name=f"return {engine.engine_id}")
         self._resting.add(task)
         task.add_done_callback(self._resting.discard)
+
+    async def patrol(self) -> None:
+        """Ask the HTTP servers of engines without requests, one after the other, without end."""
+        turn = 0
+        while True:
+            engines = self._registry.alive()
+            await asyncio.sleep(max(_PATROL_S / max(len(engines), 1), _PATROL_GAP_S))
+            turn += 1
+            if engines and self._idle(engine := engines[turn % len(engines)]):
+                try:
+                    limit_s = self._settings.engine_timeout_s
+                    await within_own_time(self._calls.answers(engine), limit_s)
+                except (DualPathError, TimeoutError) as error:
+                    if self._lives(engine):
+                        why = str(error) or f"its HTTP server is silent for {limit_s:g} s"
+                        self.suspect(engine, why, call_failed=True)
+
+    def _idle(self, engine: EngineInfo) -> bool:
+        state = self._registry.get(engine.engine_id)
+        report = state.report if state is not None and not state.pauses else None
+        return report is not None and report.unfinished_requests == 0
 
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""

@@ -155,7 +155,7 @@ class Scheduler:
         )
         # What people and front ends in other processes connect to.
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
-        self._sampling: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         socket = front_ends_socket or ZmqControlSocket()
         self.front_ends = FrontEndServer(self, socket, clock, timeout_s, epoch)
 
@@ -172,13 +172,16 @@ class Scheduler:
         if self.settings.event_log:
             self.event_log = EventLogWriter(Path(self.settings.event_log))
         await self.server.start(host, self.settings.control_port, secret)
-        self._sampling = asyncio.create_task(self.dashboard.run(), name="dashboard samples")
+        self._background = [
+            asyncio.create_task(self.dashboard.run(), name="dashboard samples"),
+            asyncio.create_task(self.suspects.patrol(), name="patrol of idle engines"),
+        ]
 
     async def stop(self) -> None:
         """End the sessions of front ends and engines, then close; idempotent."""
-        if self._sampling is not None:
-            self._sampling.cancel()
-            await asyncio.gather(self._sampling, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.front_ends.stop()
         self.sessions.stop()
         await self.suspects.stop()
