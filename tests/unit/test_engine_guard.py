@@ -1,6 +1,8 @@
 """Answers of an engine's own server, with vLLM's middleware around vLLM's paths."""
 
+import asyncio
 import importlib
+import json
 from types import SimpleNamespace
 
 import pytest
@@ -11,11 +13,14 @@ import httpx
 from fastapi import FastAPI, Request
 from vllm.entrypoints.serve.middleware.register import init_entrypoints_middleware
 
+from dualpath.core.cluster import Role
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.router.api_keys import engine_keys
+from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, call_header
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.engine_arguments import CONNECTOR, GUARD_CLASS
 from dualpath.vllm.engine_config import parse_front_end_arguments
-from dualpath.vllm.engine_guard import _CHANGES_ENGINE, _WITHOUT_KV
+from dualpath.vllm.engine_guard import _CHANGES_ENGINE, _WITHOUT_KV, EngineGuard
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 KEY = {"Authorization": "Bearer engines"}
@@ -175,3 +180,49 @@ async def test_a_web_socket_to_a_prefill_engine_is_closed():
     scope = {"type": "websocket", "path": "/v1/realtime", "headers": [], "app": app}
     await getattr(importlib.import_module(module), name)(nothing)(scope, nothing, send)
     assert sent == ["websocket.close"]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+async def test_calls_are_reported_from_the_end_of_their_body_to_the_end_of_their_answer(role):
+    """The router asks for them when a call is silent."""
+    params = PREFILL if role == "prefill" else DECODE
+    body_s, answer_s = asyncio.Event(), asyncio.Event()
+
+    async def app(scope, receive, send):
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await answer_s.wait()
+        await send({"type": "http.response.body", "body": b"a token", "more_body": True})
+        await last.wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    last = asyncio.Event()
+    guard = EngineGuard(app)
+    guard._known = Role(role), engine_keys(())
+    transport = httpx.ASGITransport(guard)
+
+    async def body():
+        await body_s.wait()
+        yield json.dumps({"kv_transfer_params": params}).encode()
+
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as client:
+
+        async def listed():
+            await asyncio.sleep(0)
+            return (await client.get(OPEN_CALLS_PATH)).json()["calls"]
+
+        headers = call_header("chat/ä.2")
+        call = asyncio.create_task(client.post(GENERATE_PATH, content=body(), headers=headers))
+        assert await listed() == {}
+        body_s.set()
+        while not (calls := await listed()):
+            pass
+        assert calls == {"chat/ä.2": None}
+        answer_s.set()
+        while (calls := await listed()) == {"chat/ä.2": None}:
+            pass
+        assert 0 <= calls["chat/ä.2"] < 60
+        last.set()
+        assert (await call).content == b"a token"
+        assert await listed() == {}

@@ -184,8 +184,9 @@ async def test_a_patrol_asks_at_most_ten_engines_a_second() -> None:
 
         made.calls.answers = counted  # type: ignore[method-assign]
         await asyncio.sleep(20.0)
-        assert 190 < len(asked) <= 200
-        assert len(set(asked)) == 100
+        assert 100 < len(asked) <= 200
+        # In turn, but for those that have not reported yet.
+        assert len(set(asked[:50])) == 50
 
 
 async def test_one_inquiry_covers_all_silent_calls_of_an_engine() -> None:
