@@ -139,6 +139,9 @@ def test_a_run_leaves_nothing_in_memory() -> None:
         ("session-end-keeps", "stall a control connection"),
         ("no-quarantine", "hanging transfers"),
         ("checksum-ignored", "rotting storage"),
+        ("call-silence-ignored", "lose a call to an engine"),
+        ("call-silence-ignored", "silence an HTTP server"),
+        ("core-silence-ignored", "hang a core"),
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:

@@ -93,6 +93,17 @@ def test_a_stalled_peer_costs_one_deadline_and_its_own_requests(
     story.assert_complete(mine)
 
 
+def test_a_core_that_waits_for_a_stalled_peer_does_not_seem_to_hang(story: Story) -> None:
+    mine, theirs = story.load("a"), story.load("b")
+    story.fabric.stall("de-1-epoch-1")
+    before = story.cluster.pe.report().steps
+    story.forward(mine, theirs)
+    passed = story.cluster.pe.report().steps - before
+    # Each layer is a step, and so is each poll of the wait.
+    assert passed >= GEOMETRY.layers + len(story.waits.passed_s)
+    assert story.cluster.pe.report().steps == before + passed
+
+
 def test_the_next_pass_does_not_wait_for_it_again_until_it_moves(story: Story) -> None:
     transfers = {name: story.load(name) for name in "abcd"}
     story.fabric.stall("de-1-epoch-1")
