@@ -150,6 +150,11 @@ def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str
         assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
 
 
+def test_a_router_that_breaks_off_slow_calls_is_found_without_any_fault() -> None:
+    with planted("slow-calls-broken-off"):
+        assert any(run_seed(seed, kinds=()).problems for seed in range(1, 60, 5))
+
+
 def test_an_unknown_bug_cannot_be_planted() -> None:
     with pytest.raises(ConfigError, match="choose one of"), planted("typo"):
         pass

@@ -9,6 +9,7 @@ from tests.unit.router_fakes import expected, job
 
 from dualpath.router.engines import EngineInfo
 from dualpath.router.settings import RouterSettings
+from dualpath_lab.faults.virtual_time import VirtualTimeLoop
 
 pytestmark = pytest.mark.virtual_time
 
@@ -106,6 +107,29 @@ async def test_an_engine_of_which_the_core_hangs_is_lost_though_server_and_link_
         assert await run == expected(PROMPT, 6)
         assert 10.0 < now_s() - began_s < 20.0
         assert "its core has made no step" in made.service.records[0].failures[0]
+
+
+async def test_a_router_that_was_stopped_does_not_take_its_engines_for_silent() -> None:
+    async with cluster(prefill=2, decode=2) as made:
+        answers = made.calls.answers
+
+        async def after_a_second(engine: EngineInfo) -> None:
+            await asyncio.sleep(1.0)
+            await answers(engine)
+
+        made.calls.answers = after_a_second  # type: ignore[method-assign]
+        run = await gated(made, "prefill")
+        for _ in range(5):
+            asked = len(made.calls.inquiries)
+            while len(made.calls.inquiries) == asked:
+                await asyncio.sleep(0.1)
+            loop = asyncio.get_running_loop()
+            assert isinstance(loop, VirtualTimeLoop)
+            loop._now_s += 60.0  # The answer is under way meanwhile.
+        made.calls.gates["prefill"].set()
+        assert await run == expected(PROMPT, 6)
+        assert made.service.records[0].failures == []
+        assert len(made.service.registry.alive()) == 4
 
 
 async def test_an_idle_engine_with_a_slow_first_call_is_not_lost() -> None:

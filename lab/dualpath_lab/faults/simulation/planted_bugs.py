@@ -375,6 +375,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         "a call to an engine may be silent for ever",
         replaced(CallWatch, "_tick", _never_ticks),
     ),
+    "slow-calls-broken-off": PlantedBug(
+        "a call that is silent for long is broken off although its server has it",
+        replaced(CallWatch, "_judge", lambda self, call, served: self._end(call, "it is silent")),
+    ),
     "core-silence-ignored": PlantedBug(
         "an engine of which the core hangs is not declared lost",
         replaced(SuspectList, "call_waits", lambda self, engine, silent_s: None),

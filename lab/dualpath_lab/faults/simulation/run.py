@@ -54,7 +54,7 @@ from dualpath_lab.faults.simulation.clients import Clients, SimRequest
 from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
 from dualpath_lab.faults.simulation.planted_bugs import planted
-from dualpath_lab.faults.simulation.settings import ONE_RANK, drawn_settings
+from dualpath_lab.faults.simulation.settings import ONE_RANK, SLOW_COSTS, drawn_settings
 from dualpath_lab.faults.simulation.world import World
 
 # ---------------------------------------------------------------------------------------- operator
@@ -302,6 +302,8 @@ class _Run:
             world.note("world", f"{settings.front_ends} front ends")
         if settings.standby.leased:
             world.note("world", f"the leader is elected by {settings.standby}")
+        if settings.costs is SLOW_COSTS:
+            world.note("world", "slow engines")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
         if settings.node_dram_blocks:

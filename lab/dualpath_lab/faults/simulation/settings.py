@@ -27,6 +27,13 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
+#: Slower than ``call_silence_s`` in every pass and step: calls are silent although engines work.
+SLOW_COSTS = msgspec.structs.replace(
+    COSTS,
+    prefill=PrefillCosts(batch_s=0.6, attention_token_s=2e-4, pair_s=1e-6),
+    decode=DecodeCosts(step_s=0.6),
+    prefill_tokens_per_s=25.0,
+)
 #: By KV heads: equal layers, layers of two parts, and different layers, one of them a window layer.
 _LAYER_PARTS = {
     1: ("8*3", "16+8*3", "24,8+8@6,8"),
@@ -82,6 +89,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     router: RouterSettings
     hosts: int
     geometry: BlockGeometry
+    costs: ModelCosts = COSTS
     prefill_ranks: int = 1
     decode_ranks: int = 1
     standby: LeaderElection = LeaderElection.ONE
@@ -126,7 +134,7 @@ def engine_settings(
     return EmulatedSettings(
         engine=engine,
         geometry=cluster.geometry,
-        costs=COSTS,
+        costs=cluster.costs,
         tensor_parallel_size=ranks,
         kv_heads=heads,
         hbm_bytes=hbm_bytes // slices_of(ranks, heads),
@@ -200,6 +208,8 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         front_ends=front_ends,
         node_dram_blocks=_node_dram_blocks(world.seed),
     )
+    if faults <= 1 and world.seed % 5 == 1:
+        settings = msgspec.structs.replace(settings, costs=SLOW_COSTS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
