@@ -41,6 +41,8 @@ _ERROR_TEXT_BYTES = 300
 
 
 HEALTH_PATH = "/health"
+#: Statuses of a proxy that does not reach the engine, or of an engine that is not healthy.
+_UNREACHABLE = (502, 503, 504)
 #: vLLM's, for a server of several data-parallel ranks.
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -121,12 +123,16 @@ class TokenApiClient:
     async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
         """Return the calls that the engine's server has; None if it does not report them.
 
-        A server without this route is alive, and so is one that refuses the call.
+        A server without this route is alive, and so is one that refuses the call or answers
+        something else; a proxy that does not reach it is no sign of its life.
         """
         status, body = await self._get(engine, OPEN_CALLS_PATH)
-        if status >= 500:
+        if status in _UNREACHABLE:
             raise engine_error(_named(engine), status, OPEN_CALLS_PATH)
-        return decode_body(body, OpenCallsAnswer).calls if status == 200 else None
+        try:
+            return decode_body(body, OpenCallsAnswer).calls if status == 200 else None
+        except BadRequestError:
+            return None
 
     async def _get(self, engine: EngineInfo, path: str) -> tuple[int, bytes]:
         """Return status and body; raises ``EngineLostError`` without an answer."""
