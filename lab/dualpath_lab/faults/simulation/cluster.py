@@ -217,7 +217,7 @@ class Cluster:
 
     def _janitor_failures(self) -> list[str]:
         """Return what the janitor has failed to do."""
-        if not self.settings.quota_blocks:
+        if not self.settings.has_quota:
             return []
         file = self.shared.disk.files.get(object_path(STATUS))
         if file is None:
@@ -229,7 +229,11 @@ class Cluster:
             self.settings.geometry
         )
         over_bytes = status.used_bytes - self.limits.high * self.limits.quota_bytes
-        return [f"the storage is above its quota: {status}"] if over_bytes > pinned_bytes else []
+        if self.limits.quota_bytes and over_bytes > pinned_bytes:
+            return [f"the storage is above its quota: {status}"]
+        most_bytes = self.limits.high * self.limits.tenant_quota_bytes
+        over = {tag: used for tag, used in status.fullest_tenants.items() if used > most_bytes}
+        return [f"tenants are above their quotas: {over}"] if over else []
 
     def _next_router(self) -> None:
         alive = [router for router in self._routers if router.process.alive]
