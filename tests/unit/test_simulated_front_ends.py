@@ -88,6 +88,7 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
+        ("epoch-ignored", "restart a decode engine unnoticed"),
         ("front-end-unwatched", "kill a front end"),
         ("front-end-attempts-stay", "kill a front end"),
         ("calls-keep-waiting", "kill the router"),
