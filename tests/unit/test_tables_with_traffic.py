@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 from tests.emulated_cluster import GEOMETRY
@@ -230,9 +231,9 @@ async def test_a_table_that_remembers_every_attempt_is_found(place: str) -> None
 # ---------------------------------------------------------------------- engines, over HTTP
 
 
-async def post(made: EmulatedCluster, number: int, **more: object) -> int:
-    prompt = more.pop("prompt", prompt_of(number, 18))
-    status, _ = await made.post(prompt, more.pop("tokens", 3), **more)
+async def post(made: EmulatedCluster, number: int, **more: Any) -> int:
+    prompt, tokens = more.pop("prompt", prompt_of(number, 18)), more.pop("tokens", 3)
+    status, _ = await made.post(prompt, tokens, **more)
     return status
 
 
