@@ -80,6 +80,12 @@ def test_a_group_that_changes_its_size_is_killed_meanwhile() -> None:
     assert count(lines, r"joined after") > 5
 
 
+def test_frames_that_are_lost_in_one_direction_of_a_connection_are_sent_again() -> None:
+    lines = stories(FRONT_ENDS[:20], "reset a control connection")
+    assert count(lines, r"(fe|pe|de)-\S+ +its frames to the router are lost") > 2
+    assert count(lines, r"(fe|pe|de)-\S+ +its frames from the router are lost") > 2
+
+
 def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
     for seed in (*FRONT_ENDS[:4], *ROLES[:3]):
         assert run_seed(seed).digest == run_seed(seed).digest

@@ -136,7 +136,12 @@ class NodeDram:
         self.files = PosixStorage(
             root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
         )
-        root_status = calls.stat(self._root)
+        try:
+            root_status = calls.stat(self._root)
+        except OSError as error:
+            raise ConfigError(
+                f"dram_dir {root} cannot be used ({error.strerror}); give a directory in tmpfs"
+            ) from error
         if root_status.st_mode & stat.S_IWOTH:
             raise ConfigError(
                 f"dram_dir {root} is world-writable; give a directory of your own in it"

@@ -296,8 +296,12 @@ class NamespaceDirectory:
         return True
 
     def _remove_stale(self) -> None:
-        with self._calls.scandir(str(self.temporary)) as entries:
-            found = [entry.name for entry in entries]
+        try:
+            with self._calls.scandir(str(self.temporary)) as entries:
+                found = [entry.name for entry in entries]
+        except OSError as error:
+            log.warning("stale files in %s are not removed: %s", self.temporary, error)
+            return
         for name in found:
             host, _, pid = name.rpartition("-")[0].rpartition("-")
             ours = pid.isdecimal() and host == self._host

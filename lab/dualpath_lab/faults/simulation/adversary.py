@@ -22,6 +22,8 @@ _FAULT_SHARE = 0.008
 #: all time-outs.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
+#: Share of resets of control connections that lose frames in one direction only.
+_ONE_WAY = 1 / 3
 #: How long others are stopped while a DE restarts, less than an engine may be silent, and the delay
 #: until the DE is started.
 _UNNOTICED_S = (0.2, 0.5, 1.0, 1.5)
@@ -202,10 +204,21 @@ class Adversary:
     # ------------------------------------------------------------------ connections
 
     def reset_control(self) -> None:
-        """Reset a control connection."""
+        """Reset a control connection, in some runs in one direction."""
+        if self.world.chance.random() < _ONE_WAY:
+            self._reset_control_one_way()
+            return
         if (connection := self._some_connection()) is not None:
             self.world.note(connection.process.name, "its control connection is reset")
             connection.reset()
+
+    def _reset_control_one_way(self) -> None:
+        """Lose what is sent in one direction of a control connection, until its ends notice it."""
+        if (connection := self._some_connection()) is not None:
+            to_router = self.world.chance.random() < 1 / 2
+            connection.reset_one_way(self._pause_s(), to_router=to_router)
+            direction = "to" if to_router else "from"
+            self.world.note(connection.process.name, f"its frames {direction} the router are lost")
 
     def stall_control(self) -> None:
         """Delay all frames of a control connection for a while."""

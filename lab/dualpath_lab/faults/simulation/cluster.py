@@ -32,7 +32,7 @@ _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 _DUPLICATE_ENGINE_S = 3.0
 #: Without faults the janitor writes the storage's status at least this often.
 _STATUS_S = 1.0
-#: Delay until a router that has ended by itself is restarted.
+#: Delay until a router that has ended by itself, or an engine that cannot start, is restarted.
 _PAUSES_S = (0.05, 0.3, 1.0, 2.5)
 #: An engine ends within this time after it has lost a rank: longer than it may be stopped.
 _ENDS_WITHIN_S = 10.0
@@ -271,10 +271,14 @@ class Cluster:
             api_url += f"-{start}"
             self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
-        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
+        failed = functools.partial(self._start_failed, engine_id)
+        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp, failed)
         self.engines[engine_id] = engine
         self._followers += engine.followers
         self.shared.http.servers[settings.engine.api_url] = engine
+
+    def _start_failed(self, engine_id: str) -> None:
+        self.restart_engine(engine_id, self.world.pick(_PAUSES_S))
 
     def _host(self, name: str) -> str:
         return self._hosts.setdefault(name, f"host-{len(self._hosts) % self.settings.hosts}")
