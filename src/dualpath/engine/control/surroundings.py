@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import ConfigError
 from dualpath.engine.control.link import RouterConnection, ZmqRouterConnection
 from dualpath.engine.io.storage_maintenance import load_storage_keys
 from dualpath.engine.settings import EngineSettings
@@ -54,11 +55,20 @@ def _storage_keys(settings: EngineSettings) -> "KeyRing | None":
 def open_node_dram(
     settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
 ) -> NodeDram | None:
-    """Open the DRAM cache that engines of this machine share; None if it is not enabled."""
+    """Open the DRAM cache that engines of this machine share; None if it is not enabled.
+
+    Raises ``ConfigError`` if its folder cannot be used.
+    """
     if not settings.dram_dir or not settings.mode.moves_bytes:
         return None
     keys = _storage_keys(settings)
-    return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+    try:
+        return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+    except OSError as error:
+        raise ConfigError(
+            f"dram_dir {settings.dram_dir} cannot be used ({error.strerror}); give a directory in "
+            "tmpfs"
+        ) from error
 
 
 def _open_tree(settings: EngineSettings) -> ObjectTree:
