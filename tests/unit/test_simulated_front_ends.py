@@ -74,7 +74,7 @@ def test_roles_change_while_engines_and_routers_are_killed() -> None:
 
 
 def test_a_group_that_changes_its_size_is_killed_meanwhile() -> None:
-    lines = stories(ROLES, "kill an engine", "kill a rank", "stop an engine")
+    lines = stories(MORE_ROLES[:45], "kill an engine", "kill a rank", "stop an engine")
     assert count(lines, r"is to be \w+ with [23] ranks") > 5
     assert count(lines, r"[pd]e-\d-dp\d#\d+ +is dead") > 5
     assert count(lines, r"joined after") > 5
