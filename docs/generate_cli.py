@@ -16,6 +16,7 @@ from pathlib import Path
 from dualpath.cli.main import command_module, subcommands
 from dualpath.cli.settings import SECTIONS, SettingAction
 from dualpath.core.settings import Declared, declared
+from dualpath_sim.cli.experiments import LazyParser
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -107,6 +108,8 @@ def _page(name: str, purpose: str) -> str:
 
 def _parser_parts(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
     """Yield the paragraphs about `parser`; `heading` is the mark of its sections."""
+    if isinstance(parser, LazyParser):
+        parser.complete()
     yield f"```text\n{_synopsis(parser)}\n```"
     if parser.description:
         yield " ".join(parser.description.split())

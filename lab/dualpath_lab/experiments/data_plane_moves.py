@@ -249,15 +249,10 @@ def _hits(settings: DataPlaneSettings, leg: Leg) -> int:
     return settings.blocks - 1 if leg is Leg.DE_TO_PE else 0
 
 
-def measure_moves(settings: DataPlaneSettings) -> dict[tuple[Leg, Mover], list[Rate]]:
-    """Return the rates of every mover on every leg, one per round."""
-    found: dict[tuple[Leg, Mover], list[Rate]] = {}
-    for _ in range(settings.repeat):
-        for mover in Mover:
-            with _pair(settings, mover) as ask:
-                for leg in Leg:
-                    found.setdefault((leg, mover), []).append(ask(leg))
-    return found
+def measure_moves(settings: DataPlaneSettings, mover: Mover) -> dict[Leg, Rate]:
+    """Return the rate of a mover on every leg, between two new processes."""
+    with _pair(settings, mover) as ask:
+        return {leg: ask(leg) for leg in Leg}
 
 
 @contextmanager

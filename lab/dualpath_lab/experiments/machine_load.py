@@ -1,10 +1,8 @@
-"""Load of the machine: its busy share, repeating runs on a busy machine, CPU time of a process."""
+"""Load of the machine: its busy share, CPU time of a process."""
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 from dualpath.node.host_process import process_stat
 
@@ -15,7 +13,6 @@ _IDLE, _IOWAIT, _COUNTED = 3, 4, 8
 
 #: Above this share of busy cores shaped links no longer hold their rates.
 BUSY_LIMIT = 0.85
-_Run = TypeVar("_Run")
 
 
 class BusyMeter:
@@ -29,20 +26,6 @@ class BusyMeter:
         moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]
         total = sum(moved)
         return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
-
-
-def repeat_while_busy(
-    measure: Callable[[int], _Run], spoilt: Callable[[_Run], bool], attempts: int
-) -> _Run:
-    """Return the first run that is not ``spoilt``, else the last of ``attempts`` ≥ 1.
-
-    ``measure`` gets the number of runs that were rejected before.
-    """
-    for rejected in range(attempts):
-        run = measure(rejected)
-        if not spoilt(run):
-            break
-    return run
 
 
 def process_cpu_s(process_id: int) -> float:

@@ -112,9 +112,11 @@ class SettingAction(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        """Store the text; a switch is ``true`` or ``false``."""
+        """Store the text; a switch is ``true`` or ``false``; tables given again are joined."""
         if self.nargs == 0:
             values = str(not str(option_string).startswith("--no-")).lower()
+        elif self.declared.is_table and self.dest in namespace:
+            values = f"{getattr(namespace, self.dest)},{values}"
         setattr(namespace, self.dest, values)
 
 

@@ -23,9 +23,9 @@ from dualpath.core.settings import Settings, declared
 if TYPE_CHECKING:
     from dualpath_sim.harness.experiment import Experiment, Page, RawData
 
-#: Exit codes beside 0: the machine was too busy, or a rerun differs from the recorded results; a
-#: rerun that was compared was made on a too busy machine.
-EXIT_TOO_BUSY = EXIT_DIFFERS = 1
+#: Exit codes beside 0: a test of the system failed, the machine was too busy, or a rerun differs
+#: from the recorded results; a rerun that was compared was made on a too busy machine.
+EXIT_FAILED = EXIT_DIFFERS = 1
 EXIT_CHECKED_TOO_BUSY = 2
 #: Flags of the harness that do not belong to the command that repeats an experiment, with a value.
 _NOT_REPEATED = ("--out", "--check", "--redraw", "--logs")
@@ -44,10 +44,10 @@ class Entry(NamedTuple):
         return found
 
 
-class _LazyParser(argparse.ArgumentParser):
+class LazyParser(argparse.ArgumentParser):
     """A parser whose arguments are added when it parses or is printed."""
 
-    add_arguments: Callable[["_LazyParser"], None] | None = None
+    add_arguments: Callable[["LazyParser"], None] | None = None
 
     def complete(self) -> None:
         """Add the arguments."""
@@ -76,7 +76,7 @@ class Group:
     def add_parsers(self, parser: argparse.ArgumentParser) -> None:
         """Add a subcommand for every experiment."""
         choices = parser.add_subparsers(
-            dest="experiment", metavar="EXPERIMENT", required=True, parser_class=_LazyParser
+            dest="experiment", metavar="EXPERIMENT", required=True, parser_class=LazyParser
         )
         for name, entry in self.entries.items():
             child = choices.add_parser(name, help=entry.help, allow_abbrev=False)
@@ -87,14 +87,23 @@ class Group:
         return self.run_experiment(args, self.entries[args.experiment].load())
 
     def _add(self, parser: argparse.ArgumentParser, experiment: "Experiment[Any, Any]") -> None:
-        parser.description = f"{experiment.title}. {self.entries[experiment.name].help}"
+        line = self.entries[experiment.name].help
+        parser.description = f"{experiment.title}: {line}."
         self.add_arguments(parser, experiment)
 
     def add_arguments(
-        self, parser: argparse.ArgumentParser, experiment: "Experiment[Any, Any]"
+        self,
+        parser: argparse.ArgumentParser,
+        experiment: "Experiment[Any, Any]",
+        *,
+        named: bool = True,
     ) -> None:
-        """Add the flags of the harness and of the experiment's settings."""
-        add_harness_flags(parser, experiment.name)
+        """Add the flags of the harness and of the experiment's settings.
+
+        ``named``: ``--name`` is the name of the report.
+        """
+        add_harness_flags(parser, experiment.name if named else "")
+        parser.set_defaults(report_name=experiment.name)
         self._add_settings(parser, experiment.settings, experiment.fixed)
 
     def _add_settings(
@@ -149,7 +158,7 @@ class Group:
         if not args.check:
             page = self._measured(args, experiment, command_line())
             self._finish(page, args.out)
-            return EXIT_TOO_BUSY if page.too_busy else 0
+            return 0 if experiment.passed(page.data) and not page.too_busy else EXIT_FAILED
         return self._checked(args, experiment)
 
     def _checked(self, args: argparse.Namespace, experiment: "Experiment[Any, Any]") -> int:
@@ -176,7 +185,7 @@ class Group:
                 return raw
             if experiment.published is None:
                 raise msgspec.ValidationError("it has no runs")
-            return experiment.published(recorded.data, self._settings_of(experiment, recorded))
+            return experiment.published(recorded, self._settings_of(experiment, recorded))
         except msgspec.ValidationError as error:
             raise ConfigError(
                 f"{recorded.name} is no data of the experiment {experiment.name}: {error}"
@@ -184,8 +193,8 @@ class Group:
 
     def _settings_of(self, experiment: "Experiment[Any, Any]", recorded: "Page") -> Any:  # noqa: ANN401 - of the experiment's type
         """Return the settings of the command of a file in an older format, or the defaults."""
-        words = shlex.split(recorded.command)
-        words = words[words.index(experiment.name) + 1 :] if experiment.name in words else []
+        words, name = shlex.split(recorded.command), experiment.subcommand or experiment.name
+        words = words[words.index(name) + 1 :] if name in words else []
         parser = argparse.ArgumentParser(prog=experiment.name, allow_abbrev=False)
         self.add_arguments(parser, experiment)
         return self.settings(parser.parse_args(words), experiment.settings, experiment.fixed)
@@ -241,10 +250,14 @@ class Group:
 
 
 def add_harness_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the flags that every experiment has."""
-    parser.add_argument(
-        "--name", dest="report_name", default=name, help="name of the report and its files"
-    )
+    """Add the flags that every experiment has; an empty ``name`` adds no ``--name``."""
+    if name:
+        parser.add_argument(
+            "--name",
+            dest="report_name",
+            default=name,
+            help="name of the report and its files",
+        )
     parser.add_argument("--out", metavar="DIR", help="write table, plot and JSON there")
     parser.add_argument(
         "--resume",
@@ -303,8 +316,13 @@ def resumed(
 def command_line() -> str:
     """Return the command line without folders of output and without absolute paths."""
     words = _without_flags(sys.argv[1:], _NOT_REPEATED, ("--resume",))
-    named = [Path(word).name if Path(word).is_absolute() else word for word in words]
-    return shlex.join(["dualpath", *named])
+    return shlex.join(["dualpath", *map(_without_folder, words)])
+
+
+def _without_folder(word: str) -> str:
+    """Return a word, or what follows its `=`, as a name instead of an absolute path."""
+    key, equals, value = word.rpartition("=")
+    return f"{key}{equals}{Path(value).name}" if Path(value).is_absolute() else word
 
 
 def _without_flags(

@@ -190,8 +190,10 @@ class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
 
     ``draw`` needs nothing but the raw data.  ``summary`` describes a run for progress messages.
     ``too_busy`` tells whether the machine spoilt a run, which is then repeated.  ``keep_going``: a
-    failed run is reported and left out; otherwise it ends the experiment.  ``published`` converts
-    the data of files that were published in an older format, given the settings of their command.
+    failed run is reported and left out; otherwise it ends the experiment.  ``passed`` is the
+    verdict of an experiment that tests the system.  ``subcommand`` is its word in a command line,
+    if that is not the name.  ``published`` returns the raw data of a page that was published in an
+    older format, given the settings of its command.
     """
 
     name: str
@@ -204,9 +206,11 @@ class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
     summary: Callable[[R], str] = lambda result: ""
     too_busy: Callable[[S, R], bool] = lambda settings, result: False
     keep_going: bool = False
+    passed: Callable[[RawData[S, R]], bool] = lambda raw: True
+    subcommand: str = ""
     fixed: tuple[str, ...] = ()
     packages: tuple[str, ...] = ("dualpath",)
-    published: Callable[[Any, S], RawData[S, R]] | None = None
+    published: Callable[[Page, S], RawData[S, R]] | None = None
 
     def recorded(self, data: Any) -> RawData[S, R] | None:  # noqa: ANN401 - decoded JSON
         """Return the raw data of a file, None for data in an older format.
@@ -267,6 +271,11 @@ def check_lines(results: Iterable[KeyResult]) -> tuple[str, ...]:
         for (any_machine, tolerance), count in sorted(counts.items(), reverse=True)
     ]
     return (f"`--check` compares a rerun with {' and '.join(parts)}.",)
+
+
+def tolerance_of(base: float, runs: int) -> float:
+    """Return the tolerance of a median: twice ``base`` if it is of fewer than three runs."""
+    return base if runs >= 3 else 2 * base
 
 
 def tolerance_text(tolerance: float) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.errors import ConfigError, DeadlineError, EngineLostError
 from dualpath.node.machine import this_machine
 from dualpath_sim.harness.experiment import Experiment, Measure, Progress, R, RawData, Run, S, Stage
 
@@ -30,7 +30,7 @@ def measure(
 
     In every round each cell is run once, so that changes of the machine affect all cells.  ``only``
     selects the cells whose names contain it.  ``after_run`` gets the data after every run.  Raises
-    what a run raises, unless the experiment keeps going.
+    what a run raises, unless the experiment keeps going, and ``ConfigError`` without any result.
     """
     found = earlier or RawData(
         experiment=experiment.name,
@@ -43,6 +43,11 @@ def measure(
     for stage in experiment.stages(settings, progress):
         loop = _Loop(experiment, stage, found, progress, after_run)
         found = loop.search() if stage.next_cell else loop.rounds(only)
+    if not found.runs:
+        raise ConfigError(
+            f"no run of {experiment.name} has a result: all failed, or no cell has {only!r} in its "
+            "name; correct --only"
+        )
     return found
 
 
