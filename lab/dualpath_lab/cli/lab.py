@@ -64,6 +64,105 @@ BENCHMARKS = {
         "the same in 36 regimes of agents, storage rates, DRAM and pauses",
         f"{_BENCHMARKS}.peers.matrix:PEERS_MATRIX",
     ),
+    "storage-read": Entry(
+        "methods to read stored blocks: threads, pieces, io_uring, NIXL",
+        f"{_BENCHMARKS}.storage_read:STORAGE_READ",
+    ),
+    "s3-read": Entry("S3 clients that read stored blocks", f"{_BENCHMARKS}.s3_read:S3_READ"),
+    "s3-link": Entry(
+        "how well a node uses a shaped storage NIC to an S3 server",
+        f"{_BENCHMARKS}.s3_link:S3_LINK",
+    ),
+    "storage-quota": Entry(
+        "a storage's janitor: hits compared with an ideal LRU, its CPU time, its start",
+        f"{_BENCHMARKS}.storage_quota:STORAGE_QUOTA",
+    ),
+    "sealed-cpu": Entry(
+        "CPU time of authenticating and encrypting blocks",
+        f"{_BENCHMARKS}.sealed_blocks:SEALED_CPU",
+    ),
+    "lookups": Entry(
+        "stat calls and time of look-ups, and hits while blocks are written",
+        f"{_BENCHMARKS}.lookup_cost:LOOKUPS",
+    ),
+    "eviction": Entry(
+        "CPU time of an eviction by the number of cached chains",
+        f"{_BENCHMARKS}.eviction_cost:EVICTION",
+    ),
+    "block-keys": Entry(
+        "CPU time of the block keys of a prompt", f"{_BENCHMARKS}.block_key_speed:BLOCK_KEYS"
+    ),
+    "transfers": Entry(
+        "latency, rate and CPU time of transfers between two processes",
+        f"{_BENCHMARKS}.transfer_speed:TRANSFERS",
+    ),
+    "scheduler-speed": Entry(
+        "assignments per CPU-second of the request scheduler",
+        f"{_BENCHMARKS}.scheduler_speed:SCHEDULER_SPEED",
+    ),
+    "metrics": Entry(
+        "CPU time of metrics and traces in the router", f"{_BENCHMARKS}.metrics_cost:METRICS"
+    ),
+    "control-flood": Entry(
+        "memory that unregistered peers can make a control socket use",
+        f"{_BENCHMARKS}.control_flood:CONTROL_FLOOD",
+    ),
+    "ttft": Entry(
+        "TTFT of a 1P1D cluster of vLLM engines against one vLLM server",
+        f"{_BENCHMARKS}.overhead.first_token:TTFT",
+    ),
+    "router": Entry(
+        "CPU time of the router per request and per token, and its share of TTFT",
+        f"{_BENCHMARKS}.overhead.router_cost:ROUTER_COST",
+    ),
+    "streams": Entry(
+        "many concurrent streams through the router",
+        f"{_BENCHMARKS}.overhead.router_cost:STREAMS",
+    ),
+    "scheduler": Entry(
+        "CPU time and messages of a scheduler process per request",
+        f"{_BENCHMARKS}.overhead.scheduler_cost:SCHEDULER_COST",
+    ),
+    "front-ends": Entry(
+        "CPU time of one and of two front ends, latency and memory of many streams",
+        f"{_BENCHMARKS}.overhead.front_ends:FRONT_ENDS",
+    ),
+    "killed-scheduler": Entry(
+        "time without placements after a crash of the scheduler",
+        f"{_BENCHMARKS}.overhead.killed_scheduler:KILLED_SCHEDULER",
+    ),
+    "passes": Entry(
+        "idle time of a PE's GPU between forward passes, emulated, without a lab",
+        f"{_BENCHMARKS}.overhead.between_passes:PASSES",
+    ),
+    "traces": Entry(
+        "the same, from traces of emulated engines on a lab",
+        f"{_BENCHMARKS}.overhead.between_passes:TRACES",
+    ),
+    "stored": Entry(
+        "TTFT of a fully stored prompt compared with its transfers",
+        f"{_BENCHMARKS}.overhead.stored_prompt:STORED",
+    ),
+    "gpu-prefill": Entry(
+        "layerwise prefill on a GPU with KV streamed from pinned DRAM",
+        f"{_BENCHMARKS}.gpu.experiments:GPU_PREFILL",
+    ),
+    "gpu-copies": Entry(
+        "many small copies between pinned DRAM and a GPU's HBM",
+        f"{_BENCHMARKS}.gpu.experiments:GPU_COPIES",
+    ),
+    "simulator-speed": Entry(
+        "CPU time and memory of the simulator, beside Dynamo's",
+        f"{_BENCHMARKS}.simulator_speed:SIMULATOR_SPEED",
+    ),
+    "split-reads": Entry(
+        "reads of one side compared with split reads, simulated",
+        f"{_BENCHMARKS}.split_reads:SPLIT_READS",
+    ),
+    "open-decisions": Entry(
+        "decisions that the paper leaves open, each changed separately, simulated",
+        f"{_BENCHMARKS}.open_decisions:OPEN_DECISIONS",
+    ),
 }
 #: The experiments create their own labs, whose name and nodes are not settings.
 BENCH = Group(

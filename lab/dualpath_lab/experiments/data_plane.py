@@ -6,7 +6,6 @@ No scheduler, no computation: baselines and dualpath's code transfer the same by
 import multiprocessing
 import os
 import queue
-import resource
 import shutil
 import subprocess
 import tempfile
@@ -38,7 +37,7 @@ from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 from dualpath_lab.experiments.data_plane_moves import measure_moves, measure_posts
-from dualpath_lab.experiments.machine_load import BusyMeter
+from dualpath_lab.experiments.machine_load import BusyMeter, own_cpu_s
 from dualpath_lab.experiments.raw_nixl import FileRead, RawFileReader
 from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
 from dualpath_sim.harness.experiment import (
@@ -144,15 +143,10 @@ class Readers:
 
 def _timed(stored: StoredBlocks, read_all: ReadAll) -> Rate:
     stored.drop_cache()
-    before, start_s = _cpu_s(), time.perf_counter()
+    before, start_s = own_cpu_s(), time.perf_counter()
     read_all()
     wall_s = time.perf_counter() - start_s
-    return Rate(stored.payload_bytes / wall_s, (_cpu_s() - before) / stored.payload_bytes * 1e9)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return Rate(stored.payload_bytes / wall_s, (own_cpu_s() - before) / stored.payload_bytes * 1e9)
 
 
 class _FioRead(msgspec.Struct):

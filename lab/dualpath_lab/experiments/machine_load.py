@@ -1,7 +1,8 @@
-"""Load of the machine: its busy share, CPU time of a process."""
+"""Load of the machine: its busy share, CPU time of processes."""
 
 import contextlib
 import os
+import resource
 from pathlib import Path
 
 from dualpath.node.host_process import process_stat
@@ -26,6 +27,12 @@ class BusyMeter:
         moved = [now - then for now, then in zip(_ticks(), self._before, strict=True)]
         total = sum(moved)
         return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
+
+
+def own_cpu_s() -> float:
+    """Return the CPU seconds of this process and its threads, user and system."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def process_cpu_s(process_id: int) -> float:
