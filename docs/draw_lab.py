@@ -3,7 +3,8 @@
     python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
     python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
 
-The prose of a page is written by hand.  A table stands between two marks,
+The prose of a page is written by hand.  A table, or the lines on how to repeat its runs, stands
+between two marks,
 
     <!-- drawn: KIND NAME… -->
     <!-- end -->
@@ -15,7 +16,8 @@ and is drawn from ``docs/evaluation/lab/NAME.json``, ``peers-matrix`` from the f
 import re
 import shlex
 import sys
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,8 +29,10 @@ from dualpath.report.markdown import table as as_markdown
 from dualpath.report.model import NOTHING, Panel, Series, Table
 from dualpath_lab.benchmarks.peers.comparison import stacks
 from dualpath_lab.benchmarks.peers.matrix import read_regimes
+from dualpath_lab.cli.chaos import CHAOS
+from dualpath_lab.cli.lab import BENCH
 from dualpath_lab.experiments.runs import merged_by_role
-from dualpath_sim.harness.experiment import Page
+from dualpath_sim.harness.experiment import KeyResult, Page, tolerance_text
 from dualpath_sim.harness.files import read as read_page
 
 EVALUATION = Path(__file__).parent / "evaluation"
@@ -274,8 +278,47 @@ def _stack_time(times: Mapping[str, str], stack: str) -> str:
     return found[0] if found else ""
 
 
+def check(experiment: str, *names: str) -> str:
+    """How an experiment's runs are repeated, and what of them is compared."""
+    group, word = (CHAOS, "run") if experiment == "chaos-run" else (BENCH, experiment)
+    entry = group.entries[word].load()
+    results = []
+    for name in names:
+        stored = read(name)
+        raw = group.raw_data(entry, stored)
+        page = entry.page(raw, stored.name, stored.command)
+        results += [(one, raw.machine is not None) for one in page.results]
+    results.sort(key=lambda found: (found[0].tolerance is None, not found[0].any_machine))
+    allowed = Counter(_allowed(one, has_processor) for one, has_processor in results)
+    file = names[0] if len(names) == 1 else "NAME"
+    numbers = [f"{count} {words}" for words, count in allowed.items()]
+    command = "dualpath chaos run" if group is CHAOS else f"dualpath lab bench {experiment}"
+    return textwrap.fill(
+        f"`{command} --check docs/evaluation/lab/{file}.json` repeats a run and compares its key "
+        f"results: {', '.join(numbers)}.",
+        width=105,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _allowed(result: KeyResult, has_processor: bool) -> str:
+    """Return how a rerun's number is compared; times only if the runs' processor is recorded."""
+    if result.tolerance is None:
+        return "must meet a limit"
+    words = tolerance_text(result.tolerance)
+    if result.any_machine:
+        return f"{words} on any machine"
+    return (
+        f"{words} on the same processor"
+        if has_processor
+        else "not compared (processor not recorded)"
+    )
+
+
 #: What stands between marks, by the first word of the mark.
-DRAWN: dict[str, Callable[..., Table]] = {
+DRAWN: dict[str, Callable[..., Table | str]] = {
+    "check": check,
     "commands": commands,
     "ratios": ratios,
     "jct": jct,
@@ -305,11 +348,13 @@ def legible_table(content: Table) -> Table:
 
 
 def with_tables(page: str) -> str:
-    """Return a page with its tables as the data says."""
+    """Return a page with its tables and lines as the data says."""
 
     def redrawn(found: re.Match[str]) -> str:
         kind, *words = shlex.split(found[2])
-        return f"{found[1]}\n{as_markdown(legible_table(DRAWN[kind](*words)))}\n\n{found[3]}"
+        content = DRAWN[kind](*words)
+        text = content if isinstance(content, str) else as_markdown(legible_table(content))
+        return f"{found[1]}\n{text}\n\n{found[3]}"
 
     return _MARK.sub(redrawn, page)
 

@@ -17,6 +17,7 @@ import pytest
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, commands, marks
 
 from dualpath.cli.main import command_module, main, subcommands
+from dualpath_sim.cli.experiments import LazyParser
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 CONSOLE = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell")]
@@ -142,6 +143,8 @@ def option_names(parser, words):
     """Options of a parser and of its subcommands that ``words`` name; of all where a word stands
     for any of them.
     """
+    if isinstance(parser, LazyParser):
+        parser.complete()
     yield from parser._option_string_actions
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -180,17 +180,23 @@ def draw(raw: RawData[OnlineSettings, Point]) -> Page:
         panels=tuple(
             _panel(raw.results, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
         ),
-        results=tuple(
-            KeyResult(
-                f"{mode.value}: agents/s within the SLO",
-                one.search.bracket.met or None,
-                # One step of the bisection.
-                tolerance=settings.precision,
-            )
-            for mode, one in found.items()
-        ),
+        results=tuple(_key_results(found, settings.precision)),
         too_busy=too_busy(raw.results),
     )
+
+
+def _key_results(found: Mapping[Mode, Searched], precision: float) -> Iterator[KeyResult]:
+    """Yield each mode's capacity, within a step of its search, and its ratio to the first's."""
+    first, *others = ((mode.value, one.search.bracket.met or None) for mode, one in found.items())
+    yield KeyResult(f"{first[0]}: agents/s within the SLO", first[1], tolerance=precision)
+    for mode, rate in others:
+        yield KeyResult(f"{mode}: agents/s within the SLO", rate, tolerance=precision)
+        yield KeyResult(
+            f"{mode} relative to {first[0]}",
+            rate / first[1] if rate and first[1] else None,
+            tolerance=2 * precision,
+            any_machine=True,
+        )
 
 
 def _capacities(found: Mapping[Mode, Searched]) -> Table:

@@ -55,7 +55,8 @@ def number_table(
         for name in raw.cells
     ]
     rows = [row for row in rows if set(row[1:]) != {NOTHING}]
-    return Table(title, (first, *(column.head for column in columns)), tuple(rows))
+    heads = (first, *(column.head for column in columns))
+    return Table(title, heads, tuple(rows), align="l" + "r" * len(columns))
 
 
 def summary(raw: RawData[Any, Numbers], name: str, column: Column) -> float | None:
