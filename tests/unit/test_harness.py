@@ -137,12 +137,11 @@ def test_interrupted_runs_are_continued() -> None:
     ]
 
 
-def test_only_the_named_cells_run() -> None:
+def test_only_the_wanted_cells_run() -> None:
     bench = Bench()
-    assert measure(bench.experiment, Toy(inner=Inner(), repeat=1), only="small").cells == [
-        "fast small",
-        "slow small",
-    ]
+    settings = Toy(inner=Inner(), repeat=1)
+    raw = measure(bench.experiment, settings, wanted=lambda cell: "small" in cell)
+    assert raw.cells == ["fast small", "slow small"]
 
 
 def test_a_run_on_a_busy_machine_is_repeated_three_times_at_most() -> None:
@@ -272,6 +271,18 @@ def test_a_command_writes_resumes_redraws_and_checks(
     command.bench.before_run = lambda disk, number: Rate(1.0)
     assert command("toy", "--check", str(file)) == 1
     assert "DIFFERS" in capsys.readouterr().out
+
+
+def test_a_check_repeats_only_the_cells_of_the_file(command: Any, tmp_path: Path) -> None:
+    file = str(tmp_path / "toy.json")
+    assert command("toy", "--out", str(tmp_path), "--repeat", "1", "--only", "fast") == 0
+    command.bench.log.clear()
+    assert command("toy", "--check", file) == 0
+    assert command.bench.log == ["open fast", "fast 1 0", "fast 2 0", "close fast"]
+    # What is not chosen is not missing.
+    assert command("toy", "--check", file, "--only", "small") == 0
+    with pytest.raises(ConfigError, match="correct --only"):
+        command("toy", "--check", file, "--only", "slow")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ class Group:
 
     def _add(self, parser: argparse.ArgumentParser, experiment: "Experiment[Any, Any]") -> None:
         line = self.entries[experiment.name].help
-        parser.description = f"{experiment.title}: {line}."
+        parser.description = f"{line[0].upper()}{line[1:]}."
         self.add_arguments(parser, experiment)
 
     def add_arguments(
@@ -162,15 +162,21 @@ class Group:
         return self._checked(args, experiment)
 
     def _checked(self, args: argparse.Namespace, experiment: "Experiment[Any, Any]") -> int:
-        """Repeat the experiment of a file, with the flags given in addition, and compare."""
+        """Repeat the runs of a file, with the flags given in addition, and compare."""
         from dualpath.report.text import print_blocks
         from dualpath_sim.harness.check import agrees, compare
         from dualpath_sim.harness.files import read
 
         recorded = read(Path(args.check))
         raw = self.raw_data(experiment, recorded)
+        chosen = [run for run in raw.runs if args.only in run.cell]
+        if not chosen:
+            raise ConfigError(
+                f"no run of {args.check} has {args.only!r} in its name; correct --only"
+            )
+        raw = msgspec.structs.replace(raw, runs=chosen)
         expected = experiment.page(raw, recorded.name, recorded.command)
-        rerun = self._measured(args, experiment, recorded.command, raw.settings)
+        rerun = self._measured(args, experiment, recorded.command, raw)
         self._finish(rerun, args.out)
         table = compare(expected, rerun)
         print_blocks(table)
@@ -209,13 +215,15 @@ class Group:
         args: argparse.Namespace,
         experiment: "Experiment[Any, Any]",
         command: str,
-        default: Settings | None = None,
+        expected: "RawData[Any, Any] | None" = None,
     ) -> "Page":
+        """Return the page of new runs: those of ``expected`` with its settings, if given."""
         from dualpath_sim.harness.files import stored, write_runs
         from dualpath_sim.harness.run import measure
 
         warn_if_no_plots(args.out)
-        settings = self.settings(args, default or experiment.settings, experiment.fixed)
+        default = expected.settings if expected else experiment.settings
+        settings = self.settings(args, default, experiment.fixed)
         folder = Path(args.out) if args.out else None
         earlier = None
         if args.resume:
@@ -233,7 +241,7 @@ class Group:
         with sigterm_as_interrupt():
             raw = measure(
                 *(experiment, settings, print_progress),
-                only=args.only,
+                wanted=lambda cell: cell in expected.cells if expected else args.only in cell,
                 earlier=earlier,
                 after_run=after_run,
             )

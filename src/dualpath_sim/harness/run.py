@@ -22,15 +22,16 @@ def measure(
     settings: S,
     progress: Progress = lambda text: None,
     *,
-    only: str = "",
+    wanted: Callable[[str], bool] = lambda cell: True,
     earlier: RawData[S, R] | None = None,
     after_run: Callable[[RawData[S, R]], None] = lambda raw: None,
 ) -> RawData[S, R]:
     """Make the runs that ``earlier`` lacks and return all of them.
 
-    In every round each cell is run once, so that changes of the machine affect all cells.  ``only``
-    selects the cells whose names contain it.  ``after_run`` gets the data after every run.  Raises
-    what a run raises, unless the experiment keeps going, and ``ConfigError`` without any result.
+    In every round each cell is run once, so that changes of the machine affect all cells.
+    ``wanted`` selects cells by name, but not those of a search.  ``after_run`` gets the data after
+    every run.  Raises what a run raises, unless the experiment keeps going, and ``ConfigError``
+    without any result.
     """
     found = earlier or RawData(
         experiment=experiment.name,
@@ -42,11 +43,11 @@ def measure(
     )
     for stage in experiment.stages(settings, progress):
         loop = _Loop(experiment, stage, found, progress, after_run)
-        found = loop.search() if stage.next_cell else loop.rounds(only)
+        found = loop.search() if stage.next_cell else loop.rounds(wanted)
     if not found.runs:
         raise ConfigError(
-            f"no run of {experiment.name} has a result: all failed, or no cell has {only!r} in its "
-            "name; correct --only"
+            f"no run of {experiment.name} has a result: all failed, or no cell is chosen; correct "
+            "--only"
         )
     return found
 
@@ -68,15 +69,15 @@ class _Loop:
         self._progress = progress
         self._after_run = after_run
 
-    def rounds(self, only: str) -> RawData[Any, Any]:
-        """Run every cell in every round."""
+    def rounds(self, wanted: Callable[[str], bool]) -> RawData[Any, Any]:
+        """Run every wanted cell in every round."""
         rounds = self._experiment.repeat(self._raw.settings)
         done = {(run.cell, run.round) for run in self._raw.runs}
         missing = [
             (number, cell)
             for number in range(rounds)
             for cell in self._stage.cells
-            if only in cell and (cell, number) not in done
+            if wanted(cell) and (cell, number) not in done
         ]
         if not missing:
             return self._raw
