@@ -174,7 +174,7 @@ def test_a_run_with_a_dead_engine_ends_with_its_log() -> None:
 def test_the_janitor_removes_the_lab_of_a_killed_process(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
     small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
-    source = str(Path(__file__).parents[2] / "src")
+    source = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", "lab"))
     maker = SpawnedProcess(
         "maker",
         (*argv, *small, "--layers", "3", "--mode", "dualpath"),
