@@ -570,7 +570,7 @@ async def look_up(scheduler: "Scheduler", keys: tuple[BlockKey, ...]) -> tuple[i
     if failure is not None or stored_blocks == len(keys):
         return found
     more = [_ask_in_turn(scheduler, [writer], keys, end_s) for writer in writers[1:]]
-    return max([found, *await asyncio.gather(*more)], key=lambda answer: answer[0])
+    return max([found, *await gather_or_cancel(*more)], key=lambda answer: answer[0])
 
 
 async def _ask_in_turn(
