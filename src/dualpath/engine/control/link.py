@@ -269,6 +269,10 @@ class RouterSession(Generic[M, R]):
         """The name of the open session, empty without one."""
         return self._channel.session if self.joined else ""
 
+    def silent_s(self, now_s: float) -> float:
+        """Return for how long the router has sent nothing in this session or registration."""
+        return now_s - (self._received_s if self.joined else self._registration_s)
+
     def send(self, message: M, now_s: float) -> Sequence[Envelope[M]]:
         """Return the envelope of a message; without a session the message is dropped."""
         return [self._channel.send(message, now_s)] if self.joined else []
@@ -426,6 +430,11 @@ class ControlLink:
     def unregistered(self) -> bool:
         """Whether there is neither a session nor a registration under way."""
         return self._session.state is EngineSideState.UNREGISTERED
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the router has sent nothing; for the link's thread."""
+        return self._session.silent_s(self._now_s())
 
     def close(self, deregister: Deregister) -> None:
         """Deregister, then stop; idempotent."""

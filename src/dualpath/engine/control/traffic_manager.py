@@ -380,6 +380,11 @@ class TrafficManager:
         self._requests.active.ended(request_id)
 
     @property
+    def unfinished_requests(self) -> int:
+        """The requests that this engine has and has not finished."""
+        return self._requests.active.load()[0]
+
+    @property
     def decodes_without_session(self) -> bool:
         """Whether requests decode after the end of their session, unknown to the router."""
         return self._requests.active.any_detached
