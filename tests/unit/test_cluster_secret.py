@@ -209,7 +209,7 @@ async def test_a_reachable_control_address_needs_a_secret():
     server = ControlServer(Registry(), Router(), lambda: 0.0, 1000.0)
     for host in ("0.0.0.0", "10.0.0.1", "*", "router.example"):
         with pytest.raises(
-            ConfigError, match=r"no cluster secret.*use 127.0.0.1, or create a secret"
+            ConfigError, match=r"no cluster secret.*use 127.0.0.1 or ::1, or create a secret"
         ):
             await server.start(host, 0)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*DUALPATH_CLUSTER_SECRET"):

@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.addresses import http_url
 from dualpath.core.blocks import KeyExtras, tenant_tag
 from dualpath.core.errors import (
     BadRequestError,
@@ -310,7 +311,7 @@ async def emulated_router(
     async with AsyncExitStack() as stack:
         turn = open_leadership(settings)
         stack.push_async_callback(turn.release)
-        calls = EngineClient(TokenApiClient(engine_headers()))
+        calls = EngineClient(TokenApiClient(engine_headers(), settings.engine_ca_file))
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
         if turn.contended:
@@ -339,7 +340,7 @@ async def served(
     app = RouterServer(service).app()
     server = serving_app(app, host, port, connections, shared)
     at = await stack.enter_async_context(server)
-    return f"http://{host}:{at}"
+    return http_url(host, at)
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:
@@ -387,7 +388,7 @@ async def emulated_front_end(
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
-        calls = EngineClient(TokenApiClient(engine_headers()))
+        calls = EngineClient(TokenApiClient(engine_headers(), settings.engine_ca_file))
         stack.push_async_callback(calls.aclose)
         service = LinkedFrontEnd(settings, link, calls)
         stack.push_async_callback(service.stop)

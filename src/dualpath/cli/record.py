@@ -32,7 +32,7 @@ class RecordSettings(Settings, frozen=True, kw_only=True):
         bool, Setting("record texts of users (formats lmcache and agentperf; sensitive data)")
     ] = False
     block_tokens: Annotated[int, Setting("tokens of a block in the trace", ge=1, le=1 << 16)] = 64
-    host: Annotated[str, Setting("address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Setting("address to listen on", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("port to listen on", ge=1, le=65535)] = 8001
     save_every_s: Annotated[float, Setting("interval of writing the trace", ge=0.1, le=1e6)] = 30
 

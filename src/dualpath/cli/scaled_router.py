@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
+from dualpath.core.addresses import http_url
 
 if TYPE_CHECKING:
     from dualpath.router.settings import LinkSettings, RouterSettings
@@ -38,7 +39,7 @@ def run_scaled_router(
                 ) as processes,
             ):
                 _say(
-                    f"{settings.front_ends} front ends at http://{host}:{number}/v1, "
+                    f"{settings.front_ends} front ends at {http_url(host, number)}/v1, "
                     f"cluster at {processes.cluster_url}, engines register at "
                     f"{processes.control_address}"
                 )

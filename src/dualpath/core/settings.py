@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from dualpath.core.addresses import plain_host
 from dualpath.core.errors import ConfigError
 
 #: A setting with one of these words in its name is never printed.
@@ -54,7 +55,8 @@ class Setting(msgspec.Struct, frozen=True):
 
     For a list, limits and ``choices`` apply to its items.  ``metavar`` stands for the value in a
     help text.  A setting with ``flag`` False is set in a file or a variable only; one with ``rest``
-    takes all arguments that follow its flag.
+    takes all arguments that follow its flag.  One with ``host`` is a host: IPv6 may be typed with
+    brackets, and is stored without.
     """
 
     help: str
@@ -66,6 +68,7 @@ class Setting(msgspec.Struct, frozen=True):
     metavar: str = ""
     flag: bool = True
     rest: bool = False
+    host: bool = False
 
     def allows(self, value: float) -> bool:
         """Whether a number is finite and inside the limits."""
@@ -167,6 +170,8 @@ class Declared(msgspec.Struct, frozen=True):
 
     def checked(self, value: Any) -> Any:  # noqa: ANN401 - of any type
         """Return a value of the field's type; raises ``ConfigError`` if it is beyond the limits."""
+        if self.setting.host:
+            return self._host(value)
         several = isinstance(value, tuple)
         for item in value if several else (value,):
             number = isinstance(item, int | float) and not isinstance(item, bool)
@@ -193,6 +198,12 @@ class Declared(msgspec.Struct, frozen=True):
                 if value % size == 0:
                     return f"{value / size:g}{unit}"
         return _plain_text(value)
+
+    def _host(self, text: str) -> str:
+        try:
+            return plain_host(text)
+        except ValueError as error:
+            raise ConfigError(f"{{{self.name}}} is {text!r}, {error}") from error
 
     def _limit(self, limit: float) -> str:
         return f"2**{round(math.log2(limit))}" if limit > 2**53 else self.shown(limit)
@@ -249,7 +260,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def check(self) -> None:
         """Raise ``ConfigError`` for the first value that is beyond its limits."""
         for field in declared(type(self)):
-            field.checked(getattr(self, field.name))
+            value = field.checked(getattr(self, field.name))
+            if field.setting.host:
+                msgspec.structs.force_setattr(self, field.name, value)  # Without brackets.
 
 
 @functools.cache

@@ -7,10 +7,10 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
+from dualpath.core.addresses import checked_http_url, checked_tcp_address
 from dualpath.core.blocks import BlockGeometry, Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
@@ -311,8 +311,10 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for values no engine can run with."""
         super().check()
-        if self.router and not _is_tcp_address(self.router):
-            raise ConfigError(f"{{router}} is {self.router!r}; use the form tcp://host:port")
+        if self.router:
+            checked_tcp_address(self.router, "router")
+        if self.api_url:
+            checked_http_url(self.api_url, "api_url")
         for key in ("engine_id", "node", "group"):
             if (wrong := name_problem(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
@@ -382,14 +384,6 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         if self.role is Role.DECODE or not self.mode.layerwise:
             return layers
         return min(self.layer_buffers, layers) or layers
-
-
-def _is_tcp_address(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
-    except ValueError:  # the port is not a number
-        return False
 
 
 def parse_settings(values: dict[str, Any]) -> EngineSettings:

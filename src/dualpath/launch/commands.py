@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualpath.core.addresses import http_url, tcp_endpoint
 from dualpath.core.cluster import Role, rank_name
 from dualpath.core.settings import arguments
 from dualpath.launch.ports import LOOPBACK
@@ -19,6 +20,7 @@ from dualpath.vllm.engine_arguments import (
     SCHEDULER_CLASS,
     WORKER_CLASS,
     lora_arguments,
+    tls_arguments,
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
@@ -124,7 +126,12 @@ def engine_command(
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
         "kv_connector_extra_config": _extra_config(
-            settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
+            settings,
+            role,
+            unit,
+            name,
+            http_url(host, port),
+            tcp_endpoint(router_host, control_port),
         ),
     }
     cached_in_hbm = settings.decode_prefix_caching and role is Role.DECODE
@@ -166,7 +173,8 @@ def engine_command(
         command += [ONE_CACHE_GROUP, "--scheduler-cls", SCHEDULER_CLASS]
         if settings.effective_layer_buffers:
             command += ["--worker-cls", WORKER_CLASS]
-    return [*command, *settings.vllm_args]
+    # The router's certificate is for its clients; engines of this machine listen on loopback.
+    return [*command, *tls_arguments(settings.vllm_args).rest]
 
 
 class Commands(NamedTuple):
@@ -216,15 +224,15 @@ def _extra_config(
     role: Role,
     unit: str,
     name: str,
-    address: str,
-    control_address: str,
+    api_url: str,
+    router: str,
 ) -> dict[str, Any]:
     """Return a connector's settings; ``name`` is the rank's name, ``unit`` that of its group."""
     extra: dict[str, Any] = {
         "role": role.value,
         "engine_id": unit,
-        "router": f"tcp://{control_address}",
-        "api_url": f"http://{address}",
+        "router": router,
+        "api_url": api_url,
         "storage": settings.storage,
         "mode": settings.mode.value,
         "buffer_bytes": settings.buffer_bytes,

@@ -31,6 +31,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dualpath.core.addresses import host_and_port
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import PREFIX
 from dualpath.launch.commands import ENGINE_ENTRY, ENGINE_ENVIRONMENT
@@ -543,10 +544,13 @@ def _check_reachable(address: str) -> None:
     """Raise ``OSError`` or ``ValueError`` immediately, where Ray would retry for minutes."""
     if address == _ANY_HERE:
         return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not port.isdecimal():
-        raise ValueError("an address is HOST:PORT, as `ray start --head` prints it")
-    with socket.create_connection((host, int(port)), timeout=_REACH_S):
+    try:
+        place = host_and_port(address)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; an address is HOST:PORT, as `ray start --head` prints it"
+        ) from error
+    with socket.create_connection(place, timeout=_REACH_S):
         return
 
 

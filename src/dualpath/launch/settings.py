@@ -61,8 +61,9 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
 
     A node has one engine, or with ``prefill_dp`` or ``decode_dp`` above 1 a data-parallel group.
 
-    ``vllm_args`` are passed to the router's front end and to every engine.  ``config_file`` has
-    further settings of router and engines, in its sections ``router`` and ``engine``.
+    ``vllm_args`` are passed to the router's front end and, without the options of HTTPS, to every
+    engine.  ``config_file`` has further settings of router and engines, in its sections ``router``
+    and ``engine``.
     """
 
     model: Model
@@ -73,7 +74,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     host: Host = "127.0.0.1"
     port: Port = 8000
     control_host: Annotated[
-        str, Setting("address of this machine where engines register", flag=False)
+        str, Setting("address of this machine where engines register", flag=False, host=True)
     ] = "127.0.0.1"
     dtype: Dtype = "auto"
     max_model_len: MaxModelLen = None

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import msgspec
 
+from dualpath.core.addresses import checked_tcp_address
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
@@ -76,7 +77,7 @@ FrontEnds = Annotated[
 class RouterSettings(Settings, frozen=True):
     """Everything an operator may choose of the router."""
 
-    control_host: Annotated[str, Setting("where engines register")] = "127.0.0.1"
+    control_host: Annotated[str, Setting("where engines register", host=True)] = "127.0.0.1"
     control_port: Annotated[
         int, Setting("where engines register; 0: any free port", ge=0, le=65535)
     ] = 0
@@ -100,6 +101,13 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = 0
     cluster_secret_file: SecretFile = ""
+    engine_ca_file: Annotated[
+        str,
+        Setting(
+            "PEM file of the authorities of engines whose api_url is https://; empty: the system's",
+            metavar="FILE",
+        ),
+    ] = ""
     mode: Annotated[Mode | None, Setting("how KV is loaded; none: the first engine's")] = None
     engine_timeout_s: Annotated[
         float,
@@ -282,11 +290,16 @@ class LinkSettings(Settings, frozen=True):
         ),
     ] = False
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for an address that no socket connects to."""
+        super().check()
+        checked_tcp_address(self.scheduler, "scheduler")
+
 
 class SchedulerAddress(Settings, frozen=True):
     """The HTTP server of a scheduler's process; a router has no such settings."""
 
-    host: Annotated[str, Setting("address of the HTTP server")] = "127.0.0.1"
+    host: Annotated[str, Setting("address of the HTTP server", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)] = 8001
     lora_modules: Annotated[
         dict[str, str],

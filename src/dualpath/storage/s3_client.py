@@ -23,6 +23,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
+from dualpath.node.sockets import IDLE_CONNECTION_S
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -430,7 +431,8 @@ class S3Client:
         self._tls = tls_context(location.scheme)
         self._conditional = True
         # A stack: the connection used last is the least likely to have been closed by the server.
-        self._idle: list[Connection] = []
+        # With each, when it became idle, in seconds of ``time.monotonic``.
+        self._idle: list[tuple[Connection, float]] = []
 
     def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
         """Fill ``parts`` from the beginning of an object; return the bytes received.
@@ -510,7 +512,7 @@ class S3Client:
         # Another thread may take the last connection in between.
         with contextlib.suppress(IndexError):
             while True:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
 
     def _request(
         self,
@@ -556,16 +558,21 @@ class S3Client:
         if fresh:
             self.close()
         try:
-            return self._idle.pop()
+            connection, since_s = self._idle.pop()
         except IndexError:
             return Connection(self.location, self._retry_policy, self._tls)
+        if time.monotonic() - since_s > IDLE_CONNECTION_S:
+            connection.close()
+            self.close()  # The others have been idle for longer.
+            return Connection(self.location, self._retry_policy, self._tls)
+        return connection
 
     def _release(self, connection: Connection, response: http.client.HTTPResponse) -> None:
         """Reuse a connection whose response has been read to its end, else close it."""
         if not response.length:
             response.read()
         if response.isclosed() and not response.will_close:
-            self._idle.append(connection)
+            self._idle.append((connection, time.monotonic()))
         else:
             connection.close()
 

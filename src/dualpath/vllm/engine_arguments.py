@@ -16,15 +16,15 @@ import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, from_tables, layered
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.node.sockets import engine_url
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -93,8 +93,6 @@ SHUTDOWN_TIMEOUT_S = 5
 #: Modes in which a PE holds the KV of all layers.
 _WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
 
-_ANY_HOST = (None, "", "0.0.0.0", "::")
-
 
 class EngineArgument(NamedTuple):
     """An argument of vLLM: name, vLLM's default, our value, and our value as typed.
@@ -130,6 +128,31 @@ def lora_arguments(modules: Mapping[str, str]) -> list[str]:
         return []
     pairs = [f"{name}={path}" for name, path in modules.items()]
     return ["--enable-lora", "--max-cpu-loras", str(len(modules)), "--lora-modules", *pairs]
+
+
+class TlsArguments(NamedTuple):
+    """vLLM's options of HTTPS among others: the files, and the arguments without these options."""
+
+    certificate_file: str
+    key_file: str
+    rest: tuple[str, ...]
+
+
+def tls_arguments(arguments: Sequence[str]) -> TlsArguments:
+    """Split vLLM's options of HTTPS from ``arguments``."""
+    files, rest, words = {}, [], iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name in ("--enable-ssl-refresh", "--no-enable-ssl-refresh"):
+            continue
+        if not name.startswith("--ssl-"):
+            rest.append(word)
+            continue
+        files[name] = value if equals else next(words, "")
+    return TlsArguments(
+        files.get("--ssl-certfile", ""), files.get("--ssl-keyfile", ""), tuple(rest)
+    )
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -232,8 +255,14 @@ def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
     if "layer_buffers" not in values and values.get("mode") in _WHOLE_LAYER_MODES:
         extra["layer_buffers"] = 0
     host, port = getattr(args, "host", None), getattr(args, "port", None)
+    tls = bool(getattr(args, "ssl_certfile", None))
     if "api_url" not in values:
-        extra["api_url"] = _url(host, port, str(values.get("router", "")))
+        extra["api_url"] = _url(host, port, str(values.get("router", "")), tls=tls)
+    elif tls and not str(values["api_url"]).startswith("https://"):
+        raise ConfigError(
+            f"this engine has an --ssl-certfile and its api_url is {values['api_url']!r}; write "
+            "https:// there, or leave out one of them"
+        )
     if "engine_id" not in values:
         extra["engine_id"] = f"{values.get('role', 'engine')}-{socket.gethostname()}-{port}"
     return [f"{key}={value}" for key, value in extra.items() if key not in given]
@@ -255,30 +284,14 @@ def _add_adapters(extra: MutableMapping[str, Any], args: Namespace) -> list[str]
     return [argument.typed] if argument.add_to(args) else []
 
 
-def _url(host: str | None, port: int | None, router: str) -> str:
+def _url(host: str | None, port: int | None, router: str, *, tls: bool) -> str:
     """Return the URL at which the router reaches a server that listens on ``host``."""
     if not port:
         raise ConfigError(
             f"port is {port}, so the router cannot reach this engine; give --port, or api_url in "
             "kv_connector_extra_config"
         )
-    name = _address_towards(router) if host in _ANY_HOST else str(host)
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _address_towards(router: str) -> str:
-    """Return this machine's address on the way to the router; no packet is sent."""
-    try:
-        parts = urlsplit(router)
-        target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(target[4])
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the router {router!r} cannot be reached ({error}); give router as tcp://host:port, "
-            "or api_url, in kv_connector_extra_config"
-        ) from error
+    return engine_url(host or "0.0.0.0", port, router, tls=tls)  # vLLM's default: every address.
 
 
 def join_vllm_logging() -> None:

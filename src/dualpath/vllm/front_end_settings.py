@@ -10,7 +10,7 @@ import msgspec
 from dualpath.core.settings import Setting, Settings
 
 Model = Annotated[str, Setting("folder or name of the model")]
-Host = Annotated[str, Setting("address of the HTTP server")]
+Host = Annotated[str, Setting("address of the HTTP server", host=True)]
 Port = Annotated[int, Setting("port of the HTTP server; 0: any free port", ge=0, le=65535)]
 ServedNames = Annotated[
     tuple[str, ...],

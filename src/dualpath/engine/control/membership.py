@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 _LAST_REPORT_NS = 200_000_000
 #: A draining engine without requests waits this long for a router that sends nothing: three
 #: heartbeats.  The router may have ended at the same time, and container runtimes kill a process
-#: 10 s after SIGTERM.  If the router lives, it gets a ``Deregister`` as from any engine that leaves.
+#: 10 s after SIGTERM.  A router that lives gets a ``Deregister`` as from any engine that leaves.
 _DRAIN_SILENCE_S = 3 * HEARTBEAT_S
 
 

@@ -238,7 +238,9 @@ class CheckSettings(Settings, frozen=True, kw_only=True):
         float, Setting("read rate that the storage should reach; 0: any", ge=0)
     ] = 0.0
     buffer_bytes: BufferBytes = 1 << 30
-    host: Annotated[str, Setting("address on which the ports must be free")] = "127.0.0.1"
+    host: Annotated[str, Setting("address on which the ports must be free", host=True)] = (
+        "127.0.0.1"
+    )
     ports: Annotated[tuple[int, ...], Setting("ports that must be free", metavar="PORT,…")] = ()
     router: Annotated[
         str, Setting("the router's address, which must be reachable", metavar="TCP-ADDRESS")

@@ -15,6 +15,7 @@ from contextlib import AsyncExitStack
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
 from dualpath.router.asgi import collect_seldom
@@ -83,7 +84,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
     async with AsyncExitStack() as stack:
         leadership = open_leadership(settings)
         stack.push_async_callback(leadership.release)
-        calls = TokenApiClient(engine_headers())
+        calls = TokenApiClient(engine_headers(), settings.engine_ca_file)
         stack.push_async_callback(calls.aclose)
         scheduler = Scheduler(settings, calls, time.monotonic, adapter_paths=address.lora_modules)
         if leadership.contended:
@@ -102,7 +103,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
         at = await bound(leadership, serve)
         collect_seldom()
         print(
-            f"dualpath scheduler: cluster at http://{host}:{at}, engines register at "
+            f"dualpath scheduler: cluster at {http_url(host, at)}, engines register at "
             f"{scheduler.server.address}, front ends at {scheduler.front_ends.address}",
             flush=True,
         )

@@ -13,7 +13,9 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
+from dualpath.core.addresses import HostPort
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
+from dualpath.node.sockets import listening_socket
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
 from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
@@ -67,13 +69,12 @@ async def serving_app(
     loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
         try:
-            listener = await loop.create_server(
-                made, host, port, backlog=BACKLOG, reuse_port=True if shared else None
-            )
+            sock = listening_socket(host, port, BACKLOG, share=shared is not None)
+            listener = await loop.create_server(made, sock=sock, backlog=BACKLOG)
         except (OSError, OverflowError) as error:
             raise ConfigError(
-                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
-                "choose another port"
+                f"cannot listen on {HostPort(host, port)}: {getattr(error, 'strerror', error)}; "
+                "free it or choose another port"
             ) from error
         if shared is not None:
             shared.taken([listener], guard, functools.partial(loop.connect_accepted_socket, made))

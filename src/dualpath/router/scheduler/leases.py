@@ -4,7 +4,6 @@ import asyncio
 import base64
 import logging
 import os
-import ssl
 from collections.abc import Callable, Coroutine
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,7 +11,10 @@ from typing import Any, Protocol, TypeVar
 
 import aiohttp
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.node.certificates import trusting
+from dualpath.node.http_client import client_session
 
 logger = logging.getLogger(__name__)
 
@@ -186,9 +188,7 @@ class EtcdLease:
 
     async def _call(self, method: str, **body: object) -> dict[str, Any]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), trust_env=False
-            )
+            self._session = client_session(timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S))
         try:
             async with self._session.post(f"{self._url}/v3/{method}", json=body) as answer:
                 body_read = await answer.json(content_type=None)
@@ -338,11 +338,9 @@ class KubernetesLease:
 
     def _open(self) -> aiohttp.ClientSession:
         authority = self._account / "ca.crt"
-        context = ssl.create_default_context(cafile=authority) if authority.exists() else True
-        return aiohttp.ClientSession(
+        return client_session(
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            connector=aiohttp.TCPConnector(ssl=context),
-            trust_env=False,
+            tls=trusting(str(authority) if authority.exists() else ""),
         )
 
 
@@ -353,4 +351,4 @@ def _api_of_pod() -> str:
             "{standby_lease} is in Kubernetes and KUBERNETES_SERVICE_HOST is not set; run in a "
             "pod, or name an etcd"
         )
-    return f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+    return http_url(host, int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")), tls=True)

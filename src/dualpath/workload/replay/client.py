@@ -20,8 +20,11 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.addresses import checked_http_url
+from dualpath.core.errors import DualPathError
 from dualpath.core.settings import Setting
+from dualpath.node.certificates import CaFile, trusting
+from dualpath.node.http_client import client_session, sent
 from dualpath.node.machine import this_machine
 from dualpath.router.api_keys import client_headers
 from dualpath.workload.arrivals import arrival_times_s
@@ -104,7 +107,7 @@ class HintSender:
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
-                self._http.request(method, url, data=msgspec.json.encode(body)) as answer,
+                sent(self._http, method, url, data=msgspec.json.encode(body)) as answer,
             ):
                 if answer.status != 200:
                     text = (await answer.text())[:200]
@@ -156,6 +159,7 @@ class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
     read_timeout_s: Annotated[
         float, Setting("longest time between two chunks of a stream", gt=0, le=86400)
     ] = 600.0
+    ca_file: CaFile = ""
     run_id: Annotated[str, Setting("id from which cache salts are derived", flag=False)] = ""
     label: Annotated[str, Setting("name of this run in reports")] = ""
     trace: Annotated[str, Setting("name of the trace", flag=False)] = ""
@@ -417,18 +421,14 @@ async def replay(
     environment's ``VLLM_API_KEY``.  Raises ``ConfigError`` for invalid settings and
     ``EngineLostError`` if the endpoint does not answer at the start.
     """
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint {endpoint!r} is not an http:// or https:// URL")
-    endpoint = endpoint.rstrip("/").removesuffix("/v1")
+    endpoint = checked_http_url(endpoint, "endpoint").removesuffix("/v1")
     agents = make_agents(sessions, options.agents, options.seed)
     arrivals_s = arrival_times_s(len(agents), options.agents_per_s, options.seed)
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=options.read_timeout_s
     )
-    # No connection limit, because requests must queue at the server, not at the client.
-    connector = aiohttp.TCPConnector(limit=0)
     keys = client_headers()
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=keys) as http:
+    async with client_session(timeout=timeout, headers=keys, tls=trusting(options.ca_file)) as http:
         model, model_limit = await served_model(http, endpoint, options.model)
         before = await status(http, endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))
