@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 import aiohttp
 from aiohttp.client_proto import ResponseHandler
+from yarl import URL
 
 from dualpath.node.sockets import IDLE_CONNECTION_S
 
@@ -76,16 +77,20 @@ def client_session(
     headers: Mapping[str, str] | None = None,
     tls: ssl.SSLContext | None = None,
     auto_decompress: bool = True,
+    line_bytes: int = 8190,
 ) -> aiohttp.ClientSession:
     """Return a session of the running event loop, to be closed by its owner.
 
     ``tls`` checks servers' certificates; None: they must be of an authority of the system's.
+    A line of an answer's head has at most ``line_bytes``, aiohttp's default.
     """
     return aiohttp.ClientSession(
         connector=_Connector(True if tls is None else tls),
         timeout=timeout,
         headers=headers,
         auto_decompress=auto_decompress,
+        max_line_size=line_bytes,
+        max_field_size=line_bytes,
         cookie_jar=aiohttp.DummyCookieJar(),
     )
 
@@ -94,7 +99,7 @@ def client_session(
 async def sent(
     session: aiohttp.ClientSession,
     method: str,
-    url: str,
+    url: str | URL,
     **more: Any,  # noqa: ANN401 - aiohttp's
 ) -> AsyncIterator[aiohttp.ClientResponse]:
     """Send a request, again if no server can have begun it; the answer's head has arrived.

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -68,14 +69,8 @@ async def serving_app(
     server_logger.addFilter(_is_ours)
     loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
-        try:
-            sock = listening_socket(host, port, BACKLOG, share=shared is not None)
-            listener = await loop.create_server(made, sock=sock, backlog=BACKLOG)
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {HostPort(host, port)}: {getattr(error, 'strerror', error)}; "
-                "free it or choose another port"
-            ) from error
+        sock = http_listener(host, port, share=shared is not None)
+        listener = await loop.create_server(made, sock=sock, backlog=BACKLOG)
         if shared is not None:
             shared.taken([listener], guard, functools.partial(loop.connect_accepted_socket, made))
         try:
@@ -84,6 +79,20 @@ async def serving_app(
             listener.close()
     finally:
         await runner.cleanup()
+
+
+def http_listener(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Return the listening socket of a server; ``share``: others of this user may have the port.
+
+    Raises ``ConfigError`` if the address is taken or is not of this machine.
+    """
+    try:
+        return listening_socket(host, port, BACKLOG, share=share)
+    except (OSError, OverflowError) as error:
+        raise ConfigError(
+            f"cannot listen on {HostPort(host, port)}: {getattr(error, 'strerror', error)}; free "
+            "it or choose another port"
+        ) from error
 
 
 def _outermost(handle: _Handle) -> _Handle:
