@@ -139,6 +139,15 @@ def test_an_explicit_host_is_in_the_url(host, url):
     assert settings_of(args).api_url == url
 
 
+def test_an_engine_with_a_certificate_is_reached_over_https():
+    args = typed(ssl_certfile="c.pem", ssl_keyfile="k.pem")
+    engine_arguments.complete(args)
+    assert settings_of(args).api_url == "https://127.0.0.1:8001"
+    args = typed(EXTRA | {"api_url": "http://gateway:1"}, ssl_certfile="c.pem")
+    with pytest.raises(ConfigError, match=r"api_url is 'http://gateway:1'; write https://"):
+        engine_arguments.complete(args)
+
+
 def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):
     config = tmp_path / "c.toml"
     config.write_text('[engine]\napi_url = "http://gateway:1"\n[cluster]\nprefill = 2\n')

@@ -229,7 +229,7 @@ async def test_an_endpoint_that_refuses_the_field_gets_the_request_as_it_was():
             direct, through = await made.ask("POST", COMPLETIONS, b'{"prompt": "a"}')
             assert through == direct
     # The proxy asks once with the field, and remembers the refusal.
-    asked = [b"return_token_ids" in seen.body for seen in made.seen]
+    asked: list[bool] = [b"return_token_ids" in seen.body for seen in made.seen]
     assert asked == [False, True, False, False, False]
     assert made.proxy.not_recorded == 2
 
