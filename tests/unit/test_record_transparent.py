@@ -213,7 +213,7 @@ async def test_answers_of_vllm_are_byte_by_byte_what_clients_get_without_the_pro
 
     async with both(handler) as made:
         for stream in (False, True):
-            asked = {"messages": [], "stream": stream}
+            asked: dict[str, object] = {"messages": [], "stream": stream}
             direct, through = await made.ask("POST", CHAT, json.dumps(asked).encode())
             assert through == direct
     assert made.proxy.recorded == 1  # The stream has an event that is no JSON.
@@ -302,6 +302,29 @@ async def test_an_endpoint_that_breaks_off_breaks_off_at_the_client(
     assert not caplog.records
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"no HTTP\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    ],
+)
+async def test_bytes_that_are_no_request_write_no_traceback(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+):
+    async with both(response(200)) as made, asyncio.timeout(GUARD_S):
+        place = URL(made.urls[1])
+        reader, writer = await asyncio.open_connection(place.host, place.port)
+        writer.write(sent)
+        writer.write_eof()
+        await reader.read()
+        writer.close()
+        (_, through) = await made.ask("GET", "/v1/models", None)
+    assert through.status == 200
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_a_taken_port_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
@@ -309,5 +332,4 @@ def test_a_taken_port_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert main([*words, "--out", str(tmp_path / "r.jsonl")]) == 2
     said: Any = capsys.readouterr()
     assert len(said.err.splitlines()) == 1
-    assert f"cannot listen on 127.0.0.1:{port}" in said.err
-    assert "free it or choose another port" in said.err
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use; free it" in said.err

@@ -66,7 +66,7 @@ async def serving_app(
     await runner.setup()
     assert runner.server is not None
     runner.server.request_handler = _outermost(runner.server.request_handler)
-    server_logger.addFilter(_is_ours)
+    log_no_bad_requests()
     loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
         sock = http_listener(host, port, share=shared is not None)
@@ -89,9 +89,10 @@ def http_listener(host: str, port: int, *, share: bool = False) -> socket.socket
     try:
         return listening_socket(host, port, BACKLOG, share=share)
     except (OSError, OverflowError) as error:
+        # Python adds the address, which is in this message already.
+        reason = str(getattr(error, "strerror", error)).partition(" (while attempting")[0]
         raise ConfigError(
-            f"cannot listen on {HostPort(host, port)}: {getattr(error, 'strerror', error)}; free "
-            "it or choose another port"
+            f"cannot listen on {HostPort(host, port)}: {reason}; free it or choose another port"
         ) from error
 
 
@@ -119,6 +120,11 @@ async def _last_if_left(
     if shared.left:
         response.headers["Connection"] = "close"
         response.force_close()
+
+
+def log_no_bad_requests() -> None:
+    """Keep tracebacks about clients' bytes that are no HTTP out of aiohttp's log; idempotent."""
+    server_logger.addFilter(_is_ours)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:

@@ -30,7 +30,7 @@ from dualpath.core.addresses import checked_http_url
 from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.node.http_client import client_session, sent
 from dualpath.policy.session_warmth import SessionMemory
-from dualpath.router.http.server import SHUTDOWN_GRACE_S, http_listener
+from dualpath.router.http.server import SHUTDOWN_GRACE_S, http_listener, log_no_bad_requests
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn
 from dualpath.workload.conversation.text_session import (
     Message,
@@ -382,6 +382,7 @@ class RecordingProxy:
         Raises ``ConfigError`` if the address cannot be listened on.
         """
         listener = http_listener(host, port)
+        log_no_bad_requests()
         # Bodies stay as they are encoded.
         server = web.Server(
             self._handle,
@@ -408,8 +409,8 @@ class RecordingProxy:
         try:
             made, recorded = await self._pass(request)
             return made
-        except (aiohttp.ClientError, OSError):
-            # The endpoint broke off, or the client has left.
+        except (aiohttp.ClientError, web.RequestPayloadError, OSError):
+            # The endpoint broke off, or the client has left or sends a body that is none.
             return _broken_off(request)
         finally:
             if _path(request) in RECORDED_PATHS:

@@ -4,7 +4,7 @@
 
 Each agent sends its next turn as soon as it has the last answer, or after the recorded tool delay.
 A failed turn is not retried: it is recorded with its error and ends its agent; other agents
-continue.
+continue.  Only a request that no server can have begun is sent again (``node.http_client``).
 """
 
 import asyncio
