@@ -13,14 +13,18 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
     The cancelled work has ended when this returns.  If this call is cancelled, an exception of
     ``work`` is dropped: the caller waits for it no longer.
     """
-    task = _task(work)
+    task = asyncio.ensure_future(work)
     watched: set[asyncio.Future[Any]] = {task, broken}
     try:
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
+            # Also if this call is cancelled again, while it waits here.
+            task.add_done_callback(_retrieve)
             task.cancel()
             await asyncio.wait({task})
+        else:
+            _retrieve(task)
     if task.cancelled() and broken.done():
         broken.result()
     return task.result()
@@ -28,7 +32,7 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
 
 async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
     """Return all results; if one fails, cancel the others and wait for their end."""
-    tasks = [_task(work) for work in works]
+    tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -39,13 +43,7 @@ async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
             await asyncio.wait(left)
 
 
-def _task(work: Awaitable[T]) -> "asyncio.Future[T]":
-    """Return a task of ``work``; its exception counts as retrieved even if its waiter has left."""
-    task = asyncio.ensure_future(work)
-    task.add_done_callback(_retrieve)
-    return task
-
-
 def _retrieve(task: "asyncio.Future[Any]") -> None:
+    """Mark the exception of a task as retrieved, if it has one."""
     if not task.cancelled():
         task.exception()
