@@ -56,11 +56,19 @@ class Commands:
         assert command.wait(GUARD_S) == 0, command.output()
         return command.output()
 
-    def engines(self, router: str, brackets: bool) -> None:
-        for role in ("prefill", "decode"):
+    def engines(self, *routers: str, brackets: bool, options: Sequence[str] = ()) -> None:
+        """Start a prefill and a decode engine, each with its address of the router."""
+        for role, router in zip(("prefill", "decode"), routers, strict=True):
             host = f"[{HERE}]" if brackets else HERE
-            line = self.starts("emulate", role, "--host", host, "--router", router, *ENGINE)
+            words = ("--host", host, "--router", router, *ENGINE, *options)
+            line = self.starts("emulate", role, *words)
             assert f"http://[{HERE}]:" in line
+
+    def secret(self) -> Sequence[str]:
+        """Return the option of a cluster secret."""
+        (self.folder / "secret").write_text("a" * 64)
+        (self.folder / "secret").chmod(0o600)
+        return ("--cluster-secret-file", "secret")
 
     def serves(self, endpoint: str, cluster_url: str) -> None:
         """Wait until two engines serve; then replay, and look at the status."""
@@ -103,7 +111,7 @@ def test_a_scheduler_separate_front_ends_and_engines(commands: Commands) -> None
             *("--scheduler", tcp_endpoint(HERE, links)),
         )
         assert f"{http_url(HERE, front)}/v1" in line
-    commands.engines(tcp_endpoint(HERE, control), brackets=True)
+    commands.engines(*[tcp_endpoint(HERE, control)] * 2, brackets=True)
     for front in fronts:
         commands.serves(http_url(HERE, front), http_url(HERE, port))
     assert "1P1D" in commands.runs("roles", "--endpoint", http_url(HERE, port))
@@ -115,7 +123,7 @@ def test_a_router_doctor_and_record(commands: Commands) -> None:
         *("emulate", "router", "--host", f"[{HERE}]", "--port", str(port)),
         *("--control-host", HERE, "--control-port", str(control)),
     )
-    commands.engines(tcp_endpoint(HERE, control), brackets=False)
+    commands.engines(*[tcp_endpoint(HERE, control)] * 2, brackets=False)
     commands.serves(http_url(HERE, port), http_url(HERE, port))
     found = commands.runs(
         *("doctor", "--host", HERE, "--ports", str(free), "--skip", "vllm,nixl"),
@@ -136,12 +144,15 @@ def test_a_router_doctor_and_record(commands: Commands) -> None:
 
 def test_a_router_of_several_processes_on_every_address(commands: Commands) -> None:
     control, links, port, cluster = (claim_port(HERE) for _ in range(4))
+    secret = commands.secret()
     commands.starts(
         *("emulate", "router", "--front-ends", "2", "--host", "::", "--port", str(port)),
-        *("--control-host", HERE, "--control-port", str(control)),
+        *("--control-host", "::", "--control-port", str(control), *secret),
         *("--front-ends-port", str(links), "--cluster-port", str(cluster)),
     )
-    commands.engines(tcp_endpoint(HERE, control), brackets=False)
+    # One engine registers over IPv6, the other over IPv4.
+    routers = (tcp_endpoint(host, control) for host in (HERE, "127.0.0.1"))
+    commands.engines(*routers, brackets=False, options=secret)
     commands.serves(http_url(HERE, port), http_url(HERE, cluster))
     commands.serves(http_url("127.0.0.1", port), http_url("127.0.0.1", cluster))
 
@@ -150,8 +161,7 @@ def test_a_router_of_several_processes_on_every_address(commands: Commands) -> N
 def test_a_control_address_that_cannot_be_bound_names_the_address(
     host: str, commands: Commands
 ) -> None:
-    (commands.folder / "secret").write_text("a" * 64)
-    (commands.folder / "secret").chmod(0o600)
+    secret = commands.secret()
     with socket.create_server(("::", 0), family=socket.AF_INET6) as taken:
         words = ("emulate", "router", "--control-host", host, "--port", str(claim_port(HERE)))
         failed = commands._spawn(
@@ -159,8 +169,7 @@ def test_a_control_address_that_cannot_be_bound_names_the_address(
                 *words,
                 "--control-port",
                 str(taken.getsockname()[1]),
-                "--cluster-secret-file",
-                "secret",
+                *secret,
             )
         )
         assert failed.wait(GUARD_S) == 2
