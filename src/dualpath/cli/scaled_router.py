@@ -20,10 +20,12 @@ def run_scaled_router(
     port: int,
     front_end: FrontEndCommand,
     adapters: Mapping[str, str] = MappingProxyType({}),
+    *,
+    tls: bool = False,
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
+    ``tls``: front ends speak HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
     """
     from dualpath.launch.scaled_router import ScaledRouter, client_port
 
@@ -39,7 +41,7 @@ def run_scaled_router(
                 ) as processes,
             ):
                 _say(
-                    f"{settings.front_ends} front ends at {http_url(host, number)}/v1, "
+                    f"{settings.front_ends} front ends at {http_url(host, number, tls=tls)}/v1, "
                     f"cluster at {processes.cluster_url}, engines register at "
                     f"{processes.control_address}"
                 )
