@@ -25,7 +25,8 @@ def run_scaled_router(
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    ``tls``: front ends speak HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
+    ``tls``: front ends speak HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no
+    process is left running then.
     """
     from dualpath.launch.scaled_router import ScaledRouter, client_port
 
