@@ -17,6 +17,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.names import name_problem
 from dualpath.core.settings import Setting, Settings, declared, nearest
+from dualpath.node.home import with_home
 from dualpath.storage.quotas import StorageLimits
 from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
 from dualpath.transport.ucx_config import check_engine_config
@@ -351,6 +352,15 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         own_bytes = 0 if self.dram_dir else self.dram_bytes
         return (self.buffer_bytes + own_bytes) // geometry.full_block_bytes
 
+    def check_buffer(self, full_block_bytes: int) -> None:
+        """Raise ``ConfigError`` if the buffer has no slot for a Full Block of this size."""
+        own_bytes = self.buffer_bytes + (0 if self.dram_dir else self.dram_bytes)
+        if own_bytes < full_block_bytes:
+            raise ConfigError(
+                f"{{buffer_bytes}} is {self.buffer_bytes}, below the {full_block_bytes} bytes of "
+                "one Full Block of this model; give room for whole prompts"
+            )
+
     @property
     def protection(self) -> Protection | msgspec.UnsetType:
         """The protection of blocks in the engine's namespace; unset for plain blocks."""
@@ -409,7 +419,11 @@ def parse_settings(values: dict[str, Any]) -> EngineSettings:
 def read_settings_file(path: str) -> dict[str, Any]:
     """Return the sections of a TOML file; raises ``ConfigError`` if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return tomllib.loads(Path(with_home(path)).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(
+            f"settings file {path!r} cannot be read ({error.strerror}); check --config"
+        ) from error
+    except (ValueError, RecursionError) as error:
         # ValueError: not UTF-8, not TOML or an invalid date; RecursionError: nested too deep.
         raise ConfigError(f"settings file {path!r} cannot be read: {error}; correct it") from error

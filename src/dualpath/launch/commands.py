@@ -123,7 +123,7 @@ def engine_command(
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": _extra_config(
+        "kv_connector_extra_config": engine_extra_config(
             settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
         ),
     }
@@ -197,7 +197,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``EngineSettings`` set by ``engine_command``, overriding a file."""
     roles = (Role.PREFILL, Role.DECODE)
-    keys = {key for role in roles for key in _extra_config(settings, role, "", "", "", "")}
+    keys = {key for role in roles for key in engine_extra_config(settings, role, "", "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
 
 
@@ -211,7 +211,7 @@ def rank_id(role: Role, index: int, rank: int, size: int) -> str:
     return rank_name(engine_id(role, index), rank, size)
 
 
-def _extra_config(
+def engine_extra_config(
     settings: LocalClusterSettings,
     role: Role,
     unit: str,

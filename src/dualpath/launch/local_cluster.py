@@ -42,7 +42,7 @@ from dualpath.launch.executor import (
 from dualpath.launch.ports import LOOPBACK, claim_port
 from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Restarts, Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.launch.start_checks import check_settings, check_storage
+from dualpath.launch.start_checks import check_start
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles
@@ -356,11 +356,10 @@ class LocalCluster:
     def launch(self) -> None:
         """Start everything without waiting; call ``wait_ready`` or ``stop`` next."""
         settings = self.settings
-        check_settings(settings)
+        check_start(settings)
         routers, engines = router_units(settings), tuple(engine_units(settings))
         try:
             self._executor.reserve((*routers, *engines))
-            check_storage(settings.storage)
             self._claim_addresses()
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"

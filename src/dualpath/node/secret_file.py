@@ -40,10 +40,11 @@ def read_secret(
         text = path.read_text("utf-8").strip()
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting} {file!r} cannot be read ({error}); {remedy}") from error
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigError(f"{{{setting}}} {file!r} cannot be read ({why}); {remedy}") from error
     if mode & (stat.S_IROTH | stat.S_IWOTH):
         log.warning(
             "%s %r is open to every user of this machine (mode %o); chmod 600",
             *(setting, file, stat.S_IMODE(mode)),
         )
-    return SecretText(text, f"{setting} {file!r}")
+    return SecretText(text, f"{{{setting}}} {file!r}")

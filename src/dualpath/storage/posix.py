@@ -128,7 +128,11 @@ class NamespaceDirectory:
         suffix: str,
         calls: SystemCalls = KERNEL,
         name_of: Callable[[BlockKey], str] = block_name,
+        *,
+        min_bytes: int = HEADER_BYTES,
     ) -> None:
+        """Create or open the directory; a file below ``min_bytes`` counts as missing."""
+        self._min_bytes = min_bytes
         self.path = root / namespace_name(namespace)
         self._name_of = name_of
         self.temporary = self.path / TEMPORARY_FOLDER
@@ -161,10 +165,15 @@ class NamespaceDirectory:
         return f"{self.path}/{self._name_of(key)}{self._suffix}"
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether a block has a file; raises ``StorageError`` if that cannot be checked."""
+        """Return whether a block has a file; raises ``StorageError`` if that cannot be checked.
+
+        A file that is too short for any block, such as the empty ones that a power cut leaves,
+        counts as missing, so that the next writer of the block replaces it.
+        """
         path = self.block_path(key)
         try:
-            return stat.S_ISREG(self._calls.stat(path).st_mode)
+            status = self._calls.stat(path)
+            return stat.S_ISREG(status.st_mode) and status.st_size >= self._min_bytes
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -263,7 +272,7 @@ class NamespaceDirectory:
     def _claim(self, namespace: StoreNamespace) -> None:
         path = str(self.name_file)
         # Write only if needed: an existing namespace can be read from a full disk.
-        if not self._exists(path):
+        if not self._has_content(path):
             self._write_name(namespace)
         try:
             found = msgspec.json.decode(read_content(path, calls=self._calls), type=StoreNamespace)
@@ -283,17 +292,17 @@ class NamespaceDirectory:
         temporary = self.temporary_path()
         try:
             create_file(temporary, [memoryview(content)], self._calls)
-            if not self._exists(str(self.name_file)):
+            if not self._has_content(str(self.name_file)):
                 self._calls.rename(temporary, str(self.name_file))
         finally:
             self.remove_temporary(temporary)
 
-    def _exists(self, path: str) -> bool:
+    def _has_content(self, path: str) -> bool:
         try:
-            self._calls.stat(path)
+            status = self._calls.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return True
+        return status.st_size > 0 or not stat.S_ISREG(status.st_mode)
 
     def _remove_stale(self) -> None:
         with self._calls.scandir(str(self.temporary)) as entries:
@@ -368,7 +377,7 @@ class LengthOnlyStorage:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._directory = NamespaceDirectory(Path(root), namespace, ".length")
+        self._directory = NamespaceDirectory(Path(root), namespace, ".length", min_bytes=0)
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether a block has a marker."""

@@ -11,6 +11,7 @@ If the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints 
 add.  Importing this module does not import vLLM.
 """
 
+import copy
 import logging
 import os
 import socket
@@ -25,6 +26,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, from_tables, layered
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.node.home import with_homes
+from dualpath.node.log_level import log_level
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -57,7 +60,8 @@ def engine_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
         from_tables(schema, {SECTION: table}, file),
         from_environment(schema, variables, OTHER_VARIABLES),
     )
-    return {given.key: given.value for given in outer.values()} | values
+    found = {given.key: given.value for given in outer.values()} | values
+    return with_homes(EngineSettings, found)
 
 
 log = logging.getLogger(__name__)
@@ -89,6 +93,9 @@ ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
 BLOCK_TOKENS = 64
 #: How long an engine may take to write queued blocks when it is ended.
 SHUTDOWN_TIMEOUT_S = 5
+
+#: Overrides ``--kv-cache-memory-bytes`` in vLLM's CPU build.
+KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 #: Modes in which a PE holds the KV of all layers.
 _WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
@@ -130,6 +137,19 @@ def lora_arguments(modules: Mapping[str, str]) -> list[str]:
         return []
     pairs = [f"{name}={path}" for name, path in modules.items()]
     return ["--enable-lora", "--max-cpu-loras", str(len(modules)), "--lora-modules", *pairs]
+
+
+def ignore_kv_space_variable(kv_bytes: int | None) -> None:
+    """Let KV memory that was given in bytes hold: vLLM's CPU build has a variable that overrides it.
+
+    The variable is removed from the environment of this process, with a warning.
+    """
+    if kv_bytes is not None and os.environ.get(KV_SPACE_VARIABLE):
+        space = os.environ.pop(KV_SPACE_VARIABLE)
+        log.warning(
+            "%s=%s (GiB) of the environment is ignored, because KV memory is given as %d bytes",
+            *(KV_SPACE_VARIABLE, space, kv_bytes),
+        )
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -197,6 +217,7 @@ def complete(args: Namespace) -> list[str]:
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
     _check_server(args)
+    ignore_kv_space_variable(getattr(args, "kv_cache_memory_bytes", None))
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args) + _add_adapters(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
@@ -284,9 +305,12 @@ def _address_towards(router: str) -> str:
 def join_vllm_logging() -> None:
     """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
 
-    vLLM sets them when its server's arguments are parsed, not when it is imported.
+    A level of ``node.log_level`` in the environment overrides vLLM's.  vLLM sets them when its server's arguments are parsed, not when it is imported.  Raises
+    ``ConfigError`` for an unknown level in the environment.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level or logging.INFO)
+    ours.handlers = [copy.copy(handler) for handler in theirs.handlers]
+    for handler in ours.handlers:
+        handler.setLevel(logging.NOTSET)  # vLLM's drops lines below VLLM_LOGGING_LEVEL
+    ours.setLevel(log_level(theirs.level or logging.INFO))
     ours.propagate = False

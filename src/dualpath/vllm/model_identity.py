@@ -11,7 +11,6 @@ a test compares every field of vLLM's configuration with it.
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from dualpath.core.key_cache import Adapter
 from dualpath.core.names import name_problem
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cache_directory import cache_directory
+from dualpath.node.output_files import write_whole
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -112,11 +112,8 @@ def _read(cached: Path) -> _FileStamp | None:
 
 def _write(cached: Path, stamp: _FileStamp) -> None:
     """Write a digest to the cache; if that fails, the next start reads the file again."""
-    temporary = cached.with_suffix(f".{os.getpid()}")
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(stamp))
-        temporary.replace(cached)
+        write_whole(cached, msgspec.json.encode(stamp), folders=True)
     except OSError as error:
         log.warning(
             "%s cannot be written (%s); the next start reads the weights again", cached, error

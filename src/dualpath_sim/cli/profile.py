@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dualpath.cli.output import print_progress
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.launch.commands import ENGINE_ENVIRONMENT
-from dualpath.report.files import require_writable
+from dualpath.report.files import require_writable, write_file
 from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     out, typical = Path(args.out), settings.typical_round
     measurement = _measure(settings)
     profile = fit_profile(measurement, args.name or measurement.facts.model, typical)
-    out.write_text(render(profile, measurement, this_machine(), typical))
+    write_file(out, render(profile, measurement, this_machine(), typical).encode())
     _print_summary(profile, measurement, out)
     return 0
 

@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 
 from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.names import name_problem
 from dualpath.core.settings import Setting
 from dualpath.node.machine import this_machine
 from dualpath.router.api_keys import client_headers
@@ -67,6 +68,18 @@ _TIMEOUT_S = 5.0
 logger = logging.getLogger(__name__)
 
 
+def sent_name(conversation_id: str) -> str:
+    """Return the name under which a router knows a session of a trace.
+
+    It is the session's id, or a digest of it if the router would refuse that, or if it would not
+    survive as a part of a URL's path.
+    """
+    if conversation_id not in ("", ".", "..") and name_problem(conversation_id) is None:
+        return conversation_id
+    digest = hashlib.sha256(conversation_id.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"session-{digest[:32]}"
+
+
 class HintSender:
     """Sends hints to an endpoint of dualpath's router.
 
@@ -80,7 +93,7 @@ class HintSender:
 
     def session_name(self, conversation_id: str) -> str | None:
         """Return the session name to send with a turn, None for none."""
-        return None if self._given is SentHints.NONE else conversation_id
+        return None if self._given is SentHints.NONE else sent_name(conversation_id)
 
     async def tool_begins(
         self, conversation_id: str, cache_salt: str | None, runs_s: float
@@ -100,7 +113,7 @@ class HintSender:
         body: dict[str, object] = {**hints}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        url = f"{self._sessions}/{quote(conversation_id, safe='')}"
+        url = f"{self._sessions}/{quote(sent_name(conversation_id), safe='')}"
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
