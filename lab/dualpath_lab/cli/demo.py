@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputFolder
 from dualpath.cli.output import warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
@@ -24,7 +25,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add_settings(parser, DemoSettings)
-    parser.add_argument("--out", default="runs/demo", help="folder of table, page and results")
+    parser.add_argument(
+        "--out", type=OutputFolder, default="runs/demo", help="folder of table, page and results"
+    )
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,8 +30,8 @@ def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Pat
     """
     if read_stamp(directory) == dict(stamp):
         return directory
-    _refuse_foreign(directory)
     try:
+        _refuse_foreign(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     except OSError as error:
@@ -108,7 +108,8 @@ def _put_in_place(complete: Path, directory: Path, stamp: Stamp, set_aside: Path
 
 
 def _cannot_write(directory: Path, error: OSError) -> ConfigError:
+    by = "DUALPATH_CACHE" if directory.is_relative_to(cache_directory()) else "--out"
     return ConfigError(
         f"cannot write a model to {directory}: {error.strerror or error}; "
-        "it needs a writable directory with 400 MB free: choose one with --out or DUALPATH_CACHE"
+        f"it needs a writable directory with 400 MB free: choose one with {by}"
     )

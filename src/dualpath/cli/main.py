@@ -27,6 +27,7 @@ import sys
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn, TextIO
 
@@ -35,6 +36,7 @@ from dualpath.core.errors import ConfigError, DualPathError
 from dualpath.core.extras import not_installed
 from dualpath.core.settings import nearest
 from dualpath.node.log_level import LEVELS, LOG_LEVEL_VARIABLE, log_level
+from dualpath.node.output_files import not_creatable, not_writable
 
 # --------------------------------------------------------------------------------------- log lines
 # Logging of commands, to standard error: time, level, logger, message.
@@ -196,6 +198,7 @@ def _run(module: ModuleType, arguments: Sequence[str]) -> int:
         )  # also for the processes that this one starts
     try:
         _refuse_nul(arguments)
+        _require_writable(args, _flags(parser))
         configure_logging()
         exit_code: int = module.run(args)
     except DualPathError as error:
@@ -212,6 +215,38 @@ def _refuse_nul(arguments: Sequence[str]) -> None:
     for text in arguments:
         if "\0" in text:
             raise ConfigError(f"argument {text!r} has a NUL character; correct it")
+
+
+class OutputPath(str):
+    """The ``type`` of an argument that names a file to write.
+
+    It is checked before the command runs, which may take hours.  ``-`` is standard output.
+    """
+
+    __slots__ = ()
+
+    def problem(self) -> str | None:
+        """Return why it cannot be written, with the remedy; None if it can."""
+        reason = None if self == "-" else not_writable(self)
+        return reason and f"{self}: cannot be written ({reason}); give a file in a writable folder"
+
+
+class OutputFolder(OutputPath):
+    """The same for a folder to write files to, which is created if needed."""
+
+    __slots__ = ()
+
+    def problem(self) -> str | None:
+        """See ``OutputPath``."""
+        reason = not_creatable(Path(self))
+        return reason and f"{self}: cannot be written ({reason}); give a writable folder"
+
+
+def _require_writable(args: argparse.Namespace, flags: Mapping[str, str]) -> None:
+    """Raise ``ConfigError`` for the first output that cannot be written."""
+    for name, value in vars(args).items():
+        if isinstance(value, OutputPath) and (problem := value.problem()) is not None:
+            raise ConfigError(f"{flags.get(name, name)} {problem}")
 
 
 def _unusable_path(error: OSError, args: argparse.Namespace, flags: Mapping[str, str]) -> str:

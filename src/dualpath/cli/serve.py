@@ -106,6 +106,8 @@ def run(args: argparse.Namespace) -> int:
     with sigterm_as_interrupt():
         try:
             with LocalCluster(settings, _say) as cluster:
+                if cluster.cluster_url != cluster.endpoint:
+                    _say(f"cluster at {cluster.cluster_url} (/dashboard, status, roles)")
                 _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C stops it)")
                 watch_until_stopped(cluster, _say)
         except KeyboardInterrupt:

@@ -89,7 +89,7 @@ def _check_buffer(engine: EngineSettings, config: Mapping[str, Any], block_token
 
 
 def _check_outputs(settings: LocalClusterSettings) -> None:
-    for name in ("log_dir", "trace_dir"):
+    for name in ("log_dir", "trace_dir", "dram_dir"):
         folder = getattr(settings, name)
         if folder and (reason := not_creatable(Path(folder))) is not None:
             raise ConfigError(

@@ -140,7 +140,7 @@ def lora_arguments(modules: Mapping[str, str]) -> list[str]:
 
 
 def ignore_kv_space_variable(kv_bytes: int | None) -> None:
-    """Let KV memory that was given in bytes hold: vLLM's CPU build has a variable that overrides it.
+    """Let KV memory that was given in bytes hold, which a variable overrides in vLLM's CPU build.
 
     The variable is removed from the environment of this process, with a warning.
     """
@@ -305,8 +305,9 @@ def _address_towards(router: str) -> str:
 def join_vllm_logging() -> None:
     """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
 
-    A level of ``node.log_level`` in the environment overrides vLLM's.  vLLM sets them when its server's arguments are parsed, not when it is imported.  Raises
-    ``ConfigError`` for an unknown level in the environment.
+    A level of ``node.log_level`` in the environment overrides vLLM's.  vLLM sets them when its
+    server's arguments are parsed, not when it is imported.  Raises ``ConfigError`` for an unknown
+    level.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
     ours.handlers = [copy.copy(handler) for handler in theirs.handlers]

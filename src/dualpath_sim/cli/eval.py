@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputFolder, OutputPath
 from dualpath.cli.output import warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath_sim.cli.simulation_inputs import CoreSettings, checked_core
@@ -44,9 +45,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FIGURE",
         help=f"{', '.join(FIGURE_NAMES)}, all (of these), beyond, or dram-tier",
     )
-    parser.add_argument("--out", metavar="DIR", help="write the files here")
+    parser.add_argument("--out", type=OutputFolder, metavar="DIR", help="write the files here")
     parser.add_argument(
-        "--docs", metavar="FILE.md", help="write one page with all of them, and plots next to it"
+        "--docs",
+        type=OutputPath,
+        metavar="FILE.md",
+        help="write one page with all of them, and plots next to it",
     )
     add_settings(parser, EvaluationSettings, without=("tail_share",))
     add_settings(parser, CoreSettings)

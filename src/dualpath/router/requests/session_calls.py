@@ -12,7 +12,6 @@ from dualpath.router.requests.request import check_salt
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError, decode_body
 
-
 #: The fields of a call's body.
 _FIELDS = HINT_ARGUMENTS | {"cache_salt"}
 

@@ -248,6 +248,10 @@ class ReplayRun:
             for agent in zip(conversations, stored, arrivals_s, strict=True):
                 group.create_task(self._one_agent(*agent))
 
+    def jct_s(self, *, interrupted: bool) -> float:
+        """Return the time from the start to the last answer, or until now if interrupted."""
+        return self._since_start() if interrupted else self.last_answer_s
+
     async def _one_agent(
         self, conversation: Conversation, stored: StoredPrefixes[TokenIds], arrival_s: float
     ) -> None:
@@ -421,12 +425,16 @@ async def replay(
     histories: Sequence[Session] = (),
     progress: Progress | None = None,
     clock: Clock | None = None,
+    cluster_endpoint: str = "",
+    partial: bool = False,
 ) -> ReplayResult:
     """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the measurements.
 
     ``encode`` converts text to token ids; only text sessions need it.  ``histories`` are sessions
     of one prompt that an earlier run with the same ``run_id`` has stored, so that the agent with
-    the same id can hit it.  Failed turns are in the result and raise no error.  Requests carry the
+    the same id can hit it.  ``cluster_endpoint`` has the counters of engines if front ends are
+    processes of their own.  Failed turns are in the result and raise no error.  ``partial``: if
+    this task is cancelled while agents run, return what has been measured.  Requests carry the
     environment's ``VLLM_API_KEY``.  Raises ``ConfigError`` for invalid settings and
     ``EngineLostError`` if the endpoint does not answer at the start.
     """
@@ -443,7 +451,9 @@ async def replay(
     keys = client_headers()
     async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=keys) as http:
         model, model_limit = await served_model(http, endpoint, options.model)
-        before = await status(http, endpoint)
+        cluster = cluster_endpoint.rstrip("/") or endpoint
+        before = await status(http, cluster)
+        _warn_without_bytes(before, cluster_endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))
         run = ReplayRun(
             http, setting, options.run_id, clock or RealClock(), progress or NoProgress()
@@ -451,17 +461,34 @@ async def replay(
         vocabulary = Vocabulary(options.seed, setting.token_low, setting.token_high, encode)
         vocabulary.check()
         settings = msgspec.structs.replace(options, max_context_tokens=setting.max_context_tokens)
-        await run.all_agents(agents, arrivals_s, settings, vocabulary, histories)
-        after = await _status_after(http, endpoint)
+        interrupted = False
+        try:
+            await run.all_agents(agents, arrivals_s, settings, vocabulary, histories)
+        except asyncio.CancelledError:
+            if not partial:
+                raise
+            interrupted = True
+        after = await _status_after(http, cluster)
     return ReplayResult(
         setting=setting,
         machine=this_machine(),
-        summary=summarise(run.turns, run.sessions, run.last_answer_s),
+        summary=summarise(run.turns, run.sessions, run.jct_s(interrupted=interrupted)),
         trace=trace_shape(run.turns),
         server=counter_changes(before, after),
         sessions=run.sessions,
         turns=run.turns,
+        interrupted=interrupted,
     )
+
+
+def _warn_without_bytes(served: Status | None, cluster_endpoint: str) -> None:
+    """Warn if a front end answers, which does not know what engines move."""
+    if served is not None and served.front_end and not cluster_endpoint:
+        logging.getLogger(__name__).warning(
+            "a front end serves the endpoint, so bytes and hits of engines are not reported; give "
+            "the scheduler's HTTP address, which `dualpath router` prints as cluster, with "
+            "--cluster-endpoint"
+        )
 
 
 async def _status_after(http: aiohttp.ClientSession, endpoint: str) -> Status | None:

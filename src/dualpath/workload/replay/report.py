@@ -432,6 +432,8 @@ def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
                 f"{label}: {summary.sessions_without_turn} agents sent nothing, their first "
                 f"prompt exceeds {result.setting.max_context_tokens} tokens"
             )
+        if result.interrupted:
+            warnings.append(f"{label}: interrupted; only turns that had ended are counted")
         if result.setting.broken_lines:
             warnings.append(f"{label}: {result.setting.broken_lines} broken trace lines left out")
     return tuple(warnings)
