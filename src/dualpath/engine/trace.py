@@ -5,8 +5,9 @@ import logging
 from collections.abc import Sequence
 from pathlib import Path
 
+from dualpath.core.errors import ConfigError
 from dualpath.engine.threads import OS_THREADS, Threads
-from dualpath.node.output_files import OutputFile
+from dualpath.node.output_files import OutputFile, not_creatable, not_writable
 from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
@@ -30,6 +31,9 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str | None, process: str, threads: Threads = OS_THREADS) -> None:
+        """Raise ``ConfigError`` for a path at which no file can be written."""
+        if path:
+            _check(Path(path))
         self._threads = threads
         self._path = Path(path) if path else None
         self._process = process
@@ -119,6 +123,18 @@ class TraceRecorder:
         log.warning(
             "the trace %s ends here (%s); give trace_out a directory with space",
             *(written, error.strerror),
+        )
+
+
+def _check(path: Path) -> None:
+    folder = path.expanduser().parent
+    reason = not_creatable(folder)
+    if reason is None and folder.exists():
+        reason = not_writable(path)
+    if reason is not None:
+        raise ConfigError(
+            f"{{trace_out}} {str(path)!r} cannot be written ({reason}); give a file in a writable "
+            "folder"
         )
 
 
