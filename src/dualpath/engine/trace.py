@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -128,9 +129,8 @@ class TraceRecorder:
 
 def _check(path: Path) -> None:
     folder = path.expanduser().parent
-    reason = not_creatable(folder)
-    if reason is None and folder.exists():
-        reason = not_writable(path)
+    if (reason := not_writable(path)) is not None and not os.path.isdir(folder):
+        reason = not_creatable(folder)
     if reason is not None:
         raise ConfigError(
             f"{{trace_out}} {str(path)!r} cannot be written ({reason}); give a file in a writable "
