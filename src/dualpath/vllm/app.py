@@ -194,15 +194,18 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_sessions(app, service)
-    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH):
-        app.router.routes.append(
-            APIRoute(path, _at_the_scheduler, methods=["GET", "POST", "DELETE"])
-        )
+    add_pointers(app)
     return app
 
 
+def add_pointers(app: FastAPI) -> None:
+    """Answer calls of the cluster with their place; ``add_cluster_routes`` takes precedence."""
+    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH):
+        methods = ["GET", "POST", "DELETE"]
+        app.router.routes.append(APIRoute(path, _at_the_scheduler, methods=methods))
+
+
 async def _at_the_scheduler(request: Request) -> Response:
-    """Answer a call of the cluster at a front end; ``add_cluster_routes`` takes precedence."""
     message = (
         f"{request.url.path} is not at this front end but at the scheduler's HTTP address, which "
         "`dualpath router` and `dualpath serve` print as cluster (--cluster-port)"
