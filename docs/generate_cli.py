@@ -37,12 +37,13 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 | 1 | a defect of dualpath, a failed turn in a replay or demo, or errors found by `doctor` |
 | 2 | invalid input or a fault outside dualpath, reported in one line on standard error |
 | 130 | interrupted |
-| 141 | the reader of standard output has gone, as behind `… \| head` |
+| 141 | the reader of standard output has gone, as behind `… \\| head` |
 
-Every subcommand has `--log-level debug|info|warning|error` (default: `DUALPATH_LOG_LEVEL` of the environment, else
-`info`), which holds for the processes that it starts as well. Amounts may have a unit (`512MiB`, `25GB`, `100Gbit`),
-and so may times (`90s`, `15m`, `12h`, `7d`). Files are written beside their place and renamed when complete; devices,
-pipes and the targets of links are written into.
+Every subcommand has `--log-level debug|info|warning|error` (default: `DUALPATH_LOG_LEVEL` of the
+environment, else `info`), which holds for the processes that it starts as well. Amounts may have a
+unit (`512MiB`, `25GB`, `100Gbit`), and so may times (`90s`, `15m`, `12h`, `7d`). Files are written
+beside their place and renamed when complete; devices, pipes and the targets of links are written
+into.
 
 | subcommand | purpose |
 |---|---|

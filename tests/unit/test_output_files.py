@@ -20,7 +20,6 @@ import dualpath_sim
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round, Trajectory
 from dualpath.engine.trace import TraceRecorder
-from dualpath.node import output_files
 from dualpath.node.output_files import OutputFile, not_creatable, not_writable, write_whole
 from dualpath.policy.events import SchedulerSettings
 from dualpath.report.files import write_file
@@ -136,7 +135,7 @@ def test_a_file_in_a_folder_that_takes_no_new_files_is_written_in_place(
             raise PermissionError(13, "Permission denied", name)
         return real(name, flags, *more)
 
-    monkeypatch.setattr(output_files.os, "open", refuses_new_files)
+    monkeypatch.setattr(os, "open", refuses_new_files)
     write_whole(path, b"later")
     assert path.read_bytes() == b"later"
 
@@ -147,7 +146,7 @@ def test_a_file_of_another_user_is_written_in_place(
     path = tmp_path / "run.json"
     path.write_bytes(b"earlier")
     inode = path.stat().st_ino
-    monkeypatch.setattr(output_files.os, "geteuid", lambda: path.stat().st_uid + 1)
+    monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
     write_whole(path, b"later")
     assert (path.read_bytes(), path.stat().st_ino) == (b"later", inode)
 
@@ -161,7 +160,7 @@ def test_a_mounted_file_is_written_in_place(
     def busy(source: str, target: str) -> None:
         raise OSError(16, "Device or resource busy", target)
 
-    monkeypatch.setattr(output_files.os, "replace", busy)
+    monkeypatch.setattr(os, "replace", busy)
     write_whole(path, b"later")
     assert path.read_bytes() == b"later"
     assert list(tmp_path.iterdir()) == [path]

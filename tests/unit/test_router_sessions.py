@@ -63,8 +63,11 @@ async def test_a_session_is_retained_as_its_client_wishes_and_ends_with_its_word
         assert (await session_call(made.service, "a", b"", over=True))[0] == 404
 
 
+@pytest.mark.virtual_time
 async def test_a_hint_that_does_not_exist_is_refused_with_the_nearest_one():
-    status, answer = await session_call(None, "a", b'{"next_turn": 20}', over=False)
+    async with cluster() as made:
+        body = b'{"next_turn": 20}'
+        status, answer = await session_call(made.service, "a", body, over=False)
     assert status == 400
     assert "'next_turn' is no hint; did you mean next_turn_s?" in str(answer)
 

@@ -219,7 +219,8 @@ def command(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
     module.add_parser = add_parser
     monkeypatch.setitem(sys.modules, "dualpath.cli.replay", module)
-    return module
+    made: ModuleType = module
+    return made
 
 
 @pytest.mark.parametrize(
@@ -269,6 +270,7 @@ def test_a_nul_character_is_refused_in_arguments_and_settings(
         (["chaos", "simulate", "--json", "none/x.json"], "--json"),
         (["simulate", "--trace", "32k", "--json", "none/x.json"], "--json"),
         (["report", "run.json", "--html", "none/x.html"], "--html"),
+        (["replay", "t.jsonl", "--endpoint", "http://127.0.0.1:9", "--json", "file/x"], "--json"),
         (["chaos", "run", "--out", "file/x"], "--out"),
     ],
 )

@@ -140,7 +140,10 @@ async def _replay(
 
     # Ctrl-C cancels the replay, and what has been measured is still printed and written.
     play = functools.partial(
-        *(replay, sessions, asked.endpoint, options),
+        replay,
+        sessions,
+        asked.endpoint,
+        options,
         encode=encode,
         cluster_endpoint=asked.cluster_endpoint,
         partial=True,

@@ -155,9 +155,11 @@ class Declared(msgspec.Struct, frozen=True):
         """How a value is written, for the message about one that is not; empty for plain text."""
         if self.is_table:
             values = next(typing.get_args(p)[1] for p in _parts(self.kind) if typing.get_args(p))
-            known = [str(m.value) for m in values] if isinstance(values, enum.EnumType) else []
-            kind = "N" if values is int else "|".join(known) or "VALUE"
-            return f"KEY={kind}, with commas between several"
+            known: list[str] = []
+            if isinstance(values, type) and issubclass(values, enum.Enum):
+                known = [str(member.value) for member in values]
+            value = "N" if values is int else "|".join(known) or "VALUE"
+            return f"KEY={value}, with commas between several"
         if self.is_bool:
             return "true or false"
         if self.is_amount:
