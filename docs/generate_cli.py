@@ -83,7 +83,8 @@ def _setting_row(field: Declared) -> str:
     several = f"list of {values}" if field.is_list and values else "list" if field.is_list else ""
     limits = ", ".join(filter(None, (field.unit, field.limits, several or values)))
     no_flag = "" if field.setting.flag else "; has no flag"
-    return f"| `{field.name}` | {default} | {limits} | {_cell(with_flags(field.setting.help) + no_flag)} |"
+    meaning = _cell(with_flags(field.setting.help) + no_flag)
+    return f"| `{field.name}` | {default} | {limits} | {meaning} |"
 
 
 def current(pages: dict[Path, str]) -> bool:

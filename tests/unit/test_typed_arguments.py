@@ -70,6 +70,7 @@ def _own_kind(command: Command) -> entry.Parser:
         (["serve", "m", "--storrage", "kv"], "--storrage is unknown; did you mean --storage?"),
         (["storage", "du", "kv", "--by", "name"], "'name' is unknown; did you mean namespace?"),
         (["table1", "deepseek"], "'deepseek' is one more than `dualpath table1` takes"),
+        (["lab", "run", "--agents", "3"], "--agents is unknown; did you mean --agents-"),
         (["storage", "du"], "the following arguments are required: STORAGE"),
     ],
 )

@@ -38,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
     demo = flag_settings(args, DemoSettings)
     require_packages("vllm", "nixl_cu12")
     warn_if_no_plots("report.html")
-    out = _writable(Path(args.out))
     from dualpath.launch.fork_server import preload_modules
 
     preload_modules()  # takes seconds, in parallel with the preparation below
@@ -52,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
     model = prepare_smollm2()
     encode = load_encoder(model)
     agents, trace = demo_agents(demo, encode)
+    out = _writable(Path(args.out))
     results: dict[str, ReplayResult] = {}
     with DemoRun(demo, model, agents, trace, out, encode, _say) as demo_run:
         for result in demo_run.results():

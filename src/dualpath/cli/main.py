@@ -287,7 +287,13 @@ def _overview_parser() -> argparse.ArgumentParser:
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses wrong arguments in one line that names the flag, what was typed and the remedy."""
+    """Refuses wrong arguments in one line that names the flag, what was typed and the remedy.
+
+    Flags are not abbreviated: the beginning of one may be another one that does not exist.
+    """
+
+    def __init__(self, *positional: Any, **named: Any) -> None:  # noqa: ANN401 - as argparse has them
+        super().__init__(*positional, **{"allow_abbrev": False, **named})
 
     def error(self, message: str) -> NoReturn:
         """Print the message without the usage, which can have 30 lines, and exit."""
@@ -318,7 +324,9 @@ def _refuse_unknown(parser: argparse.ArgumentParser, unknown: Sequence[str]) -> 
         parser.error(
             f"argument {unknown[0]!r} is one more than `{parser.prog}` takes; leave it out"
         )
-    close = difflib.get_close_matches(flag, parser._option_string_actions, n=1, cutoff=0.6)
+    known = list(parser._option_string_actions)
+    longer = sorted((each for each in known if each.startswith(flag)), key=len)
+    close = longer or difflib.get_close_matches(flag, known, n=1, cutoff=0.6)
     parser.error(f"{flag} is unknown" + (f"; did you mean {close[0]}?" if close else ""))
 
 

@@ -48,10 +48,9 @@ def not_writable(path: str | Path) -> str | None:
             try:
                 mode = os.stat(target).st_mode
             except FileNotFoundError:
-                folder = os.path.dirname(target)
-                if not stat.S_ISDIR(os.stat(folder).st_mode):
-                    return os.strerror(errno.ENOTDIR)
-                allowed = os.access(folder, os.W_OK | os.X_OK)
+                folder = Path(target).parent
+                folder.stat()
+                return not_creatable(folder)
             else:
                 if stat.S_ISDIR(mode):
                     return os.strerror(errno.EISDIR)

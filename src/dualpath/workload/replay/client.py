@@ -439,7 +439,7 @@ async def replay(
     ``EngineLostError`` if the endpoint does not answer at the start.
     """
     if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint {endpoint!r} is not an http:// or https:// URL")
+        raise ConfigError(f"{{endpoint}} is {endpoint!r}; give http://host:port or an https:// URL")
     endpoint = endpoint.rstrip("/").removesuffix("/v1")
     agents = make_agents(sessions, options.agents, options.seed)
     arrivals_s = arrival_times_s(len(agents), options.agents_per_s, options.seed)
