@@ -196,6 +196,7 @@ async def sent(url: str, request: bytes) -> bytes:
 
 def post(*headers: bytes, path: bytes = b"/v1/completions", body: bytes = b"12345") -> bytes:
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path
+    head += b"Content-Type: application/json\r\n"
     more = b"".join(header + b"\r\n" for header in headers)
     return head + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
 

@@ -49,7 +49,9 @@ def engine(role="prefill", keys=(), connector=CONNECTOR):
     )
     init_entrypoints_middleware(args, app, ())
     app.state.args = args
-    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine")
+    headers = {"Content-Type": "application/json"} if connector == CONNECTOR else {}
+    transport = httpx.ASGITransport(app)
+    return httpx.AsyncClient(transport=transport, base_url="http://engine", headers=headers)
 
 
 @pytest.mark.parametrize("path", GENERATING)

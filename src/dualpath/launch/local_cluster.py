@@ -44,6 +44,7 @@ from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Resta
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.launch.start_checks import check_settings, check_storage
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles
 
@@ -72,7 +73,7 @@ class ClusterKeys:
         one_machine: bool = True,
     ) -> None:
         """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
-        secret = environment.get(SECRET_VARIABLE)
+        secret = secret_variable(SECRET_VARIABLE, environment)
         if not secret and not one_machine:
             raise ConfigError(
                 f"{SECRET_VARIABLE} is not set, and engines on other nodes need a cluster secret; "

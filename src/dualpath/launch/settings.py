@@ -29,6 +29,7 @@ from dualpath.engine.settings import (
     TenantQuota,
 )
 from dualpath.router.settings import (
+    AllowedHosts,
     AlphaTokens,
     ApiKeys,
     BetaTokens,
@@ -137,6 +138,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         ""
     )
     api_keys: ApiKeys = ()
+    allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     front_ends: FrontEnds = 0
     standby: Annotated[

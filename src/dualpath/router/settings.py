@@ -40,6 +40,15 @@ ApiKeys = Annotated[
 OpenMetrics = Annotated[
     bool, Setting("/metrics asks for no API key, as /health; it names engines and counts requests")
 ]
+AllowedHosts = Annotated[
+    tuple[str, ...],
+    Setting(
+        "names, such as that of a proxy, by which a server without API keys may be called, and of "
+        "sites with pages that may call it; addresses, names without a dot and its own are "
+        "allowed; .example.com: all that end with it; *: all",
+        metavar="NAME,…",
+    ),
+]
 RecomputeLimit = Annotated[
     float,
     Setting(
@@ -187,6 +196,7 @@ class RouterSettings(Settings, frozen=True):
         Setting("longer prompts get status 400; none: the model's context bounds them", ge=1),
     ] = None
     api_keys: ApiKeys = ()
+    allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     max_body_bytes: Annotated[int, Setting("larger HTTP bodies get status 413", ge=1)] = 64 << 20
     max_arriving_bytes: Annotated[

@@ -37,7 +37,7 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
-from dualpath.router.api_keys import ApiKeyGuard, router_keys
+from dualpath.router.api_keys import ApiKeyGuard, router_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, collect_seldom
 from dualpath.router.connections import Connections, Progress
 from dualpath.router.http.shared_port import SharedPort
@@ -188,7 +188,9 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
     app.state.dualpath_registry = service.registry
     app.state.dualpath_service = service
     app.state.dualpath_api_keys = router_keys(
-        args.api_key or (), open_metrics=service.settings.open_metrics
+        args.api_key or (),
+        open_metrics=service.settings.open_metrics,
+        hosts=server_hosts(service.settings.allowed_hosts, args.host or ""),
     )
     _put_first(app, "/health", _health_endpoint(service))
     _put_first(app, "/metrics", _metrics_endpoint(service))

@@ -25,6 +25,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, from_tables, layered
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.router.api_keys import ApiKeys
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -210,7 +211,7 @@ def complete(args: Namespace) -> list[str]:
 
 
 def _check_server(args: Namespace) -> None:
-    """Raise ``ConfigError`` for servers of vLLM that do not run our guard middleware."""
+    """Raise ``ConfigError`` for servers without our guard middleware, or with an empty API key."""
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
     unguarded = {
         "--grpc": getattr(args, "grpc", False),
@@ -223,6 +224,7 @@ def _check_server(args: Namespace) -> None:
             f"{' and '.join(found)}: an engine of a DualPath cluster needs vLLM's HTTP server in "
             "Python, which runs the guard middleware; leave this option out"
         )
+    ApiKeys(getattr(args, "api_key", None) or ())
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:

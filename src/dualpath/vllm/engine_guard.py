@@ -2,7 +2,8 @@
 
 An engine is a complete vLLM server, but it serves only the router:
 
-- If the server has API keys, all but a few paths require one (``router.api_keys``).
+- If the server has API keys, all but a few paths require one (``router.api_keys``); without keys,
+  requests that a foreign web page may have sent are refused (``router.foreign_pages``).
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
@@ -18,14 +19,16 @@ computes the prompt itself, stores nothing, and its answer is correct.
 import os
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
-from dualpath.router.api_keys import ApiKeys, engine_keys
+from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
+from dualpath.router.foreign_pages import AllowedHosts
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
@@ -92,7 +95,11 @@ class EngineGuard:
         role, keys = self._engine(scope)
         path = own_path(scope)
         method = scope.get("method", "")  # a web socket has no method
-        refused = None if keys.admit_call(scope) else _no_key(path)
+        refused: tuple[int, str] | None = None
+        if not keys.admit_call(scope):
+            refused = _no_key(path)
+        elif role is not None:
+            refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
             refused = _refused_path(role, path)
@@ -107,7 +114,7 @@ class EngineGuard:
         """Return the engine's role, None if it is not a DualPath engine, and its API keys."""
         if self._known is None:
             args = scope["app"].state.args
-            self._known = _role(args), engine_keys(args.api_key or ())
+            self._known = _role(args), engine_keys(args.api_key or (), _hosts(args))
         return self._known
 
     @staticmethod
@@ -171,6 +178,17 @@ def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command lin
         return None
     extra = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     return Role(engine_values(extra, os.environ)["role"])
+
+
+def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command line
+    """Return the hosts by which an engine may be called."""
+    if _role(args) is None:
+        return AllowedHosts()
+    values = engine_values(args.kv_transfer_config.kv_connector_extra_config, os.environ)
+    api_host = urlsplit(str(values.get("api_url", ""))).hostname or ""
+    return server_hosts(
+        values.get("allowed_hosts", ()), getattr(args, "host", None) or "", api_host
+    )
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -14,7 +14,7 @@ from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
-from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
+from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys, foreign_body
 from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
@@ -160,13 +160,24 @@ async def until_signal(drain: Callable[[], Awaitable[None]]) -> None:
 
 
 def api_key_guard(keys: ApiKeys) -> Middleware:
-    """Return the middleware that answers 401, in vLLM's words, to requests without a key."""
+    """Return the middleware that refuses requests without a key, and those of foreign pages.
+
+    A request without a key gets 401 in vLLM's words.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys.admit(request.method, request.path, request.headers.get("Authorization")):
+        method, path, headers = request.method, request.path, request.headers
+        if not keys.admit(method, path, headers.get("Authorization")):
+            return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        foreign = keys.foreign(method, path, lambda name: headers.getall(name, ()))
+        if foreign is None:
             return await handler(request)
-        return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        refused = web.Response(
+            status=foreign.status, body=foreign_body(foreign), content_type="application/json"
+        )
+        refused.force_close()
+        return refused
 
     return guard
 

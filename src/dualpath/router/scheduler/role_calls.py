@@ -55,7 +55,8 @@ def call_roles(endpoint: str, headers: dict[str, str], request: object = None) -
     try:
         body = None if request is None else msgspec.json.encode(request)
         path = f"{parts.path.rstrip('/')}{ROLES_PATH}"
-        connection.request("GET" if body is None else "POST", path, body, headers)
+        sent = {**headers, "Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, sent)
         response = connection.getresponse()
         answer = response.read()
         if response.status == 200:
