@@ -265,6 +265,6 @@ def test_invalid_secrets_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="has 0 characters"):
+    with pytest.raises(ConfigError, match="is empty; create a secret with"):
         load_secret(str(tmp_path / "empty"))
     assert len(new_secret()) > MIN_SECRET_CHARACTERS

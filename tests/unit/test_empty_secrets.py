@@ -3,7 +3,14 @@
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath.core.settings import declared, from_environment, from_flag, from_tables, is_secret
+from dualpath.core.settings import (
+    Schema,
+    declared,
+    from_environment,
+    from_flag,
+    from_tables,
+    is_secret,
+)
 from dualpath.engine.io.storage_maintenance import load_storage_keys
 from dualpath.engine.settings import EngineSettings, parse_settings
 from dualpath.launch.local_cluster import ClusterKeys
@@ -12,7 +19,11 @@ from dualpath.node.cluster_secret import load_secret
 from dualpath.router.settings import RouterSettings
 from dualpath_lab.emulated.settings import EmulatedSettings
 
-SCHEMA = {"router": RouterSettings, "cluster": LocalClusterSettings, "engine": EngineSettings}
+SCHEMA: Schema = {
+    "router": RouterSettings,
+    "cluster": LocalClusterSettings,
+    "engine": EngineSettings,
+}
 SECRETS = [
     (section, field)
     for section, kind in SCHEMA.items()

@@ -151,6 +151,24 @@ async def test_the_router_with_the_key_is_admitted():
         assert (await client.post(GENERATE_PATH, json=body, headers=KEY)).status_code == 200
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize("path", [*GENERATING, GENERATE_PATH, *sorted(_WITHOUT_KV - {"/ping"})])
+async def test_a_foreign_page_changes_nothing_at_an_engine_without_a_key(role, path):
+    body = {"token_ids": [1], "kv_transfer_params": PREFILL}
+    async with engine(role) as client:
+        for headers in (
+            {"Origin": "http://evil.example"},
+            {"Host": "evil.example"},
+            {"Origin": "null"},
+        ):
+            for method in ("POST", "DELETE", "GET", "OPTIONS"):
+                answer = await client.request(method, path, json=body, headers=headers)
+                assert answer.status_code == 403
+                assert "--allowed-hosts" in answer.json()["error"]["message"]
+        plain = {"Content-Type": "text/plain"}
+        assert (await client.post(path, content=b"{}", headers=plain)).status_code == 415
+
+
 async def test_another_server_only_checks_its_key():
     async with engine(connector="NixlConnector") as client:
         assert (await client.post("/v1/completions", json={})).status_code == 200

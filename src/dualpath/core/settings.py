@@ -289,8 +289,9 @@ def refuse_empty_secret(name: str, value: object, place: str = "") -> None:
     if not is_secret(name):
         return
     items = value.split(",") if isinstance(value, str) else value
-    several = isinstance(items, list | tuple)
-    if several and (not items or any(isinstance(i, str) and not i.strip() for i in items)):
+    if not isinstance(items, list | tuple):
+        return
+    if not items or any(isinstance(item, str) and not item.strip() for item in items):
         raise ConfigError(f"{place or f'{{{name}}}'} is empty; give it a value or leave it out")
 
 

@@ -185,10 +185,8 @@ def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command l
     if _role(args) is None:
         return AllowedHosts()
     values = engine_values(args.kv_transfer_config.kv_connector_extra_config, os.environ)
-    api_host = urlsplit(str(values.get("api_url", ""))).hostname or ""
-    return server_hosts(
-        values.get("allowed_hosts", ()), getattr(args, "host", None) or "", api_host
-    )
+    own = getattr(args, "host", None), urlsplit(str(values.get("api_url", ""))).hostname
+    return server_hosts(values.get("allowed_hosts", ()), *filter(None, own))
 
 
 async def _body(receive: Receive) -> bytes | None:
