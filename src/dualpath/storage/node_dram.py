@@ -32,8 +32,7 @@ from dualpath.core.recent import KeyUpdates
 from dualpath.node.system_calls import KERNEL, SystemCalls
 from dualpath.storage.block_file import HEADER_BYTES, UNREADABLE_HERE
 from dualpath.storage.contract import BlockStorage, ReadOutcome
-from dualpath.storage.janitor import is_namespace
-from dualpath.storage.posix import BLOCK_SUFFIX, PosixStorage, key_of
+from dualpath.storage.posix import BLOCK_SUFFIX, PosixStorage, is_namespace, key_of
 from dualpath.storage.wrapping import WrappingStorage
 
 if TYPE_CHECKING:
