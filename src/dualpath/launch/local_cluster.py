@@ -44,6 +44,7 @@ from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Resta
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.launch.start_checks import check_settings, check_storage
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.node.private_folder import log_folder
 from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles
@@ -500,7 +501,7 @@ class LocalCluster:
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
             path = Path(self.settings.log_dir)
-            path.mkdir(parents=True, exist_ok=True)
+            log_folder(path, "log_dir")
             return path
         if self._own_logs is None:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")

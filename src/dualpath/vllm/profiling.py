@@ -103,7 +103,7 @@ class CostsCache:
     def _write(self, best: CachedCosts) -> None:
         temporary = self.file.with_suffix(f".{os.getpid()}")
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             temporary.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
             temporary.replace(self.file)
         except OSError as error:

@@ -8,6 +8,7 @@ log, and the file holds the run up to there.
 
 import logging
 import lzma
+import os
 import queue
 import threading
 from pathlib import Path
@@ -37,7 +38,9 @@ class EventLogWriter:
         self._queue: queue.Queue[Line | None] = queue.Queue(waiting_events)
         self._over = False
         try:
-            self._file: BinaryIO = path.open("wb")
+            # Readable by this user only: it has the keys of all prompts' blocks.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+            self._file: BinaryIO = os.fdopen(os.open(path, flags, 0o600), "wb")
         except OSError as error:
             raise ConfigError(
                 f"event log {str(path)!r} cannot be written ({error.strerror}); choose another "

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -98,7 +99,7 @@ class FileLeadership:
 
     The kernel frees the lock when its holder ends, however it ends, so that the next one serves
     moments after a kill without any detection.  Raises ``ConfigError`` if the file cannot be
-    opened.
+    opened, or is another user's.
     """
 
     contended = True
@@ -112,6 +113,13 @@ class FileLeadership:
                 f"{{standby_lock}} {lock_file!r} cannot be opened ({error.strerror}); name a file "
                 "on this machine in a directory that the routers may write to"
             ) from error
+        found = os.fstat(self._file)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+            self.free()
+            raise ConfigError(
+                f"{{standby_lock}} {lock_file!r} is not a file of this user, and its owner could "
+                "hold the lock for ever; remove it or name another file"
+            )
         self.held = False
 
     async def acquired(self) -> None:
