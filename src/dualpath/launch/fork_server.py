@@ -51,6 +51,7 @@ class ForkedProcess(LocalProcess):
         The server imports the modules ``preload`` first, unless it is already running processes.
         """
         super().__init__(name, log)
+        os.close(open_log(log))  # Raises here what the new process could not report.
         self._process = _context(preload).Process(
             target=_main, args=(entry, list(command), str(log), dict(environment or {})), name=name
         )

@@ -7,6 +7,7 @@ An engine is a complete vLLM server, but it serves only the router:
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
+- Connections and heads are bounded as at a router, since vLLM's server keeps each one for ever.
 - Routes that change weights or move KV memory are refused: the namespace of stored KV is derived
   from the weights at start (``model_identity``), and peers write to the registered memory.
 
@@ -28,8 +29,9 @@ from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
+from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.foreign_pages import AllowedHosts
-from dualpath.router.requests.limits import refusal
+from dualpath.router.requests.limits import refusal, server_limits
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
@@ -90,6 +92,7 @@ class EngineGuard:
         """Forward the call or refuse it."""
         if scope["type"] == "lifespan":
             self._drain_on_sigterm(scope["app"].state.args)
+            _bound_connections(scope["app"].state)
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
@@ -138,6 +141,20 @@ class EngineGuard:
             return arrived.pop() if arrived else await receive()
 
         await self._app(scope, receive_again, send)
+
+
+def _bound_connections(state: Any) -> None:  # noqa: ANN401 - Starlette's
+    """Bound connections and heads of vLLM's server, which has no bounds of its own.
+
+    uvicorn calls the lifespan before it listens, and reads the protocol at each connection.  Web
+    sockets, which the router does not use, would leave these bounds: there are none.
+    """
+    server = getattr(state, "server", None)
+    if server is None or _role(state.args) is None:
+        return
+    make = server.config.http_protocol_class
+    server.config.http_protocol_class = uvicorn_protocol(Connections(server_limits()), make)
+    server.config.ws_protocol_class = None
 
 
 def _no_key(path: str) -> tuple[int, str]:

@@ -15,10 +15,15 @@ from aiohttp.typedefs import Handler, Middleware
 
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
 from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys, foreign_body
-from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
+from dualpath.router.connections import Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import RETRY_AFTER_S, ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import (
+    RETRY_AFTER_S,
+    ArrivingBodies,
+    BodyRefusedError,
+    server_limits,
+)
 from dualpath.router.token_api.statuses import LATER, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 
@@ -47,10 +52,11 @@ async def serving_app(
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    ``connections`` bounds them, by default at ``ConnectionLimits``'.  With ``shared`` others of
-    this user that say so may have the same port.  Raises ``ConfigError`` if the address is taken.
+    ``connections`` bounds them, by default at half of the process's files.  With ``shared`` others
+    of this user that say so may have the same port.  Raises ``ConfigError`` if the address is
+    taken.
     """
-    guard = Connections(ConnectionLimits()) if connections is None else connections
+    guard = Connections(server_limits()) if connections is None else connections
     if shared is not None:
         app.on_response_prepare.append(functools.partial(_last_if_left, shared))
     runner = web.AppRunner(
