@@ -241,8 +241,8 @@ async def test_without_others_it_is_always_ones_turn() -> None:
 @pytest.mark.parametrize(
     ("lease", "why"),
     [
-        ("etcd://host/name", "give etcd://HOST:PORT/NAME"),
-        ("zookeeper://host:1/name", "give etcd://HOST:PORT/NAME"),
+        ("etcd://host/name", "give etcds://HOST:PORT/NAME"),
+        ("zookeeper://host:1/name", "give etcds://HOST:PORT/NAME"),
         ("kubernetes://default/name", "KUBERNETES_SERVICE_HOST is not set"),
     ],
 )

@@ -250,7 +250,7 @@ async def half_heads(url: str, count: int) -> list[asyncio.StreamWriter]:
 async def test_an_emulated_engine_serves_among_a_thousand_half_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(limits.resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(guard, "CROWDED_S", 0.0)
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         opened = []
@@ -265,7 +265,7 @@ async def test_an_emulated_engine_serves_among_a_thousand_half_heads(
 
 def test_a_server_leaves_half_of_its_files_to_its_process(monkeypatch):
     for files, most in ((1024, 512), (1 << 20, 16384), (resource.RLIM_INFINITY, 16384)):
-        monkeypatch.setattr(limits.resource, "getrlimit", lambda _, files=files: (files, files))
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
         assert limits.server_limits() == ConnectionLimits(most=most)
 
 
