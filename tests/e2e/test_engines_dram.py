@@ -154,7 +154,8 @@ def say(cluster: EngineCluster, session: str, **hints: object) -> None:
     """Send session hints while the agent's tool runs."""
     body = json.dumps({"cache_salt": session, **hints}).encode()
     url = f"{cluster.url}/dualpath/v1/sessions/{session}"
-    with urllib.request.urlopen(url, body, timeout=GUARD_S) as response:
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=GUARD_S) as response:
         assert response.status == 200
 
 

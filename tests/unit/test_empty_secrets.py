@@ -17,6 +17,7 @@ from dualpath.launch.local_cluster import ClusterKeys
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.node.cluster_secret import load_secret
 from dualpath.router.settings import RouterSettings
+from dualpath.storage.s3_client import parse_location
 from dualpath_lab.emulated.settings import EmulatedSettings
 
 SCHEMA: Schema = {
@@ -92,6 +93,13 @@ def test_an_empty_variable(monkeypatch):
         with pytest.raises(ConfigError, match=f"{variable} is set and empty"):
             load()
         monkeypatch.delenv(variable)
+
+
+@pytest.mark.parametrize("name", ["AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"])
+def test_an_empty_key_of_a_bucket(name):
+    whole = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "r"}
+    with pytest.raises(ConfigError, match=f"{name} is set and empty"):
+        parse_location("s3://bucket/prefix", {**whole, name: ""})
 
 
 def test_an_empty_storage_key_does_not_mean_plain_blocks(monkeypatch):

@@ -53,7 +53,7 @@ async def test_an_engine_without_a_router_drains_at_once(tmp_path: Path) -> None
 async def test_pausing_over_http(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2) as made:
         url = f"{made.endpoint}/dualpath/v1/engines/prefill-0/pause"
-        async with made.http.post(url) as answer:
+        async with made.http.post(url, json={}) as answer:
             assert (answer.status, await answer.json()) == (
                 200,
                 {"engine_id": "prefill-0", "paused": True},
@@ -64,5 +64,5 @@ async def test_pausing_over_http(tmp_path: Path) -> None:
         assert used == {"prefill-1"}
         async with made.http.delete(url) as answer:
             assert (await answer.json())["paused"] is False
-        async with made.http.post(url.replace("prefill-0", "nobody")) as answer:
+        async with made.http.post(url.replace("prefill-0", "nobody"), json={}) as answer:
             assert answer.status == 404

@@ -88,6 +88,18 @@ def test_a_link_is_refused(shared, target):
             check(shared / "kv", "dram_dir")
 
 
+@pytest.mark.parametrize("ending", ["/", "/.", "/x/..", "//"])
+def test_a_link_is_refused_however_its_path_ends(shared, ending):
+    (shared / "elsewhere").mkdir(0o700)
+    (shared / "elsewhere" / "x").mkdir()
+    (shared / "kv").symlink_to(shared / "elsewhere")
+    for use in (private_folder, log_folder):
+        with pytest.raises(ConfigError, match="is a link"):
+            use(f"{shared}/kv{ending}", "dram_dir")
+    with pytest.raises(ConfigError, match="is a link"):
+        NodeDram(f"{shared}/kv{ending}", NAMESPACE, 1 << 20)
+
+
 def test_what_is_no_folder_is_refused(shared):
     (shared / "kv").touch()
     os.mkfifo(shared / "pipe")

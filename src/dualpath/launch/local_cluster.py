@@ -500,9 +500,7 @@ class LocalCluster:
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
-            path = Path(self.settings.log_dir)
-            log_folder(path, "log_dir")
-            return path
+            return log_folder(self.settings.log_dir, "{log_dir}")
         if self._own_logs is None:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
         return Path(self._own_logs)

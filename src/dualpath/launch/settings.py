@@ -167,7 +167,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for invalid settings before anything starts."""
         super().check()
-        if "--api-key" in self.vllm_args:
+        if any(word.partition("=")[0] == "--api-key" for word in self.vllm_args):
             raise ConfigError(
                 "--api-key is among {vllm_args}, which are also passed to engines, and engines "
                 "have their own key; give it to `dualpath serve` itself as {api_keys}, before "

@@ -25,6 +25,4 @@ def private_cache_directory() -> Path:
     Raises ``ConfigError`` if others may change it: they would choose the digests of weights, from
     which the names of stored KV are derived, and the models that are loaded.
     """
-    path = cache_directory()
-    private_folder(path, "the cache (DUALPATH_CACHE)")
-    return path
+    return Path(private_folder(cache_directory(), "the cache (DUALPATH_CACHE)"))

@@ -24,12 +24,15 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 
-def private_folder(path: str | Path, name: str) -> None:
+def private_folder(path: str | Path, name: str) -> str:
     """Create a folder with mode 0700, or check an existing one and give it that mode.
 
-    ``name`` is what errors call it.  Raises ``ConfigError`` if the folder is another user's or a
-    link, if others may write to it, or if others may replace it or a folder on the way to it.
+    Returns its absolute path, which is to be used: a path that ends with a slash or a dot would
+    lead through a link.  ``name`` is what errors call it.  Raises ``ConfigError`` if the folder is
+    another user's or a link, if others may write to it, or if others may replace it or a folder on
+    the way to it.
     """
+    path = os.path.abspath(path)
     _make(path, name)
     _check_way(Path(path), name)
     with _opened(path, name) as descriptor:
@@ -37,16 +40,20 @@ def private_folder(path: str | Path, name: str) -> None:
         if mode & _EVERYBODY_ELSE:
             os.fchmod(descriptor, 0o700)
             log.info("%s %s had mode %o and has 700 now", name, path, mode)
+    return path
 
 
-def log_folder(path: str | Path, name: str) -> None:
+def log_folder(path: str | Path, name: str) -> Path:
     """Create a folder of logs with mode 0700; an existing one keeps its mode.
 
-    Raises ``ConfigError`` if it is another user's, a link, or writable for every user.
+    Returns its absolute path, as ``private_folder``.  Raises ``ConfigError`` if it is another
+    user's, a link, or writable for every user.
     """
+    path = os.path.abspath(path)
     _make(path, name)
     with _opened(path, name) as descriptor:
         _owned(descriptor, path, name, stat.S_IWOTH)
+    return Path(path)
 
 
 def open_log(path: str | Path) -> int:
@@ -104,8 +111,7 @@ def warn_if_on_disk(path: str | Path, name: str) -> None:
 
 def _make(path: str | Path, name: str) -> None:
     try:
-        whole = Path(os.path.abspath(path))
-        for folder in (*reversed(whole.parents), whole):
+        for folder in (*reversed(Path(path).parents), Path(path)):
             if not folder.exists():
                 with contextlib.suppress(FileExistsError):
                     folder.mkdir(0o700)

@@ -132,10 +132,10 @@ class NodeDram:
                 f"dram_bytes is {bound_bytes}, and one block takes {self._block_bytes} in dram_dir;"
                 " raise dram_bytes, or give no dram_dir"
             )
-        self._root, self._calls = str(root), calls
         if calls is KERNEL:  # A simulated disk has one user.
-            private_folder(root, "dram_dir")
+            root = private_folder(root, "dram_dir")
             warn_if_on_disk(root, "dram_dir")
+        self._root, self._calls = str(root), calls
         self.files = PosixStorage(
             root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
         )

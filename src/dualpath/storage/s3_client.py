@@ -23,6 +23,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
+from dualpath.node.secret_file import secret_variable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -190,8 +191,8 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
 
 
 def _credentials(environment: Mapping[str, str]) -> Callable[[], Credentials] | None:
-    access = environment.get("AWS_ACCESS_KEY_ID", "")
-    secret = environment.get("AWS_SECRET_ACCESS_KEY", "")
+    access = secret_variable("AWS_ACCESS_KEY_ID", environment) or ""
+    secret = secret_variable("AWS_SECRET_ACCESS_KEY", environment) or ""
     if not access and not secret:
         return None
     if not access or not secret:

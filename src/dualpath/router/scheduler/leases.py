@@ -265,7 +265,11 @@ class EtcdLease:
         headers = {"Authorization": self._token} if self._token else {}
         try:
             async with self._session.request(
-                "POST", f"{self._url}/v3/{method}", json=body, headers=headers
+                "POST",
+                f"{self._url}/v3/{method}",
+                json=body,
+                headers=headers,
+                allow_redirects=False,  # They would carry the password to another server.
             ) as answer:
                 try:
                     return answer.status, dict(await answer.json(content_type=None))
@@ -398,6 +402,7 @@ class KubernetesLease:
                 f"{self._api}{path}",
                 json=body,
                 headers={"Authorization": f"Bearer {token}"},
+                allow_redirects=False,
             ) as answer:
                 body_read = await answer.json(content_type=None)
                 known = (_CREATED, _CONFLICT) if method == "POST" else (_OK, *_NO_LEASE)
