@@ -125,6 +125,20 @@ async def test_half_heads_of_a_full_server_make_room_for_others():
         assert len(connections) == 4
 
 
+@pytest.mark.virtual_time
+async def test_half_bodies_of_a_full_server_make_room_after_half_heads():
+    connections = Connections(ConnectionLimits(most=3))
+    (half, half_body), (whole, working) = connect(connections), connect(connections)
+    with half.request(lambda: True), whole.request(lambda: False):
+        _, half_head = connect(connections)
+        await asyncio.sleep(CROWDED_S + 0.1)
+        for closed in (half_head, half_body):
+            _, admitted = connect(connections)
+            assert closed.is_closing()
+            assert admitted.written == b""
+        assert not working.is_closing()
+
+
 class Server(asyncio.Protocol):
     """A protocol that knows of a request as soon as its head is there."""
 
@@ -236,28 +250,31 @@ async def served_as_before(made: Cluster) -> None:
     assert (await made.post(PROMPT, 1))[0] == 200
 
 
-async def half_heads(url: str, count: int) -> list[asyncio.StreamWriter]:
-    """Open connections that send half a head, as a stranger without a key can."""
+async def halves(url: str, half: bytes, count: int) -> list[asyncio.StreamWriter]:
+    """Open connections that send half a request, as a stranger without a key can."""
     host, _, port = url.removeprefix("http://").partition(":")
     opened = []
     for _ in range(count):
         _, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nX: ")
+        writer.write(half)
         opened.append(writer)
     return opened
 
 
-async def test_an_emulated_engine_serves_among_a_thousand_half_heads(
+async def test_an_emulated_engine_serves_among_thousands_of_half_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
     monkeypatch.setattr(guard, "CROWDED_S", 0.0)
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         opened = []
+        post = b"POST /inference/v1/generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        half_body = post + b"Host: x\r\nContent-Length: 1000000\r\n\r\n{"
         for role in ("decode-0", "prefill-0"):
-            opened += await half_heads(made.engines[role].api_url, 1000)
-            for _ in range(3):
-                await served_as_before(made)
+            for half in (b"GET / HTTP/1.1\r\nHost: x\r\nX: ", half_body):
+                opened += await halves(made.engines[role].api_url, half, 1000)
+                for _ in range(3):
+                    await served_as_before(made)
         for writer in opened:
             writer.close()
         await served_as_before(made)

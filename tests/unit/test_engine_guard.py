@@ -194,6 +194,10 @@ async def served(limits: ConnectionLimits, monkeypatch):
     async def models() -> dict[str, int]:
         return {}
 
+    @app.post("/v1/models")
+    async def posted(request: Request) -> dict[str, int]:
+        return {"bytes": len(await request.body())}
+
     args = parse_front_end_arguments(FrontEndSettings(model="m"))
     args.middleware = [GUARD_CLASS]
     extra = {**ENGINE_SETTINGS, "role": "decode"}
@@ -234,12 +238,16 @@ async def test_half_heads_do_not_keep_the_router_from_an_engine(monkeypatch):
         answer = await exchanged(port, HEAD + b"Connection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
     monkeypatch.setattr(connections, "CROWDED_S", 0.0)
+    body = b"Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{"
+    half_body = HEAD.replace(b"GET", b"POST") + body
     async with served(ConnectionLimits(most=4), monkeypatch) as port:
-        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
-        for _, writer in opened:
-            writer.write(HEAD)
-        answer = await exchanged(port, HEAD + b"Connection: close\r\n\r\n")
-        assert answer.startswith(b"HTTP/1.1 200")
+        opened = []
+        for half in (HEAD, half_body):
+            opened += [await asyncio.open_connection("127.0.0.1", port) for _ in range(50)]
+            for _, writer in opened[-50:]:
+                writer.write(half)
+            answer = await exchanged(port, HEAD + b"Connection: close\r\n\r\n")
+            assert answer.startswith(b"HTTP/1.1 200")
         for _, writer in opened:
             writer.close()
 

@@ -4,8 +4,9 @@ Web servers bound requests.  A connection that sends no request, or half a head,
 memory all the same, and uvicorn keeps it for ever.  A ``GuardedConnection`` stands between the
 transport and the protocol of whichever server it is:
 
-- a connection beyond ``most`` takes the place of one that has begun no request for ``CROWDED_S``,
-  so that half heads do not keep others out; without such a one it is answered with 429 and closed;
+- a connection beyond ``most`` takes the place of one without a whole request for ``CROWDED_S``, so
+  that half heads and half bodies do not keep others out; without such a one it is answered with 429
+  and closed;
 - one that begins no request for ``quiet_s``, since it was made or since its last answer, is closed;
 - between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and the
   rest of an unread body.  This needs a protocol that knows of a request as soon as its head
@@ -31,10 +32,14 @@ _CLOSED_AT_ONCE = 1 / 16
 
 
 class Progress(NamedTuple):
-    """State of a connection's protocol: its latest request, and whether that is being served."""
+    """State of a connection's protocol: its latest request, and whether that is being served.
+
+    ``arriving``: the request's body is not whole yet.
+    """
 
     latest: object
     under_way: bool
+    arriving: bool = False
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -99,8 +104,8 @@ class Connections:
         now_s = asyncio.get_running_loop().time()
         if now_s < self._crowded_until_s:
             return False
-        quiet = [one for one in self._open if one.quiet_since_s(now_s) <= now_s - CROWDED_S]
-        quiet.sort(key=lambda one: (one.has_asked, one.quiet_since_s(now_s)))
+        quiet = [one for one in self._open if one.waits_since_s(now_s) <= now_s - CROWDED_S]
+        quiet.sort(key=lambda one: (one.has_asked, one.waits_since_s(now_s)))
         for one in quiet[: max(int(self._limits.most * _CLOSED_AT_ONCE), 1)]:
             one.abort()
             self.remove(one)
@@ -159,7 +164,8 @@ def uvicorn_protocol(
 def uvicorn_progress(protocol: asyncio.Protocol) -> Progress:
     """Return the current request of a uvicorn connection (None before the first) and its state."""
     cycle = protocol.cycle  # type: ignore[attr-defined]
-    return Progress(cycle, cycle is not None and not cycle.response_complete)
+    under_way = cycle is not None and not cycle.response_complete
+    return Progress(cycle, under_way, under_way and cycle.more_body)
 
 
 class GuardedConnection(asyncio.Protocol):
@@ -175,20 +181,23 @@ class GuardedConnection(asyncio.Protocol):
         self._make = make
         self._progress = progress or self._told
         self._requests = Progress(None, under_way=False)
+        self._is_arriving: Callable[[], bool] = bool
         self.inner: asyncio.Protocol | None = None
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """In the block a request is under way."""
+    def request(self, is_arriving: Callable[[], bool] = bool) -> Iterator[None]:
+        """In the block a request is under way; ``is_arriving``: whether its body is incomplete."""
         number = object()
-        self._requests = Progress(number, under_way=True)
+        self._requests, self._is_arriving = Progress(number, under_way=True), is_arriving
+        self._moved()
         try:
             yield
         finally:
-            self._requests = Progress(number, under_way=False)
+            self._requests, self._is_arriving = Progress(number, under_way=False), bool
+            self._moved()
 
     def _told(self, inner: asyncio.Protocol) -> Progress:
-        return self._requests
+        return self._requests._replace(arriving=self._is_arriving())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Hand the connection on, or refuse it."""
@@ -197,7 +206,7 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.write(self._owner.refusal(TOO_MANY))
             self._transport.close()
             return
-        self._quiet_since_s = asyncio.get_running_loop().time()
+        self._quiet_since_s = self._moved_s = asyncio.get_running_loop().time()
         self._arrived_bytes = 0
         self.inner = self._make()
         self.inner.connection_made(transport)
@@ -252,6 +261,11 @@ class GuardedConnection(asyncio.Protocol):
             self._quiet_since_s = now_s
         return self._quiet_since_s
 
+    def waits_since_s(self, now_s: float) -> float:
+        """Return since when this side waits for a whole request, ``now_s`` if it has one."""
+        self.quiet_since_s(now_s)
+        return now_s if self._seen.under_way and not self._seen.arriving else self._moved_s
+
     def abort(self) -> None:
         """Close the connection at once."""
         self._transport.abort()
@@ -264,5 +278,5 @@ class GuardedConnection(asyncio.Protocol):
             return False
         self._seen = seen
         self._arrived_bytes = 0
-        self._quiet_since_s = asyncio.get_running_loop().time()
+        self._quiet_since_s = self._moved_s = asyncio.get_running_loop().time()
         return True

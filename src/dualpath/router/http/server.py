@@ -102,7 +102,7 @@ def _outermost(handle: _Handle) -> _Handle:
         guarded = transport.get_protocol() if transport is not None else None
         if not isinstance(guarded, GuardedConnection):
             return await handle(request)  # The connection has gone.
-        with guarded.request():
+        with guarded.request(lambda: not request.content.is_eof()):
             return await handle(request)
 
     return handled
