@@ -62,7 +62,7 @@ class Connections:
     def __init__(self, limits: ConnectionLimits, refusals: Answered | None = None) -> None:
         self._limits = limits
         self._refusals = refusals
-        self._open: set[GuardedConnection] = set()
+        self._open: dict[GuardedConnection, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
@@ -88,14 +88,14 @@ class Connections:
         """Count a connection; False if there are too many."""
         if len(self._open) >= self._limits.most and not self._made_room():
             return False
-        self._open.add(connection)
+        self._open[connection] = None
         self._empty.clear()
         self._watch()
         return True
 
     def remove(self, connection: "GuardedConnection") -> None:
         """A connection is closed."""
-        self._open.discard(connection)
+        self._open.pop(connection, None)
         if not self._open:
             self._empty.set()
 
