@@ -22,6 +22,7 @@ from dualpath.storage.janitor import (
 )
 from dualpath.storage.journal import (
     JOURNAL,
+    Journal,
     Segment,
     Used,
     Written,
@@ -69,6 +70,14 @@ def test_what_engines_write_is_decoded():
         segment = Segment(name, (written, Used(2.0, KEY)))
         assert decode_segment(encode_segment(segment)) == segment
     assert is_namespace(NAMESPACE)
+
+
+def test_a_process_of_any_name_writes_a_journal_that_the_janitor_reads():
+    tree = MemoryObjects(lambda: 1000.0)
+    journal = Journal(tree, NAMESPACE, "de-0#1 ä/x")
+    journal.used(KEY, 1.0)
+    assert journal.flush()
+    assert [writer for writer, _, _ in segments(tree)] == [journal.writer] == ["de-0_1___x"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ Events are idempotent.
 
 import functools
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -30,6 +31,10 @@ MAX_EVENTS = 1 << 16
 _CHECKSUM_BYTES = 8
 #: A block of more bytes is damage, and would not fit into the index's columns.
 _LARGEST_BLOCK_BYTES = 1 << 40
+
+
+#: What names of objects may not have (``storage.objects``).
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -110,11 +115,13 @@ def segments(tree: ObjectTree) -> Iterator[tuple[str, int, str]]:
 class Journal:
     """One process's events of one namespace.  ``writer`` is a unique name, never used again.
 
+    It names a folder, in which characters that names of objects may not have are ``_``.
+
     All methods except ``flush`` are quick and thread-safe; ``flush`` is called by one thread.
     """
 
     def __init__(self, tree: ObjectTree, namespace: str, writer: str) -> None:
-        self.writer = writer
+        self.writer = _NOT_IN_NAMES.sub("_", writer)
         self.namespace = namespace
         self._tree = tree
         self._lock = threading.Lock()
