@@ -85,9 +85,9 @@ class Cluster:
     def _idle(self) -> bool:
         managers = [engine.plane.manager for engine in self.engines.values()]
         capacities = [(0, m.buffer_tokens, m.hbm_tokens) for m in managers]
-        reports = [m.report() for m in managers]
+        loads = [m.report().load for m in managers]
         return capacities == [
-            (r.unfinished_requests, r.free_buffer_tokens, r.free_hbm_tokens) for r in reports
+            (r.unfinished_requests, r.free_buffer_tokens, r.free_hbm_tokens) for r in loads
         ]
 
 

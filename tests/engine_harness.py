@@ -168,7 +168,6 @@ class ToyEngine:
             holder=self.held,
         )
         self._kept: list[Message] = []
-        self._seq = 0
 
     def command(self, message: RouterMessage) -> None:
         """Give the traffic manager a command of the router."""
@@ -201,12 +200,7 @@ class ToyEngine:
 
     def assign(self, request_id: str, tokens: int, blocks: int) -> None:
         """Assign a request and ask for buffer."""
-        self._seq += 1
-        self.command(
-            Assign(
-                assign_seq=self._seq, request_id=request_id, tokens=tokens, reserve_blocks=blocks
-            )
-        )
+        self.command(Assign(request_id=request_id, tokens=tokens, reserve_blocks=blocks))
 
     def report(self) -> Report:
         """Return the current load."""

@@ -179,8 +179,8 @@ class EngineCluster:
         states = [s for s in self.service.registry.all() if s.alive]
         return all(
             s.report is not None
-            and s.report.unfinished_requests == 0
-            and s.report.free_buffer_tokens == s.info.buffer_tokens
+            and s.report.load.unfinished_requests == 0
+            and s.report.load.free_buffer_tokens == s.info.buffer_tokens
             for s in states
         )
 

@@ -44,7 +44,7 @@ class Router:
     def on_dead(self, writer: cluster.Writer) -> None:
         self.events.put_nowait("dead")
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         if isinstance(message, request_messages.Released):
             self.heard.append(message.request_id)
             if message.request_id == "last":

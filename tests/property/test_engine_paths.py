@@ -59,7 +59,7 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
     assert outcome.good_blocks == full
     assert [bytes(b) for b in read_back] == [full_block(key, geometry) for key in keys[:full]]
     for engine in (cluster.pe, cluster.de):
-        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+        assert engine.report().load.free_buffer_tokens == engine.manager.buffer_tokens
 
 
 @settings(max_examples=60, deadline=None)

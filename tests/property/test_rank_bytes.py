@@ -58,7 +58,7 @@ def run_prompt(cluster: RankedCluster, prompt: Prompt) -> None:
     full = new_full_blocks(0, tokens, GEOMETRY.block_tokens)
     check_stored(cluster, [*keys[:full], *generated])
     for engine in (cluster.pe, cluster.de):
-        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+        assert engine.report().load.free_buffer_tokens == engine.manager.buffer_tokens
 
 
 def check_stored(cluster: RankedCluster, keys: list[bytes]) -> None:

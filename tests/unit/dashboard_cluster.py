@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.unit.router_fakes import NAMESPACE
 
+from dualpath.core import control
 from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Register, Report
 from dualpath.core.sessions import Event
@@ -84,12 +85,13 @@ class ReportedCluster:
         state.heard_s = self.now_s
         state.report = Report(
             report_seq=1,
-            assign_seq=0,
-            unfinished_requests=3,
-            unfinished_tokens=600,
-            read_queue_tokens=read_queue_tokens,
-            free_hbm_tokens=3000,
-            free_buffer_tokens=free_buffer_tokens,
+            load=control.Load(
+                unfinished_requests=3,
+                unfinished_tokens=600,
+                read_queue_tokens=read_queue_tokens,
+                free_hbm_tokens=3000,
+                free_buffer_tokens=free_buffer_tokens,
+            ),
             counters={name: float(value) for name, value in counted.items()},
         )
 

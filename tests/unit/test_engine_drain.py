@@ -32,7 +32,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
         async with asyncio.timeout(GUARD_S):
             await draining
         assert attempts(made) == {1}
-        assert engine.plane.manager.report().unfinished_requests == 0
+        assert engine.plane.manager.report().load.unfinished_requests == 0
 
         await asyncio.to_thread(engine.plane.membership.leave)
         gone = lambda: len(made.service.registry.alive()) == 3  # noqa: E731

@@ -202,14 +202,14 @@ def test_slots_are_held_until_the_last_rank_has_copied_them(cluster: RankedClust
     cluster.fabric.stall(DE_FOLLOWER)
     over = take_over(cluster, transfer)
     assert over[0].get(timeout=GUARD_S) is None
-    free = cluster.de.report().free_buffer_tokens
+    free = cluster.de.report().load.free_buffer_tokens
     assert free == cluster.de.manager.buffer_tokens - TOKENS
     assert cluster.de.answers(KvInHbm) == []
     cluster.fabric.wake(DE_FOLLOWER)
     assert over[1].get(timeout=GUARD_S) is None
     cluster.de.answer(KvInHbm, "r")
     cluster.release("r")
-    assert cluster.de.report().free_buffer_tokens == cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens == cluster.de.manager.buffer_tokens
 
 
 def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(

@@ -152,12 +152,12 @@ def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
     assert pe.held.now == set(HBM_OF["b"])
     pe.command(Release(request_id="b", reason="failed"))
     assert pe.answers(Released) == []
-    assert pe.report().unfinished_requests == 1
+    assert pe.report().load.unfinished_requests == 1
     story.fabric.wake("de-1-epoch-1")
     pe.answer(Released, "b")
     pe.held.wait_for_none()
-    assert pe.report().unfinished_requests == 0
-    assert pe.report().free_buffer_tokens == pe.manager.buffer_tokens
+    assert pe.report().load.unfinished_requests == 0
+    assert pe.report().load.free_buffer_tokens == pe.manager.buffer_tokens
 
 
 def test_a_peer_that_joins_again_is_not_stalled(story: Story) -> None:

@@ -55,9 +55,9 @@ def four_hits(slots: Sequence[int]) -> HitRun:
 def assert_whole(cluster: ToyCluster) -> None:
     for engine in (cluster.pe, cluster.de):
         report = engine.report()
-        assert report.free_buffer_tokens == engine.manager.buffer_tokens
-        assert (report.unfinished_requests, report.unfinished_tokens) == (0, 0)
-        assert report.read_queue_tokens == 0
+        assert report.load.free_buffer_tokens == engine.manager.buffer_tokens
+        assert (report.load.unfinished_requests, report.load.unfinished_tokens) == (0, 0)
+        assert report.load.read_queue_tokens == 0
 
 
 def test_a_look_up_returns_the_longest_stored_prefix(cluster: ToyCluster) -> None:
@@ -147,7 +147,7 @@ def test_a_sync_waits_for_no_look_up() -> None:
     cluster.de.assign("r", TOKENS, 0)
     cluster.de.command(Sync(call_id=99))
     assert cluster.de.answer(Synced) == Synced(call_id=99)
-    assert cluster.de.report().assign_seq == 1
+    assert cluster.de.report().load.unfinished_requests == 1
     assert cluster.de.answers(LookupDone) == []
     gate.set()
     cluster.close()
@@ -217,7 +217,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() 
     assert done.slots[:2] == before[:2]
     assert not set(done.slots) & set(before[2:4])
     cluster.de.command(Release(request_id="r", reason="test"))
-    free_tokens = cluster.de.report().free_buffer_tokens
+    free_tokens = cluster.de.report().load.free_buffer_tokens
     assert free_tokens == cluster.de.manager.buffer_tokens - 2 * GEOMETRY.block_tokens
     gate.set()
     cluster.close()
@@ -242,7 +242,7 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
     assert entered.wait(GUARD_S)
     cluster.de.command(Release(request_id="r", reason="client left"))
     cluster.de.answer(Released, "r")
-    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
     gate.set()
     cluster.close()
     assert cluster.de.answers(ReadDone) == []
@@ -320,7 +320,7 @@ def test_slots_of_a_lost_writer_are_quarantined_until_it_is_confirmed_dead(
     cluster.de.command(Release(request_id="r", reason="PE lost", writer_certain=False))
     held_tokens = BLOCKS * GEOMETRY.block_tokens
     whole_tokens = cluster.de.manager.buffer_tokens
-    assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
+    assert cluster.de.report().load.free_buffer_tokens == whole_tokens - held_tokens
     cluster.de.command(Release(request_id="r", reason="PE is dead"))
     assert_whole(cluster)
 
@@ -345,7 +345,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     )
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(GUARD_S)
-    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
     cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
     assert cluster.de.manager.drain(GUARD_S)

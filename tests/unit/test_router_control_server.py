@@ -168,7 +168,7 @@ class Listener:
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))
 
-    def on_message(self, info, message):
+    def on_message(self, info, message, received):
         self.events.append(("said", message))
 
     def in_doubt(self):
@@ -231,12 +231,13 @@ def watched() -> Watched:
 
 REPORT = control.Report(
     report_seq=1,
-    assign_seq=0,
-    unfinished_requests=0,
-    unfinished_tokens=0,
-    read_queue_tokens=0,
-    free_hbm_tokens=1,
-    free_buffer_tokens=1,
+    load=control.Load(
+        unfinished_requests=0,
+        unfinished_tokens=0,
+        read_queue_tokens=0,
+        free_hbm_tokens=1,
+        free_buffer_tokens=1,
+    ),
 )
 
 

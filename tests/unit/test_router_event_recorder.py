@@ -205,9 +205,9 @@ def log_of(*lines: bytes) -> list[bytes]:
 
 DONE = b'{"line":"event","event":{"event":"read_done","request_id":"r0"}}'
 REPORT = (
-    b'{"line":"event","event":{"event":"report","engine_id":"p0","assign_seq":0,'
-    b'"unfinished_requests":0,'
-    b'"unfinished_tokens":%d,"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}'
+    b'{"line":"event","event":{"event":"report","engine_id":"p0",'
+    b'"load":{"unfinished_requests":0,"unfinished_tokens":%d,'
+    b'"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}}'
 )
 
 
@@ -225,10 +225,10 @@ REPORT = (
         (log_of(REPORT % -(1 << 61)), rf"line 2: -{1 << 61} exceeds {1 << 60}; correct"),
         (log_of(encode_line(BEGIN)), r"line 2: a second 'begin', a log has 1; split"),
         (
-            [encode_line(BEGIN).replace(b'"format":3', b'"format":9')],
-            r"line 1: format 9 .* reads 3",
+            [encode_line(BEGIN).replace(b'"format":4', b'"format":9')],
+            r"line 1: format 9 .* reads 4",
         ),
-        ([b'{"event":"begin","format":2}'], r"line 1: format 2 or older, this version reads 3"),
+        ([b'{"event":"begin","format":2}'], r"line 1: format 2 or older, this version reads 4"),
         ([encode_line(BEGIN).replace(b"64", b"0")], r"block_tokens 0 must be at least 1"),
         ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),
     ],

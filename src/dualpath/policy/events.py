@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
@@ -88,10 +89,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Charge(NamedTuple):
-    """What an assignment is at one of its engines: its number there, what it counts for, reads."""
+    """What an assignment counts for at one of its engines, and what the engine's node reads."""
 
     engine_id: str
-    assign_seq: int
     tokens: int
     read_tokens: int
 
@@ -113,8 +113,6 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     prefill_engine: str
     decode_engine: str
-    prefill_assign_seq: int
-    decode_assign_seq: int
     reads: tuple[HitRun, ...]
     pe_reason: str
     de_reason: str
@@ -128,14 +126,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at(self, side: Role) -> Charge:
         """Return what it is at its engine of a role."""
         if side is Role.PREFILL:
-            return Charge(
-                *(self.prefill_engine, self.prefill_assign_seq),
-                *(self.prefill_tokens, self.prefill_read_tokens),
-            )
-        return Charge(
-            *(self.decode_engine, self.decode_assign_seq),
-            *(self.decode_tokens, self.decode_read_tokens),
-        )
+            return Charge(self.prefill_engine, self.prefill_tokens, self.prefill_read_tokens)
+        return Charge(self.decode_engine, self.decode_tokens, self.decode_read_tokens)
 
     def cached_end(self, side: Role) -> int:
         """Return the end of the blocks that a side has in DRAM, 0 for none."""
@@ -201,23 +193,21 @@ class EngineResumed(SchedulerEvent, frozen=True, tag="engine_resumed"):
     engine_id: str
 
 
-class EngineReport(SchedulerEvent, frozen=True, tag="report"):
+class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"):
     """Load that an engine reports when it fetches (§6.1).
 
-    Everything up to and including assignment ``assign_seq`` is counted in; the ledger adds what
-    was assigned since.  ``read_queue_tokens`` is this engine's own part of its node's reading
-    queue; the ledger adds up the engines of a node, which share a storage NIC.
-    A report older than the last one is dropped.  Refused with ``EngineLostError`` if the engine has
-    not joined, with ``IncompatibleError`` if the report cannot be true.
+    ``uncounted`` are the requests that were assigned to the engine, have not ended there and are
+    not in ``load`` yet; the ledger adds them.  All others are counted in from now on.
+    ``load.read_queue_tokens`` is this engine's own part of its node's reading queue; the ledger
+    adds up the engines of a node, which share a storage NIC.
+    A report without a request that an earlier one has counted in is late, and dropped; unknown
+    requests in ``uncounted`` are ignored.  Refused with ``EngineLostError`` if the engine has not
+    joined, with ``IncompatibleError`` for a negative load.
     """
 
     engine_id: str
-    assign_seq: int
-    unfinished_requests: int
-    unfinished_tokens: int
-    read_queue_tokens: int
-    free_hbm_tokens: int
-    free_buffer_tokens: int
+    load: Load
+    uncounted: tuple[str, ...] = ()
 
 
 class Submitted(SchedulerEvent, frozen=True, tag="submit"):

@@ -42,7 +42,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE
+from dualpath.policy.accounts import COMPUTING, NODE, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
@@ -51,7 +51,6 @@ from dualpath.policy.events import (
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
-from dualpath.policy.load import Ledger
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)

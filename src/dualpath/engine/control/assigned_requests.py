@@ -423,8 +423,6 @@ class AssignedRequests:
         self._teardown = SessionTeardown(
             settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
         )
-        #: The last assignment that counts already; set after its load is counted.
-        self.assign_seq = 0
 
     def read_queue_tokens(self) -> int:
         """Return read_q of §6.1."""
@@ -450,7 +448,6 @@ class AssignedRequests:
         self._tier.end_session()
         self._retention.end_session()
         self._teardown.end_session(reason)
-        self.assign_seq = 0
 
     def in_doubt(self) -> InDoubt:
         """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
@@ -470,7 +467,6 @@ class AssignedRequests:
                 "engine; send it under another id"
             )
         self.active.add(message.request_id, message.tokens, self._trace.now_ns())
-        self.assign_seq = max(self.assign_seq, message.assign_seq)
         if message.reserve_blocks == 0:
             return
         try:

@@ -19,6 +19,7 @@ from dualpath.core.control import (
     EngineMessage,
     Failed,
     LivenessProbe,
+    Load,
     Lookup,
     NodeDramShare,
     PeerDown,
@@ -252,19 +253,19 @@ class TrafficManager:
     def report(self) -> Report:
         """Return the current load (§6.1)."""
         self._report_seq += 1
-        assign_seq = self._requests.assign_seq
         unfinished_requests, unfinished_tokens = self._requests.active.load()
         return Report(
             report_seq=self._report_seq,
-            assign_seq=assign_seq,
-            unfinished_requests=unfinished_requests,
-            unfinished_tokens=unfinished_tokens,
-            read_queue_tokens=self._requests.read_queue_tokens(),
-            free_hbm_tokens=self._free_hbm_tokens,
-            free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
+            load=Load(
+                unfinished_requests=unfinished_requests,
+                unfinished_tokens=unfinished_tokens,
+                read_queue_tokens=self._requests.read_queue_tokens(),
+                free_hbm_tokens=self._free_hbm_tokens,
+                free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
+                cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
+            ),
             counters=self.counters.snapshot() | self._requests.totals(),
             unhealthy=self.health(),
-            cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
         )
 
     def set_free_hbm_tokens(self, tokens: int) -> None:

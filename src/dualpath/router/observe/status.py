@@ -92,12 +92,12 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "alive": engine.alive,
         "paused": sorted(engine.pauses),
         "rates": msgspec.to_builtins(info.rates),
-        "seq": report.unfinished_requests if report else 0,
-        "tok": report.unfinished_tokens if report else 0,
-        "read_queue_tokens": report.read_queue_tokens if report else 0,
-        "free_hbm_tokens": report.free_hbm_tokens if report else info.hbm_tokens,
-        "free_buffer_tokens": report.free_buffer_tokens if report else info.buffer_tokens,
-        "cached_buffer_tokens": report.cached_buffer_tokens if report else 0,
+        "seq": report.load.unfinished_requests if report else 0,
+        "tok": report.load.unfinished_tokens if report else 0,
+        "read_queue_tokens": report.load.read_queue_tokens if report else 0,
+        "free_hbm_tokens": report.load.free_hbm_tokens if report else info.hbm_tokens,
+        "free_buffer_tokens": report.load.free_buffer_tokens if report else info.buffer_tokens,
+        "cached_buffer_tokens": report.load.cached_buffer_tokens if report else 0,
     }
 
 

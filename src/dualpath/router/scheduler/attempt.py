@@ -33,6 +33,7 @@ from dualpath.core.blocks import (
 )
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
+    Assign,
     KvInHbm,
     Lookup,
     LookupDone,
@@ -430,11 +431,13 @@ class EngineAttempt(AttemptChannel):
         self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
     ) -> None:
         self.check()
-        message = self._scheduler.dispatch.assign(
-            engine.engine_id, self.attempt_id, reserve_blocks, keys
-        )
+        scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
-        self._scheduler.send(engine.engine_id, message)
+        number = scheduler.server.send_numbered(
+            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
+        )
+        if number is not None:
+            scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._scheduler.block_tokens

@@ -4,10 +4,9 @@
 long poll: after each report, submission or end of a request, the open fetches of all groups are
 answered at once, PE groups first.  The decisions are those of groups that fetch after every event.
 
-*Numbers of assignments.*  The scheduler numbers an engine's assignments in the order of its
-decisions; the engine receives them in another order, because a request is sent to its PE only after
-its DE has granted buffer space.  An engine reports "counted up to ``assign_seq``" in the order of
-receipt.  ``EngineAssignments`` has both orders, and translates reports into the scheduler's.
+*What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
+only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
+the ``Assign``, which has a number in the engine's session like every message.
 """
 
 import asyncio
@@ -19,10 +18,9 @@ from typing import Self
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Assign, Report
-from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.control import Load
+from dualpath.core.errors import BadRequestError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.policy.events import (
     Assignment,
@@ -57,13 +55,14 @@ _RECENT_ASSIGNMENTS = 256
 class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
-    ``sent_seq`` is its number in the order of receipt, ``reading`` whether the engine was sent its
-    reads, ``in_hbm`` whether the engine has allocated HBM for it.
+    ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
+    ``reading`` whether the engine was sent its reads, ``in_hbm`` whether the engine has allocated
+    HBM for it.
     """
 
     def __init__(self, charge: Charge) -> None:
         self.charge = charge
-        self.sent_seq: int | None = None
+        self.assign_number: int | None = None
         self.reading = self.in_hbm = False
 
 
@@ -74,57 +73,36 @@ class EngineAssignments:
         self.role = role
         self.group = group
         self.open: dict[str, Share] = {}
-        self.last_sent = 0
         self._engine_id = engine_id
-        self._last_decided = 0
 
     def decided(self, request_id: str, charge: Charge) -> None:
         """The scheduler has assigned a request to the engine, or planned its reads again."""
         if (share := self.open.get(request_id)) is not None:
             share.charge = charge
             return
-        assert charge.assign_seq > self._last_decided, "decisions are numbered in order"
-        self._last_decided = charge.assign_seq
         self.open[request_id] = Share(charge)
 
-    def sent(self, request_id: str) -> tuple[int, int]:
-        """It is about to be sent to the engine; return its ``assign_seq`` there and its tokens."""
-        self.last_sent += 1
-        if (share := self.open.get(request_id)) is None:
-            return self.last_sent, 0
-        share.sent_seq = self.last_sent
-        return self.last_sent, share.charge.tokens
+    def event(self, load: Load, received: int) -> EngineReport:
+        """Return the event of a report whose envelope acknowledges messages up to ``received``.
 
-    def translate(self, report: Report) -> EngineReport:
-        """Return the report in the scheduler's order of assignments.
-
-        ``assign_seq`` becomes the last decision before the first one that the engine has not
-        counted; what the engine has counted beyond it is subtracted, since the ledger still adds
-        that.  Two figures are added that the engine cannot know: reads of counted requests that
-        wait for buffer space, and HBM that counted requests need once their KV is there.
+        Two figures are added that the engine cannot know: reads of counted requests that wait for
+        buffer space, and HBM that counted requests need once their KV is there.
         """
-        counted: list[Share] = []
-        uncounted: list[Share] = []
-        for share in self.open.values():
-            received = share.sent_seq is not None and share.sent_seq <= report.assign_seq
-            (counted if received else uncounted).append(share)
-        bound = min((s.charge.assign_seq - 1 for s in uncounted), default=self._last_decided)
-        ahead = [s for s in counted if s.charge.assign_seq > bound]
-        before = [s for s in counted if s.charge.assign_seq <= bound]
-        to_be_read = sum(s.charge.read_tokens for s in before if not s.reading)
-        read_ahead = sum(s.charge.read_tokens for s in ahead if s.reading)
-        hbm_wanted = sum(s.charge.tokens for s in before if not s.in_hbm)
-        hbm_ahead = sum(s.charge.tokens for s in ahead if s.in_hbm)
-        tokens_ahead = sum(s.charge.tokens for s in ahead)
-        return EngineReport(
-            engine_id=self._engine_id,
-            assign_seq=bound,
-            unfinished_requests=max(report.unfinished_requests - len(ahead), 0),
-            unfinished_tokens=max(report.unfinished_tokens - tokens_ahead, 0),
-            read_queue_tokens=max(report.read_queue_tokens - read_ahead, 0) + to_be_read,
-            free_hbm_tokens=max(report.free_hbm_tokens + hbm_ahead - hbm_wanted, 0),
-            free_buffer_tokens=report.free_buffer_tokens,
+        uncounted, to_be_read, hbm_wanted = [], 0, 0
+        for request_id, share in self.open.items():
+            if share.assign_number is None or share.assign_number > received:
+                uncounted.append(request_id)
+                continue
+            if not share.reading:
+                to_be_read += share.charge.read_tokens
+            if not share.in_hbm:
+                hbm_wanted += share.charge.tokens
+        full_load = msgspec.structs.replace(
+            load,
+            read_queue_tokens=load.read_queue_tokens + to_be_read,
+            free_hbm_tokens=max(load.free_hbm_tokens - hbm_wanted, 0),
         )
+        return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
 
 class AssignmentNote(msgspec.Struct, frozen=True):
@@ -271,12 +249,12 @@ class Dispatch:
             self._apply(EnginePaused(engine_id) if paused else EngineResumed(engine_id))
             self._fetch_all()
 
-    def report(self, engine_id: str, report: Report) -> None:
-        """An engine reported; its group fetches with it."""
+    def report(self, engine_id: str, load: Load, received: int) -> None:
+        """An engine that has received the messages up to this number reported; all groups fetch."""
         if (assigned := self._engines.get(engine_id)) is None:
             return
         try:
-            self._apply(assigned.translate(report))
+            self._apply(assigned.event(load, received))
         except IncompatibleError as error:
             logger.warning("report ignored: %s", error)
         self._fetch_all()
@@ -297,24 +275,10 @@ class Dispatch:
             self.ended(request.request_id)
             raise
 
-    def assign(
-        self, engine_id: str, request_id: str, reserve_blocks: int, keys: tuple[BlockKey, ...]
-    ) -> Assign:
-        """Return the message that assigns a request to one of its engines.
-
-        Raises ``EngineLostError`` if the engine is gone.
-        """
-        assigned = self._engines.get(engine_id)
-        if assigned is None:
-            raise EngineLostError(f"engine {engine_id} is lost; restart it")
-        assign_seq, tokens = assigned.sent(request_id)
-        return Assign(
-            assign_seq=assign_seq,
-            request_id=request_id,
-            tokens=tokens,
-            reserve_blocks=reserve_blocks,
-            keys=keys,
-        )
+    def assign_sent(self, engine_id: str, request_id: str, number: int) -> None:
+        """An engine was sent the ``Assign`` of a request, as the message of this number."""
+        if (share := self._share(request_id, engine_id)) is not None:
+            share.assign_number = number
 
     def slots_granted(self, grant: SlotsGranted) -> Assignment | None:
         """Return the assignment if its reads are planned again, None if they stay.

@@ -378,11 +378,11 @@ class Scheduler:
         """Called by the control server."""
         return self.releases.in_doubt()
 
-    def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: EngineMessage, received: int) -> None:
         """Called by the control server."""
         if isinstance(message, Report):
             self.pauses.reported(info, message)
-            self.dispatch.report(info.engine_id, message)
+            self.dispatch.report(info.engine_id, message.load, received)
             self.roles.poll()
             if self.role_policy is not None:
                 self.role_policy.tick(self.dispatch.queue)

@@ -201,7 +201,7 @@ def _node(
         return moved / window.span_s if window.span_s else 0.0
 
     def reported(field: str) -> int:
-        return sum(getattr(e.report, field) for e in up if e.report is not None)
+        return sum(getattr(e.report.load, field) for e in up if e.report is not None)
 
     buffer_tokens, hbm_tokens = _capacity(up, "buffer_tokens"), _capacity(up, "hbm_tokens")
     return {
