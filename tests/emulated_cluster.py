@@ -71,7 +71,7 @@ class Cluster:
     async def stored(self) -> None:
         """Wait until all blocks are stored."""
         for engine in self.engines.values():
-            assert await asyncio.to_thread(engine.plane.manager.drain, GUARD_S)
+            assert await asyncio.to_thread(engine.plane.manager.persister.drain, GUARD_S)
 
     def counts(self, column: int) -> int:
         """Sum of verified (0) or wrong (1) Layer Blocks over all engines and places."""

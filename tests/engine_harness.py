@@ -208,7 +208,7 @@ class ToyEngine:
 
     def slot_bytes(self, slot: int) -> bytes:
         """Return a buffer slot's content."""
-        return bytes(self.manager._buffer.view(slot))
+        return bytes(self.manager.buffer.view(slot))
 
 
 class ToyCluster:
@@ -334,13 +334,13 @@ class ToyCluster:
                 prefill_transfer=prefill_transfer,
                 chunk=chunk,
                 hbm_blocks=tuple(hbm),
-                decode_agents=self.pe.manager.decode_agents(
+                decode_agents=self.pe.manager.peers.agents_of(
                     prefill_transfer.decode_engine, prefill_transfer.decode_epoch
                 ),
             )
             for prefill_transfer, _, chunk, hbm in work
         ]
-        stream = self.pe.manager.begin_prefill(chunks, self.layers)
+        stream = self.pe.manager.passes.begin(chunks, self.layers)
         for layer in range(self.geometry.layers):
             size = self.geometry.bytes_of(layer)
             region = self.pe.hbm[layer % self.pe.regions][:, :size]
@@ -360,7 +360,7 @@ class ToyCluster:
                     found = region[hbm[block]].tobytes()
                     assert found == kv_bytes(keys[block], layer, size), (layer, block)
             stream.computed(layer)
-        return self.pe.manager.end_prefill(stream)
+        return self.pe.manager.passes.end(stream)
 
     def hand_to_decode(
         self, prefill_transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]

@@ -62,9 +62,9 @@ def run_prompt(cluster: RankedCluster, prompt: Prompt) -> None:
 
 
 def check_stored(cluster: RankedCluster, keys: list[bytes]) -> None:
-    while cluster.serving.manager._staging.free < 4:
-        assert cluster.de.manager.drain(20)
-    assert cluster.de.manager.drain(20)
+    while cluster.serving.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(20)
+    assert cluster.de.manager.persister.drain(20)
     for key in keys:
         block = bytearray(GEOMETRY.full_block_bytes)
         assert read_run(cluster.storage, [key], [memoryview(block)]).good_blocks == 1

@@ -219,8 +219,8 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
     cluster.fabric.fail_next(agent=DE_FOLLOWER)
     cluster.generate([(1, lost)])
     cluster.generate([(2, whole)])
-    while cluster.de.manager._staging.free < 4:
-        assert cluster.de.manager.drain(GUARD_S)
+    while cluster.de.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(GUARD_S)
     assert not cluster.storage.is_stored(lost)
     stored = bytearray(GEOMETRY.full_block_bytes)
     assert cluster.storage.is_stored(whole)
@@ -231,14 +231,14 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
 
 def test_without_free_staging_slots_all_ranks_drop_the_same_blocks(cluster: RankedCluster) -> None:
     keys = prompt_keys(6 * GEOMETRY.block_tokens, "generated")
-    taken = [cluster.de.manager._staging.allocate() for _ in range(3)]
+    taken = [cluster.de.manager.staging.allocate() for _ in range(3)]
     cluster.generate(list(enumerate(keys[:2])))
     for slot in taken:
         assert slot is not None
-        cluster.de.manager._staging.free_slot(slot)
+        cluster.de.manager.staging.free_slot(slot)
     cluster.generate(list(enumerate(keys[2:5])))
-    while cluster.de.manager._staging.free < 4:
-        assert cluster.de.manager.drain(GUARD_S)
+    while cluster.de.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(GUARD_S)
     stored = [cluster.storage.is_stored(key) for key in keys]
     assert stored == [True, False, True, True, True, False]
 

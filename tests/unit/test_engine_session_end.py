@@ -64,14 +64,14 @@ def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyClu
     assert cluster.fill(transfer, HBM) is None
     for _ in range(2):  # the second scheduler is lost as well
         manager.end_session(OVER)
-        assert manager.decodes_without_session
+        assert manager.active.any_detached
         report = cluster.de.report()
         assert (report.load.unfinished_requests, report.load.unfinished_tokens) == (1, TOKENS)
         assert report.load.free_buffer_tokens == manager.buffer_tokens
         assert manager.in_doubt()[:2] == ((), ())
         cluster.de.command(Registered(peers=()))
-    manager.decode_ended("r")
-    assert not manager.decodes_without_session
+    manager.active.ended("r")
+    assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
 
 
@@ -81,10 +81,10 @@ def test_an_ended_request_does_not_count_as_decoding(cluster: ToyCluster) -> Non
     slots = cluster.de.answer(Reserved, "r").slots
     transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
     assert cluster.fill(transfer, HBM) is None
-    manager.decode_ended("r")
+    manager.active.ended("r")
     assert cluster.de.report().load.unfinished_requests == 1  # until the router releases it
     manager.end_session(OVER)
-    assert not manager.decodes_without_session
+    assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
 
 
@@ -125,7 +125,7 @@ def test_a_pass_under_way_goes_on_and_its_end_is_reported_in_the_next_session(
         if layer == 1:
             manager.end_session(OVER)
             assert manager.in_doubt().unsettled == ("r",)
-            assert not manager.is_active("r")
+            assert not manager.active.is_active("r")
 
     cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
     cluster.pe.answer(Released, "r")  # it was sent while no session was open, and lost

@@ -259,7 +259,7 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
         if layer == 2:
             cluster.pe.command(Release(request_id="r", reason="client left"))
             assert cluster.pe.answers(Released) == []
-            assert not cluster.pe.manager.is_active("r")
+            assert not cluster.pe.manager.active.is_active("r")
 
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], release)
     cluster.pe.answer(Released, "r")
@@ -309,7 +309,7 @@ def test_a_lost_decode_engine_fails_transfers_under_way_and_is_disconnected(
     assert set(failures) == {"r"}
     cluster.pe.command(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
     with pytest.raises(TransportError, match="lost or restarted"):
-        cluster.pe.manager.decode_agents("de-0", "epoch-1")
+        cluster.pe.manager.peers.agents_of("de-0", "epoch-1")
 
 
 def test_slots_of_a_lost_writer_are_quarantined_until_it_is_confirmed_dead(
@@ -348,7 +348,7 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
     cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
     assert_whole(cluster)
 
@@ -360,7 +360,7 @@ def test_generated_blocks_are_stored_as_in_hbm(cluster: ToyCluster) -> None:
         piece = full_block(keys[0])[start : start + GEOMETRY.bytes_of(0)]
         cluster.de.hbm[layer][9] = list(piece)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[0])])
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])
@@ -377,7 +377,7 @@ def test_generated_blocks_have_tenant_and_parent(
 
     monkeypatch.setattr(cluster.storage, "write", write)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[1], keys[0], "a" * 16)])
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     assert written == [(keys[1], BlockOrigin(keys[0], "a" * 16))]
 
 

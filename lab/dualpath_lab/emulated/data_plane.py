@@ -387,7 +387,7 @@ class DataPlane(RankPlane):
 
     def hbm_changed(self) -> None:
         """Report the changed free HBM with the next message to the router."""
-        self.manager.set_free_hbm_tokens(self.hbm.free_tokens)
+        self.manager.free_hbm_tokens = self.hbm.free_tokens
         self.membership.changed()
 
     def verify_buffer(

@@ -235,11 +235,11 @@ class _PrefillEngine(_Engine):
         )
         chunk = BlockRun(hits, blocks - hits)
         work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agents)
-        stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_IN_FLIGHT, overlap=True))
+        stream = self.manager.passes.begin([work], LayerSettings(LAYERS_IN_FLIGHT, overlap=True))
         for layer in range(geometry.layers):
             stream.wait_loaded(layer)
             stream.computed(layer)
-        if failures := self.manager.end_prefill(stream):
+        if failures := self.manager.passes.end(stream):
             raise TransportError(f"the forward pass failed: {failures[_REQUEST]}")
         return blocks * geometry.full_block_bytes
 

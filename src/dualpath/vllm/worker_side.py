@@ -245,9 +245,9 @@ class WorkerSide:
     def _tell_router(self, step: StepMetadata) -> None:
         membership = self._joined()
         if step.free_hbm_tokens is not None:
-            membership.manager.set_free_hbm_tokens(step.free_hbm_tokens)
+            membership.manager.free_hbm_tokens = step.free_hbm_tokens
         for request_id in step.ended:
-            membership.manager.decode_ended(request_id)
+            membership.manager.active.ended(request_id)
         for request_id, reason in step.rejected.items():
             membership.send(membership.manager.sent(request_id, reason))
 

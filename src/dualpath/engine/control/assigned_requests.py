@@ -20,7 +20,6 @@ from dualpath.core.control import (
     Release,
     Released,
     Reserved,
-    Retain,
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError
 from dualpath.core.runs import BlockRun
@@ -34,7 +33,7 @@ from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.hbm_layout import HbmBlock
 from dualpath.engine.ranks.rank import Rank
 from dualpath.engine.settings import EngineSettings
-from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
+from dualpath.engine.threads import OS_THREADS, Threads
 from dualpath.plan.movements import PERSIST_PROMPT
 from dualpath.plan.steps import PromptLayout, decode_steps, run_reads, step_of
 from dualpath.storage.contract import BlockStorage
@@ -387,6 +386,8 @@ _NS_PER_S = 1_000_000_000
 class AssignedRequests:
     """Owns the PE or DE buffer and its read queue; answers go through ``send``.
 
+    ``tier`` and ``retention`` cache blocks for later requests, ``teardown`` ends sessions.
+
     Commands come from one thread; slots are granted, and requests released, on any thread.
     """
 
@@ -406,8 +407,8 @@ class AssignedRequests:
         self.active = ActiveRequests(threads)
         slots = settings.buffer_slots(rank.geometry)
         self.buffer = BlockBuffer(rank.geometry, slots, self._granted, threads, rank.memory.buffer)
-        self._tier = DramTier(self.buffer, rank.counters, send, node_dram)
-        self._reader = ReadQueue(
+        self.tier = DramTier(self.buffer, rank.counters, send, node_dram)
+        self.reader = ReadQueue(
             storage,
             self.buffer,
             rank.counters,
@@ -419,39 +420,18 @@ class AssignedRequests:
             caches=settings.role is Role.PREFILL,
             share=share,
         )
-        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
-        self._teardown = SessionTeardown(
-            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+        self.retention = Retention(self.buffer, self.reader.fetch, self.reader.cancel_fetch)
+        self.teardown = SessionTeardown(
+            settings.role, self.active, self.buffer, rank.peers, self.reader.cancel
         )
-
-    def read_queue_tokens(self) -> int:
-        """Return read_q of §6.1."""
-        return self._reader.tokens()
-
-    def totals(self) -> dict[str, float]:
-        """Return the counters of the DRAM cache."""
-        return self._tier.totals()
 
     # ------------------------------------------------------------------ sessions
 
-    def begin_session(self, *, caching: bool) -> None:
-        """Begin a session; ``caching``: whether blocks are cached for later requests."""
-        self._tier.begin_session(caching=caching)
-
-    def send_settled(self) -> None:
-        """Report the in-doubt requests that have settled between the sessions."""
-        for request_id in self._teardown.settled_since():
-            self._send(Released(request_id=request_id))
-
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet (``session_doubts``)."""
-        self._tier.end_session()
-        self._retention.end_session()
-        self._teardown.end_session(reason)
-
-    def in_doubt(self) -> InDoubt:
-        """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
-        return self._teardown.in_doubt()
+        self.tier.end_session()
+        self.retention.end_session()
+        self.teardown.end_session(reason)
 
     # ------------------------------------------------------------------ commands
 
@@ -481,21 +461,17 @@ class AssignedRequests:
             self.buffer.release(grant.request_id)
             return
         wait_s = (self._trace.now_ns() - assigned_ns) / _NS_PER_S
-        self._tier.granted(grant)
+        self.tier.granted(grant)
         self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
 
     def read(self, message: Read) -> None:
         """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
         reads, now_ns = run_reads(self._geometry, message.run), self._trace.now_ns()
-        self._reader.add(
+        self.reader.add(
             ReadTask(
                 message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
             )
         )
-
-    def retain(self, message: Retain) -> None:
-        """Retain blocks for a turn that may follow."""
-        self._retention.apply(message, self._trace.now_ns())
 
     def ask_release(self, message: Release) -> None:
         """Release a request, at once or after the forward pass that it is part of."""
@@ -504,7 +480,7 @@ class AssignedRequests:
 
     def release(self, message: Release) -> None:
         """Release a request that is in no forward pass; ``Released`` follows."""
-        self._reader.cancel(message.request_id)
+        self.reader.cancel(message.request_id)
         self.active.drop(message.request_id)
         if message.writer_certain:
             self.buffer.end_quarantine(message.request_id)
@@ -517,13 +493,5 @@ class AssignedRequests:
 
     def expire(self, now_ns: int) -> None:
         """Answer reads whose deadline has passed; end retentions whose time has passed."""
-        self._reader.expire(now_ns)
-        self._retention.expire(now_ns)
-
-    def send_cache_updates(self) -> None:
-        """Send the changes of the DRAM cache to the router."""
-        self._tier.send_changes()
-
-    def close(self, limit: TimeLimit) -> None:
-        """Stop reading."""
-        self._reader.close(limit)
+        self.reader.expire(now_ns)
+        self.retention.expire(now_ns)

@@ -100,7 +100,7 @@ class ForwardPass(StreamedPass):
         moves_bytes = manager.settings.mode.moves_bytes
         stream_before = before._stream if before is not None else None
         super().__init__(
-            manager.begin_prefill(chunks, layers, stream_before) if moves_bytes else None
+            manager.passes.begin(chunks, layers, stream_before) if moves_bytes else None
         )
         manager.trace.record("begin", "pass", start_ns, manager.trace.now_ns())
 
@@ -122,7 +122,7 @@ class ForwardPass(StreamedPass):
         and why.
         """
         earlier = self._before.failures if self._before is not None else {}
-        transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
+        transfers = self._manager.passes.end(self._stream) if self._stream is not None else {}
         found = {**self._rejected, **transfers, **wrong}
         for part in self._parts:
             request_id = part.transfer.request_id
@@ -146,7 +146,7 @@ class ForwardPass(StreamedPass):
     def _checked_chunk(self, part: PromptPart) -> PrefillChunk:
         manager, transfer = self._manager, part.transfer
         request_id = transfer.request_id
-        if not manager.is_active(request_id):
+        if not manager.active.is_active(request_id):
             raise TransportError(f"request {request_id}: {RELEASED}")
         if part.chunk.first < transfer.shared_blocks:
             raise TransportError(
@@ -160,5 +160,5 @@ class ForwardPass(StreamedPass):
             raise TransportError(f"request {request_id}: its buffer slots have a new owner")
         agents: tuple[str, ...] = ()
         if manager.settings.mode.moves_bytes:
-            agents = manager.decode_agents(transfer.decode_engine, transfer.decode_epoch)
+            agents = manager.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
         return part.chunk_with(agents)
