@@ -59,7 +59,7 @@ def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> 
     return ControlLink(
         ZmqRouterConnection(f"tcp://{address}"),
         FakeEngine("p0", Role.PREFILL, set()).hello,
-        lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+        lambda: control.Report(1, control.Load(0, 0, 0, 1, 1)),
         take,
         lambda reason: None,
         lambda now_ns: None,

@@ -160,7 +160,7 @@ class Cluster(RuleBasedStateMachine):
             if round(part * blocks)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count, kept))
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, kept))
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))

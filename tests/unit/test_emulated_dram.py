@@ -159,8 +159,9 @@ async def test_the_router_plans_with_the_blocks_that_a_node_shares(
             second,
             HIT_BLOCKS * GEOMETRY.block_tokens,
         )
-        (note,) = made.service.scheduler.dispatch.recent
-        assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
+        (note,) = made.service.status()["assignments"]
+        sides = [run["side"] for run in note["reads"]]
+        assert (note["read_reason"], sides) == ("kept", ["decode"])
         await made.idle()
         sources = Counter.STORAGE_READ_BYTES, Counter.NODE_DRAM_READ_BYTES
         read_bytes = {source: total(made, source) for source in sources}

@@ -60,7 +60,7 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
         first = await made.run(jobs[0])
         rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
         assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
-        noted = list(made.service.scheduler.dispatch.recent)
+        noted = [placed.assignment for placed in made.service.scheduler.dispatch.recent]
     log = read_event_log(path)
     assert log.begin.settings.mode is Mode.DUALPATH
     kinds = {type(entry.event) for entry in log.entries}

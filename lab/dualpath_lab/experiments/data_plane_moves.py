@@ -195,7 +195,7 @@ class _Engine:
 class _DecodeEngine(_Engine):
     def __init__(self, settings: DataPlaneSettings) -> None:
         super().__init__(settings, Role.DECODE)
-        self.manager.handle(Assign(1, _REQUEST, 1, settings.blocks))
+        self.manager.handle(Assign(_REQUEST, 1, settings.blocks))
         reserved = self.reported.get(timeout=_DEADLINE_S)
         assert isinstance(reserved, Reserved)
         self._slots = reserved.slots
@@ -215,7 +215,7 @@ class _PrefillEngine(_Engine):
     def connect(self, peer: tuple[EngineAddress, tuple[int, ...]]) -> None:
         address, self._slots = peer
         self.manager.handle(PeerUp(address))
-        self.manager.handle(Assign(1, _REQUEST, 1, 0))
+        self.manager.handle(Assign(_REQUEST, 1, 0))
         self._agents = tuple(agent.agent for agent in address.agents)
 
     def one_pass(self, leg: Leg) -> int:

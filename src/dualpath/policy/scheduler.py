@@ -12,12 +12,12 @@ The driver (router or simulator) has to
   request if engines were believed to cache a part of its hit;
 - after ``EngineLost`` submit the lost requests again, or fail them.
 
-*Order.*  First come, first served by ``Submitted``, in both queues; ``arrival_seq`` is a label.  A
-request submitted again after a loss is queued at the end.  This keeps the two queues free of
-deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
-HBM is older and so has a PE as well, and finishes.  So that it stays true, requests that hold only
-a DE release it and are queued again, in order, when engines come or go; when an engine is paused,
-those that hold only a PE do so as well.
+*Order.*  First come, first served by ``Submitted``, in both queues.  A request submitted again
+after a loss is queued at the end.  This keeps the two queues free of deadlock: whenever a request
+holds a PE and waits for HBM at a DE, everything that holds that HBM is older and so has a PE as
+well, and finishes.  So that it stays true, requests that hold only a DE release it and are queued
+again, in order, when engines come or go; when an engine is paused, those that hold only a PE do so
+as well.
 
 *Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most

@@ -96,7 +96,7 @@ ENGINE_SHARE = 0.75
 
 
 class EngineAttempt(AttemptChannel):
-    """The ``ScheduledAttempt`` of the scheduler's own process; ``arrival_seq`` is its request's.
+    """The ``ScheduledAttempt`` of the scheduler's own process.
 
     Raises ``BadRequestError`` if another attempt has its name.  Whatever starts something new
     raises ``EngineLostError`` once ``broken`` is done.  An engine that does not answer within a
@@ -107,13 +107,11 @@ class EngineAttempt(AttemptChannel):
         self,
         scheduler: "Scheduler",
         order: AttemptOrder,
-        arrival_seq: int,
         listener: AttemptListener,
     ) -> None:
         super().__init__(order.attempt_id)
         self._scheduler = scheduler
         self._order = order
-        self._arrival_seq = arrival_seq
         self._listener = listener
         self._use_cached = order.kept and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
@@ -224,7 +222,6 @@ class EngineAttempt(AttemptChannel):
             prompt_tokens=self._order.prompt_tokens,
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
-            arrival_seq=self._arrival_seq,
             cached=self._cached_prefixes(),
         )
         with self._stages.stage(Stage.QUEUE):

@@ -14,7 +14,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Self
 
 import msgspec
 
@@ -105,44 +104,8 @@ class EngineAssignments:
         return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
 
-class AssignmentNote(msgspec.Struct, frozen=True):
-    """One decision with its reasons, as ``/dualpath/v1/status`` shows it."""
-
-    request_id: str
-    prompt_tokens: int
-    hit_tokens: int
-    prefill_engine: str
-    decode_engine: str
-    reads: tuple[dict[str, object], ...]
-    pe_reason: str
-    de_reason: str
-    read_reason: str
-
-    @classmethod
-    def of(cls, request: Request, assignment: Assignment, block_tokens: int) -> Self:
-        """Return the decision on a request, with reads in tokens instead of blocks."""
-        return cls(
-            request_id=request.request_id,
-            prompt_tokens=request.prompt_tokens,
-            hit_tokens=request.hit_tokens,
-            prefill_engine=assignment.prefill_engine,
-            decode_engine=assignment.decode_engine,
-            reads=tuple(
-                {
-                    "side": run.side.value,
-                    "first_token": run.blocks.first * block_tokens,
-                    "tokens": run.tokens(block_tokens, request.hit_tokens),
-                }
-                for run in assignment.reads
-            ),
-            pe_reason=assignment.pe_reason,
-            de_reason=assignment.de_reason,
-            read_reason=assignment.read_reason,
-        )
-
-
-class _Placement:
-    """A request from its submission to its end; ``assignment`` is None while it waits."""
+class Placement:
+    """A request at the scheduler, from its submission on; without an assignment while it waits."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -162,7 +125,6 @@ class Dispatch:
         scheduler: RequestScheduler,
         log: EventLogWriter | None,
         bytes_per_token: int,
-        block_tokens: int,
         on_assigned: Callable[[Assignment], None],
         on_scheduled: Callable[[float, int], None],
         role_policy: LiveRolePolicy | None = None,
@@ -173,11 +135,11 @@ class Dispatch:
         self._on_scheduled = on_scheduled
         self._role_policy = role_policy
         self._engines: dict[str, EngineAssignments] = {}
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, Placement] = {}
         self._bytes_per_token = bytes_per_token
-        self._block_tokens = block_tokens
         self._usual_snic: float | None = None
-        self.recent: deque[AssignmentNote] = deque(maxlen=_RECENT_ASSIGNMENTS)
+        #: The latest placements with an assignment, which may have ended.
+        self.recent: deque[Placement] = deque(maxlen=_RECENT_ASSIGNMENTS)
 
     # ------------------------------------------------------------------ state
 
@@ -266,7 +228,7 @@ class Dispatch:
 
         Cancelling the wait withdraws the request.
         """
-        placement = self._placements[request.request_id] = _Placement(request)
+        placement = self._placements[request.request_id] = Placement(request)
         try:
             self._apply(Submitted(request))
             self._fetch_all()
@@ -290,12 +252,7 @@ class Dispatch:
             return None
         (new,) = replanned
         self._note(new)
-        for place in range(len(self.recent) - 1, -1, -1):
-            if self.recent[place].request_id == new.request_id:
-                request = self._placements[new.request_id].request
-                self.recent[place] = AssignmentNote.of(request, new, self._block_tokens)
-                logger.debug("planned again %s", self.recent[place])
-                break
+        logger.debug("planned again %s", new)
         return new
 
     def reading(self, request_id: str, engine_id: str) -> None:
@@ -361,8 +318,8 @@ class Dispatch:
     def _assigned(self, assignment: Assignment) -> None:
         placement = self._placements[assignment.request_id]
         self._note(assignment)
-        self.recent.append(AssignmentNote.of(placement.request, assignment, self._block_tokens))
-        logger.debug("assigned %s", self.recent[-1])
+        self.recent.append(placement)
+        logger.debug("assigned %s", assignment)
         self._on_assigned(assignment)
         if not placement.decided.done():
             placement.decided.set_result(assignment)
