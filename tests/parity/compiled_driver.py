@@ -16,7 +16,6 @@ from dualpath.policy.events import (
     DE_REASONS,
     NO_EFFECTS,
     PE_REASONS,
-    READ_REASONS,
     Assignment,
     Effects,
     EngineJoined,
@@ -34,7 +33,7 @@ from dualpath.policy.events import (
     SlotsGranted,
     Submitted,
 )
-from dualpath.policy.read_side import hit_runs
+from dualpath.policy.read_side import READ_REASONS, hit_runs
 from dualpath_sim.simulator.compiled import tables
 
 

@@ -24,7 +24,6 @@ from dualpath.policy.accounts import (
 from dualpath.policy.events import (
     DE_REASONS,
     PE_REASONS,
-    READ_REASONS,
     Assignment,
     EngineJoined,
     EngineReport,
@@ -36,6 +35,7 @@ from dualpath.policy.events import (
     SchedulerSettings,
     Submitted,
 )
+from dualpath.policy.read_side import READ_REASONS
 from dualpath.policy.scheduler import RequestScheduler
 
 pytest.importorskip("numba")
@@ -223,7 +223,7 @@ class Twins(RuleBasedStateMachine):
         if not self.assigned:
             uncounted = ()
         amount = st.integers(0, 1500)
-        load = Load(*(data.draw(amount) for _ in range(4)), free_buffer_tokens=0)
+        load = Load(*(data.draw(amount) for _ in range(5)))
         self.take(
             engine.report(uncounted)
             if true

@@ -60,7 +60,7 @@ async def test_pausing_over_http(tmp_path: Path) -> None:
             )
         for number in range(3):
             await made.ask([number + 1, *PROMPT], 2)
-        used = {note.prefill_engine for note in made.service.scheduler.dispatch.recent}
+        used = {note["prefill_engine"] for note in made.service.status()["assignments"]}
         assert used == {"prefill-1"}
         async with made.http.delete(url) as answer:
             assert (await answer.json())["paused"] is False

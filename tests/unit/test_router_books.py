@@ -62,7 +62,9 @@ def test_hbm_is_spoken_for_until_it_is_taken():
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
     """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
-    assigned, sent, live = assignments_of("p0"), {}, {}
+    assigned = assignments_of("p0")
+    sent: dict[str, int] = {}
+    live: dict[str, int] = {}
     for step in range(1, data.draw(st.integers(1, 30)) + 1):
         action = data.draw(st.sampled_from(["decide", "send", "end"]))
         if action == "decide":

@@ -60,13 +60,14 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
         first = await made.run(jobs[0])
         rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
         assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
-        noted = [placed.assignment for placed in made.service.scheduler.dispatch.recent]
+        noted = made.service.status()["assignments"]
     log = read_event_log(path)
     assert log.begin.settings.mode is Mode.DUALPATH
     kinds = {type(entry.event) for entry in log.entries}
     assert kinds >= {EngineJoined, Submitted, Fetch, ReadsDone, PrefillEnded, Finished}
     decided = [(a.request_id, a.prefill_engine, a.decode_engine) for a in assignments(log)]
-    assert decided == [(n.request_id, n.prefill_engine, n.decode_engine) for n in noted]
+    names = ("request_id", "prefill_engine", "decode_engine")
+    assert decided == [tuple(note[name] for name in names) for note in noted]
     assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
     assert difference(log) is None
 

@@ -25,22 +25,9 @@ TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYP
 UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
-#: round robin; either: the blocks that the engine caches (``policy.placement``).  And why its hits
-#: are read where they are (``policy.read_side``): ``kept`` if nothing is read, ``recompute`` if a
-#: part of them is recomputed.
+#: round robin; either: the blocks that the engine caches (``policy.placement``).
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
-READ_REASONS = (
-    "no-hit",
-    "oracle",
-    "pe-only",
-    "round-robin",
-    "shorter-queue",
-    "tie",
-    "split",
-    "kept",
-    "recompute",
-)
 
 #: Their places, as kernels return them.
 PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT = range(len(PE_REASONS))
@@ -103,7 +90,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
     caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
     or at both.
-    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
+    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``policy.read_side.READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is

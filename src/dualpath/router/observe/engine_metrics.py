@@ -230,6 +230,7 @@ def _labels(engine: EngineState) -> list[str]:
 
 
 def _reported(field: str, engine: EngineState) -> float:
+    assert engine.report is not None, "only engines that have reported are scraped"
     value: float = getattr(engine.report.load, field)
     return value
 

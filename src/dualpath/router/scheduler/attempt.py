@@ -151,7 +151,7 @@ class EngineAttempt(AttemptChannel):
         """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
-        self.done_with(engine_id)
+        self.engines.discard(engine_id)
         self._assigned.discard(engine_id)
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
@@ -174,7 +174,7 @@ class EngineAttempt(AttemptChannel):
         """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
         if not self._arrived:
             # Only the record waits: the client has its tokens, whatever happens to the DE.
-            self.done_with(self._decode_engine.engine_id)
+            self.engines.discard(self._decode_engine.engine_id)
             await self._synced(self._decode_engine)
 
     def close(self, reason: str) -> None:

@@ -333,7 +333,7 @@ class Scheduler:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (attempt := self.exchange.get(assignment.request_id)) is not None:
-            attempt.depends_on(assignment.prefill_engine, assignment.decode_engine)
+            attempt.engines.update((assignment.prefill_engine, assignment.decode_engine))
 
     # ------------------------------------------------------------------ ControlListener
 
