@@ -191,20 +191,14 @@ def take_report(
 
 
 class EngineLoad(msgspec.Struct, frozen=True):
-    """An engine's load as the scheduler counts it; ``read_queue_tokens`` is its node's.
-
-    ``free_buffer_tokens`` is as last reported, None before the first report.
-    """
+    """An engine's load as the scheduler counts it; ``read_queue_tokens`` is its node's."""
 
     engine_id: str
     role: Role
-    node: str
-    group: str
     unfinished_requests: int
     unfinished_tokens: int
     read_queue_tokens: int
     free_hbm_tokens: int
-    free_buffer_tokens: int | None
 
 
 class EngineState:
@@ -218,7 +212,6 @@ class EngineState:
         self.spec = spec
         self.columns = columns
         self.row = 0
-        self.free_buffer_tokens: int | None = None
         self.paused = False
         self.held: dict[str, int] = {}
         self.uncounted: dict[str, int] = {}
@@ -387,7 +380,6 @@ class Ledger:
         _check_load(report.engine_id, load)
         if not engine.counted.isdisjoint(report.uncounted):
             return
-        engine.free_buffer_tokens = load.free_buffer_tokens
         engine.count_in(report.uncounted)
         take_report(
             engine.columns,
@@ -469,13 +461,10 @@ class Ledger:
             EngineLoad(
                 engine_id=engine_id,
                 role=engine.spec.role,
-                node=engine.spec.node,
-                group=engine.spec.group,
                 unfinished_requests=engine.account(SEQ),
                 unfinished_tokens=engine.account(TOK),
                 read_queue_tokens=self.node_read_q[engine.account(NODE)],
                 free_hbm_tokens=engine.account(FREE_HBM),
-                free_buffer_tokens=engine.free_buffer_tokens,
             )
             for engine_id, engine in self.engines.items()
         )
