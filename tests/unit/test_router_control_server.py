@@ -241,6 +241,16 @@ REPORT = control.Report(
 )
 
 
+async def test_a_report_that_a_later_one_has_overtaken_is_dropped(watched: Watched):
+    later = msgspec.structs.replace(REPORT, report_seq=2)
+    watched.say(later)
+    watched.say(REPORT)
+    assert watched.said == [later]
+    state = watched.registry.get("p0")
+    assert state is not None
+    assert state.report == later
+
+
 async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched: Watched):
     watched.let_pass(4)
     watched.say(REPORT)

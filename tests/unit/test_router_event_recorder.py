@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import cluster
-from tests.unit.router_fakes import FakeCalls, expected, job
+from tests.unit.router_fakes import FakeCalls, expected, job, keys_of
 
 from dualpath.cli import router as router_command
 from dualpath.cli import serve
+from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError, TraceError
 from dualpath.core.modes import Mode
@@ -70,6 +71,28 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
     assert decided == [tuple(note[name] for name in names) for note in noted]
     assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
     assert difference(log) is None
+
+
+@pytest.mark.virtual_time
+async def test_a_report_counts_a_request_once_its_engine_has_received_the_assign(tmp_path):
+    """A PE that reads is sent a request after its DE has granted slots; the ledger adds it."""
+    path = tmp_path / "events.jsonl"
+    async with cluster(settings=recording(path)) as made:
+        made.stored.update(keys_of(range(16)))
+        prefill, decode = made.engines["p0"], made.engines["d0"]
+        decode.unanswered.add(control.Assign)
+        running = asyncio.create_task(made.run(job("r0", range(17))))
+        asked = await decode.saw(control.Assign)
+        prefill.report()
+        await made.delivered(prefill)
+        decode.unanswered.clear()
+        decode.answer(asked)
+        assert await running == expected(range(17), 6)
+        await made.settled()
+    reports = [e.event for e in read_event_log(path).entries if isinstance(e.event, EngineReport)]
+    of_prefill = [r for r in reports if r.engine_id == "p0"]
+    counted = {(r.uncounted, r.load.unfinished_requests) for r in of_prefill}
+    assert counted == {(("r0",), 0), ((), 1), ((), 0)}
 
 
 @pytest.mark.virtual_time
