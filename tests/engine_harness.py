@@ -331,7 +331,7 @@ class ToyCluster:
         """Run one forward pass; per request (transfer, keys, chunk, HBM blocks)."""
         chunks = [
             PrefillChunk(
-                prefill_transfer=prefill_transfer,
+                transfer=prefill_transfer,
                 chunk=chunk,
                 hbm_blocks=tuple(hbm),
                 decode_agents=self.pe.manager.peers.agents_of(

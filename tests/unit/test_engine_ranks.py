@@ -17,7 +17,7 @@ from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork, TimedGroup
 from dualpath.engine.threads import Health
 from dualpath.node.host_process import has_exited, this_process
@@ -177,7 +177,7 @@ def test_a_follower_whose_model_bypasses_the_connector_ends_the_engine(
     cluster: RankedCluster,
 ) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
-    parts = [PromptPart(transfer, BlockRun(0, BLOCKS), tuple(range(BLOCKS)))]
+    parts = [PrefillChunk(transfer, BlockRun(0, BLOCKS), tuple(range(BLOCKS)))]
 
     def run(rank: int) -> None:
         forward = cluster.prefill.begin_pass(rank, parts)

@@ -21,9 +21,10 @@ from dualpath.core.blocks import BlockGeometry, PartSlice, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.traffic_manager import TrafficManager
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import HbmLayout
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -251,7 +252,7 @@ class WorkerSide:
         for request_id, reason in step.rejected.items():
             membership.send(membership.manager.sent(request_id, reason))
 
-    def _begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+    def _begin_pass(self, parts: Sequence[PrefillChunk]) -> ForwardPass | FollowedPass:
         if self._follower is not None:
             return self._follower.begin_pass(parts)
         membership = self._joined()

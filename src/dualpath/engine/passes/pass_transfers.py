@@ -75,7 +75,7 @@ class ChunkTransfers:
     @property
     def request_id(self) -> str:
         """The request of the chunk."""
-        return self.chunk.prefill_transfer.request_id
+        return self.chunk.transfer.request_id
 
     @property
     def moves(self) -> bool:
