@@ -1,9 +1,9 @@
 """The traffic manager of one engine (§4, §5): every KV byte in or out of it passes here.
 
-It owns the PE or DE buffer with its reservations and reads (``engine.assigned_requests``), the
-storage writer, and the transfers.  The router sends commands as control messages (``handle``), the
-engine calls ``passes.begin``, ``fill_hbm`` and ``persist_generated``.  It is independent of models
-and engine frameworks; the vLLM connector and the emulated engine both use it.
+It owns the PE or DE buffer with its reservations, the queue of storage reads, the storage writer,
+and the transfers.  The router sends commands as control messages (``handle``), the engine calls
+``passes.begin``, ``fill_hbm`` and ``persist_generated``.  It is independent of models and engine
+frameworks; the vLLM connector and the emulated engine both use it.
 """
 
 import logging
@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.cluster import EngineAddress, HostProcess
+from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import (
     Assign,
     ConfirmedDead,
@@ -31,17 +31,25 @@ from dualpath.core.control import (
     Release,
     Released,
     Report,
+    Reserved,
     Retain,
     RouterMessage,
     Sync,
     Synced,
 )
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.buffer.block_buffer import BlockBuffer
-from dualpath.engine.control.assigned_requests import AssignedRequests, InDoubt, ServedPrompts
+from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
+from dualpath.engine.buffer.dram_tier import DramTier, Retention
+from dualpath.engine.control.assigned_requests import (
+    ActiveRequests,
+    InDoubt,
+    ServedPrompts,
+    SessionTeardown,
+)
 from dualpath.engine.io.lookups import Lookups
 from dualpath.engine.io.persister import Persister, WriteShare
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.passes.hbm_layout import HbmBlock, HbmLayout
@@ -51,6 +59,7 @@ from dualpath.engine.ranks.rank import ALONE, Rank, RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.node.host_process import has_exited
+from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.wrapping import LookupCachingStorage
@@ -92,6 +101,7 @@ class TrafficManager:
         node_dram: NodeDram | None = None,
     ) -> None:
         self.settings = settings
+        self._send, self._has_exited = send, has_exited
         holder = holder or NoHolder()
         self._device = device or HostDevice()
         self._rank = rank = Rank(
@@ -107,16 +117,32 @@ class TrafficManager:
         self._transport = transport
         share = WriteShare(settings.storage_write_share, threads)
         self._node_dram = node_dram
-        self._requests = requests = AssignedRequests(
-            settings, rank, storage, threads, send, share, node_dram
+        self.active = ActiveRequests(threads)
+        slots = settings.buffer_slots(geometry)
+        self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        self._tier = DramTier(self.buffer, counters, send, node_dram)
+        self._reader = ReadQueue(
+            storage,
+            self.buffer,
+            counters,
+            trace,
+            send,
+            settings.parallel_reads,
+            rank.health,
+            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            caches=settings.role is Role.PREFILL,
+            share=share,
         )
-        self.active, self.buffer = requests.active, requests.buffer
+        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
+        self._teardown = SessionTeardown(
+            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+        )
         staging = settings.staging_blocks
         self.staging = BlockBuffer(
             geometry, staging, lambda grant: None, threads, rank.memory.staging
         )
         self.ranks, self.peers = rank.group, rank.peers
-        self.passes = PrefillPasses(rank, self.active, holder, requests.release)
+        self.passes = PrefillPasses(rank, self.active, holder, self._release)
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self.persister = Persister(
             storage, counters, trace, blank, settings.parallel_writes, rank.health, share
@@ -129,7 +155,6 @@ class TrafficManager:
             *(rank, self.active, self.buffer, self.persister, send),
             moves_bytes=settings.mode.moves_bytes,
         )
-        self._send, self._has_exited = send, has_exited
         self._report_seq = 0
         #: Capacities of the DRAM buffer and of the engine's KV memory.
         self.buffer_tokens = self.buffer.capacity * geometry.block_tokens
@@ -169,12 +194,12 @@ class TrafficManager:
             load=Load(
                 unfinished_requests=unfinished_requests,
                 unfinished_tokens=unfinished_tokens,
-                read_queue_tokens=self._requests.reader.tokens(),
+                read_queue_tokens=self._reader.tokens(),
                 free_hbm_tokens=self.free_hbm_tokens,
                 free_buffer_tokens=self.buffer.free * self.geometry.block_tokens,
                 cached_buffer_tokens=self.buffer.evictable * self.geometry.block_tokens,
             ),
-            counters=self.counters.snapshot() | self._requests.tier.totals(),
+            counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),
         )
 
@@ -232,23 +257,77 @@ class TrafficManager:
             case Sync():
                 self._send(Synced(call_id=message.call_id))
             case Assign():
-                self._requests.assign(message)
+                self._assign(message)
             case Read():
-                self._requests.read(message)
+                self._read(message)
             case Persist():
                 self._prompts.persist(message)
             case Release():
-                self._requests.ask_release(message)
+                self._ask_release(message)
             case Retain():
-                self._requests.retention.apply(message, self.trace.now_ns())
+                self._retention.apply(message, self.trace.now_ns())
 
     def _begin_session(self, message: Registered) -> None:
-        self._requests.tier.begin_session(caching=message.enable_caching)
+        self._tier.begin_session(caching=message.enable_caching)
         self.peers.only(message.peers)
         for peer in message.peers:
             self._rank.peer_up(peer)
-        for request_id in self._requests.teardown.settled_since():
+        for request_id in self._teardown.settled_since():
             self._send(Released(request_id=request_id))
+
+    def _assign(self, message: Assign) -> None:
+        """Count a request and queue its reservation of slots; ``Reserved`` follows.
+
+        Raises ``BadRequestError`` if an earlier request of this id is still here,
+        ``BufferTooSmallError`` for more slots than the buffer has.
+        """
+        if self.active.is_known(message.request_id) or self.buffer.has_request(message.request_id):
+            raise BadRequestError(
+                f"request {message.request_id}: an earlier request of this name has not left the "
+                "engine; send it under another id"
+            )
+        self.active.add(message.request_id, message.tokens, self.trace.now_ns())
+        if message.reserve_blocks == 0:
+            return
+        try:
+            self.buffer.request(message.request_id, message.reserve_blocks, message.keys)
+        except BufferTooSmallError:
+            self.active.drop(message.request_id)
+            raise
+
+    def _granted(self, grant: Grant) -> None:
+        assigned_ns = self.active.assigned_ns(grant.request_id)
+        if assigned_ns is None:  # released while waiting
+            self.buffer.release(grant.request_id)
+            return
+        wait_s = (self.trace.now_ns() - assigned_ns) / _NS_PER_S
+        self._tier.granted(grant)
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
+
+    def _read(self, message: Read) -> None:
+        """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
+        reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
+        self._reader.add(
+            ReadTask(
+                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
+            )
+        )
+
+    def _ask_release(self, message: Release) -> None:
+        """Release a request, at once or after the forward pass that it is part of."""
+        if self.active.ask_release(message):
+            self._release(message)
+
+    def _release(self, message: Release) -> None:
+        """Release a request that is in no forward pass; ``Released`` follows."""
+        self._reader.cancel(message.request_id)
+        self.active.drop(message.request_id)
+        if message.writer_certain:
+            self.buffer.end_quarantine(message.request_id)
+        else:
+            self.buffer.quarantine(message.request_id)
+        self.buffer.release(message.request_id)
+        self._send(Released(request_id=message.request_id))
 
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet, as the router does (``session_doubts``).
@@ -256,12 +335,14 @@ class TrafficManager:
         A request whose KV is in HBM does not need the router any more.  It goes on while the client
         of its HTTP call is connected, and counts in the load until ``active.ended``.
         """
-        self._requests.end_session(reason)
+        self._tier.end_session()
+        self._retention.end_session()
+        self._teardown.end_session(reason)
         self._lookups.drop()
 
     def in_doubt(self) -> InDoubt:
         """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
-        return self._requests.teardown.in_doubt()
+        return self._teardown.in_doubt()
 
     def tick(self, now_ns: int) -> None:
         """Answer reads and look-ups whose deadline has passed; called periodically.
@@ -270,9 +351,10 @@ class TrafficManager:
         DRAM cache to the router.
         """
         self._rank.poll()
-        self._requests.expire(now_ns)
+        self._reader.expire(now_ns)
+        self._retention.expire(now_ns)
         self._lookups.expire(now_ns)
-        self._requests.tier.send_changes()
+        self._tier.send_changes()
 
     # ------------------------------------------------------------------ work from the engine
 
@@ -311,7 +393,7 @@ class TrafficManager:
         self._rank.close(limit)
         self.persister.close(limit)
         self._lookups.close(limit)
-        self._requests.reader.close(limit)
+        self._reader.close(limit)
         self._transport.close()
         self._device.close()
         self._storage.close()
