@@ -371,7 +371,7 @@ class Ledger:
         return self._groups_of[role]
 
     def report(self, report: EngineReport) -> None:
-        """Take over a report; one without a request that was counted in is late and dropped.
+        """Take over a report; a late one, see ``EngineReport``, is dropped.
 
         Raises ``EngineLostError`` for an unknown engine and ``IncompatibleError`` for a negative
         load.

@@ -187,9 +187,9 @@ class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"
     not in ``load`` yet; the ledger adds them.  All others are counted in from now on.
     ``load.read_queue_tokens`` is this engine's own part of its node's reading queue; the ledger
     adds up the engines of a node, which share a storage NIC.
-    A report without a request that an earlier one has counted in is late, and dropped; unknown
-    requests in ``uncounted`` are ignored.  Refused with ``EngineLostError`` if the engine has not
-    joined, with ``IncompatibleError`` for a negative load.
+    If ``uncounted`` names a request that an earlier report has counted in, this report is late and
+    is dropped; unknown requests in ``uncounted`` are ignored.  Refused with ``EngineLostError`` if
+    the engine has not joined, with ``IncompatibleError`` for a negative load.
     """
 
     engine_id: str

@@ -84,8 +84,9 @@ class EngineAssignments:
     def event(self, load: Load, received: int) -> EngineReport:
         """Return the event of a report whose envelope acknowledges messages up to ``received``.
 
-        Two figures are added that the engine cannot know: reads of counted requests that wait for
-        buffer space, and HBM that counted requests need once their KV is there.
+        Requests whose ``Assign`` is not among these messages are uncounted.  Two figures are added
+        that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
+        that counted requests need once their KV is there.
         """
         uncounted, to_be_read, hbm_wanted = [], 0, 0
         for request_id, share in self.open.items():
