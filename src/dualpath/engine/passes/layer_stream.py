@@ -136,8 +136,8 @@ class LayerStream:
         self._shared = shared
         self._before = before
         self._regions = min(settings.buffers, geometry.layers)
-        self.handover = RegionHandover(movers.threads)
-        self._closing = movers.threads.lock()
+        self.handover = RegionHandover(movers.health.threads)
+        self._closing = movers.health.threads.lock()
         self._entered = False
         self._finishing = False
         self._finished = False
