@@ -247,7 +247,7 @@ class HbmCopier:
         if self._device.copier is None:
             limit = self._wait_limit()
             for copy in copies:
-                if not copy.over.wait(limit.left_s()):
+                if not self._wait(copy.over, limit):
                     copy.abandoned.set()
                     self._stalled.add(own_agent)
         for event in (event for copy in copies for event in copy.device_events):
@@ -306,6 +306,9 @@ class HbmCopier:
         self._stalled.tried(own_agent)
         limit_s = min(TRIAL_S, self._deadline_s) if tried_before else self._deadline_s
         return TimeLimit(self._threads, limit_s)
+
+    def _wait(self, over: Event, limit: TimeLimit) -> bool:
+        return over.wait(limit.left_s())
 
     def _post(
         self,
