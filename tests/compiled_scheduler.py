@@ -1,6 +1,6 @@
 """The simulator's compiled scheduler as Python calls it: on state that is held.
 
-That is how the loop of ``sim.compiled.core`` calls it.  On a tuple of arrays that is handed over
+That is how the loop of ``simulator.compiled.core`` calls it.  On a tuple of arrays that is passed
 each function would be compiled once more, which takes longer than all that is tested with it.
 numba's cache on disk stores what was compiled, as it does for the simulator itself: a later run
 compiles only what has changed.

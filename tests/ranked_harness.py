@@ -1,4 +1,4 @@
-"""Toy engines of several ranks, whose threads are the ranks, each with its slice of every block.
+"""Toy engines of several ranks, which are threads, each with its slice of every block.
 
 ``RankedCluster`` is a ``ToyCluster`` in which the prefill and the decode engine are cut as a test
 likes: blocks in buffers and storage are whole all the same.
@@ -307,7 +307,7 @@ class RankedCluster(ToyCluster):
     ) -> list[dict[str, str]]:
         """Run one forward pass on all ranks; return the failures of each rank.
 
-        A request whose stored KV a rank did not have when it computed has to be among them.
+        They include each request that a rank computed without having its stored KV.
         """
         wrong: list[tuple[str, int, int]] = []
         parts = [PrefillChunk(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]

@@ -211,7 +211,7 @@ class EngineCluster:
         return complete(self.url, prompt, generate, salt, model, hints)
 
     def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
+        """Return how many blocks of a chain each engine's buffer caches, by the router's index."""
         engines = self.service.scheduler.cached._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
@@ -264,12 +264,12 @@ class EngineCluster:
         return answers
 
     def ask_without_hits(
-        self, rounds: Sequence[Round], said: Sequence[list[int]], model: str = NAME
+        self, rounds: Sequence[Round], generated: Sequence[list[int]], model: str = NAME
     ) -> Answer:
         """Send an agent's last turn, given all answers, with an unused salt."""
-        turns = zip(rounds, said, strict=True)
+        turns = zip(rounds, generated, strict=True)
         tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
-        prompt = tokens[: len(tokens) - len(said[-1])]
+        prompt = tokens[: len(tokens) - len(generated[-1])]
         return self.ask(prompt, rounds[-1].generate, f"unused {next(self._unused)}", model)
 
     def expected_hits(self, rounds: Sequence[Round]) -> list[int]:
@@ -285,7 +285,7 @@ class EngineCluster:
 
 
 def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
-    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens.
+    """Settings of a cluster of float32 engines with a quota that cuts prompts after 256 tokens.
 
     Every hit is read from storage, which most tests examine.
     """

@@ -133,7 +133,7 @@ class Cluster(RuleBasedStateMachine):
         assert not any(read_tokens.values())
         assert position == expected
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         del self.requests[request_id]
         self.assigned.pop(request_id, None)
         for engine in self.engines.values():
@@ -154,13 +154,13 @@ class Cluster(RuleBasedStateMachine):
     def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
         """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
         blocks = int((prompt - 1) * share) // BLOCK_TOKENS
-        kept = tuple(
+        cached = tuple(
             CachedPrefix(spec.engine_id, round(part * blocks))
             for spec, part in keepers.items()
             if round(part * blocks)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, kept))
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))
@@ -220,7 +220,7 @@ class Cluster(RuleBasedStateMachine):
                 prefill.received.discard(request_id)
         if steps > 2:
             self.scheduler.apply(Finished(request_id))
-            self.forget(request_id)
+            self.remove(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.requests)
@@ -228,7 +228,7 @@ class Cluster(RuleBasedStateMachine):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         self.scheduler.apply(Finished(request_id))
         self.scheduler.apply(Finished(request_id))
-        self.forget(request_id)
+        self.remove(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.engines)
@@ -241,7 +241,7 @@ class Cluster(RuleBasedStateMachine):
         assert all(request_id not in self.assigned for request_id in set(lost) - held_here)
         for request_id in lost:
             request = self.requests[request_id]
-            self.forget(request_id)
+            self.remove(request_id)
             self.submit_again(request)
 
     @rule(data=st.data())

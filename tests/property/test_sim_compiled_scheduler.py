@@ -271,16 +271,16 @@ class Twins(RuleBasedStateMachine):
             self.engines[assignment.prefill_engine].assigned.pop(request_id, None)
         if steps > 2:
             self.live.apply(Finished(request_id))
-            self.forget(request_id)
+            self.remove(request_id)
 
     @rule(data=st.data())
     @precondition(lambda self: self.assigned)
     def cancel(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.assigned)))
         self.live.apply(Finished(request_id))
-        self.forget(request_id)
+        self.remove(request_id)
 
-    def forget(self, request_id: str) -> None:
+    def remove(self, request_id: str) -> None:
         scheduler.finished(self.tables, int(request_id))
         del self.submitted[request_id]
         self.assigned.pop(request_id, None)

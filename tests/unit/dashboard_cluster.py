@@ -1,4 +1,4 @@
-"""A registry whose engines report what a test says, its dashboard and a clock set by hand."""
+"""A registry with engines that report what a test sets, its dashboard and a clock set by hand."""
 
 from types import SimpleNamespace
 from typing import Any

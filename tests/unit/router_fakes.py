@@ -1,7 +1,7 @@
 """A small real cluster for router tests: engines that speak the protocol, and model work.
 
-Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
-share; the model work checks that every slot holds what the transfer claims.  A slot in two
+Engines have a FIFO buffer with slots that record what was written to them, and a store of blocks
+they share; the model work checks that every slot holds what the transfer claims.  A slot in two
 hands, KV of the wrong block, or a block without the window layers that are looked at, fails the
 test.
 """
@@ -99,7 +99,8 @@ class FakeEngine:
         self.counters: dict[str, float] = {}
         self.draining: str | None = None
         self._arrived = asyncio.Event()
-        self.process = HostProcess()
+        #: By default each process is in a container of its own.
+        self.process: HostProcess | None = None
         self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, cluster.Writer] = {}
@@ -145,7 +146,7 @@ class FakeEngine:
                 epoch=self.epoch,
                 role=self.role,
                 agents=(cluster.AgentAddress(self.epoch, b"", ()),),
-                process=self.process,
+                process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
             api_url=f"http://{self.engine_id}",
@@ -253,7 +254,7 @@ class FakeEngine:
             self._arrived.set()
 
     def _end(self, reason: str) -> None:
-        """The session is over: all requests are gone, slots a PE may write to are kept away."""
+        """The session ends: all requests are dropped, slots that a PE may write to quarantined."""
         self.waiting.clear()
         for request_id in [*self.leases]:
             if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
@@ -379,7 +380,7 @@ class FakeEngine:
 
 
 class FakeCalls:
-    """Model work whose next token depends on all tokens before it.
+    """Model work in which each token depends on all tokens before it.
 
     ``gates`` maps "prefill" or "decode" to an event the work waits for; ``entered`` says that it
     has got there.  The decode gate is asked after ``gate_after_tokens`` tokens.
@@ -397,7 +398,7 @@ class FakeCalls:
         self.errors: deque[Exception] = deque()
         self.gives_up_once: str | None = None
         self.send_failure: str | None = None
-        #: Engines whose HTTP server is gone, though their control link lives.
+        #: Engines without their HTTP server, though their control link lives.
         self.deaf: set[str] = set()
         self.transfers: list[transfers.PrefillTransfer] = []
         self.prefills: list[str] = []

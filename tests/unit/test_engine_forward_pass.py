@@ -87,7 +87,7 @@ def test_a_layer_that_did_not_wait_for_its_kv_fails_the_pass_and_is_not_sent(buf
 
 
 @pytest.mark.parametrize("how", ["unwaited", "silent"])
-def test_an_engine_whose_model_bypasses_the_connector_is_broken(
+def test_an_engine_with_a_model_that_bypasses_the_connector_is_broken(
     cluster: ToyCluster, how: str
 ) -> None:
     """Its next passes would fail likewise: it must get no more and report the reason."""

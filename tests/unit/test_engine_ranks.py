@@ -173,7 +173,7 @@ def test_a_follower_that_dies_in_mid_pass_ends_the_engine(cluster: RankedCluster
     assert broken.startswith("rank 0 of 2 has lost the others")
 
 
-def test_a_follower_whose_model_bypasses_the_connector_ends_the_engine(
+def test_a_follower_with_a_model_that_bypasses_the_connector_ends_the_engine(
     cluster: RankedCluster,
 ) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)

@@ -169,7 +169,7 @@ def test_a_buffer_that_holds_one_request_serves_sixteen() -> None:
     cluster.close()
 
 
-def test_a_reservation_that_never_fits_fails_at_once_and_blocks_nobody(
+def test_a_reservation_that_never_fits_fails_at_once_and_blocks_no_other(
     cluster: ToyCluster,
 ) -> None:
     cluster.de.assign("huge", 10_000, 65)
@@ -192,7 +192,7 @@ def test_a_corrupt_block_ends_the_hit_there(cluster: ToyCluster) -> None:
     assert cluster.de.slot_bytes(done.slots[1]) == full_block(keys[1])
 
 
-def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_reach_nobody() -> None:
+def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_are_dropped() -> None:
     gate, entered = threading.Event(), threading.Semaphore(0)
     storage = memory_storage()
     cluster = ToyCluster(storage)

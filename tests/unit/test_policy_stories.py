@@ -181,8 +181,8 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     assert recomputed("fifth", 1040, 1024) == 1024
 
 
-def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
-    """``kept`` holds while a request is queued; others push it out before its slots are granted."""
+def test_blocks_evicted_at_the_decode_engine_are_read_by_the_rule() -> None:
+    """Blocks cached when a request is queued are evicted before its slots are granted."""
     scheduler = one_pair(mode=Mode.SPLIT)
     scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     scheduler.apply(Submitted(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
@@ -190,19 +190,19 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
     assert scheduler.apply(SlotsGranted("r", 30, 0)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
 
-    assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
-    assert anew.reads == (
+    assert (replanned.prefill_engine, replanned.decode_engine) == ("p0", "d0")
+    assert replanned.reads == (
         HitRun(Role.DECODE, BlockRun(0, 2), cached=True),
         HitRun(Role.PREFILL, BlockRun(2, 14)),
         HitRun(Role.DECODE, BlockRun(16, 14)),
     )
-    assert (anew.read_reason, second.read_reason) == ("split", "kept")
+    assert (replanned.read_reason, second.read_reason) == ("split", "kept")
     queues = {load.engine_id: load.read_queue_tokens for load in scheduler.loads()}
     assert queues == {"p0": 14 * 64, "d0": 14 * 64}
     assert scheduler.apply(SlotsGranted("s", 2, 0)).assignments == (), (
-        "a word that comes twice changes nothing"
+        "a repeated report changes nothing"
     )
 
     scheduler.apply(ReadsDone("s"))
@@ -211,10 +211,10 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert scheduler.apply(SlotsGranted("s", 0, 0)).assignments == ()
 
 
-def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
+def test_blocks_evicted_at_the_prefill_engine_are_read_by_the_rule() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
-    kept = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
-    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=kept)))
+    cached = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=cached)))
     (assignment,) = assign(scheduler, "D", "P")
     assert [(run.side, run.blocks.count, run.cached) for run in assignment.reads] == [
         (Role.DECODE, 10, True),
@@ -222,9 +222,9 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
     ]
     assert scheduler.apply(SlotsGranted("r", 10, 30)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
 
-    assert [(run.side, run.blocks.count, run.cached) for run in anew.reads] == [
+    assert [(run.side, run.blocks.count, run.cached) for run in replanned.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 2, True),
         (Role.PREFILL, 9, False),
@@ -232,7 +232,7 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
     ]
 
 
-def test_reads_that_are_chosen_anew_count_as_reported_once_they_are() -> None:
+def test_replanned_reads_count_as_reported_once_they_are() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     for name in ("r", "s"):
         scheduler.apply(Submitted(Request(name, 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
@@ -262,12 +262,12 @@ def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
     (assignment,) = assign(scheduler, "D", "P")
     assert assignment.recompute_tokens == 0
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
 
-    assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
-    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
-    assert anew.prefill_tokens == 2000 + 2 * 20 * 64
-    assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
+    assert (replanned.recompute_tokens, replanned.read_reason) == (20 * 64, "recompute")
+    assert replanned.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
+    assert replanned.prefill_tokens == 2000 + 2 * 20 * 64
+    assert scheduler.loads()[0].unfinished_tokens == replanned.prefill_tokens
     scheduler.apply(PrefillEnded("r"))
     assert scheduler.loads()[0].unfinished_tokens == 0
 
@@ -366,7 +366,7 @@ def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
         (Mode.ORACLE, [], "oracle"),
     ],
 )
-def test_modes_read_where_they_say(mode: Mode, sides: list[str], reason: str) -> None:
+def test_modes_read_on_their_sides(mode: Mode, sides: list[str], reason: str) -> None:
     scheduler = one_pair(mode=mode, beta_tokens=100_000)
     for number in range(4):
         scheduler.apply(Submitted(request(f"r{number}", hit=640)))
@@ -429,7 +429,7 @@ def test_split_divides_the_blocks_so_that_both_sides_finish_together() -> None:
     assert (assignment.prefill_read_tokens, assignment.decode_read_tokens) == (384, 616)
 
 
-def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> None:
+def test_losing_a_decode_engine_returns_its_requests_and_not_waiting_ones() -> None:
     scheduler = scheduler_with(
         engine("p0", Role.PREFILL, "p", "P", 0),
         engine("d0", Role.DECODE, "x", "X", 1, hbm=1000),
@@ -479,7 +479,7 @@ def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill
     assert [a.request_id for a in assign(scheduler, "Z")] == ["held"]
 
 
-def test_a_paused_engine_gets_nothing_new_and_keeps_what_it_has() -> None:
+def test_a_paused_engine_gets_no_new_requests_and_finishes_its_own() -> None:
     scheduler = scheduler_with(
         engine("p0", Role.PREFILL, "p", "P", 0),
         engine("p1", Role.PREFILL, "p", "P", 1),

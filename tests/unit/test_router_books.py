@@ -93,7 +93,7 @@ class SentMessages(list[tuple[str, str, bool]]):
 P0 = Writer("p0", "1")
 
 
-def joins(releases: Releases, name: str, epoch: str = "1", **doubts) -> None:
+def joins(releases: Releases, name: str, epoch: str = "1", **in_doubt) -> None:
     """Let an engine begin a session, leaving in doubt what it says."""
     address = EngineAddress(name, epoch, Role.PREFILL, (AgentAddress("", b"", ()),))
     releases.engine_joined(
@@ -108,7 +108,7 @@ def joins(releases: Releases, name: str, epoch: str = "1", **doubts) -> None:
             order=0,
             hbm_tokens=1,
             buffer_tokens=1,
-            **doubts,
+            **in_doubt,
         )
     )
 
@@ -145,7 +145,7 @@ async def test_a_writer_lost_from_sight_means_quarantine_until_it_is_dead(sent, 
     assert releases.in_doubt() == []
 
 
-async def test_a_writer_back_from_silence_says_itself_what_it_may_still_write_to(sent, releases):
+async def test_a_returning_writer_reports_the_slots_it_may_still_write_to(sent, releases):
     for attempt in ("a", "b"):
         releases.writer_started(attempt, P0, "d0")
         releases.release_when_safe("d0", attempt, "test")
@@ -157,7 +157,7 @@ async def test_a_writer_back_from_silence_says_itself_what_it_may_still_write_to
     assert sent[3:] == [("d0", "b", True)]
 
 
-async def test_nobody_but_the_writer_can_speak_for_it(sent, releases):
+async def test_only_the_writer_can_report_its_end(sent, releases):
     releases.writer_started("a", P0, "d0")
     releases.release_when_safe("d0", "a", "test")
     releases.writer_done("a", Writer("p0", "2"))
@@ -167,8 +167,8 @@ async def test_nobody_but_the_writer_can_speak_for_it(sent, releases):
     assert sent == [("d0", "a", True)]
 
 
-async def test_slots_that_a_former_router_left_in_doubt_wait_for_all_who_may_write(sent, releases):
-    """Nobody knows which PE wrote; each of them has to prove itself, in whatever order."""
+async def test_in_doubt_slots_of_a_former_router_wait_for_all_possible_writers(sent, releases):
+    """It is unknown which PE wrote; each of them has to report its end, in any order."""
     p1, p2 = Writer("p1", "1"), Writer("p2", "1")
     joins(releases, "d0", quarantined=("old",), writers=(P0, p1, p2))
     assert sent == []
@@ -180,7 +180,7 @@ async def test_slots_that_a_former_router_left_in_doubt_wait_for_all_who_may_wri
     assert sent == [("d0", "old", True)]
 
 
-async def test_slots_in_doubt_whose_writers_are_all_known_are_free_at_once(sent, releases):
+async def test_in_doubt_slots_with_known_writers_are_freed_at_once(sent, releases):
     joins(releases, "d0", quarantined=("old",), writers=(P0, Writer("p1", "buried")))
     assert sent == [("d0", "old", True)]
     joins(releases, "d1", quarantined=("other",))

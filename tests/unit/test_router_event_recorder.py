@@ -121,7 +121,7 @@ async def test_without_the_setting_nothing_is_recorded():
 
 
 class Recorded:
-    """A scheduler with one PE and one DE whose events go to a log."""
+    """A scheduler with one PE and one DE that records its events."""
 
     def __init__(self, path: Path) -> None:
         self.writer = EventLogWriter(path)
@@ -202,7 +202,7 @@ def test_a_full_disk_ends_recording_but_not_the_scheduler(caplog):
     assert "requests go on unrecorded" in caplog.text
 
 
-def test_a_disk_that_stalls_ends_recording_and_blocks_nobody(tmp_path, caplog):
+def test_a_stalled_disk_ends_recording_and_blocks_no_request(tmp_path, caplog):
     path = tmp_path / "pipe"
     os.mkfifo(path)
     reader = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -288,6 +288,6 @@ def test_the_commands_hand_the_file_on():
     serve.add_parser(subparsers)
     router_command.add_parser(subparsers)
     args = parser.parse_args(["serve", "MODEL", "--storage", "kv", "--event-log", "log.jsonl"])
-    handed = commands.router_command(serve.cluster_settings(args), 8000, 5700)
-    settings, _ = router_command._settings(parser.parse_args(handed))
+    command = commands.router_command(serve.cluster_settings(args), 8000, 5700)
+    settings, _ = router_command._settings(parser.parse_args(command))
     assert settings.event_log == "log.jsonl"

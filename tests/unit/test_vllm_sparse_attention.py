@@ -71,7 +71,7 @@ def run(layers: dict[str, Any], read: Any) -> None:
 
 
 class Reads(list[str]):
-    """The layers whose KV was read; ``at`` is called for each at that moment."""
+    """The layers with KV that was read; ``at`` is called for each at that moment."""
 
     def __init__(self, at: Any) -> None:
         super().__init__()

@@ -231,7 +231,7 @@ class DecodeEngine:
         return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
 
     def _begin_fills(self) -> Iterable[Fill]:
-        """Yield the prompts whose copies start with this step."""
+        """Yield the prompts that are copied from this step on."""
         with self._wake:
             requests = list(self._filling)
             self._filling.clear()
@@ -251,7 +251,7 @@ class DecodeEngine:
 
 
 class _RunningFill:
-    """A request whose prompt is being copied, and the results of ranks that have finished."""
+    """A request while its prompt is copied, and the results of ranks that have finished."""
 
     def __init__(self, request: DecodeRequest) -> None:
         self.request = request

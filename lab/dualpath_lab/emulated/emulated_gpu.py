@@ -171,7 +171,7 @@ class PassWork(NamedTuple):
 
 
 class PassFindings(NamedTuple):
-    """A rank's report after a pass: requests whose KV it found wrong, and its comparisons."""
+    """A rank's report after a pass: requests with wrong KV, and its comparisons."""
 
     wrong: dict[str, str]
     counts: Counts

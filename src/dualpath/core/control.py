@@ -191,17 +191,16 @@ class Register(Message, frozen=True, tag=True):
 
     ``registration`` numbers the sessions that this process asks for, by which the router
     distinguishes a resent or late ``Register`` from a request for a new session.  In-doubt attempts
-    of earlier sessions: ``unsettled`` are attempts whose transfers this PE has not seen end,
-    ``quarantined`` are attempts whose slots in this DE's buffer one of ``writers`` may still write
-    to.
+    of earlier sessions: for ``unsettled`` attempts this PE has not seen the transfers end; one of
+    ``writers`` may still write to the slots of ``quarantined`` attempts in this DE's buffer.
 
     ``api_url`` is the base URL of the engine's own HTTP server; ``node`` and ``group`` place it
     (§6.1: engines of one node share a group, and a storage NIC).  ``hbm_tokens`` and
     ``buffer_tokens`` are capacities in tokens; ``limits`` are the engine's limits that the front
     end enforces (``max_model_len``, ``vocab_size``, ``served_model_name`` …), ``rates`` its
     measured or configured speeds, ``adapters`` the LoRA adapters that requests may name.  ``dp`` is
-    its place in a data-parallel group, whose ranks join and are lost together.  ``node_dram`` is
-    the DRAM that it shares with other engines, None without.
+    its place in a data-parallel group; the ranks of a group join and are lost together.
+    ``node_dram`` is the DRAM that it shares with other engines, None without.
     """
 
     version: int
@@ -359,7 +358,8 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` the engine's
     part of its node's read_q, free HBM and free DRAM buffer in tokens; ``cached_buffer_tokens`` of
-    the free buffer hold cached KV.
+    the free buffer hold cached KV.  ``quarantined_buffer_tokens`` are not free, as a process of
+    unknown state may write to them.
     """
 
     unfinished_requests: int
@@ -368,6 +368,7 @@ class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     free_hbm_tokens: int
     free_buffer_tokens: int
     cached_buffer_tokens: int = 0
+    quarantined_buffer_tokens: int = 0
 
 
 class Report(Message, frozen=True, tag=True):

@@ -27,7 +27,7 @@ class Trajectory(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CachedPrefix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine whose DRAM caches, by its last update, the first ``blocks`` ≥ 1 of a prompt."""
+    """An engine that caches the first ``blocks`` ≥ 1 of a prompt in DRAM, by its last update."""
 
     engine_id: str
     blocks: int

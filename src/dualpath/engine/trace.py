@@ -11,7 +11,7 @@ from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
 
-#: Tracks of steps whose name is not the step's verb.
+#: Tracks that are not named after the verb of their steps.
 STORAGE_TRACK = "storage"
 _TRACKS = {"read": STORAGE_TRACK, "persist": "storage-write"}
 #: Steps that overlap with computation have the layer in their name.

@@ -201,7 +201,7 @@ class EngineLoad(msgspec.Struct, frozen=True):
     free_hbm_tokens: int
 
 
-class EngineState:
+class EngineAccount:
     """One engine: its row in its group's columns, and its requests.
 
     ``held`` and ``uncounted`` have the tokens of requests, ``uncounted_reads`` those of reads;
@@ -243,7 +243,7 @@ class EngineState:
 class Taking(NamedTuple):
     """Engines in order, and their accounts as columns with a row for each."""
 
-    engines: Sequence["EngineState"]
+    engines: Sequence["EngineAccount"]
     columns: Sequence[list[int]]
 
     @property
@@ -258,10 +258,10 @@ class GroupState:
     def __init__(self, name: str, role: Role) -> None:
         self.name = name
         self.role = role
-        self.engines: list[EngineState] = []
+        self.engines: list[EngineAccount] = []
         self.columns: list[list[int]] = [[] for _ in range(ACCOUNT_COLUMNS)]
         self.largest_hbm_tokens = 0
-        self._taking: tuple[EngineState, ...] | None = None
+        self._taking: tuple[EngineAccount, ...] | None = None
 
     def taking(self) -> "Taking":
         """Return the engines that get requests, and their accounts; a rule reads no others."""
@@ -275,9 +275,9 @@ class GroupState:
         taking = tuple(engine for engine in self.engines if not engine.paused)
         self._taking = None if len(taking) == len(self.engines) else taking
 
-    def add(self, spec: EngineSpec, node_row: int) -> EngineState:
+    def add(self, spec: EngineSpec, node_row: int) -> EngineAccount:
         """Open an account, empty, in its row."""
-        engine = EngineState(spec, self.columns)
+        engine = EngineAccount(spec, self.columns)
         row = bisect(self.engines, spec.order, key=lambda other: other.spec.order)
         self.engines.insert(row, engine)
         new = new_account(spec.hbm_tokens, node_row)
@@ -286,7 +286,7 @@ class GroupState:
         self._number()
         return engine
 
-    def remove(self, engine: EngineState) -> None:
+    def remove(self, engine: EngineAccount) -> None:
         """Close an account."""
         del self.engines[engine.row]
         for column in self.columns:
@@ -304,12 +304,12 @@ class Ledger:
     """Accounts of all joined engines, their groups and nodes."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, EngineState] = {}
+        self.engines: dict[str, EngineAccount] = {}
         self.groups: dict[str, GroupState] = {}
         self.node_read_q: list[int] = []
         self.node_read_total: list[int] = []
         self._node_rows: dict[str, int] = {}
-        self._rings: dict[Role, list[EngineState]] = {role: [] for role in Role}
+        self._rings: dict[Role, list[EngineAccount]] = {role: [] for role in Role}
         self._groups_of: dict[Role, list[GroupState]] = {role: [] for role in Role}
         self._orders: dict[int, str] = {}
         self.largest_decode_hbm_tokens = 0
@@ -352,7 +352,7 @@ class Ledger:
         self.groups[engine.spec.group].note_pauses()
         return engine.spec
 
-    def engine(self, engine_id: str) -> EngineState:
+    def engine(self, engine_id: str) -> EngineAccount:
         """Return an account; raises ``EngineLostError`` if there is none."""
         engine = self.engines.get(engine_id)
         if engine is None:
@@ -362,7 +362,7 @@ class Ledger:
             )
         return engine
 
-    def ring(self, role: Role) -> list[EngineState]:
+    def ring(self, role: Role) -> list[EngineAccount]:
         """All engines of a role, in order."""
         return self._rings[role]
 

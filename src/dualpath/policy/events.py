@@ -43,8 +43,8 @@ class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     ``threshold_factor`` the 1.05 of Z; ``block_tokens`` granularity of a split;
     ``generated_reserve_tokens`` how many of a request's generated tokens count into its length
     at the DE, at most (the prompt always counts; 0 reserves the prompt alone);
-    ``recompute_limit_s`` how long hits may take to compute that would take longer to load, 0 to
-    load whatever is stored;
+    ``recompute_limit_s`` how long recomputing a hit may take if loading it takes longer, 0 to
+    load all hits;
     ``balanced_baselines`` places Basic and Layerwise by token count instead of in turn.
     """
 

@@ -304,7 +304,7 @@ class WorkerSide:
             self._membership.changed()
 
     def take_copied(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose copies ended since the last call, and those that failed."""
+        """Return the requests copied since the last call, and the requests that failed."""
         over: set[str] = set()
         failed: set[str] = set()
         while True:

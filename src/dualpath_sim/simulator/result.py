@@ -106,7 +106,7 @@ class RoleMove(NamedTuple):
 class SimulationResult(NamedTuple):
     """One run.
 
-    ``end_ns`` is when the last event happened; ``stopped`` says that ``until_s`` ended the run
+    ``end_ns`` is when the last event happened; ``stopped`` if ``until_s`` ended the run
     with rounds unfinished.  ``events`` counts events of the kernel.  ``decisions`` is None
     unless recording was asked for.  ``moves`` are in the order in which they were decided.
     """

@@ -53,7 +53,7 @@ class ActiveRequests:
     """State of requests by id; all methods may be called from any thread.
 
     A request in a forward pass (``streams`` > 0) is never dropped: its transfers may still write
-    into another engine's buffer, whose slots must not be reused before the transfers are over.
+    into slots of another engine's buffer, which must not be reused before the transfers end.
     """
 
     def __init__(self, threads: Threads = OS_THREADS) -> None:
@@ -69,10 +69,10 @@ class ActiveRequests:
     def end_session(self, reason: str) -> dict[str, bool]:
         """Drop all requests except those in a forward pass, which are released after it.
 
-        Return the requests whose buffer slots have to be released, and whether each still expects
-        KV from another engine: a request whose prompt is to be persisted has all of its KV.  A
-        request that decodes needs no slots and no router: it is detached and counts until
-        ``ended``.
+        Return the requests that still hold buffer slots, which have to be released, and whether
+        each still expects KV from another engine: a request that waits for its prompt to be
+        persisted has all of its KV.  A request that decodes needs no slots and no router: it is
+        detached and counts until ``ended``.
         """
         dropped = {}
         with self._lock:
@@ -102,7 +102,7 @@ class ActiveRequests:
             return any(request.detached for request in self._active.values())
 
     def unsettled(self) -> tuple[str, ...]:
-        """Return the requests whose release waits for a forward pass."""
+        """Return the requests that are released after their forward pass."""
         with self._lock:
             return tuple(name for name, r in self._active.items() if r.release is not None)
 
@@ -312,7 +312,7 @@ class ServedPrompts:
             self._buffer.release(request_id)
 
 
-# ---------------------------------------------------------------------------------- session doubts
+# ------------------------------------------------------------------------------- in-doubt requests
 # The teardown of a session at an engine: only in-doubt requests are left.
 
 

@@ -198,6 +198,9 @@ class TrafficManager:
                 free_hbm_tokens=self.free_hbm_tokens,
                 free_buffer_tokens=self.buffer.free * self.geometry.block_tokens,
                 cached_buffer_tokens=self.buffer.evictable * self.geometry.block_tokens,
+                quarantined_buffer_tokens=(
+                    self.buffer.quarantined_slots() * self.geometry.block_tokens
+                ),
             ),
             counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),
@@ -330,10 +333,10 @@ class TrafficManager:
         self._send(Released(request_id=message.request_id))
 
     def end_session(self, reason: str) -> None:
-        """Drop the requests that do not decode yet, as the router does (``session_doubts``).
+        """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
 
-        A request whose KV is in HBM does not need the router any more.  It goes on while the client
-        of its HTTP call is connected, and counts in the load until ``active.ended``.
+        A request does not need the router once its KV is in HBM.  It goes on while the client of
+        its HTTP call is connected, and counts in the load until ``active.ended``.
         """
         self._tier.end_session()
         self._retention.end_session()
@@ -345,7 +348,7 @@ class TrafficManager:
         return self._teardown.in_doubt()
 
     def tick(self, now_ns: int) -> None:
-        """Answer reads and look-ups whose deadline has passed; called periodically.
+        """Answer reads and look-ups that are past their deadline; called periodically.
 
         Also runs callbacks that waited for the engine's other ranks, and reports changes of the
         DRAM cache to the router.

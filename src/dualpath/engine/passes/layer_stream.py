@@ -351,7 +351,7 @@ class LayerStream:
         self._trace.record(what, track, start_ns, end_ns)
 
     def _until(self, stage: Stage, what: str, *, follows: bool = False) -> None:
-        """Wait for a stage, and abandon chunks whose agents stall.
+        """Wait for a stage, and abandon the chunks of agents that stall.
 
         ``follows``: the following pass waits; it leaves this to the thread in ``finish``, if any.
         """

@@ -31,7 +31,7 @@ class EventWaiter:
     """Runs callbacks after events, in the order of the calls.
 
     Events of one stream pass in order, so one thread that blocks on the oldest event is enough.  A
-    callback whose event has passed runs at once on the calling thread unless an older one waits: on
+    callback runs at once on the calling thread if its event has passed and no older one waits: on
     a CPU the thread is never started.
     """
 
@@ -451,7 +451,7 @@ def open_movers(
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
-    ``buffers`` are regions of Full Blocks, each with the object that keeps its memory alive;
+    ``buffers`` are regions of Full Blocks, each with the object that owns its memory;
     ``views`` defines the views of their parts.  Raises ``ConfigError`` if the device or the network
     cannot register memory.
     """

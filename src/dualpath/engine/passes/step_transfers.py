@@ -58,7 +58,7 @@ class PrefillChunk(msgspec.Struct, frozen=True):
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """Replica ``index`` of ``count`` ranks whose HBM has the same bytes.
+    """Replica ``index`` of ``count`` ranks that have the same bytes in HBM.
 
     Sends out of HBM are divided among replicas, block by block in turn; every replica loads all
     blocks, or at a PE with ``shared_loads`` one block in turn, which it gives to the others.

@@ -48,7 +48,8 @@ async def serving_app(
     """Serve an application in the block; yields the port.
 
     ``connections`` bounds them, by default at ``ConnectionLimits``'.  With ``shared`` others of
-    this user that say so may have the same port.  Raises ``ConfigError`` if the address is taken.
+    this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
+    taken.
     """
     guard = Connections(ConnectionLimits()) if connections is None else connections
     if shared is not None:

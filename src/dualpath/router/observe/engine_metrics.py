@@ -59,6 +59,10 @@ _REPORTED = (
     ("read_queue_tokens", "Tokens waiting to be read from storage."),
     ("free_buffer_tokens", "Free DRAM buffer in tokens."),
     ("cached_buffer_tokens", "Free slots of the DRAM buffer with cached KV, in tokens."),
+    (
+        "quarantined_buffer_tokens",
+        "DRAM buffer in tokens that processes of unknown state may still write to.",
+    ),
     ("free_hbm_tokens", "Free HBM in tokens."),
     ("unfinished_tokens", "Tokens of unfinished requests."),
     ("unfinished_requests", "Unfinished requests."),
@@ -147,7 +151,7 @@ def text_format(families: Iterable[Metric]) -> bytes:
     """Return counters and gauges in the Prometheus text format.
 
     As ``prometheus_client`` writes it, but in a fraction of the time: a scrape of many engines
-    keeps the router's event loop from streaming tokens.
+    stops the router's event loop from streaming tokens.
     """
     lines = []
     for family in families:
@@ -191,8 +195,8 @@ def _storage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
     informed = [e for e in reporting if e.report is not None and e.report.storage is not None]
     for name, text, field in (
         ("storage_used_bytes", "Bytes in storage, as its janitor counts them.", "used_bytes"),
-        ("storage_quota_bytes", "Bytes that may lie in storage, 0 for no limit.", "quota_bytes"),
-        ("storage_status_age_seconds", "Time since the storage's janitor was heard.", "age_s"),
+        ("storage_quota_bytes", "Limit of the bytes in storage, 0 for no limit.", "quota_bytes"),
+        ("storage_status_age_seconds", "Time since the last status of a storage janitor.", "age_s"),
     ):
         yield _gauge(informed, name, text, functools.partial(_storage_status_value, field))
 

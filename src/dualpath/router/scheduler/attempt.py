@@ -113,7 +113,7 @@ class EngineAttempt(AttemptChannel):
         self._scheduler = scheduler
         self._order = order
         self._listener = listener
-        self._use_cached = order.kept and scheduler.settings.dram_tier
+        self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
         self._placed = self._arrived = False
         #: Engines that count the request.
@@ -404,8 +404,8 @@ class EngineAttempt(AttemptChannel):
     ) -> Reserved:
         """Let an engine count the request and grant buffer slots; return them, in block order.
 
-        ``blocks`` are those whose content the slots are for, from the first slot on: the engine
-        reports how many of them it caches.
+        ``blocks`` will be stored in the slots, from the first slot on: the engine reports how many
+        of them it caches.
         """
         mode = self._scheduler.registry.mode
         cached = self._use_cached and mode is not None and serves(engine.role, mode)

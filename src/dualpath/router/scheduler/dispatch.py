@@ -1,6 +1,6 @@
 """Applies events to ``RequestScheduler`` and carries out its effects.
 
-§6.1 lets engine groups fetch regularly.  Live, every connected group keeps a fetch open like a
+§6.1 lets engine groups fetch regularly.  Live, every connected group has an open fetch like a
 long poll: after each report, submission or end of a request, the open fetches of all groups are
 answered at once, PE groups first.  The decisions are those of groups that fetch after every event.
 

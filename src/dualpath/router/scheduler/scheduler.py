@@ -29,9 +29,9 @@ from dualpath.router.engines import EngineInfo, Membership, geometry, missing_en
 from dualpath.router.hit_account import SeenBlocks
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.observe.status import status_report
+from dualpath.router.observe.status import quarantine_report, status_report
 from dualpath.router.scheduler.attempt import EngineAttempt
-from dualpath.router.scheduler.cached_blocks import CachedBlocks, ChainWriters, serves
+from dualpath.router.scheduler.cached_blocks import CachedBlockIndex, ChainWriters, serves
 from dualpath.router.scheduler.control_server import ControlServer
 from dualpath.router.scheduler.control_socket import ControlSocket, ZmqControlSocket
 from dualpath.router.scheduler.dispatch import Dispatch
@@ -100,7 +100,11 @@ class Scheduler:
         timeout_s = settings.engine_timeout_s
         #: Whether this process is the leader of the standby schedulers and may place requests.
         self.is_leader: Callable[[], bool] = lambda: True
-        self.registry = Registry(settings.mode, ServedAdapters(adapter_paths or {}))
+        self.registry = Registry(
+            settings.mode,
+            ServedAdapters(adapter_paths or {}),
+            exclusive_ids=settings.exclusive_engine_ids,
+        )
         self.server = ControlServer(
             self.registry,
             self,
@@ -116,8 +120,8 @@ class Scheduler:
         self.membership = Membership(self.registry)
         # Attempts, and what the scheduler knows of engines' blocks and slots.
         self.exchange = Exchange()
-        self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead)
-        self.cached = CachedBlocks()
+        self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead, clock)
+        self.cached = CachedBlockIndex()
         self.seen_blocks = SeenBlocks()
         self.writers = ChainWriters()
         self.sessions = SessionOrders(
@@ -255,6 +259,7 @@ class Scheduler:
             thresholds=self.thresholds,
             placements=self._dispatch.recent if self._dispatch is not None else (),
             roles=self.roles.report(),
+            quarantine=quarantine_report(self.releases, self.server.probes, self.clock()),
         )
 
     def _load(self) -> Load:

@@ -1,8 +1,8 @@
 """``policy.RequestScheduler`` over tables: the same decisions, one by one.
 
 The rules are the policy's own functions, compiled as they stand (``jit``).  This module is the
-bookkeeping around them for the paper's system: engines neither join nor leave, no DRAM keeps KV, no
-hit is recomputed, and a request that was submitted is assigned before it is over.  Lengths and
+bookkeeping around them for the paper's system: engines neither join nor leave, no DRAM caches KV,
+no hit is recomputed, and a request that was submitted is assigned before it is over.  Lengths and
 reports are not checked; the caller passes valid ones.
 """
 
@@ -301,8 +301,8 @@ def _prefill_rows(
     node: IntArray,
     read_q: IntArray,
     lengths: IntArray,
-    kept_rows: IntArray,
-    kept: NDArray[np.int32],
+    cached_rows: IntArray,
+    cached: NDArray[np.int32],
     alpha_tokens: int,
     beta_tokens: int,
     rows: IntArray,
@@ -310,7 +310,7 @@ def _prefill_rows(
 ) -> int:
     worth = prefill_worth(alpha_tokens, beta_tokens)
     placed, reasons = assign_prefill(
-        tok, node, read_q, lengths, kept_rows, kept, worth, alpha_tokens, beta_tokens
+        tok, node, read_q, lengths, cached_rows, cached, worth, alpha_tokens, beta_tokens
     )
     rows[: placed.size] = placed
     why[: placed.size] = reasons
@@ -356,13 +356,15 @@ def _decode_rows(
     seq: IntArray,
     free_hbm: IntArray,
     lengths: IntArray,
-    kept_rows: IntArray,
-    kept: NDArray[np.int32],
+    cached_rows: IntArray,
+    cached: NDArray[np.int32],
     threshold_factor: float,
     rows: IntArray,
     why: IntArray,
 ) -> int:
-    placed, reasons = assign_decode(tok, seq, free_hbm, lengths, kept_rows, kept, threshold_factor)
+    placed, reasons = assign_decode(
+        tok, seq, free_hbm, lengths, cached_rows, cached, threshold_factor
+    )
     rows[: placed.size] = placed
     why[: placed.size] = reasons
     return placed.size
@@ -547,7 +549,7 @@ def finished(state: SchedulerState, request: int) -> None:
 
 @inlined
 def _assign_placed(state: SchedulerState, other_role: int, placed: int) -> int:
-    """Assign every placed request whose other engine is known."""
+    """Assign every placed request as soon as its other engine is known."""
     count = 0
     for position in range(placed):
         request = state.work[PLACED, position]

@@ -120,7 +120,7 @@ class SchedulerState(NamedTuple):
     """Tables as described above.
 
     ``snic_tokens_per_s`` of every engine.  ``sides`` is the side of the next read per PE and DE
-    (§7.5's round robin).  ``no_cached`` is a table in which no engine keeps KV of any request.
+    (§7.5's round robin).  ``no_cached`` is a table in which no engine caches KV of any request.
     ``work`` is scratch space.  ``assigned`` holds the assignments of the latest fetch.
     """
 
@@ -184,7 +184,7 @@ def new_scheduler(
 
 
 def aligned_rows(rows: int, columns: int) -> NDArray[np.int32]:
-    """Return a table of NONE whose rows begin at cache lines, if they are as long."""
+    """Return a table of NONE; rows of at least a cache line begin at cache lines."""
     row_bytes = columns * 4
     memory = np.empty(rows * row_bytes + CACHE_LINE_BYTES, np.uint8)
     start = -memory.ctypes.data % CACHE_LINE_BYTES
@@ -326,8 +326,8 @@ class MachineTables(NamedTuple):
     SNIC read of every node; ``use`` bytes per link class, window and node; ``paths`` the servers of
     a kind of step, ``copies`` how often each carries its bytes.  ``unit_tokens`` virtual time of
     units; ``wheel`` the ends of rounds per decode unit, ``wheel_blocks`` how many of its places are
-    taken per block; ``ended`` room for the agents whose rounds end together.  ``batches`` and
-    ``attention_s`` of forward passes; ``decisions`` as ``sim.result.Decisions``.
+    taken per block; ``ended`` room for the agents that end their rounds together.  ``batches`` and
+    ``attention_s`` of forward passes; ``decisions`` as ``simulator.result.Decisions``.
     """
 
     heap: IntArray

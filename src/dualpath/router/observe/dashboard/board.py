@@ -34,7 +34,7 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
     """What happened in the ``interval_s`` before ``time_s`` (the router's clock).
 
     Tokens and bytes are those of the interval.  ``ttft_p50_s`` and ``ttft_p90_s`` are over
-    the requests whose first token was streamed in it, None without any.  ``waiting`` and
+    the requests that streamed their first token in it, None without any.  ``waiting`` and
     ``running`` requests are counted at its end.
     """
 
@@ -54,9 +54,9 @@ class Sample(msgspec.Struct, frozen=True, array_like=True):
 class History:
     """The latest samples, numbered from 1, and the TTFTs of the last minute."""
 
-    def __init__(self, kept: int = MAX_SAMPLES) -> None:
+    def __init__(self, most_samples: int = MAX_SAMPLES) -> None:
         self.last_seq = 0
-        self._samples: deque[Sample] = deque(maxlen=kept)
+        self._samples: deque[Sample] = deque(maxlen=most_samples)
         self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_REQUESTS)
 
     def add(self, sample: Sample, ttfts_s: Iterable[float]) -> None:
