@@ -116,7 +116,7 @@ class LeasesOfKubernetes:
         self._leases: dict[str, dict[str, Any]] = {}
         self._versions = itertools.count(1)
 
-    def forget(self) -> None:
+    def remove(self) -> None:
         """Somebody removes all Leases."""
         self._leases.clear()
 

@@ -80,7 +80,7 @@ async def test_a_connection_that_asks_nothing_is_closed_and_one_that_works_is_no
     assert keeps_alive.is_closing()
 
 
-async def test_one_connection_too_many_is_told_so():
+async def test_one_connection_too_many_gets_an_error():
     connections = Connections(ConnectionLimits(most=2))
     first, _ = connect(connections)
     connect(connections)

@@ -32,7 +32,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
         async with asyncio.timeout(GUARD_S):
             await draining
         assert attempts(made) == {1}
-        assert engine.plane.manager.report().unfinished_requests == 0
+        assert engine.plane.manager.report().load.unfinished_requests == 0
 
         await asyncio.to_thread(engine.plane.membership.leave)
         gone = lambda: len(made.service.registry.alive()) == 3  # noqa: E731
@@ -60,7 +60,7 @@ async def test_pausing_over_http(tmp_path: Path) -> None:
             )
         for number in range(3):
             await made.ask([number + 1, *PROMPT], 2)
-        used = {note.prefill_engine for note in made.service.scheduler.dispatch.recent}
+        used = {note["prefill_engine"] for note in made.service.status()["assignments"]}
         assert used == {"prefill-1"}
         async with made.http.delete(url) as answer:
             assert (await answer.json())["paused"] is False

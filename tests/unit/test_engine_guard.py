@@ -47,7 +47,7 @@ GENERATING = (
 
 
 def engine(role="prefill", keys=(), connector=CONNECTOR):
-    """A client of an engine whose routes return the request."""
+    """A client of an engine with routes that return the request."""
     app = FastAPI()
 
     @app.api_route("/{path:path}", methods=["GET", "POST"])

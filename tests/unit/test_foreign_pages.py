@@ -10,7 +10,7 @@ from tests.unit.scraped_cluster import Scrape
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.router.api_keys import ApiKeys, client_headers, engine_headers
+from dualpath.router.api_keys import ROUTER_BY_ANY_NAME, ApiKeys, client_headers, engine_headers
 from dualpath.router.foreign_pages import AllowedHosts
 from dualpath.router.http.scheduler_process import scheduler_app
 from dualpath.router.http.server import serving_app
@@ -146,6 +146,8 @@ ATTACKS = (
     {"Origin": "null", "Content-Type": "text/plain"},
     {"Host": "evil.example:8000", **JSON},
 )
+#: Those in which the page is of another site than the address that it calls.
+OTHER_SITES = ATTACKS[1:3]
 #: What a page can send without an Origin, in browsers that omit it.
 FORMS = (
     {"Content-Type": "text/plain"},
@@ -192,8 +194,11 @@ async def test_no_route_of_any_light_server_serves_a_foreign_page(tmp_path: Path
                     opened = path in ("/health", "/dashboard") or (
                         path == "/metrics" and url == engine.api_url
                     )
+                    # A page whose name resolves to a router is one site with it.
+                    by_name = path in ROUTER_BY_ANY_NAME and url != engine.api_url
                     if not opened:
-                        assert await answers(made.http, url + path, method, *ATTACKS) == {403}
+                        attacks = OTHER_SITES if by_name else ATTACKS
+                        assert await answers(made.http, url + path, method, *attacks) == {403}
                         if method == "POST":
                             assert await answers(made.http, url + path, method, *FORMS) == {415}
         # Nothing has been paused, and nobody's role has changed.
@@ -201,6 +206,19 @@ async def test_no_route_of_any_light_server_serves_a_foreign_page(tmp_path: Path
         async with made.http.get(f"{made.endpoint}/metrics") as response:
             scrape = Scrape(await response.text())
         assert scrape.value("dualpath:http_refusals_total", reason="foreign-page") > 0
+
+
+async def test_a_router_serves_tokens_and_metrics_by_any_name_and_nothing_else(tmp_path: Path):
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        named = {"Host": "gpu-box.corp.example:8000"}
+        body = {"prompt": [1, 2, 3], "max_tokens": 1}
+        async with made.http.post(
+            f"{made.endpoint}/v1/completions", json=body, headers=named
+        ) as answer:
+            assert answer.status == 200
+        for path, status in (("/metrics", 200), ("/v1/models", 200), ("/dualpath/v1/status", 403)):
+            async with made.http.get(made.endpoint + path, headers=named) as answer:
+                assert answer.status == status, path
 
 
 async def test_an_operator_pauses_and_resumes_an_engine(tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ HEAD = b"GET / HTTP/1.1\r\nHost: x\r\n"
 
 
 async def test_connections_without_a_request_end_at_vllms_server():
-    """uvicorn alone keeps idle connections open for ever, and accepts headers of any size."""
+    """uvicorn alone never closes idle connections, and accepts headers of any size."""
     async with uvicorn_with(ConnectionLimits(quiet_s=0.2)) as port:
         answer = await sent(port, HEAD + b"Connection: close\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")

@@ -91,9 +91,9 @@ async def test_one_of_each_at_the_light_router(tmp_path: Path, monkeypatch) -> N
 def test_a_peer_is_complained_about_once_however_often_it_errs() -> None:
     refusals = ControlRefusals()
     assert [refusals.count(ControlRefusal.MALFORMED) for _ in range(3)] == [1, 2, 3]
-    said = [refusals.complain(peer, at_s) for peer, at_s in ((b"a", 0), (b"a", 59), (b"b", 59))]
-    assert said == [True, False, True]
+    logged = [refusals.complain(peer, at_s) for peer, at_s in ((b"a", 0), (b"a", 59), (b"b", 59))]
+    assert logged == [True, False, True]
     assert refusals.complain(b"a", 60.0)
-    # Who calls itself otherwise every time does not fill the log either.
+    # A peer that uses another name every time does not fill the log either.
     assert sum(refusals.complain(b"%d" % n, 61.0) for n in range(10**4)) < 20
     assert refusals.totals() == {**dict.fromkeys(ControlRefusal, 0), ControlRefusal.MALFORMED: 3}

@@ -382,7 +382,7 @@ def _usage(completion: CompletionRequest, generated: int, cached: int | None) ->
     }
 
 
-# ------------------------------------------------------------------------------ front door process
+# ----------------------------------------------------------------------------- http server process
 # Runs the light router as a process, or a light front end linked to a remote scheduler.
 
 

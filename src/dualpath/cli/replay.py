@@ -1,13 +1,13 @@
 """``dualpath replay TRACE --endpoint URL``: replays agents and reports their latencies."""
 
 import argparse
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from dualpath.cli.output import (
     add_json_argument,
+    print_skipped,
     require_json_writable,
     warn_if_no_plots,
     wrote_json,
@@ -18,11 +18,9 @@ from dualpath.workload.formats import AUTO, TraceSettings
 from dualpath.workload.replay.client import ReplayOptions
 
 if TYPE_CHECKING:
-    from dualpath.core.errors import TraceError
     from dualpath.workload.conversation.sessions import Session
     from dualpath.workload.replay.result import ReplayResult
 
-_BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
 context actually sent and generated so far plus the tokens that the trace appends, and exactly the
 recorded number of tokens is generated. Random tokens (for traces of lengths or block ids) are below
@@ -30,10 +28,9 @@ the server's vocab_size, or from 1000 to 30000 if it is unknown. Exit code 1 if 
 
 
 class ReplaySettings(Settings, frozen=True, kw_only=True):
-    """The endpoint, and the handling of invalid lines."""
+    """The endpoint."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
-    skip_broken: Annotated[bool, Setting("skip and count invalid trace lines")] = False
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -62,6 +59,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.files import require_writable, write_page
     from dualpath.report.text import print_report
     from dualpath.workload.formats import detect_format, read_trace
+    from dualpath.workload.formats.lines import SkippedLines
     from dualpath.workload.replay.report import compare
 
     asked = flag_settings(args, ReplaySettings)
@@ -71,16 +69,16 @@ def run(args: argparse.Namespace) -> int:
     require_json_writable(args)
     form = detect_format(trace.trace) if trace.trace_format == AUTO else trace.trace_format
     options = flag_settings(args, ReplayOptions, trace=Path(trace.trace).name, trace_format=form)
-    broken: list[TraceError] = []
+    skipped = SkippedLines()
     sessions = read_trace(
         trace.trace,
         form,
-        on_broken=broken.append if asked.skip_broken else None,
+        on_broken=skipped if trace.skip_broken else None,
         limit=options.agents,
     )
-    _report_broken(broken)
+    print_skipped(skipped)
     encode = _encoder(trace, sessions)
-    options = msgspec.structs.replace(options, broken_lines=len(broken))
+    options = msgspec.structs.replace(options, broken_lines=skipped.count)
     result = asyncio.run(_replay(asked.endpoint, sessions, options, encode, quiet=args.quiet))
     if wrote_json(args, result):
         return 1 if result.failed else 0
@@ -89,13 +87,6 @@ def run(args: argparse.Namespace) -> int:
         write_page(report, args.html)
     print_report(report)
     return 1 if result.failed else 0
-
-
-def _report_broken(broken: "Sequence[TraceError]") -> None:
-    for error in broken[:_BROKEN_SHOWN]:
-        print(f"skipped: {error}", file=sys.stderr)
-    if len(broken) > _BROKEN_SHOWN:
-        print(f"skipped: {len(broken) - _BROKEN_SHOWN} more invalid lines", file=sys.stderr)
 
 
 def _encoder(

@@ -234,7 +234,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         DEFAULT_PARALLEL_READS
     )
     parallel_writes: Annotated[
-        int, Setting("requests whose blocks are written to storage at a time", ge=1)
+        int, Setting("requests that are written to storage at a time", ge=1)
     ] = 4
     storage_write_share: Annotated[
         float,

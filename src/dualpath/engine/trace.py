@@ -11,7 +11,7 @@ from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
 
-#: Tracks of steps whose name is not the step's verb.
+#: Tracks that are not named after the verb of their steps.
 STORAGE_TRACK = "storage"
 _TRACKS = {"read": STORAGE_TRACK, "persist": "storage-write"}
 #: Steps that overlap with computation have the layer in their name.
@@ -29,7 +29,8 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str | None, process: str, threads: Threads = OS_THREADS) -> None:
-        self._threads = threads
+        #: The current time on the clock of ``record``.
+        self.now_ns = threads.now_ns
         self._path = Path(path) if path else None
         self._process = process
         self._lock = threads.lock()
@@ -69,10 +70,6 @@ class TraceRecorder:
         end_ns = max(done.end_ns for _, done in executed)
         steps = [_described(request_id, done) for request_id, done in executed]
         self.record(name, track or _TRACKS.get(verb, verb), start_ns, end_ns, steps=steps, **args)
-
-    def now_ns(self) -> int:
-        """Return the current time on the clock of ``record``."""
-        return self._threads.now_ns()
 
     def write(self) -> None:
         """End the trace and rename its file; no effect when disabled; idempotent."""

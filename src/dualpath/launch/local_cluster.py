@@ -172,7 +172,7 @@ def open_executor(settings: LocalClusterSettings) -> Executor:
     return LocalExecutor(settings)
 
 
-# ------------------------------------------------------------------------------------- role wishes
+# --------------------------------------------------------------------------------- requested roles
 # Applies the role changes that the router requests for engines, and changes of group sizes.
 #
 # The supervisor of an engine restarts it in its new role.

@@ -403,7 +403,7 @@ class Supervisor:
         self.end(hard=error is not None)
 
     def add(self, process: _Process, *, ends_last: bool = False) -> _Process:
-        """Add a process; it replaces one of its name that has exited, whose children are killed.
+        """Add a process; one of its name that has exited is replaced and its children are killed.
 
         ``ends_last``: the others depend on it, so that it is stopped after them.
         """

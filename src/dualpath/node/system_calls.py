@@ -15,7 +15,7 @@ from typing import Protocol
 
 #: For the user and the group, less the umask; others have no access, as KV reveals prompts.
 _FILE_MODE = 0o660
-#: Defect of a block whose name belongs to a directory, FIFO or device.
+#: Defect of a block if a directory, FIFO or device has its name.
 NOT_A_FILE = "not a file"
 
 

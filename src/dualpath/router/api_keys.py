@@ -38,6 +38,15 @@ ENGINE_KEY_VARIABLE = "DUALPATH_ENGINE_API_KEY"
 #: What every server answers without a key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
 METRICS_PATH = "/metrics"
+#: What a router answers by whatever name it is called, as vLLM does: clients and Prometheus use
+#: names of all kinds.  A page whose name resolves to the router can only have tokens generated.
+ROUTER_BY_ANY_NAME = frozenset(
+    {
+        METRICS_PATH,
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses"),
+        *("/v1/messages", "/tokenize", "/detokenize", "/version"),
+    }
+)
 #: What an engine's server answers beyond it.
 ENGINE_OPEN_PATHS = frozenset({METRICS_PATH})
 
@@ -50,7 +59,7 @@ class ApiKeys:
     """The keys a server accepts; without any it is open to everybody but pages of other sites.
 
     ``also_open`` are paths beyond ``OPEN_PATHS`` that need no key.  ``hosts`` are those by which
-    the server may be called without a key.  Raises ``ConfigError`` for an empty key.
+    the server may be called without a key, except for paths in ``by_any_name``.  Raises ``ConfigError`` for an empty key.
     """
 
     def __init__(
@@ -59,6 +68,7 @@ class ApiKeys:
         environment: Mapping[str, str] = os.environ,
         also_open: Collection[str] = (),
         hosts: AllowedHosts = _OWN_HOSTS,
+        by_any_name: Collection[str] = (),
     ) -> None:
         """Take the command line's keys, or else the environment's one."""
         if any(not key.strip() for key in keys):
@@ -67,6 +77,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in chosen if key]
         self._open = OPEN_PATHS.union(also_open)
         self._hosts = hosts
+        self._by_any_name = frozenset(by_any_name)
 
     @property
     def asked_for(self) -> bool:
@@ -92,7 +103,7 @@ class ApiKeys:
         """Return why a request may be one that a page of another site sent, None if it is not."""
         if self._keys or path in self._open:
             return None
-        return self._hosts.refusal(method, header)
+        return self._hosts.refusal(method, header, any_host=path in self._by_any_name)
 
     def admit_call(self, scope: Message) -> bool:
         """Whether an ASGI call, of HTTP or a web socket, may be served."""
@@ -127,7 +138,8 @@ def router_keys(
     keys: Sequence[str], *, open_metrics: bool, hosts: AllowedHosts = _OWN_HOSTS
 ) -> ApiKeys:
     """Return the keys of a router's server, and what it answers without one."""
-    return ApiKeys(keys, also_open={METRICS_PATH} if open_metrics else (), hosts=hosts)
+    also_open = {METRICS_PATH} if open_metrics else ()
+    return ApiKeys(keys, also_open=also_open, hosts=hosts, by_any_name=ROUTER_BY_ANY_NAME)
 
 
 def engine_keys(keys: Sequence[str] = (), hosts: AllowedHosts = _OWN_HOSTS) -> ApiKeys:

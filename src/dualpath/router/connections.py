@@ -1,7 +1,7 @@
 """Connections to an HTTP server before there is a request: how many, how long, how much.
 
 Web servers bound requests.  A connection that sends no request, or half a head, costs a file and
-memory all the same, and uvicorn keeps it for ever.  A ``GuardedConnection`` stands between the
+memory all the same, and uvicorn never closes it.  A ``GuardedConnection`` is between the
 transport and the protocol of whichever server it is:
 
 - a connection beyond ``most`` takes the place of one without a whole request for ``CROWDED_S``, so

@@ -51,10 +51,10 @@ class AllowedHosts:
         self._allowed = tuple(name.lower().rstrip(".") for name in allowed)
         self._own = frozenset(name.lower().rstrip(".") for name in own if name)
 
-    def refusal(self, method: str, header: Header) -> Refused | None:
-        """Return why a request is refused, None if it is not."""
+    def refusal(self, method: str, header: Header, *, any_host: bool = False) -> Refused | None:
+        """Return why a request is refused, None if it is not; ``any_host``: by whatever name."""
         hosts, origins = header("host"), header("origin")
-        for host in hosts:
+        for host in () if any_host else hosts:
             if not self._is_known(_name(f"//{host}")):
                 return _foreign("Host", host)
         for origin in origins:

@@ -53,8 +53,8 @@ AllowedHosts = Annotated[
 RecomputeLimit = Annotated[
     float,
     Setting(
-        "hits that take longer to load are computed, where that takes no longer than this or "
-        "read_deadline_s; 0: all are loaded",
+        "recompute a hit if loading it takes longer than recomputing, up to this many seconds "
+        "and at most read_deadline_s; 0: load all hits",
         ge=0,
     ),
 ]
@@ -120,7 +120,7 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = 5.0
     suspect_timeout_s: Annotated[
-        float, Setting("an engine whose call failed must report within this time", gt=0)
+        float, Setting("after a failed call an engine must report within this time", gt=0)
     ] = 1.5
     lookup_timeout_s: Annotated[
         float,
@@ -141,6 +141,14 @@ class RouterSettings(Settings, frozen=True):
             gt=0,
         ),
     ] = 5.0
+    exclusive_engine_ids: Annotated[
+        bool,
+        Setting(
+            "an orchestrator ends a process before it starts another one of the same engine_id, "
+            "as a StatefulSet does: an engine that registers from another machine or container "
+            "then proves the death of its predecessor"
+        ),
+    ] = False
     release_wait_s: Annotated[
         float,
         Setting(
@@ -341,7 +349,10 @@ class LinkSettings(Settings, frozen=True):
         ),
     ]
     front_end_name: Annotated[
-        str, Setting("one for each front end of a scheduler; empty: machine and process id")
+        str,
+        Setting(
+            "one for each front end of a scheduler; empty: machine, process id and random digits"
+        ),
     ] = ""
     share_port: Annotated[
         bool,

@@ -259,7 +259,7 @@ class BlockCodec(Protocol):
         ...
 
     def verifier(self, payload: Sections) -> "BlockVerifier":
-        """Return a verifier of one block whose file is being read into ``payload``."""
+        """Return a verifier of one block while its file is read into ``payload``."""
         ...
 
 

@@ -170,7 +170,7 @@ class Journal:
     def flush(self) -> bool:
         """Write new events as a segment; return False if the storage refused it.
 
-        Refused events are kept for the next call.
+        Refused events are written by the next call.
         """
         with self._lock:
             events, used = self._events, self._used

@@ -106,7 +106,7 @@ class _File(NamedTuple):
 class NodeDram:
     """One engine's access to ``root``, which all engines together fill up to ``bound_bytes``.
 
-    ``keys``: storage keys of a namespace whose blocks are sealed, here as in storage.  ``calls``:
+    ``keys``: storage keys of a namespace with sealed blocks, here as in storage.  ``calls``:
     system calls.  Methods are thread-safe and do not raise: on a failure the block is read from
     storage.  With ``enabled`` False nothing is cached.  ``directory_id`` identifies the directory
     on its machine, independent of its path in a container; ``capacity_blocks`` fit into it.

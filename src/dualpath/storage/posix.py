@@ -29,7 +29,7 @@ import msgspec
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
-from dualpath.node.host_process import is_running, pid_namespace
+from dualpath.node.host_process import file_owner_host, is_running
 from dualpath.node.system_calls import (
     KERNEL,
     NOT_A_FILE,
@@ -157,7 +157,7 @@ class NamespaceDirectory:
         #: Temporary files that could not be removed.
         self._refused: dict[str, None] = {}
         try:
-            self._host = pid_namespace(calls)
+            self._host = file_owner_host(calls)
             self._writer = f"{self._host}-{calls.getpid()}"
             calls.makedirs(str(root), exist_ok=True)
             self._make_folders()
@@ -381,7 +381,7 @@ class LengthOnlyStorage:
     """See ``dualpath.storage.contract.BlockStorage``, except that no payload is read or written.
 
     ``read`` does not change its destination and reports 0 bytes.  Raises ``ConfigError`` for a
-    namespace whose mode is not ``"oracle"``, so that empty and real blocks are never mixed.
+    namespace of another mode than ``"oracle"``, so that empty and real blocks are never mixed.
     """
 
     def __init__(self, root: str | Path, namespace: StoreNamespace) -> None:
@@ -448,7 +448,7 @@ class PosixStorage:
     ``root``: a directory, created if absent.  ``direct_io``: bypass the page cache; ``"auto"``
     does where the file system allows it.  ``sync``: ``fsync`` each block before it becomes
     visible; without it a power failure may lose or tear recent blocks, which the checksum detects.
-    ``keys``: storage keys of a namespace whose blocks are sealed.  ``reader``: reads the files,
+    ``keys``: storage keys of a namespace with sealed blocks.  ``reader``: reads the files,
     closed with this storage.  ``calls``: system calls.  ``name_of``: see ``NamespaceDirectory``.
 
     Raises ``ConfigError`` for an unusable root, a root that holds another namespace under the

@@ -351,7 +351,7 @@ def _beyond_original_length(model: "ModelConfig") -> list[bool]:
 
 
 def _draft(config: "VllmConfig") -> dict[str, Any] | None:
-    """Return the draft model, whose KV is stored with the target's; None without draft KV."""
+    """Return the draft model if its KV is stored with the target's; None without draft KV."""
     speculative = config.speculative_config
     if speculative is None or not speculative.uses_draft_kv_cache():
         return None

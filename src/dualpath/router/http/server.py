@@ -53,7 +53,7 @@ async def serving_app(
     """Serve an application in the block; yields the port.
 
     ``connections`` bounds them, by default at half of the process's files.  With ``shared`` others
-    of this user that say so may have the same port.  Raises ``ConfigError`` if the address is
+    of this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
     taken.
     """
     guard = Connections(server_limits()) if connections is None else connections

@@ -50,7 +50,7 @@ class EventLogWriter:
         self._thread.start()
 
     def begin(self, settings: SchedulerSettings) -> None:
-        """Record the settings of the scheduler whose events follow."""
+        """Record the settings of the scheduler before its events."""
         self.write(Begin(version=__version__, settings=settings, format=event_log.FORMAT))
 
     def apply(self, scheduler: RequestScheduler, event: Event) -> Effects:
@@ -71,7 +71,7 @@ class EventLogWriter:
         try:
             self._queue.put_nowait(line)
         except queue.Full:
-            self._end(f"{self._queue.maxsize} events wait for the disk, which is the most kept")
+            self._end(f"{self._queue.maxsize} events wait for the disk, which is the limit")
 
     def close(self) -> None:
         """Write what is queued and close the file; idempotent."""

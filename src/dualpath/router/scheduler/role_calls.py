@@ -19,7 +19,7 @@ ROLES_PATH = "/dualpath/v1/roles"
 class RoleRequest(msgspec.Struct):
     """Body of the POST; without ``engine_id`` the engine that is empty soonest is chosen.
 
-    Without ``role`` a group keeps its own, and has ``ranks`` afterwards.
+    Without ``role`` a group has the same role and ``ranks`` ranks afterwards.
     """
 
     role: Role | None = None
