@@ -59,7 +59,8 @@ class ApiKeys:
     """The keys a server accepts; without any it is open to everybody but pages of other sites.
 
     ``also_open`` are paths beyond ``OPEN_PATHS`` that need no key.  ``hosts`` are those by which
-    the server may be called without a key, except for paths in ``by_any_name``.  Raises ``ConfigError`` for an empty key.
+    the server may be called without a key, except for paths in ``by_any_name``.  Raises
+    ``ConfigError`` for an empty key.
     """
 
     def __init__(
