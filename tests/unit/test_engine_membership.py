@@ -140,7 +140,7 @@ def test_an_engine_reports_until_it_deregisters(router: Router) -> None:
     assert router.heard_nothing()
 
 
-def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: Router) -> None:
+def test_an_engine_that_has_lost_a_data_plane_thread_ends_its_process(router: Router) -> None:
     ended = threading.Event()
     member = membership(router, "broken", ended.set)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -65,10 +65,10 @@ def core_of(service):
 async def outputs_until_idle(core):
     outputs, running = [], None
     while running != 0:
-        news = await asyncio.wait_for(core.get_output_async(), GUARD_S)
-        outputs += news.outputs
-        if news.scheduler_stats is not None:
-            running = news.scheduler_stats.num_running_reqs
+        update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+        outputs += update.outputs
+        if update.scheduler_stats is not None:
+            running = update.scheduler_stats.num_running_reqs
     return outputs
 
 

@@ -74,7 +74,7 @@ def add_fuzz(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="http: only this path; may be given several times",
     )
     parser.add_argument(
-        "--pid", type=int, metavar="PID", help="http: the process whose memory must not grow"
+        "--pid", type=int, metavar="PID", help="http: the memory of this process must not grow"
     )
     parser.add_argument(
         "--at-once", type=int, default=8, metavar="N", help="http: concurrent requests"

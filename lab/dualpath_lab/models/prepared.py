@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
-from dualpath.node.cache_directory import cache_directory
+from dualpath.node.cache_directory import cache_directory, private_cache_directory
 
 STAMP_FILE = "dualpath-model.json"
 
@@ -56,13 +56,13 @@ def prepare_random(
     """Return the folder of a model with random weights, created by `build` unless it exists.
 
     `generator_version` must be increased when the files that `build` writes change. The default
-    for `directory` is `name` in `cache_directory()`.
+    for `directory` is `name` in `private_cache_directory()`.
 
     Raises:
         ConfigError: see `prepare`.
     """
     stamp: Stamp = {"model": name, "generator_version": generator_version}
-    return prepare(directory or cache_directory() / name, stamp, build)
+    return prepare(directory or private_cache_directory() / name, stamp, build)
 
 
 def read_stamp(directory: Path) -> dict[str, str | int] | None:

@@ -2,9 +2,13 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
 from dualpath.cli.main import OutputPath
 from dualpath.report.files import as_json, no_plots_reason, write_file
+
+if TYPE_CHECKING:
+    from dualpath.workload.formats.lines import SkippedLines
 
 _STANDARD_OUTPUT = "-"
 
@@ -35,6 +39,12 @@ def wrote_json(args: argparse.Namespace, document: object) -> bool:
 def print_progress(text: str) -> None:
     """Print progress to standard error, apart from results."""
     print(f"dualpath: {text}", file=sys.stderr, flush=True)
+
+
+def print_skipped(skipped: "SkippedLines") -> None:
+    """Print to standard error which lines of a trace were left out."""
+    for line in skipped.report():
+        print(line, file=sys.stderr)
 
 
 def warn_if_no_plots(path: object) -> None:

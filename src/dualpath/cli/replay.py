@@ -2,7 +2,6 @@
 
 import argparse
 import functools
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from dualpath.cli.main import EXIT_INTERRUPTED, OutputPath
 from dualpath.cli.output import (
     add_json_argument,
+    print_skipped,
     warn_if_no_plots,
     wrote_json,
 )
@@ -19,11 +19,9 @@ from dualpath.workload.formats import AUTO, TraceSettings
 from dualpath.workload.replay.client import ReplayOptions
 
 if TYPE_CHECKING:
-    from dualpath.core.errors import TraceError
     from dualpath.workload.conversation.sessions import Session
     from dualpath.workload.replay.result import ReplayResult
 
-_BROKEN_SHOWN = 5
 _DESCRIPTION = """Replay recorded agents against an OpenAI endpoint (§7, §A.3): every prompt is the
 context actually sent and generated so far plus the tokens that the trace appends, and exactly the
 recorded number of tokens is generated. Random tokens (for traces of lengths or block ids) are below
@@ -31,7 +29,7 @@ the server's vocab_size, or from 1000 to 30000 if it is unknown. Exit code 1 if 
 
 
 class ReplaySettings(Settings, frozen=True, kw_only=True):
-    """The endpoint, and the handling of invalid lines."""
+    """The endpoint."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
     cluster_endpoint: Annotated[
@@ -42,7 +40,6 @@ class ReplaySettings(Settings, frozen=True, kw_only=True):
             metavar="URL",
         ),
     ] = ""
-    skip_broken: Annotated[bool, Setting("skip and count invalid trace lines")] = False
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -74,6 +71,7 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.files import write_page
     from dualpath.report.text import print_report
     from dualpath.workload.formats import detect_format, read_trace
+    from dualpath.workload.formats.lines import SkippedLines
     from dualpath.workload.replay.report import compare
 
     asked = flag_settings(args, ReplaySettings)
@@ -81,16 +79,16 @@ def run(args: argparse.Namespace) -> int:
     warn_if_no_plots(args.html)
     form = detect_format(trace.trace) if trace.trace_format == AUTO else trace.trace_format
     options = flag_settings(args, ReplayOptions, trace=Path(trace.trace).name, trace_format=form)
-    broken: list[TraceError] = []
+    skipped = SkippedLines()
     sessions = read_trace(
         trace.trace,
         form,
-        on_broken=broken.append if asked.skip_broken else None,
+        on_broken=skipped if trace.skip_broken else None,
         limit=options.agents,
     )
-    _report_broken(broken)
+    print_skipped(skipped)
     encode = _encoder(trace, sessions)
-    options = msgspec.structs.replace(options, broken_lines=len(broken))
+    options = msgspec.structs.replace(options, broken_lines=skipped.count)
     result = asyncio.run(_replay(asked, sessions, options, encode, quiet=args.quiet))
     code = EXIT_INTERRUPTED if result.interrupted else 1 if result.failed else 0
     if wrote_json(args, result):
@@ -100,13 +98,6 @@ def run(args: argparse.Namespace) -> int:
         write_page(report, args.html)
     print_report(report)
     return code
-
-
-def _report_broken(broken: "Sequence[TraceError]") -> None:
-    for error in broken[:_BROKEN_SHOWN]:
-        print(f"skipped: {error}", file=sys.stderr)
-    if len(broken) > _BROKEN_SHOWN:
-        print(f"skipped: {len(broken) - _BROKEN_SHOWN} more invalid lines", file=sys.stderr)
 
 
 def _encoder(

@@ -82,7 +82,7 @@ SECTIONS: Schema = _Sections()
 
 
 class Part(NamedTuple):
-    """A section whose settings are flags of a command, under ``title`` in its help.
+    """A section of settings that are flags of a command, under ``title`` in its help.
 
     ``positional`` keys are positional arguments, ``without`` keys have no flag.  ``defaults``
     override the declared ones.

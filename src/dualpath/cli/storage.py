@@ -18,6 +18,7 @@ from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.names import in_one_line
 from dualpath.core.settings import nearest
 from dualpath.engine.settings import StorageLimitSettings
 
@@ -155,7 +156,7 @@ def look(args: argparse.Namespace) -> int:
         reported = datetime.fromtimestamp(status.time_s, UTC).isoformat(" ", "seconds")
         print(
             f"quota: {_size(quota) if quota else 'none'}; "
-            f"janitor {status.holder}, last report {reported}"
+            f"janitor {in_one_line(status.holder, 80)}, last report {reported}"
         )
     return 0
 
@@ -212,7 +213,7 @@ def _table(found: "list[GroupUsage]", by: str) -> list[str]:
             str(share.tenants),
             datetime.fromtimestamp(share.used_s, UTC).isoformat(" ", "minutes"),
             share.protection,
-            share.model,
+            in_one_line(share.model),
         )
         for share in found
     ]

@@ -327,6 +327,20 @@ def is_secret(name: str) -> bool:
     return not SECRET_WORDS.isdisjoint(name.lower().split("_"))
 
 
+def refuse_empty_secret(name: str, value: object, place: str = "") -> None:
+    """Raise ``ConfigError`` if a key or secret is given and empty, alone or in a list.
+
+    It would mean "no key", and a server would be open where a variable was never filled.
+    """
+    if not is_secret(name):
+        return
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return
+    if not items or any(isinstance(item, str) and not item.strip() for item in items):
+        raise ConfigError(f"{place or f'{{{name}}}'} is empty; give it a value or leave it out")
+
+
 def option(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
@@ -415,6 +429,7 @@ OTHER_VARIABLES = frozenset(
         "DUALPATH_DATA",
         "DUALPATH_ENGINE_API_KEY",
         "DUALPATH_LOG_LEVEL",
+        "DUALPATH_LEASE_PASSWORD",
         "DUALPATH_STORAGE_KEY",
     }
 )
@@ -561,6 +576,8 @@ def _given(section: str, field: Declared, value: object, origin: Origin, place: 
     written = origin is not Origin.FILE and isinstance(value, str)
     try:
         found = field.parse(str(value)) if written else field.convert(value)
+        refuse_empty_secret(field.name, value, place)
+        refuse_empty_secret(field.name, found, place)
     except ConfigError as error:
         raise ConfigError(error.spelled({field.name: place})) from error
     return Given(section, field.name, found, origin, place)

@@ -16,7 +16,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.names import name_problem
-from dualpath.core.settings import Setting, Settings, declared, nearest
+from dualpath.core.settings import Setting, Settings, declared, nearest, refuse_empty_secret
 from dualpath.node.home import with_home
 from dualpath.storage.quotas import StorageLimits
 from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
@@ -202,6 +202,14 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         Setting("base URL of this engine's HTTP server for the router", metavar="URL"),
     ]
     storage: Storage
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "further names by which this engine's HTTP server may be called without an API key; "
+            "addresses, names without a dot, this machine's and that of api_url are allowed",
+            metavar="NAME,…",
+        ),
+    ] = ()
     cluster_secret_file: SecretFile = ""
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
@@ -227,7 +235,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         DEFAULT_PARALLEL_READS
     )
     parallel_writes: Annotated[
-        int, Setting("requests whose blocks are written to storage at a time", ge=1)
+        int, Setting("requests that are written to storage at a time", ge=1)
     ] = 4
     storage_write_share: Annotated[
         float,
@@ -367,7 +375,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         named = self.storage_protection
         if named == "auto":
             # A storage key alone must suffice to have no plain blocks.
-            given = self.storage_key_file or os.environ.get(STORAGE_KEY_VARIABLE)
+            # With an empty variable the loading of keys raises an error.
+            given = self.storage_key_file or STORAGE_KEY_VARIABLE in os.environ
             named = "encrypted" if given else "none"
         sealed = named != "none" and self.mode.moves_bytes
         return Protection(named) if sealed else msgspec.UNSET
@@ -407,6 +416,8 @@ def parse_settings(values: dict[str, Any]) -> EngineSettings:
 
     Raises ``ConfigError`` that names the key, the value and the limit.
     """
+    for name, value in values.items():
+        refuse_empty_secret(name, value)
     try:
         return msgspec.convert(values, EngineSettings, strict=False)
     except msgspec.ValidationError as error:

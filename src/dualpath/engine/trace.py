@@ -13,7 +13,7 @@ from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
 
-#: Tracks of steps whose name is not the step's verb.
+#: Tracks that are not named after the verb of their steps.
 STORAGE_TRACK = "storage"
 _TRACKS = {"read": STORAGE_TRACK, "persist": "storage-write"}
 #: Steps that overlap with computation have the layer in their name.
@@ -35,7 +35,8 @@ class TraceRecorder:
         """Raise ``ConfigError`` for a path at which no file can be written."""
         if path:
             _check(Path(path))
-        self._threads = threads
+        #: The current time on the clock of ``record``.
+        self.now_ns = threads.now_ns
         self._path = Path(path) if path else None
         self._process = process
         self._lock = threads.lock()
@@ -75,10 +76,6 @@ class TraceRecorder:
         end_ns = max(done.end_ns for _, done in executed)
         steps = [_described(request_id, done) for request_id, done in executed]
         self.record(name, track or _TRACKS.get(verb, verb), start_ns, end_ns, steps=steps, **args)
-
-    def now_ns(self) -> int:
-        """Return the current time on the clock of ``record``."""
-        return self._threads.now_ns()
 
     def write(self) -> None:
         """End the trace and rename its file; no effect when disabled; idempotent."""

@@ -72,6 +72,7 @@ def router_command(
         beta_tokens=settings.beta_tokens,
         event_log=settings.event_log,
         standby_lock=standby_lock,
+        allowed_hosts=settings.allowed_hosts,
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
@@ -188,7 +189,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``RouterSettings`` set by ``router_command``, overriding a file."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     keys |= {"front_ends", "cluster_port"}
-    given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
+    given = ("allowed_hosts", "open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     lock = {"standby_lock", "standby_lease"} if settings.standby else set()
     tier = set() if settings.dram_tier else {"dram_tier"}
     return frozenset(keys | lock | tier | {key for key in given if getattr(settings, key)})

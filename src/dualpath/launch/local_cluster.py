@@ -44,6 +44,8 @@ from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Resta
 from dualpath.launch.settings import LocalClusterSettings
 from dualpath.launch.start_checks import check_start
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.node.private_folder import log_folder
+from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles
 
@@ -72,7 +74,7 @@ class ClusterKeys:
         one_machine: bool = True,
     ) -> None:
         """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
-        secret = environment.get(SECRET_VARIABLE)
+        secret = secret_variable(SECRET_VARIABLE, environment)
         if not secret and not one_machine:
             raise ConfigError(
                 f"{SECRET_VARIABLE} is not set, and engines on other nodes need a cluster secret; "
@@ -170,7 +172,7 @@ def open_executor(settings: LocalClusterSettings) -> Executor:
     return LocalExecutor(settings)
 
 
-# ------------------------------------------------------------------------------------- role wishes
+# --------------------------------------------------------------------------------- requested roles
 # Applies the role changes that the router requests for engines, and changes of group sizes.
 #
 # The supervisor of an engine restarts it in its new role.
@@ -497,9 +499,7 @@ class LocalCluster:
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
-            path = Path(self.settings.log_dir)
-            path.mkdir(parents=True, exist_ok=True)
-            return path
+            return log_folder(self.settings.log_dir, "{log_dir}")
         if self._own_logs is None:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
         return Path(self._own_logs)

@@ -28,9 +28,14 @@ _MAX_LINKS = 40
 _DESCRIPTOR = re.compile(r"/dev/fd/(\d{1,9})")
 
 
-def write_whole(path: str | Path, content: bytes, *, folders: bool = False) -> None:
-    """Write a file, with ``folders`` also its parents; raises ``OSError`` with the path."""
-    with OutputFile(path, folders=folders) as file:
+def write_whole(
+    path: str | Path, content: bytes, *, folders: bool = False, private: bool = False
+) -> None:
+    """Write a file, with ``folders`` also its parents; raises ``OSError`` with the path.
+
+    A ``private`` file can be read by its user alone, and so can parents that are created for it.
+    """
+    with OutputFile(path, folders=folders, private=private) as file:
         file.write(content)
 
 
@@ -88,16 +93,26 @@ class OutputFile:
     All methods raise ``OSError`` with the path as ``filename``.
     """
 
-    def __init__(self, path: str | Path, *, folders: bool = False, wait: bool = True) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        *,
+        folders: bool = False,
+        wait: bool = True,
+        private: bool = False,
+    ) -> None:
         """Open the file, with ``folders`` create its parents.
 
-        ``wait``: until a process reads if it is a named pipe; otherwise that is an ``OSError``.
+        ``private``: see ``write_whole``.  ``wait``: until a process reads if it is a named pipe;
+        otherwise that is an ``OSError``.
         """
         self._path = str(path)
         self._partial = ""
+        self._new_mode = 0o600 if private else 0o666
         with self._named_errors():
             if folders:
-                Path(path).expanduser().parent.mkdir(parents=True, exist_ok=True)
+                mode = 0o700 if private else 0o777
+                Path(path).expanduser().parent.mkdir(mode, parents=True, exist_ok=True)
             self._target = _followed(self._path)
             self._file = os.fdopen(self._opened(wait), "wb")
 
@@ -152,7 +167,7 @@ class OutputFile:
             status = os.stat(self._target)
         except FileNotFoundError:
             status = None
-        mode = 0o666 if status is None else stat.S_IMODE(status.st_mode)
+        mode = self._new_mode if status is None else stat.S_IMODE(status.st_mode)
         # A replacement would belong to this user.
         own = status is None or (stat.S_ISREG(status.st_mode) and status.st_uid == os.geteuid())
         if own and _DESCRIPTOR.fullmatch(self._target) is None:
@@ -161,7 +176,7 @@ class OutputFile:
             except OSError as error:
                 if status is None or error.errno not in _NO_NEW_FILES:
                     raise
-        return _open_in_place(self._target, wait)
+        return _open_in_place(self._target, wait, self._new_mode)
 
     def _open_partial(self, mode: int, *, known: bool) -> int:
         folder, _, name = self._target.rpartition("/")
@@ -189,22 +204,23 @@ class OutputFile:
         return _named_errors(self._path)
 
 
-def open_in_place(path: str | Path, *, wait: bool = True) -> BinaryIO:
+def open_in_place(path: str | Path, *, wait: bool = True, private: bool = False) -> BinaryIO:
     """Return a file that is written from its beginning, for logs that are read meanwhile.
 
-    ``wait``: see ``OutputFile``.  Raises ``OSError`` with the path.
+    ``wait`` and ``private``: see ``OutputFile``.  Raises ``OSError`` with the path.
     """
     with _named_errors(str(path)):
-        return os.fdopen(_open_in_place(_followed(str(path)), wait), "wb")
+        mode = 0o600 if private else 0o666
+        return os.fdopen(_open_in_place(_followed(str(path)), wait, mode), "wb")
 
 
-def _open_in_place(target: str, wait: bool) -> int:
+def _open_in_place(target: str, wait: bool, mode: int) -> int:
     found = _DESCRIPTOR.fullmatch(target)
     if found is not None:
         return os.dup(int(found[1]))  # goes on where the descriptor is; opening it would start anew
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | (0 if wait else os.O_NONBLOCK)
     try:
-        descriptor = os.open(target, flags, 0o666)
+        descriptor = os.open(target, flags, mode)
     except OSError as error:
         if error.errno == errno.ENXIO:
             raise OSError(errno.ENXIO, "no process reads this pipe") from error

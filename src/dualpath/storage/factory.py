@@ -121,7 +121,7 @@ def open_storage(
     and simulations, not for users.
     ``read_bytes_per_s`` throttles reads to a SNIC's rate (None: unthrottled).  In ``Mode.ORACLE``
     the storage is a directory of block lengths, apart from real blocks.  ``direct_io`` and
-    ``sync``: see ``PosixStorage``; ``keys``: storage keys of a namespace whose blocks are sealed.
+    ``sync``: see ``PosixStorage``; ``keys``: storage keys of a namespace with sealed blocks.
 
     Raises ``ConfigError`` for an unknown scheme, an unusable directory, bucket or plugin.
     """

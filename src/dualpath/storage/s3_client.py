@@ -23,6 +23,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
+from dualpath.node.secret_file import secret_variable
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -227,8 +228,8 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
 
 
 def _credentials(environment: Mapping[str, str]) -> Callable[[], Credentials] | None:
-    access = environment.get("AWS_ACCESS_KEY_ID", "")
-    secret = environment.get("AWS_SECRET_ACCESS_KEY", "")
+    access = secret_variable("AWS_ACCESS_KEY_ID", environment) or ""
+    secret = secret_variable("AWS_SECRET_ACCESS_KEY", environment) or ""
     if not access and not secret:
         return None
     if not access or not secret:
@@ -439,6 +440,8 @@ def _renewed(found: Any) -> Callable[[], Credentials]:  # noqa: ANN401 - a libra
 
 _RETRIED_STATUSES = (408, 429, 500, 502, 503, 504)
 _ERROR_TEXT_BYTES = 1 << 16
+#: Longest response that is read as a whole: lists, and objects that are no blocks.
+_WHOLE_BYTES = 1 << 32
 Answer = TypeVar("Answer")
 
 
@@ -498,7 +501,7 @@ class S3Client:
         def take(response: http.client.HTTPResponse) -> bytes | None:
             if response.status == 416:
                 return b""
-            return None if response.status == 404 else response.read(max_bytes)
+            return None if response.status == 404 else _content(response, max_bytes)
 
         wanted = {} if max_bytes is None else _first(max_bytes)
         return self._request("GET", name, take, missing_is_answer=True, headers=wanted)
@@ -514,7 +517,7 @@ class S3Client:
         query = "&".join(
             f"{key}={quote(asked[key], safe='-._~')}" for key in sorted(asked) if asked[key]
         )
-        return self._request("GET", "", lambda response: response.read(), query=query)
+        return self._request("GET", "", _content, query=query)
 
     def exists(self, name: str) -> bool:
         """Return whether the object exists."""
@@ -598,7 +601,7 @@ class S3Client:
             return Connection(self.location, self._retry_policy, self._tls)
 
     def _release(self, connection: Connection, response: http.client.HTTPResponse) -> None:
-        """Reuse a connection whose response has been read to its end, else close it."""
+        """Reuse a connection if its response has been read to the end, else close it."""
         if not response.length:
             response.read()
         if response.isclosed() and not response.will_close:
@@ -663,6 +666,16 @@ class S3Client:
         if status in _RETRIED_STATUSES:
             raise _TryAgainError(message)
         raise S3Error(f"{self._description(method, name)}: {message}", status, code)
+
+
+def _content(response: http.client.HTTPResponse, max_bytes: int | None = None) -> bytes:
+    """Return the first bytes of a response, or all; a server may announce any length."""
+    if max_bytes is None and (response.length or 0) > _WHOLE_BYTES:
+        raise ConnectionError(
+            f"response of {response.length} bytes, at most {_WHOLE_BYTES} are read; check that "
+            "the address is that of an S3 server"
+        )
+    return response.read(max_bytes)
 
 
 def _first(count: int) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 vLLM fixes scheduler class, worker class, hash algorithm and routes before it creates a connector.
 So a vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed
-command line* of a server whose ``--kv-transfer-config`` names our connector: arguments that were
+command line* of a server if its ``--kv-transfer-config`` names our connector: arguments that were
 left out get the values below, as if they had been typed, and are logged.  Typed arguments are never
 changed; if they cannot work, the connector refuses them at start.  For this the plugin wraps one
 function of vLLM, ``EngineArgs.from_cli_args``, which every server calls once.
@@ -28,6 +28,7 @@ from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, fr
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
 from dualpath.node.home import with_homes
 from dualpath.node.log_level import log_level
+from dualpath.router.api_keys import ApiKeys
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -70,7 +71,7 @@ log = logging.getLogger(__name__)
 SUPPORTED_VLLM = "0.32.0"
 #: Versions on which real engines gave the same answers as plain vLLM (docs/reference/versions.md).
 TESTED_VLLM = ("0.31.0", SUPPORTED_VLLM)
-#: Versions whose source has every hook; no engine of these has run with the connector.
+#: Versions that have every hook in their source; no engine of these has run with the connector.
 READ_VLLM = ("0.33.0",)
 
 #: Name of our entry point in ``vllm.general_plugins``.
@@ -85,8 +86,8 @@ GUARD_CLASS = "dualpath.vllm.engine_guard.EngineGuard"
 #: vLLM's only hash algorithm with the same keys in all processes (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
 
-#: Puts all layers of a model with sliding windows into one KV cache group, whose blocks are freed
-#: only when their request ends; kernels still mask tokens outside the window.
+#: Puts all layers of a model with sliding windows into one KV cache group: its blocks are freed
+#: only when their request ends.  Kernels still mask tokens outside the window.
 ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 #: The router's default ``--block-tokens``; engines and router must agree.
@@ -231,7 +232,7 @@ def complete(args: Namespace) -> list[str]:
 
 
 def _check_server(args: Namespace) -> None:
-    """Raise ``ConfigError`` for servers of vLLM that do not run our guard middleware."""
+    """Raise ``ConfigError`` for servers without our guard middleware, or with an empty API key."""
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
     unguarded = {
         "--grpc": getattr(args, "grpc", False),
@@ -244,6 +245,7 @@ def _check_server(args: Namespace) -> None:
             f"{' and '.join(found)}: an engine of a DualPath cluster needs vLLM's HTTP server in "
             "Python, which runs the guard middleware; leave this option out"
         )
+    ApiKeys(getattr(args, "api_key", None) or ())
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:

@@ -104,7 +104,7 @@ class CostsCache:
     def _write(self, best: CachedCosts) -> None:
         content = msgspec.json.format(msgspec.json.encode(best))
         try:
-            write_whole(self.file, content, folders=True)
+            write_whole(self.file, content, folders=True, private=True)
         except OSError as error:
             log.warning("measured costs cannot be written to %s: %s", self.file, error)
 
@@ -113,7 +113,7 @@ class CostsCache:
 # Times a few forward passes of a prefill engine at start, before the engine joins (§A.4).
 #
 # Each pass is one request in a handmade ``SchedulerOutput``, as in vLLM's own warm-up: tokens to
-# compute after tokens that are marked as cached, whose KV need not be valid for timing.  The
+# compute after tokens that are marked as cached; their KV need not be valid for timing.  The
 # connector's hooks before and after each layer's attention measure the share of attention.
 
 #: Tokens computed in a pass, if the limits allow as many.
@@ -360,7 +360,7 @@ def find_costs(
 
 
 def _from_cache(found: CachedCosts, now_s: float, cache: CostsCache) -> FoundCosts:
-    age_s = now_s - found.measured_s
+    age_s = max(now_s - found.measured_s, 0.0)  # a clock may have been ahead
     log.info(
         "pass costs were measured %.1f h ago, the fastest of %d starts, %s: %s",
         age_s / 3600, found.starts, cache.file, found.costs,

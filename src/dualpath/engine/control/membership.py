@@ -239,7 +239,7 @@ class Membership:
     def _leave_if_drained(self) -> None:
         """Called on the link's thread, which owns the state of the session."""
         link, drained = self._link, self._drained
-        if drained is None or link is None or self.manager.decodes_without_session:
+        if drained is None or link is None or self.manager.active.any_detached:
             return
         if self._empty or link.unregistered:
             self._drained = _nothing

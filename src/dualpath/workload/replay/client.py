@@ -63,6 +63,7 @@ from dualpath.workload.replay.result import (
 # Hints about sessions that agents of a replay send in addition to their turns.
 
 #: Timeout of a hint, after which it is useless.
+_JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
@@ -117,7 +118,9 @@ class HintSender:
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
-                self._http.request(method, url, data=msgspec.json.encode(body)) as answer,
+                self._http.request(
+                    method, url, data=msgspec.json.encode(body), headers=_JSON
+                ) as answer,
             ):
                 if answer.status != 200:
                     text = (await answer.text())[:200]
