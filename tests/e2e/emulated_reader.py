@@ -104,6 +104,6 @@ def runs(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Run a `dualpath` command that ends by itself; return its output."""
     assert words[0] == "dualpath"
     assert main(words[1:]) == 0, words
-    said = capsys.readouterr().out
-    assert said
-    return said
+    output = capsys.readouterr().out
+    assert output
+    return output

@@ -39,10 +39,10 @@ async def test_it_answers_as_the_router_does_and_leaves_the_cluster_to_it(
         log = tmp_path / "frontend.log"
         process = ForkedProcess("frontend", "dualpath.cli.main:main", words, log)
         try:
-            said = await asyncio.to_thread(
+            line = await asyncio.to_thread(
                 process.wait_for_line, "dualpath frontend: OpenAI endpoint", GUARD_S
             )
-            (url,) = re.findall(r"http://[\d.]+:\d+", said)
+            (url,) = re.findall(r"http://[\d.]+:\d+", line)
             body = {"model": model, "prompt": PROMPT, "max_tokens": 9, "return_token_ids": True}
             async with asyncio.timeout(GUARD_S):
                 async with made.http.post(f"{url}/v1/completions", json=body) as response:

@@ -109,6 +109,7 @@ def test_the_ranks_of_groups_send_the_planned_bytes_over_their_nodes_link() -> N
     assert planned < last.cnic_out - first.cnic_out < 1.15 * planned
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     replace = msgspec.structs.replace
@@ -117,22 +118,23 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     sealed = EmulatedEngines(replace(nodes, dram_tier=False, storage_protection="encrypted"))
     lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True, busy_limit=ANY_LOAD)
     with lab as made:
-        kept = made.run(Mode.DUALPATH, ReplayOptions())
+        cached = made.run(Mode.DUALPATH, ReplayOptions())
         others = [
             made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
         ]
     # The only DE has cached every context; nothing is read again.
-    assert kept.storage_bytes == 0
-    assert dram_share(kept) == 1.0
-    hits = kept.client.replay.summary.hit_tokens
+    assert cached.storage_bytes == 0
+    assert dram_share(cached) == 1.0
+    hits = cached.client.replay.summary.hit_tokens
     assert hits
-    for run in (kept, *others):
+    for run in (cached, *others):
         assert run.client.replay.summary.hit_tokens == hits
         assert run.client.verified["de_hbm"] > 0
         assert not any(run.client.wrong.values())
     assert all(run.storage_bytes > 0 and dram_share(run) == 0.0 for run in others)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
@@ -145,8 +147,8 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
         lab=LAB,
         emulated=NODES,
     )
-    said: list[str] = []
-    report = measure_jct(settings, "dualpath lab bench jct", said.append)
+    messages: list[str] = []
+    report = measure_jct(settings, "dualpath lab bench jct", messages.append)
     assert [row[0] for row in report.tables[0].rows] == ["basic", "dualpath"]
     assert any("none wrong" in line for line in report.settings)
     runs = report.data["jobs"][0]["runs"]
@@ -154,7 +156,7 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     assert runs["basic"][0]["summary"].hit_tokens == runs["dualpath"][0]["summary"].hit_tokens
     paths = write_experiment(report, tmp_path)
     assert [path.name for path in paths] == ["small.json", "small.md", "small.png"]
-    assert any("lab of 1P2D is up" in line for line in said)
+    assert any("lab of 1P2D is up" in line for line in messages)
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -171,12 +173,11 @@ def test_a_run_with_a_dead_engine_ends_with_its_log() -> None:
 def test_the_janitor_removes_the_lab_of_a_killed_process(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
     small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
-    source = str(Path(__file__).parents[2] / "src")
     maker = SpawnedProcess(
         "maker",
         (*argv, *small, "--layers", "3", "--mode", "dualpath"),
         tmp_path / "maker.log",
-        {**os.environ, "PYTHONPATH": source},
+        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
         maker.wait_for_line("storing the agents' histories", GUARD_S)

@@ -79,7 +79,7 @@ class Router:
     def in_doubt(self) -> list[cluster.Writer]:
         return []
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         pass
 
 
@@ -93,7 +93,7 @@ class Engine(FakeEngine):
         self.link = ControlLink(
             ZmqRouterConnection(router, secret),
             self.hello,
-            lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+            lambda: control.Report(1, control.Load(0, 0, 0, 1, 1)),
             self.receive,
             lambda reason: None,
             lambda now_ns: None,
@@ -265,6 +265,6 @@ def test_invalid_secrets_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="has 0 characters"):
+    with pytest.raises(ConfigError, match="is empty; create a secret with"):
         load_secret(str(tmp_path / "empty"))
     assert len(new_secret()) > MIN_SECRET_CHARACTERS

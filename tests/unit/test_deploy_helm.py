@@ -182,7 +182,7 @@ def test_a_file_of_settings_reaches_every_process():
 
 
 @pytest.mark.parametrize(
-    ("settings", "said"),
+    ("settings", "message"),
     [
         ((), "model.name is empty"),
         (("model.name=m", "kind=real"), "kind"),
@@ -193,7 +193,7 @@ def test_a_file_of_settings_reaches_every_process():
         (("model.name=m", "kind=emulated", "decode.dataParallel=2"), "decode.dataParallel is 2"),
     ],
 )
-def test_invalid_values_are_refused_by_name(settings, said):
+def test_invalid_values_are_refused_by_name(settings, message):
     run = helm("template", "dp", str(CHART), *(w for s in settings for w in ("--set", s)))
     assert run.returncode != 0
-    assert said in run.stderr
+    assert message in run.stderr

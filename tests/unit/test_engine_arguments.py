@@ -1,6 +1,9 @@
 """A vLLM command line is completed for a DualPath engine; explicit arguments are not changed."""
 
+import logging
+import os
 import socket
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -106,6 +109,34 @@ def test_a_server_without_the_guard_is_refused(other, monkeypatch):
 )
 def test_data_parallel_ranks_may_share_a_server_or_have_one_each(own):
     assert engine_arguments.complete(typed(data_parallel_size=2, **own))
+
+
+def test_kv_memory_in_bytes_overrides_the_variable_of_vllms_cpu_build(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    engine_arguments.ignore_kv_space_variable(None)
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
+    engine_arguments.complete(typed(kv_cache_memory_bytes=1 << 30))
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert "VLLM_CPU_KVCACHE_SPACE=40 (GiB) of the environment is ignored" in caplog.text
+
+
+def test_a_log_level_reaches_engines_whatever_vllms_level_is(monkeypatch, capsys):
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.INFO)  # as vLLM sets it
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    monkeypatch.setenv("DUALPATH_LOG_LEVEL", "debug")
+    engine_arguments.join_vllm_logging()
+    logging.getLogger("dualpath.engine").debug("a detail")
+    assert "a detail" in capsys.readouterr().err
+    assert handler.level == logging.INFO
+    monkeypatch.setenv("DUALPATH_LOG_LEVEL", "error")
+    engine_arguments.join_vllm_logging()
+    logging.getLogger("dualpath.engine").warning("a warning")
+    assert capsys.readouterr().err == ""
 
 
 def test_other_servers_are_left_alone():

@@ -14,7 +14,7 @@ SETTINGS = OnlineSettings(arrive_s=10.0)
 
 
 class Serving:
-    """A system whose TTFT is 1 s up to its capacity in agents per second, and 3 s beyond."""
+    """A system with a TTFT of 1 s up to its capacity in agents per second, and 3 s beyond."""
 
     def __init__(self, mode: Mode, capacity: float, wrong: int | None = None) -> None:
         self.mode = mode
@@ -42,9 +42,9 @@ def test_latencies_are_measured_after_the_system_has_filled_up() -> None:
 
 
 def test_every_mode_is_searched_and_its_bracket_rates_and_ratio_are_reported() -> None:
-    said: list[str] = []
+    errors: list[str] = []
     found = {
-        mode: searched(SETTINGS, Serving(mode, capacity).at, said.append)
+        mode: searched(SETTINGS, Serving(mode, capacity).at, errors.append)
         for mode, capacity in ((Mode.BASIC, 0.35), (Mode.DUALPATH, 1.25))
     }
     report = online_report(SETTINGS, "dualpath lab bench online", (), found)
@@ -54,8 +54,8 @@ def test_every_mode_is_searched_and_its_bracket_rates_and_ratio_are_reported() -
         ("dualpath", "1.23", "1.35", "8", "3.67", ""),
     )
     assert _rates(latencies, "basic") == ["0.4", "0.2", "0.283", "0.336", "0.367", "0.336", "0.367"]
-    assert said[0] == "basic at 0.4 agents/s: TTFT 3.00 s, not within the SLO"
-    assert len(said) == len(latencies.rows)
+    assert errors[0] == "basic at 0.4 agents/s: TTFT 3.00 s, not within the SLO"
+    assert len(errors) == len(latencies.rows)
     ttft = report.panels[0].series[1]
     assert list(ttft.x) == sorted(ttft.x)
 
@@ -83,7 +83,7 @@ def test_a_bracket_that_does_not_hold_and_an_open_one_have_a_remark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "errors"),
     [
         ({"first_agents_per_s": 2.0}, "first_agents_per_s is 2, must be between"),
         ({"least_agents_per_s": 0.5}, r"least_agents_per_s \(0.5\)"),
@@ -91,9 +91,9 @@ def test_a_bracket_that_does_not_hold_and_an_open_one_have_a_remark() -> None:
     ],
 )
 def test_inconsistent_rates_and_several_clusters_are_refused(
-    change: dict[str, object], said: str
+    change: dict[str, object], errors: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=errors):
         msgspec.structs.replace(SETTINGS, **change).check()
 
 

@@ -109,10 +109,10 @@ class _Recorder:
 def test_variants_run_interleaved_and_are_compared_within_a_round() -> None:
     lab, engines = _Recorder(), EmulatedEngines(EmulatedNodes())
     variants = [Variant("a", Mode.DUALPATH, engines), Variant("b", Mode.ORACLE, engines)]
-    said: list[str] = []
-    runs = run_interleaved(lab, variants, 3, ReplayOptions(), said.append)  # type: ignore[arg-type]
+    messages: list[str] = []
+    runs = run_interleaved(lab, variants, 3, ReplayOptions(), messages.append)  # type: ignore[arg-type]
     assert [mode for mode, _ in lab.ran] == [Mode.DUALPATH, Mode.ORACLE] * 3
-    assert len(said) == 6
+    assert len(messages) == 6
     # 2 to 3, 4 to 5, 6 to 7.
     assert paired_ratio(runs, "a", "b") == pytest.approx(4 / 5)
     runs["b"] = [runs["b"][2], *runs["b"][:2]]

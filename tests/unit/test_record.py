@@ -137,12 +137,12 @@ async def test_a_conversation_is_one_session_and_token_ids_are_removed_for_clien
 
 async def test_requested_token_ids_are_forwarded_and_other_paths_are_unchanged():
     async with recording() as live:
-        said = await live.chat("hello", return_token_ids=True)
+        answer = await live.chat("hello", return_token_ids=True)
         async with aiohttp.ClientSession() as http, http.get(f"{live.url}/v1/models") as models:
             assert models.headers["X-Mine"] == "kept"
             assert await models.json() == {"data": [{"id": "m"}]}
 
-    assert '"token_ids": [111]' in said
+    assert '"token_ids":[111]' in answer
     assert (live.proxy.recorded, live.proxy.not_recorded) == (1, 0)
 
 

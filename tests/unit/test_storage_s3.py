@@ -26,6 +26,7 @@ from dualpath.storage.s3_client import (
     Credentials,
     RetryPolicy,
     S3Client,
+    S3Error,
     authorization,
     parse_location,
 )
@@ -58,10 +59,20 @@ def destinations() -> list[memoryview]:
     return [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
 
 
+def test_an_object_of_any_announced_length_is_an_error_of_the_storage(server: FaultyS3) -> None:
+    client = S3Client(server.location, QUICK)
+    client.put("index.kv", [b"content"])
+    server.faults["GET"] = ["endless"] * 3
+    with pytest.raises(S3Error, match="100000000000000000000 bytes, at most"):
+        client.get("index.kv")
+    assert client.get("index.kv") == b"content"
+    client.close()
+
+
 # --- reads ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent"])
+@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent", "endless"])
 def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault]
@@ -72,7 +83,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (500, "500 Planned no"),
         ("closed", "(attempt 3)"),
@@ -80,8 +91,8 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
         ("silent", "timed out"),
     ],
 )
-def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
-    server: FaultyS3, fault: Fault, said: str
+def test_a_read_that_fails_repeatedly_ends_the_run_and_the_block_stays(
+    server: FaultyS3, fault: Fault, message: str
 ) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault, fault, fault]
@@ -89,7 +100,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     assert outcome.good_blocks == 1
     assert outcome.reason is not None
     assert outcome.reason.startswith("read error: GET ")
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert into[0] == DATA[0]
     assert len(server.requests) == 1 + QUICK.attempts
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
@@ -162,7 +173,7 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
+def test_a_look_up_that_fails_once_is_retried_and_one_that_always_fails_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
@@ -186,7 +197,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
     storage.close()
 
 
-def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
+def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]
@@ -310,7 +321,7 @@ def test_url_and_environment_define_the_location(
 
 
 @pytest.mark.parametrize(
-    ("url", "environment", "said"),
+    ("url", "environment", "message"),
     [
         ("s3://UPPER", {}, "3 to 63"),
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
@@ -322,9 +333,9 @@ def test_url_and_environment_define_the_location(
     ],
 )
 def test_invalid_locations_are_refused_by_name(
-    url: str, environment: dict[str, str], said: str
+    url: str, environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_location(url, environment)
 
 

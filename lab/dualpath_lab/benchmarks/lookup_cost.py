@@ -3,10 +3,10 @@
     python -m dualpath_lab.benchmarks.lookup_cost [--directory DIR] [--stat-s 0.001]
 
 First table:  `stat` calls of one look-up of 1,000 blocks, cold (the engine has just started) and
-warm (the same look-up again), by the number of stored blocks.  Second: conversations whose last
-blocks are being written, and as many that are completely stored, all looked up concurrently.  Files
-are empty markers; writes follow each other and take a fixed time.  These are counts, decided by
-deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
+warm (the same look-up again), by the number of stored blocks.  Second: conversations while their
+last blocks are being written, and as many that are completely stored, all looked up concurrently.
+Files are empty markers; writes follow each other and take a fixed time.  These are counts, decided
+by deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
 """
 
 import argparse

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role
-from dualpath.core.control import PROTOCOL_VERSION, Register, Report
+from dualpath.core.control import PROTOCOL_VERSION, Load, Register, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
 from dualpath.engine.counters import Counter
@@ -35,8 +35,6 @@ ASSIGNMENT = Assignment(
     request_id="a",
     prefill_engine="p",
     decode_engine="d",
-    prefill_assign_seq=1,
-    decode_assign_seq=1,
     reads=(HitRun(Role.PREFILL, BlockRun(0, 1)),),
     prefill_read_tokens=64,
     pe_reason="short-queue",
@@ -159,7 +157,7 @@ def registered() -> Registry:
         state = admission.engine
         for event in (admission.event, Event.GROUP_COMPLETE):
             state.machine.on(event)
-        state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
+        state.report = Report(1, Load(0, 0, 0, 1000, 1000), dict.fromkeys(Counter, 1.0))
     return registry
 
 

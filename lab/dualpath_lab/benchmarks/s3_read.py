@@ -5,7 +5,7 @@
 
 One `rclone serve s3` on memory serves all of them over loopback; four requests at a time, without
 verification.  Methods are interleaved in each round; the table shows the median rate, its range and
-the client's CPU seconds per GB.  Methods whose package is not installed are left out.
+the client's CPU seconds per GB.  Methods without an installed package are left out.
 """
 
 import argparse

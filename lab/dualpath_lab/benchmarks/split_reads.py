@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument(
         "--noise", type=float, default=0.01, help="differences below this share count as equal"
     )
-    parser.add_argument("--only", default="", help="cells whose names contain this")
+    parser.add_argument("--only", default="", help="only cells with names that contain this")
     args = parser.parse_args()
     inputs = CatalogInputs()
     rows = [_row(inputs, cell, args.seeds, args.noise) for cell in CELLS if args.only in cell.name]

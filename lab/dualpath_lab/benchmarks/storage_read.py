@@ -188,7 +188,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--block-bytes", type=int, nargs="+", default=[1_474_560, 2_555_904])
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, DEFAULT_PARALLEL_READS])
-    parser.add_argument("--only", default="", help="methods whose names contain this")
+    parser.add_argument("--only", default="", help="only methods with names that contain this")
     arguments = parser.parse_args()
     if not all(1 <= threads <= BATCH_BLOCKS for threads in arguments.threads):
         parser.error(f"--threads {arguments.threads}: each must be between 1 and {BATCH_BLOCKS}")

@@ -8,10 +8,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputFolder
 from dualpath.cli.output import (
     add_json_argument,
     print_progress,
-    require_json_writable,
     warn_if_no_plots,
     wrote_json,
 )
@@ -74,7 +74,7 @@ def add_fuzz(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
         help="http: only this path; may be given several times",
     )
     parser.add_argument(
-        "--pid", type=int, metavar="PID", help="http: the process whose memory must not grow"
+        "--pid", type=int, metavar="PID", help="http: the memory of this process must not grow"
     )
     parser.add_argument(
         "--at-once", type=int, default=8, metavar="N", help="http: concurrent requests"
@@ -102,7 +102,6 @@ def fuzz(args: argparse.Namespace) -> int:
         at_once=at_once,
         progress=print_progress,
     )
-    require_json_writable(args)
     result = asyncio.run(campaign.run())
     if not wrote_json(args, result):
         _print(result)
@@ -178,9 +177,14 @@ def add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> N
         description=_RUN_DESCRIPTION,
     )
     parser.add_argument("--name", default="chaos-run", help="base name of the report's files")
-    parser.add_argument("--out", metavar="DIR", help="write the report to this folder")
     parser.add_argument(
-        "--logs", metavar="DIR", help="new folder for logs and storage (default: a temporary one)"
+        "--out", type=OutputFolder, metavar="DIR", help="write the report to this folder"
+    )
+    parser.add_argument(
+        "--logs",
+        type=OutputFolder,
+        metavar="DIR",
+        help="new folder for logs and storage (default: a temporary one)",
     )
     add_settings(parser, ChaosSettings)
     add_settings(parser, LoadSettings, title="agents")

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dualpath.cli.main import OutputFolder
 from dualpath.cli.output import add_json_argument, print_progress, warn_if_no_plots, wrote_json
 from dualpath.cli.settings import (
     Part,
@@ -195,7 +196,9 @@ def _add_common(parser: argparse.ArgumentParser, lab: Part, compared: Sequence[s
 
 
 def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="write table, plot and JSON there")
+    parser.add_argument(
+        "--out", type=OutputFolder, metavar="DIR", help="write table, plot and JSON there"
+    )
 
 
 def _add_vllm(parser: argparse.ArgumentParser) -> None:
@@ -313,7 +316,7 @@ def command_line() -> str:
 
 PARTS = (Part(LAB),)
 
-_DESCRIPTION = """An emulated cluster on this machine: nodes are network namespaces whose compute
+_DESCRIPTION = """An emulated cluster on this machine: nodes are network namespaces, their compute
 NICs share a switch; every link is shaped to its rate, with a lane for inference and one for KV, and
 storage reads are throttled per node. `run` and `bench` create their own lab and remove it."""
 _EPILOG = """\

@@ -30,7 +30,13 @@ from dualpath.core.errors import (
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.session_hints import session_hints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.api_keys import (
+    ApiKeys,
+    engine_headers,
+    router_keys,
+    server_hosts,
+    warn_if_open,
+)
 from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -150,22 +156,29 @@ class CompletionRequest(msgspec.Struct):
 class RouterServer:
     """HTTP application for a service; both belong to the same event loop.
 
-    With a ``RouterService`` it also serves the routes about the cluster.
+    With a ``RouterService`` it also serves the routes about the cluster.  ``host`` is where it
+    listens.
     """
 
-    def __init__(self, service: RouterService | LinkedFrontEnd) -> None:
+    def __init__(self, service: RouterService | LinkedFrontEnd, host: str = "") -> None:
         self._service = service
+        self._host = host
         self._bodies = ArrivingBodies(service.settings)
         self._memory: KeyCache | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
         settings = self._service.settings
+        keys = router_keys(
+            settings.api_keys,
+            open_metrics=settings.open_metrics,
+            hosts=server_hosts(settings.allowed_hosts, self._host),
+        )
         app = web.Application(
             middlewares=[
                 refusal_count(self._service.metrics),
                 until_client_leaves,
-                api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+                api_key_guard(keys),
             ],
         )
         app.router.add_post("/v1/completions", self._complete)
@@ -337,7 +350,7 @@ async def served(
 ) -> str:
     """Serve clients until the stack is closed; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
-    app = RouterServer(service).app()
+    app = RouterServer(service, host).app()
     server = serving_app(app, host, port, connections, shared)
     at = await stack.enter_async_context(server)
     return http_url(host, at)
@@ -370,7 +383,7 @@ def _usage(completion: CompletionRequest, generated: int, cached: int | None) ->
     }
 
 
-# ------------------------------------------------------------------------------ front door process
+# ----------------------------------------------------------------------------- http server process
 # Runs the light router as a process, or a light front end linked to a remote scheduler.
 
 

@@ -73,7 +73,7 @@ class TierJob(msgspec.Struct, frozen=True, kw_only=True):
         return self.settings.jct.emulated.kv_bytes_per_token
 
     def judged(self, run: Measured) -> list[TurnRecord]:
-        """Return the turns of a run whose latency counts for the target.
+        """Return the turns of a run that count for the target by their latency.
 
         If agents wait for tools: turns after a pause longer than one storage NIC needs for their
         hits; otherwise all turns.

@@ -136,10 +136,10 @@ Progress = Callable[[str], None]
 class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a campaign; ``engines`` describes the engines under test.
 
-    ``missed`` counts faults whose step was not reached in time, by component and step; ``leaks``
-    are resources still held by the idle cluster; ``problems`` counts processes that did not end or
-    restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs; ``load_average``
-    is the machine's over the last 15 minutes.
+    ``missed`` counts faults at steps that were not reached in time, by component and step;
+    ``leaks`` are resources still held by the idle cluster; ``problems`` counts processes that did
+    not end or restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs;
+    ``load_average`` is the machine's over the last 15 minutes.
     """
 
     settings: ChaosSettings

@@ -47,8 +47,8 @@ def _settings(result: CampaignResult) -> tuple[str, ...]:
         f"{load.context_tokens + load.append_tokens} tokens; clients disconnect in "
         f"{load.leave_share:.0%} of requests; deadline {load.request_deadline_s:g} s",
         f"seed {settings.seed}; at most {settings.at_once} concurrent faults; "
-        f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores, "
-        f"whose load average was {result.load_average:.0f}, including this campaign",
+        f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores "
+        f"with a load average of {result.load_average:.0f}, including this campaign",
     )
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import Role, nodes_text, parse_nodes
 from dualpath.core.errors import BadRequestError, ConfigError, DeadlineError, EngineLostError
@@ -77,7 +77,6 @@ def run(args: argparse.Namespace) -> int:
         EngineLostError: the router does not answer, or an engine did not rejoin in time.
         DeadlineError: a change did not end within ``wait_s``.
     """
-    require_json_writable(args)
     settings = flag_settings(args, RolesSettings)
     call = _caller(settings.endpoint, settings.ca_file)
     for engine_id in dict.fromkeys((*settings.set, *settings.ranks)):

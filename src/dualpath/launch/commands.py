@@ -74,6 +74,7 @@ def router_command(
         beta_tokens=settings.beta_tokens,
         event_log=settings.event_log,
         standby_lock=standby_lock,
+        allowed_hosts=settings.allowed_hosts,
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
@@ -125,7 +126,7 @@ def engine_command(
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": _extra_config(
+        "kv_connector_extra_config": engine_extra_config(
             settings,
             role,
             unit,
@@ -196,7 +197,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``RouterSettings`` set by ``router_command``, overriding a file."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     keys |= {"front_ends", "cluster_port"}
-    given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
+    given = ("allowed_hosts", "open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     lock = {"standby_lock", "standby_lease"} if settings.standby else set()
     tier = set() if settings.dram_tier else {"dram_tier"}
     return frozenset(keys | lock | tier | {key for key in given if getattr(settings, key)})
@@ -205,7 +206,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``EngineSettings`` set by ``engine_command``, overriding a file."""
     roles = (Role.PREFILL, Role.DECODE)
-    keys = {key for role in roles for key in _extra_config(settings, role, "", "", "", "")}
+    keys = {key for role in roles for key in engine_extra_config(settings, role, "", "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
 
 
@@ -219,7 +220,7 @@ def rank_id(role: Role, index: int, rank: int, size: int) -> str:
     return rank_name(engine_id(role, index), rank, size)
 
 
-def _extra_config(
+def engine_extra_config(
     settings: LocalClusterSettings,
     role: Role,
     unit: str,

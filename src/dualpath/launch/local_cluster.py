@@ -44,9 +44,11 @@ from dualpath.launch.executor import (
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Restarts, Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.launch.start_checks import check_settings, check_storage
+from dualpath.launch.start_checks import check_start
 from dualpath.node.certificates import trusting_only
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.node.private_folder import log_folder
+from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
 from dualpath.router.scheduler.role_calls import call_roles, open_connection
 from dualpath.vllm.engine_arguments import tls_arguments
@@ -76,7 +78,7 @@ class ClusterKeys:
         one_machine: bool = True,
     ) -> None:
         """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
-        secret = environment.get(SECRET_VARIABLE)
+        secret = secret_variable(SECRET_VARIABLE, environment)
         if not secret and not one_machine:
             raise ConfigError(
                 f"{SECRET_VARIABLE} is not set, and engines on other nodes need a cluster secret; "
@@ -185,7 +187,7 @@ def open_executor(settings: LocalClusterSettings) -> Executor:
     return LocalExecutor(settings)
 
 
-# ------------------------------------------------------------------------------------- role wishes
+# --------------------------------------------------------------------------------- requested roles
 # Applies the role changes that the router requests for engines, and changes of group sizes.
 #
 # The supervisor of an engine restarts it in its new role.
@@ -371,11 +373,10 @@ class LocalCluster:
     def launch(self) -> None:
         """Start everything without waiting; call ``wait_ready`` or ``stop`` next."""
         settings = self.settings
-        check_settings(settings)
+        check_start(settings)
         routers, engines = router_units(settings), tuple(engine_units(settings))
         try:
             self._executor.reserve((*routers, *engines))
-            check_storage(settings.storage)
             self._claim_addresses()
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
@@ -527,9 +528,7 @@ class LocalCluster:
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
-            path = Path(self.settings.log_dir)
-            path.mkdir(parents=True, exist_ok=True)
-            return path
+            return log_folder(self.settings.log_dir, "{log_dir}")
         if self._own_logs is None:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
         return Path(self._own_logs)

@@ -29,6 +29,7 @@ from dualpath.engine.settings import (
     TenantQuota,
 )
 from dualpath.router.settings import (
+    AllowedHosts,
     AlphaTokens,
     ApiKeys,
     BetaTokens,
@@ -138,6 +139,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         ""
     )
     api_keys: ApiKeys = ()
+    allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     front_ends: FrontEnds = 0
     standby: Annotated[
@@ -166,7 +168,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for invalid settings before anything starts."""
         super().check()
-        if "--api-key" in self.vllm_args:
+        if any(word.partition("=")[0] == "--api-key" for word in self.vllm_args):
             raise ConfigError(
                 "--api-key is among {vllm_args}, which are also passed to engines, and engines "
                 "have their own key; give it to `dualpath serve` itself as {api_keys}, before "

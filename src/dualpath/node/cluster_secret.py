@@ -26,7 +26,7 @@ MIN_SECRET_CHARACTERS = 32
 
 _REMEDY = (
     f"create a secret with `openssl rand -hex 32`; give the same one to router and engines in a "
-    f"file (cluster_secret_file) or in {SECRET_VARIABLE}"
+    f"file ({{cluster_secret_file}}) or in {SECRET_VARIABLE}"
 )
 
 

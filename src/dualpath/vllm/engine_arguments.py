@@ -2,7 +2,7 @@
 
 vLLM fixes scheduler class, worker class, hash algorithm and routes before it creates a connector.
 So a vLLM plugin (entry point ``dualpath`` of ``vllm.general_plugins``) completes the *parsed
-command line* of a server whose ``--kv-transfer-config`` names our connector: arguments that were
+command line* of a server if its ``--kv-transfer-config`` names our connector: arguments that were
 left out get the values below, as if they had been typed, and are logged.  Typed arguments are never
 changed; if they cannot work, the connector refuses them at start.  For this the plugin wraps one
 function of vLLM, ``EngineArgs.from_cli_args``, which every server calls once.
@@ -11,6 +11,7 @@ If the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints 
 add.  Importing this module does not import vLLM.
 """
 
+import copy
 import logging
 import os
 import socket
@@ -24,7 +25,10 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, from_tables, layered
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.node.home import with_homes
+from dualpath.node.log_level import log_level
 from dualpath.node.sockets import engine_url
+from dualpath.router.api_keys import ApiKeys
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -57,7 +61,8 @@ def engine_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
         from_tables(schema, {SECTION: table}, file),
         from_environment(schema, variables, OTHER_VARIABLES),
     )
-    return {given.key: given.value for given in outer.values()} | values
+    found = {given.key: given.value for given in outer.values()} | values
+    return with_homes(EngineSettings, found)
 
 
 log = logging.getLogger(__name__)
@@ -66,7 +71,7 @@ log = logging.getLogger(__name__)
 SUPPORTED_VLLM = "0.32.0"
 #: Versions on which real engines gave the same answers as plain vLLM (docs/reference/versions.md).
 TESTED_VLLM = ("0.31.0", SUPPORTED_VLLM)
-#: Versions whose source has every hook; no engine of these has run with the connector.
+#: Versions that have every hook in their source; no engine of these has run with the connector.
 READ_VLLM = ("0.33.0",)
 
 #: Name of our entry point in ``vllm.general_plugins``.
@@ -81,14 +86,17 @@ GUARD_CLASS = "dualpath.vllm.engine_guard.EngineGuard"
 #: vLLM's only hash algorithm with the same keys in all processes (``core.blocks``).
 HASH_ALGORITHM = "sha256_cbor"
 
-#: Puts all layers of a model with sliding windows into one KV cache group, whose blocks are freed
-#: only when their request ends; kernels still mask tokens outside the window.
+#: Puts all layers of a model with sliding windows into one KV cache group: its blocks are freed
+#: only when their request ends.  Kernels still mask tokens outside the window.
 ONE_CACHE_GROUP = "--disable-hybrid-kv-cache-manager"
 
 #: The router's default ``--block-tokens``; engines and router must agree.
 BLOCK_TOKENS = 64
 #: How long an engine may take to write queued blocks when it is ended.
 SHUTDOWN_TIMEOUT_S = 5
+
+#: Overrides ``--kv-cache-memory-bytes`` in vLLM's CPU build.
+KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 
 #: Modes in which a PE holds the KV of all layers.
 _WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
@@ -153,6 +161,19 @@ def tls_arguments(arguments: Sequence[str]) -> TlsArguments:
     return TlsArguments(
         files.get("--ssl-certfile", ""), files.get("--ssl-keyfile", ""), tuple(rest)
     )
+
+
+def ignore_kv_space_variable(kv_bytes: int | None) -> None:
+    """Let KV memory that was given in bytes hold, which a variable overrides in vLLM's CPU build.
+
+    The variable is removed from the environment of this process, with a warning.
+    """
+    if kv_bytes is not None and os.environ.get(KV_SPACE_VARIABLE):
+        space = os.environ.pop(KV_SPACE_VARIABLE)
+        log.warning(
+            "%s=%s (GiB) of the environment is ignored, because KV memory is given as %d bytes",
+            *(KV_SPACE_VARIABLE, space, kv_bytes),
+        )
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -220,6 +241,7 @@ def complete(args: Namespace) -> list[str]:
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
     _check_server(args)
+    ignore_kv_space_variable(getattr(args, "kv_cache_memory_bytes", None))
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args) + _add_adapters(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
@@ -233,7 +255,7 @@ def complete(args: Namespace) -> list[str]:
 
 
 def _check_server(args: Namespace) -> None:
-    """Raise ``ConfigError`` for servers of vLLM that do not run our guard middleware."""
+    """Raise ``ConfigError`` for servers without our guard middleware, or with an empty API key."""
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
     unguarded = {
         "--grpc": getattr(args, "grpc", False),
@@ -246,6 +268,7 @@ def _check_server(args: Namespace) -> None:
             f"{' and '.join(found)}: an engine of a DualPath cluster needs vLLM's HTTP server in "
             "Python, which runs the guard middleware; leave this option out"
         )
+    ApiKeys(getattr(args, "api_key", None) or ())
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
@@ -297,9 +320,13 @@ def _url(host: str | None, port: int | None, router: str, *, tls: bool) -> str:
 def join_vllm_logging() -> None:
     """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
 
-    vLLM sets them when its server's arguments are parsed, not when it is imported.
+    A level of ``node.log_level`` in the environment overrides vLLM's.  vLLM sets them when its
+    server's arguments are parsed, not when it is imported.  Raises ``ConfigError`` for an unknown
+    level.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level or logging.INFO)
+    ours.handlers = [copy.copy(handler) for handler in theirs.handlers]
+    for handler in ours.handlers:
+        handler.setLevel(logging.NOTSET)  # vLLM's drops lines below VLLM_LOGGING_LEVEL
+    ours.setLevel(log_level(theirs.level or logging.INFO))
     ours.propagate = False

@@ -21,7 +21,7 @@ from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
 # ------------------------------------------------------------------------------------ serve parser
-# vLLM's argument parser of ``vllm serve``, whose module depends on vLLM's version.
+# vLLM's argument parser of ``vllm serve``; its module depends on vLLM's version.
 
 try:
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args

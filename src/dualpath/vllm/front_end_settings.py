@@ -19,7 +19,13 @@ ServedNames = Annotated[
 MaxModelLen = Annotated[
     int | None, Setting("longest context in tokens; none: the model's own", ge=2, metavar="TOKENS")
 ]
-Dtype = Annotated[str, Setting("dtype of weights and KV, the same for router and engines")]
+Dtype = Annotated[
+    str,
+    Setting(
+        "dtype of weights and KV, the same for router and engines",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    ),
+]
 LoraModules = Annotated[
     dict[str, str],
     Setting(

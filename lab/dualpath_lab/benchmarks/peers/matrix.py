@@ -143,10 +143,10 @@ _COLUMNS = (
 )
 
 _DISCUSSION = """\
-Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`, whose arguments are stored with
-its runs in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks,
-what they have in common and where they differ. Bytes are those of the measured turns, a number per
-node: prefill nodes, then decode nodes.
+Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`; the run's arguments are stored
+with its results in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the
+stacks, what they have in common and where they differ. Bytes are those of the measured turns, a
+number per node: prefill nodes, then decode nodes.
 
 "Waits for" lists the bottlenecks of a stack's own run: every storage NIC and compute NIC, and the
 cores, with a utilization of at least 85 %. During pauses of the agents' tools nothing has to be
@@ -180,7 +180,7 @@ def _setting_lines(run: int, regimes: int, measurements: Sequence[Measurement]) 
     return (
         "Real vLLM engines on CPU at 1P2D, links shaped by the kernel, a model of random weights "
         "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
-        "with 60. DRAM per node holds 1.25 of their KV, a quarter, or no more than the longest "
+        "with 60. DRAM per node holds 1.25 of their KV, a quarter, or only the longest "
         "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
         f"{run} of {regimes} regimes have been run. Compare only within a row: other "
         "processors are faster or slower.",

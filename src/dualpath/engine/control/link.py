@@ -55,7 +55,7 @@ from dualpath.node.sockets import zmq_host
 # A process that ends closes its connections; a machine that is lost does not.  In that case the
 # local kernel retransmits unacknowledged packets for some 15 minutes (``net.ipv4.tcp_retries2``),
 # even if the address leads to another machine by now: address translation, such as a Kubernetes
-# Service, keeps an existing connection at the old machine.  So the kernel is configured to give up
+# Service, holds an existing connection at the old machine.  So the kernel is configured to give up
 # sooner, and the next connection goes to the current target of the address.
 #
 # ZMTP heartbeats are not used: a suspended process does not answer them though it may continue, and
@@ -364,7 +364,7 @@ class RouterSession(Generic[M, R]):
                 self._end(reason)
             elif action is Action.LOG_REFUSAL and reason != self._logged_refusal:
                 self._logged_refusal = reason
-                log.error("the router refuses this engine: %s", reason)
+                log.error("the router refuses this process: %s", reason)
             elif action is Action.DELIVER and envelope is not None:
                 self._deliver(envelope, now_s)
 

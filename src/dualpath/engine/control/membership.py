@@ -245,14 +245,14 @@ class Membership:
     def _leave_if_drained(self) -> None:
         """Called on the link's thread, which owns the state of the session."""
         link, drained = self._link, self._drained
-        if drained is None or link is None or self.manager.decodes_without_session:
+        if drained is None or link is None or self.manager.active.any_detached:
             return
         if self._empty or link.unregistered or self._router_left_idle(link):
             self._drained = _nothing
             drained()
 
     def _router_left_idle(self, link: ControlLink) -> bool:
-        return self.manager.unfinished_requests == 0 and link.silent_s >= _DRAIN_SILENCE_S
+        return self.manager.active.load()[0] == 0 and link.silent_s >= _DRAIN_SILENCE_S
 
     def _failed(self, reason: str) -> None:
         """End this process, so that a failed engine does not seem alive."""

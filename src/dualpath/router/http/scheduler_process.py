@@ -17,7 +17,13 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError
-from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.api_keys import (
+    ApiKeys,
+    engine_headers,
+    router_keys,
+    server_hosts,
+    warn_if_open,
+)
 from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
 from dualpath.router.http.cluster_calls import ClusterCalls
@@ -37,14 +43,19 @@ from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import UNAVAILABLE
 
 
-def scheduler_app(scheduler: Scheduler) -> web.Application:
-    """Return the application over a scheduler's service."""
+def scheduler_app(scheduler: Scheduler, host: str = "") -> web.Application:
+    """Return the application over a scheduler's service; ``host`` is where it listens."""
     settings = scheduler.settings
+    keys = router_keys(
+        settings.api_keys,
+        open_metrics=settings.open_metrics,
+        hosts=server_hosts(settings.allowed_hosts, host),
+    )
     app = web.Application(
         middlewares=[
             refusal_count(scheduler.metrics),
             until_client_leaves,
-            api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+            api_key_guard(keys),
         ],
     )
 
@@ -97,7 +108,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
         connections = Connections(connection_limits(settings), scheduler.metrics)
 
         async def serve() -> int:
-            app = serving_app(scheduler_app(scheduler), host, address.port, connections)
+            app = serving_app(scheduler_app(scheduler, host), host, address.port, connections)
             return await stack.enter_async_context(app)
 
         at = await bound(leadership, serve)

@@ -17,11 +17,16 @@ from aiohttp.typedefs import Handler, Middleware
 from dualpath.core.addresses import HostPort
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
 from dualpath.node.sockets import listening_socket
-from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
-from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
+from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys, foreign_body
+from dualpath.router.connections import Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import RETRY_AFTER_S, ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import (
+    RETRY_AFTER_S,
+    ArrivingBodies,
+    BodyRefusedError,
+    server_limits,
+)
 from dualpath.router.token_api.statuses import LATER, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 
@@ -50,10 +55,11 @@ async def serving_app(
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    ``connections`` bounds them, by default at ``ConnectionLimits``'.  With ``shared`` others of
-    this user that say so may have the same port.  Raises ``ConfigError`` if the address is taken.
+    ``connections`` bounds them, by default at half of the process's files.  With ``shared`` others
+    of this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
+    taken.
     """
-    guard = Connections(ConnectionLimits()) if connections is None else connections
+    guard = Connections(server_limits()) if connections is None else connections
     if shared is not None:
         app.on_response_prepare.append(functools.partial(_last_if_left, shared))
     runner = web.AppRunner(
@@ -107,7 +113,7 @@ def _outermost(handle: _Handle) -> _Handle:
         guarded = transport.get_protocol() if transport is not None else None
         if not isinstance(guarded, GuardedConnection):
             return await handle(request)  # The connection has gone.
-        with guarded.request():
+        with guarded.request(lambda: not request.content.is_eof()):
             return await handle(request)
 
     return handled
@@ -176,13 +182,24 @@ async def until_signal(drain: Callable[[], Awaitable[None]]) -> None:
 
 
 def api_key_guard(keys: ApiKeys) -> Middleware:
-    """Return the middleware that answers 401, in vLLM's words, to requests without a key."""
+    """Return the middleware that refuses requests without a key, and those of foreign pages.
+
+    A request without a key gets 401 in vLLM's words.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys.admit(request.method, request.path, request.headers.get("Authorization")):
+        method, path, headers = request.method, request.path, request.headers
+        if not keys.admit(method, path, headers.get("Authorization")):
+            return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        foreign = keys.foreign(method, path, lambda name: headers.getall(name, ()))
+        if foreign is None:
             return await handler(request)
-        return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        refused = web.Response(
+            status=foreign.status, body=foreign_body(foreign), content_type="application/json"
+        )
+        refused.force_close()
+        return refused
 
     return guard
 

@@ -21,7 +21,7 @@ ROLES_PATH = "/dualpath/v1/roles"
 class RoleRequest(msgspec.Struct):
     """Body of the POST; without ``engine_id`` the engine that is empty soonest is chosen.
 
-    Without ``role`` a group keeps its own, and has ``ranks`` afterwards.
+    Without ``role`` a group has the same role and ``ranks`` ranks afterwards.
     """
 
     role: Role | None = None
@@ -69,7 +69,8 @@ def call_roles(
     try:
         body = None if request is None else msgspec.json.encode(request)
         path = f"{parts.path.rstrip('/')}{ROLES_PATH}"
-        connection.request("GET" if body is None else "POST", path, body, headers)
+        sent = {**headers, "Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, sent)
         response = connection.getresponse()
         answer = response.read()
         if response.status == 200:

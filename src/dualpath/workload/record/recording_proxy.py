@@ -45,10 +45,10 @@ from dualpath.workload.conversation.text_session import (
 #
 # A session is known by the name its client gives it, or by its tokens: a prompt that begins with
 # all full blocks of an earlier prompt, or of an earlier one and its answer, goes on after it
-# (``policy.session_warmth``).  Clients' names may say who somebody is, so sessions are numbered.
+# (``policy.session_warmth``).  Clients' names may identify a person, so sessions are numbered.
 # Block ids are numbered by appearance.  Keys, which could be guessed from known text, stay here.
 
-#: Blocks of sessions that can be continued; older sessions are forgotten, and start again as new.
+#: Blocks of sessions that can be continued; older sessions are removed, and start again as new.
 _MAX_REMEMBERED_BLOCKS = 10_000_000
 
 

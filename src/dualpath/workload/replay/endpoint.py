@@ -42,6 +42,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The fields of ``/dualpath/v1/status`` that clients use; other fields are ignored."""
 
+    front_end: str | None = None
     mode: str | None = None
     mode_note: str | None = None
     vocab_size: int | None = None
