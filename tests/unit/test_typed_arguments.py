@@ -147,6 +147,9 @@ NOT_LOOKED_AT = {
     *(("lab run", key) for key in ("vllm", "model", "trace_dir", "storage", "config")),
     *(("lab bench roles", "model"), ("lab bench data-plane", "storage"), ("lab up", "storage")),
     *(("demo", "trace"), ("replay", "tokenizer"), ("emulate", "profile")),
+    # Read only with a lease in etcd over TLS, or when an engine has an https:// address.
+    *((name, f"{key}_file") for name in ("scheduler", "emulate")
+      for key in ("lease_ca", "lease_cert", "lease_key", "lease_password", "engine_ca")),
     # A finding of the doctor, and a model that vLLM looks for.
     *(("doctor", "storage"), ("profile", "model")),
 }  # fmt: skip
