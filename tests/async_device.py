@@ -336,7 +336,7 @@ class WorldEventWaiter(EventWaiter):
 
 
 class WorldLayerStream(LayerStream):
-    """A layer stream whose waits execute steps of the world; they time out when there are none."""
+    """A layer stream; its waits execute steps of the world, and time out when there are none."""
 
     world: World
     passed_waits = 0
@@ -351,7 +351,7 @@ class WorldLayerStream(LayerStream):
 
 
 class WorldHbmCopier(HbmCopier):
-    """A copier whose waits execute steps of the world."""
+    """A copier; its waits execute steps of the world."""
 
     world: World
 

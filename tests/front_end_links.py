@@ -37,14 +37,14 @@ class Link(RemoteScheduling):
         self._tasks = []
 
 
-class Door:
+class LinkServer:
     """A scheduler's server of front-end links, and its network."""
 
     def __init__(self, scheduler: Scheduler, network: ControlNetwork) -> None:
         self.network = network
         #: By so much its clock is ahead, as after a stall of the scheduler's process alone.
         self.ahead_s = 0.0
-        self.door = FrontEndServer(scheduler, network, self._now_s, TIMEOUT_S)
+        self.server = FrontEndServer(scheduler, network, self._now_s, TIMEOUT_S)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time() + self.ahead_s
@@ -65,11 +65,13 @@ class Door:
 
 
 @contextlib.asynccontextmanager
-async def door(scheduler: Scheduler, network: ControlNetwork | None = None) -> AsyncIterator[Door]:
-    """Start the link server of a scheduler whose engines are registered."""
-    made = Door(scheduler, network or ControlNetwork())
-    await made.door.start("memory", 0)
+async def link_server(
+    scheduler: Scheduler, network: ControlNetwork | None = None
+) -> AsyncIterator[LinkServer]:
+    """Start the link server of a scheduler with registered engines."""
+    made = LinkServer(scheduler, network or ControlNetwork())
+    await made.server.start("memory", 0)
     try:
         yield made
     finally:
-        await made.door.stop()
+        await made.server.stop()

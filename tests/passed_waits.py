@@ -14,7 +14,7 @@ class PassedWaits(OsThreads):
         self.late_s = 0.0
 
     def event(self) -> Event:
-        """Return an event whose waits are recorded."""
+        """Return an event that records its waits."""
         return _Event(self.passed_s)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:

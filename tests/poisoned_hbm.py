@@ -1,9 +1,9 @@
-"""A prefill engine whose HBM holds NaN wherever no KV was loaded or computed.
+"""A prefill engine with HBM that holds NaN wherever no KV was loaded or computed.
 
 When a layer's region is free for it, and before anything is loaded into it or computed, all of the
 region becomes NaN, of whatever layer and request it was.  So what attention reads of stale KV is in
 its answer, however small its weight.  Blocks that the pass computes become zeros: of the last one
-vLLM's kernel multiplies what lies behind the prompt by a weight of zero, which leaves NaN as it is.
+vLLM's kernel multiplies what is behind the prompt by a weight of zero, which leaves NaN as it is.
 """
 
 import ctypes
@@ -73,7 +73,7 @@ def skip_wait(unwaited: int, patch: Patch = setattr) -> None:
 def _poison(region: RegionInfo, computed: Iterable[int]) -> None:
     """Fill all blocks of a region except those that are ``computed`` now."""
     block_bytes = region.stride_bytes
-    assert block_bytes == region.piece_bytes, "what lies between blocks is not ours"
+    assert block_bytes == region.piece_bytes, "memory between blocks is not ours"
     ctypes.memset(region.base_address, _NAN, block_bytes * region.pieces)
     for block in computed:
         ctypes.memset(region.base_address + block * block_bytes, 0, block_bytes)

@@ -1,4 +1,4 @@
-"""Toy engines of several ranks, whose threads are the ranks, each with its slice of every block.
+"""Toy engines of several ranks, which are threads, each with its slice of every block.
 
 ``RankedCluster`` is a ``ToyCluster`` in which the prefill and the decode engine are cut as a test
 likes: blocks in buffers and storage are whole all the same.
@@ -23,10 +23,10 @@ from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.passes.device import HostDevice
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import HbmLayout, HbmPart
-from dualpath.engine.passes.step_transfers import Replica
+from dualpath.engine.passes.step_transfers import PrefillChunk, Replica
 from dualpath.engine.ranks.follower import FollowedPass, Follower
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -241,7 +241,7 @@ class RankedEngine(ToyEngine):
         here = self.hbms[rank][layer % self.regions][block]
         return bytes(here.tobytes()) == self.slice_of(rank, content)
 
-    def begin_pass(self, rank: int, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+    def begin_pass(self, rank: int, parts: Sequence[PrefillChunk]) -> ForwardPass | FollowedPass:
         """Begin a pass at one rank, on the thread of the rank."""
         if rank:
             return self.followers[rank - 1].begin_pass(parts)
@@ -307,10 +307,10 @@ class RankedCluster(ToyCluster):
     ) -> list[dict[str, str]]:
         """Run one forward pass on all ranks; return the failures of each rank.
 
-        A request whose stored KV a rank did not have when it computed has to be among them.
+        They include each request that a rank computed without having its stored KV.
         """
         wrong: list[tuple[str, int, int]] = []
-        parts = [PromptPart(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
+        parts = [PrefillChunk(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
 
         def run(rank: int) -> dict[str, str]:
             engine = self.prefill

@@ -22,7 +22,7 @@ _NOTICE = {
 class RayCluster:
     """Two raylets; nothing of it is used by another Ray of this machine.
 
-    The first has so many ``cpus``: room for a router and one engine if nobody says more.
+    The first has so many ``cpus``: by default room for a router and one engine.
     """
 
     def __init__(self, cpus: int = 2) -> None:

@@ -39,7 +39,7 @@ def agents_of(
 
 
 def growing_agent(turns: int, first: int, append: int, generated: int) -> list[RoundLengths]:
-    """Return the rounds of an agent whose context grows by pure appends."""
+    """Return the rounds of an agent with a context that grows by pure appends."""
     rounds, context = [], 0
     for turn in range(turns):
         prompt = context + (first if turn == 0 else append)

@@ -37,7 +37,7 @@ def sliding_window(block_tokens: int, window_tokens: int) -> SlidingWindowSpec:
 
 
 def state(block_tokens: int) -> MambaSpec:
-    """Return a layer that keeps one state per prefix."""
+    """Return a layer with one state per prefix."""
     return MambaSpec(block_size=block_tokens, shapes=((4, 8),), dtypes=(torch.float32,))
 
 
@@ -51,7 +51,7 @@ def attending(window_tokens: int | None) -> Attention:
 def loaded_config(
     layers: Mapping[str, object], prefix_caching: bool = False, lookahead_tokens: int = 0
 ) -> Any:
-    """Return the configuration of an engine whose model is loaded."""
+    """Return the configuration of an engine with a loaded model."""
     return SimpleNamespace(
         compilation_config=SimpleNamespace(static_forward_context=dict(layers)),
         cache_config=SimpleNamespace(enable_prefix_caching=prefix_caching),

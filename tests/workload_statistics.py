@@ -43,7 +43,7 @@ class WorkloadStatistics(msgspec.Struct, frozen=True):
 
 
 def describe(table: AgentTable, block_tokens: int = 64) -> WorkloadStatistics:
-    """Return the statistics of ``table``, whose hits are multiples of ``block_tokens``."""
+    """Return the statistics of ``table``; its hits are multiples of ``block_tokens``."""
     turns = np.diff(table.first_round)
     last = table.first_round[1:] - 1
     ends = table.prompt_tokens.astype(np.int64) + table.generated_tokens

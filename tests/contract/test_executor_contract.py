@@ -97,8 +97,8 @@ def test_processes_of_a_unit_share_a_place_and_exit_one_by_one_on_request(
         asked, interrupted = (
             supervisor.add(process) for process in executor.start(GROUP, launches, tmp_path)
         )
-        said = [process.wait_for_line("up", GUARD_S).split() for process in (asked, interrupted)]
-        assert [words[3] for words in said] == [executor.host] * 2
+        lines = [process.wait_for_line("up", GUARD_S).split() for process in (asked, interrupted)]
+        assert [words[3] for words in lines] == [executor.host] * 2
         asked.terminate()
         assert asked.wait(GUARD_S) == 0
         assert asked.output().splitlines()[-1] == "asked"

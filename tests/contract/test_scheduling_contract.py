@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import msgspec
 import pytest
-from tests.front_end_links import door
+from tests.front_end_links import link_server
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import job, keys_of
@@ -97,7 +97,7 @@ async def as_data(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
 
 @contextlib.asynccontextmanager
 async def remote(scheduler: Scheduler) -> AsyncIterator[Scheduling]:
-    async with door(scheduler) as opened, opened.link("f") as link:
+    async with link_server(scheduler) as opened, opened.link("f") as link:
         yield link
 
 
@@ -105,7 +105,7 @@ CONNECTIONS: dict[str, Connect] = {"direct": direct, "as data": as_data, "remote
 
 
 class HandMade:
-    """A front end that does what a test tells it to."""
+    """A front end that executes the steps of a test."""
 
     def __init__(self, made: Cluster, scheduling: Scheduling) -> None:
         self.made, self.scheduling = made, scheduling
@@ -126,7 +126,7 @@ class HandMade:
         return placed
 
     async def prefill(self, attempt: ScheduledAttempt, name: str) -> DecodeTransfer:
-        """Have the PE do its part of an attempt; return what the DE has to be told."""
+        """Execute the PE's part of an attempt; return what the DE has to be sent."""
         transfer = await attempt.prepare()
         await self.made.calls.prefill(self.placed().prefill, job(name, PROMPT), transfer)
         done = await attempt.prefilled()
@@ -140,7 +140,7 @@ class HandMade:
         await attempt.decoded()
 
     async def everything_is_free(self) -> None:
-        # What was said before has been taken up when this is answered.
+        # Earlier messages have been handled when this is answered.
         assert not await self.scheduling.hint_session("", "nobody", NO_HINTS)
         await self.made.settled()
         context = self.made.service.scheduler
@@ -198,14 +198,14 @@ async def test_a_lost_engine_breaks_the_attempt_that_needs_it(connect: Connect, 
         await own.everything_is_free()
 
 
-async def test_to_be_over_twice_or_before_anything_began_harms_nobody(connect: Connect) -> None:
+async def test_ending_twice_or_before_the_begin_has_no_effect(connect: Connect) -> None:
     async with front_end(connect) as own:
         request = own.begins("a")
         own.attempt(request, "a").close("cancelled")
         first = own.attempt(request, "a")
         first.close("cancelled")
         second = own.attempt(request, "a")
-        first.close("said again, late")
+        first.close("resent, late")
         await own.decode(second, "a", await own.prefill(second, "a"))
         second.close("finished")
         second.close("finished")

@@ -82,10 +82,10 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
             )
         case "throttled":
             return ThrottledStorage(MemoryStorage(NAMESPACE), 1e12)
-        case "remembering":
+        case "lookup-cache":
             return LookupCachingStorage(MemoryStorage(NAMESPACE), time.monotonic_ns)
-        case "kept":
-            return MaintainedStorage(PosixStorage(root, NAMESPACE), keeper(PosixObjects(root)))
+        case "maintained":
+            return MaintainedStorage(PosixStorage(root, NAMESPACE), maintenance(PosixObjects(root)))
         case "node-dram":
             dram = NodeDram(root, NAMESPACE, 1 << 24)
             return NodeDramStorage(MemoryStorage(NAMESPACE), dram)
@@ -100,7 +100,7 @@ def make_backend(name: str, root: Path, servers: contextlib.ExitStack) -> BlockS
     raise AssertionError(name)
 
 
-def keeper(tree: ObjectTree) -> StorageMaintenance:
+def maintenance(tree: ObjectTree) -> StorageMaintenance:
     """Return the maintenance of an engine that is not a janitor candidate and declines nothing."""
     journal = Journal(tree, namespace_name(NAMESPACE), "engine")
     return StorageMaintenance(tree, journal, WriteGate(), None, time.time, time.monotonic)
@@ -111,7 +111,15 @@ NIXL = [
     pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not here"),
 ]
 BYTE_BACKENDS = [
-    *("memory", "posix-direct", "posix-cached", "throttled", "remembering", "kept", "node-dram"),
+    *(
+        "memory",
+        "posix-direct",
+        "posix-cached",
+        "throttled",
+        "lookup-cache",
+        "maintained",
+        "node-dram",
+    ),
     *("s3", "s3-unconditional"),
     *("memory-encrypted", "posix-authenticated", "posix-encrypted", "s3-encrypted"),
     *(
@@ -194,10 +202,10 @@ def test_a_missing_block_is_missing_without_its_window_layers_too(
 def test_written_blocks_are_stored_and_read_up_to_the_first_gap(
     storage: BlockStorage, keys: list[BlockKey]
 ) -> None:
-    kept = [0, 1, 2, 4, 5]
+    stored = [0, 1, 2, 4, 5]
     data = contents()
-    assert storage.write([keys[i] for i in kept], [data[i] for i in kept]) == 5
-    assert [i for i, key in enumerate(keys) if storage.is_stored(key)] == kept
+    assert storage.write([keys[i] for i in stored], [data[i] for i in stored]) == 5
+    assert [i for i, key in enumerate(keys) if storage.is_stored(key)] == stored
     outcome = read_run(storage, keys, destinations())
     assert (outcome.good_blocks, outcome.reason) == (3, "missing")
 

@@ -323,7 +323,7 @@ def test_a_disconnected_peer_can_be_connected_again(engines: tuple[Engine, Engin
     assert decode.piece(3) == prefill.piece(3)
 
 
-def test_registered_memory_is_kept_alive_until_close(open_transport: OpenTransport) -> None:
+def test_registered_memory_lives_until_close(open_transport: OpenTransport) -> None:
     class Owner:
         pass
 
@@ -569,15 +569,15 @@ def test_a_process_with_a_reused_process_number_is_not_accessed(
 
 
 @pytest.mark.parametrize(
-    ("metadata", "said"),
+    ("metadata", "message"),
     [
         (msgspec.msgpack.encode(HostProcess("elsewhere", 1, 1)), "is on another machine"),
         (b"\xff NIXL's own", "has another transport"),
     ],
 )
-def test_agents_unreachable_by_kernel_calls_are_refused(metadata: bytes, said: str) -> None:
+def test_agents_unreachable_by_kernel_calls_are_refused(metadata: bytes, message: str) -> None:
     here = Engine(open_process_memory("pe", InProcessFabric()), 1)
-    with pytest.raises(PeerLostError, match=said):
+    with pytest.raises(PeerLostError, match=message):
         here.transport.connect(AgentInfo("de", metadata, ()))
 
 

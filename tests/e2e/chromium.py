@@ -49,8 +49,8 @@ def running_chromium(program: str, profile: Path) -> Iterator[str]:
             Path(logs) / "chromium.log",
         )
         try:
-            said = process.wait_for_line("DevTools listening on", GUARD_S)
-            yield said.rpartition(" ")[2]
+            line = process.wait_for_line("DevTools listening on", GUARD_S)
+            yield line.rpartition(" ")[2]
         finally:
             process.kill()
             process.wait(GUARD_S)

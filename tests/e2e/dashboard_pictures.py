@@ -2,8 +2,8 @@
 
     PYTHONPATH=src python -m tests.e2e.dashboard_pictures FOLDER --seconds 90
 
-2P2D in this process, each SNIC throttled; agents whose contexts grow by a turn's text until they
-start again.  Each width in each theme; the same for 64 nodes and for synthetic runs.
+2P2D in this process, each SNIC throttled; agents with contexts that grow by a turn's text until
+they start again.  Each width in each theme; the same for 64 nodes and for synthetic runs.
 """
 
 import argparse
@@ -78,7 +78,7 @@ async def run_pictures(tab: Tab, url: str, folder: Path, run: Path) -> None:
 
 
 def made_up_replay(path: Path) -> None:
-    """Write a result of turns whose times are random."""
+    """Write a result of turns with random times."""
     chance = random.Random(5)
     turns = [
         turn(number, start_s=start_s, ttft_s=0.2 + chance.expovariate(3), latency_s=3.0)

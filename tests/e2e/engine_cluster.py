@@ -31,7 +31,7 @@ from dualpath.launch.fork_server import ForkedProcess
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.policy.events import Assignment
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
@@ -179,8 +179,8 @@ class EngineCluster:
         states = [s for s in self.service.registry.all() if s.alive]
         return all(
             s.report is not None
-            and s.report.unfinished_requests == 0
-            and s.report.free_buffer_tokens == s.info.buffer_tokens
+            and s.report.load.unfinished_requests == 0
+            and s.report.load.free_buffer_tokens == s.info.buffer_tokens
             for s in states
         )
 
@@ -188,9 +188,10 @@ class EngineCluster:
         """Wait until every engine has freed all buffers and HBM."""
         until(self.idle, "engines idle with free buffers")
 
-    def assignments(self) -> list[AssignmentNote]:
+    def assignments(self) -> list[Assignment]:
         """Decisions since ``forget_assignments``."""
-        return list(self.service.scheduler.dispatch.recent)[self._forgotten :]
+        placed = list(self.service.scheduler.dispatch.recent)[self._forgotten :]
+        return [placement.assignment for placement in placed if placement.assignment is not None]
 
     def forget_assignments(self) -> None:
         """Begin a new list of decisions."""
@@ -210,7 +211,7 @@ class EngineCluster:
         return complete(self.url, prompt, generate, salt, model, hints)
 
     def cached_blocks(self, keys: Sequence[bytes]) -> dict[str, int]:
-        """Return whose buffer keeps how many blocks of a chain, as far as the router knows."""
+        """Return how many blocks of a chain each engine's buffer caches, by the router's index."""
         engines = self.service.scheduler.cached._engines.items()
         return {name: n for name, engine in engines if (n := engine.buffer.head(keys))}
 
@@ -263,12 +264,12 @@ class EngineCluster:
         return answers
 
     def ask_without_hits(
-        self, rounds: Sequence[Round], said: Sequence[list[int]], model: str = NAME
+        self, rounds: Sequence[Round], generated: Sequence[list[int]], model: str = NAME
     ) -> Answer:
         """Send an agent's last turn, given all answers, with an unused salt."""
-        turns = zip(rounds, said, strict=True)
+        turns = zip(rounds, generated, strict=True)
         tokens = [token for turn, answer in turns for token in (*turn.append, *answer)]
-        prompt = tokens[: len(tokens) - len(said[-1])]
+        prompt = tokens[: len(tokens) - len(generated[-1])]
         return self.ask(prompt, rounds[-1].generate, f"unused {next(self._unused)}", model)
 
     def expected_hits(self, rounds: Sequence[Round]) -> list[int]:
@@ -284,7 +285,7 @@ class EngineCluster:
 
 
 def tiny_cluster_settings(model: Path, storage: Path, **changes: Any) -> LocalClusterSettings:
-    """Settings of a cluster of float32 engines whose quota cuts prompts after 256 tokens.
+    """Settings of a cluster of float32 engines with a quota that cuts prompts after 256 tokens.
 
     Every hit is read from storage, which most tests examine.
     """

@@ -34,7 +34,7 @@ BLOCK_TOKENS = 64
 
 
 class SettableRegistry(Registry):
-    """A registry whose live roles a test decides."""
+    """A registry with live roles that a test sets."""
 
     def __init__(self):
         super().__init__()

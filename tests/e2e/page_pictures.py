@@ -44,7 +44,7 @@ async def pictures(tab: Tab, page: Path, folder: Path) -> list[str]:
 async def run(folder: Path, pages: list[Path], devtools: str) -> list[str]:
     """Take all pictures; return what is wrong."""
     async with open_tab(devtools) as tab:
-        wrong = [said for page in pages for said in await pictures(tab, page, folder)]
+        wrong = [problem for page in pages for problem in await pictures(tab, page, folder)]
         return [*wrong, *tab.troubles]
 
 

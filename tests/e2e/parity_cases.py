@@ -23,7 +23,7 @@ CALL = r'<tool_call>\n\{"name": "weather", "arguments": \{"unit": "kelvin"\}\}\n
 #: Off for most chats: a random model never ends its thinking of its own accord.
 NOT_THINKING = {"chat_template_kwargs": {"enable_thinking": False}}
 
-#: A chat whose answer begins in the middle of a thought, for which a budget is set.
+#: A chat with an answer that begins in the middle of a thought, for which a budget is set.
 THINKING: dict[str, Any] = {
     "messages": [{"role": "user", "content": TEXT}, {"role": "assistant", "content": "<think>So"}],
     "add_generation_prompt": False,

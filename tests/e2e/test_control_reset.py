@@ -29,7 +29,7 @@ class Router:
         self.server = ControlServer(
             Registry(), self, asyncio.get_running_loop().time, engine_timeout_s=GUARD_S
         )
-        self.heard: list[str] = []
+        self.received: list[str] = []
         self.events: asyncio.Queue[str] = asyncio.Queue()
 
     def on_joined(self, info: EngineInfo) -> None:
@@ -44,9 +44,9 @@ class Router:
     def on_dead(self, writer: cluster.Writer) -> None:
         self.events.put_nowait("dead")
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         if isinstance(message, request_messages.Released):
-            self.heard.append(message.request_id)
+            self.received.append(message.request_id)
             if message.request_id == "last":
                 self.events.put_nowait("last")
 
@@ -55,11 +55,11 @@ class Router:
 
 
 def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> ControlLink:
-    """An idle engine's end, whose load never changes."""
+    """An idle engine's end; its load never changes."""
     return ControlLink(
         ZmqRouterConnection(f"tcp://{address}"),
         FakeEngine("p0", Role.PREFILL, set()).hello,
-        lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+        lambda: control.Report(1, control.Load(0, 0, 0, 1, 1)),
         take,
         lambda reason: None,
         lambda now_ns: None,
@@ -70,14 +70,14 @@ def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> 
 async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_nothing() -> None:
     router, loop = Router(), asyncio.get_running_loop()
     await router.server.start("127.0.0.1", 0)
-    heard: list[str] = []
+    received: list[str] = []
     welcomed, over = asyncio.Event(), asyncio.Event()
 
     def take(message: control.RouterMessage) -> None:
         if isinstance(message, control.Registered):
             loop.call_soon_threadsafe(welcomed.set)
         if isinstance(message, request_messages.Release):
-            heard.append(message.request_id)
+            received.append(message.request_id)
             if message.request_id == "last":
                 loop.call_soon_threadsafe(over.set)
 
@@ -87,12 +87,12 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         link.start()
         assert await router.events.get() == "joined"
         await welcomed.wait()
-        said = []
+        sent = []
         for reset in range(RESETS + 1):
             for number in range(MESSAGES):
-                said.append(f"{reset}.{number}")
-                router.server.send("p0", request_messages.Release(said[-1], "test"))
-                link.send(request_messages.Released(said[-1]))
+                sent.append(f"{reset}.{number}")
+                router.server.send("p0", request_messages.Release(sent[-1], "test"))
+                link.send(request_messages.Released(sent[-1]))
                 await asyncio.sleep(0)
             if reset < RESETS:
                 while not relay.reset():  # the connection before has not come back yet
@@ -103,10 +103,10 @@ async def test_a_connection_that_is_reset_again_and_again_loses_and_doubles_noth
         await over.wait()
         await asyncio.to_thread(link.close, control.Deregister(reason="test"))
     await router.server.stop()
-    assert heard == router.heard == [*said, "last"]
+    assert received == router.received == [*sent, "last"]
 
 
-async def test_an_engine_speaks_to_the_router_that_follows_without_a_heartbeat(
+async def test_an_engine_talks_to_the_next_router_without_a_heartbeat(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for never in ("HEARTBEAT_S", "ROUTER_TIMEOUT_S"):

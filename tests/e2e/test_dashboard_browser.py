@@ -86,7 +86,7 @@ async def test_a_served_request_is_seen_and_then_that_the_router_is_gone(
     assert "Trying again" in await tab.value(text_of("#problem"))
 
 
-async def test_a_router_with_keys_shows_itself_to_who_gives_one(tab: Tab, tmp_path: Path) -> None:
+async def test_a_router_with_keys_is_shown_to_a_reader_with_a_key(tab: Tab, tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, api_keys=("right",))
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         await tab.go(f"{made.endpoint}/dashboard#key=wrong")
@@ -114,7 +114,7 @@ async def test_names_of_engines_are_text_whatever_they_are(tab: Tab) -> None:
         assert await tab.value("document.title") == "DualPath"
 
 
-async def test_the_group_of_lost_engines_is_told_where_one_has_any(tab: Tab) -> None:
+async def test_lost_engines_are_listed_with_their_group(tab: Tab) -> None:
     reported = ReportedCluster()
     alone = reported.join("pe-0", Role.PREFILL)
     rank = reported.join("de-0", Role.DECODE, dp=GroupRank("rack", "first", 0, 1))
@@ -221,9 +221,7 @@ async def test_finished_runs_open_from_picker_drop_and_address(tab: Tab, tmp_pat
         assert "another host" in await tab.value(text_of("#problem"))
 
 
-async def test_on_a_telephone_only_a_turn_that_failed_speaks_of_an_error(
-    tab: Tab, tmp_path: Path
-) -> None:
+async def test_on_a_telephone_only_a_failed_turn_shows_an_error(tab: Tab, tmp_path: Path) -> None:
     path = tmp_path / "replay.json"
     failed = turn(1, error="engine pe-0 is lost", ttft_s=None)
     path.write_bytes(msgspec.json.encode(result("dualpath", 2.5, turn(0), failed)))
@@ -256,7 +254,7 @@ async def test_a_saved_copy_opens_runs_without_any_router(tab: Tab, tmp_path: Pa
         ('{"schema": "dualpath.plan/1"}', 'its schema is "dualpath.plan/1"'),
         ("[1, 2]", "its schema is null"),
         ('{"schema": "__proto__"}', "its schema is"),
-        ('{"schema": "dualpath.replay/1", "turns": 3}', "lacks what belongs to it"),
+        ('{"schema": "dualpath.replay/1", "turns": 3}', "a part of it is missing"),
     ],
 )
 async def test_other_files_are_refused_and_what_was_shown_stays(

@@ -1,4 +1,4 @@
-"""Emulated engines whose ranks are processes, as an operator starts them."""
+"""Emulated engines with ranks as processes, as an operator starts them."""
 
 import asyncio
 import os
@@ -70,8 +70,8 @@ async def test_agents_are_served_by_ranks_and_an_engine_ends_with_one_of_them(
             killed = followers["prefill-0"][1]
             os.kill(killed, signal.SIGKILL)
             assert await asyncio.to_thread(lost.wait, GUARD_S) == -signal.SIGKILL
-            said = rf"prefill-0 ends itself: rank \d \(process {killed}\) has ended, by SIGKILL"
-            assert re.search(said, lost.output())
+            message = rf"prefill-0 ends itself: rank \d \(process {killed}\) has ended, by SIGKILL"
+            assert re.search(message, lost.output())
             async with aiohttp.ClientSession() as http:
                 body = {"prompt": list(range(7, 90)), "max_tokens": 4}
                 async with http.post(f"{endpoint}/v1/completions", json=body) as response:

@@ -188,7 +188,7 @@ def test_a_client_that_leaves_in_mid_decode_frees_everything(
     assert truth.long_answer[: len(tokens)] == tokens
 
 
-def test_a_rotten_block_is_computed_again_and_stored_anew(
+def test_a_corrupt_block_is_recomputed_and_stored_again(
     engines: EngineCluster, agents: list[list[Round]], truth: Truth
 ) -> None:
     first, second = agents[1][:2]

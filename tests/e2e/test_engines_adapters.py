@@ -74,11 +74,11 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
             ),
         ]
         with plain:
-            said = {name: play_plain(plain.url, ROUNDS, name) for name in MODELS[1:]}
-            said[NAME] = play_plain(plain.url, ROUNDS, NOTHING)
+            answers = {name: play_plain(plain.url, ROUNDS, name) for name in MODELS[1:]}
+            answers[NAME] = play_plain(plain.url, ROUNDS, NOTHING)
         cluster.wait_for(*names)
         turns = in_parallel([partial(play, cluster, name) for name in MODELS])
-        yield Served(cluster, dict(zip(MODELS, turns, strict=True)), said)
+        yield Served(cluster, dict(zip(MODELS, turns, strict=True)), answers)
 
 
 def play(cluster: EngineCluster, model: str) -> Turns:
@@ -97,20 +97,20 @@ def extras_of(cluster: EngineCluster, model: str) -> KeyExtras:
     return cluster.service.registry.adapters.adapter(model, path).extras(None)
 
 
-def test_each_adapter_says_what_it_says_on_a_plain_engine(served: Served) -> None:
-    said = {name: [t.token_ids for t in turns] for name, turns in served.turns.items()}
-    assert said == served.plain
+def test_each_adapter_answers_as_on_a_plain_engine(served: Served) -> None:
+    answers = {name: [t.token_ids for t in turns] for name, turns in served.turns.items()}
+    assert answers == served.plain
     assert len({tuple(turns[0]) for turns in served.plain.values()}) == len(MODELS)
 
 
-def test_without_hits_each_adapter_says_the_same(served: Served) -> None:
-    for model, said in served.plain.items():
-        computed = served.cluster.ask_without_hits(ROUNDS, said, model)
-        assert computed == (said[-1], 0)
+def test_without_hits_each_adapter_answers_the_same(served: Served) -> None:
+    for model, answers in served.plain.items():
+        computed = served.cluster.ask_without_hits(ROUNDS, answers, model)
+        assert computed == (answers[-1], 0)
         assert served.turns[model].second.cached_tokens > 0
 
 
-def test_an_adapter_finds_its_own_kv_and_nobody_elses(served: Served) -> None:
+def test_an_adapter_hits_its_own_kv_only(served: Served) -> None:
     stored = (len(PROMPT) + GENERATE - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     for turns in served.turns.values():
         # All began with the same tokens, and at the same time.
@@ -137,7 +137,7 @@ def test_the_decode_engine_took_tokens_that_it_had_guessed(served: Served) -> No
     assert 0 < counted["vllm:spec_decode_num_accepted_tokens_total"] < drafted
 
 
-def test_clients_see_the_adapters_and_are_told_of_names_that_are_none(served: Served) -> None:
+def test_clients_see_the_adapters_and_unknown_names_are_errors(served: Served) -> None:
     cards = {
         card["id"]: card for card in json.loads(get(f"{served.cluster.url}/v1/models"))["data"]
     }

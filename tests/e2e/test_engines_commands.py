@@ -32,8 +32,8 @@ PROMPT = [10 + index % 300 for index in range(200)]
 def refused(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Run `dualpath serve` in this process; return its error line."""
     assert main(["serve", *arguments]) == 2
-    said = capfd.readouterr()
-    line = said.err.strip().splitlines()[-1]
+    captured = capfd.readouterr()
+    line = captured.err.strip().splitlines()[-1]
     assert line.startswith("dualpath: ")
     return line
 
@@ -136,8 +136,8 @@ class Serving:
             # A hash seed, as test runners set it, must not separate engines from their blocks.
             {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"},
         )  # fmt: skip
-        said = self.process.wait_for_line("endpoint", START_S)
-        (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
+        captured = self.process.wait_for_line("endpoint", START_S)
+        (self.url,) = re.findall(r"http://[\d.]+:\d+", captured)
 
     def end(self) -> None:
         """End remaining processes, whether or not the test passed."""

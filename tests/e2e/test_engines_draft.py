@@ -42,7 +42,7 @@ def eagle() -> tuple[Path, dict[str, Any]]:
 
 
 def mtp() -> tuple[Path, dict[str, Any]]:
-    """A model whose last layer is its own draft."""
+    """A model with a last layer that is its own draft."""
     return make_tiny_mtp_model(LAYERS), {"method": "mtp"}
 
 
@@ -58,9 +58,9 @@ def served(
     with EngineCluster(settings, folder) as cluster:
         names = [cluster.start_engine(role, 0, **draft) for role in Role]
         with PlainEngine(model, folder, BLOCK_TOKENS) as plain:
-            said = play_plain(plain.url, ROUNDS)
+            generated = play_plain(plain.url, ROUNDS)
         cluster.wait_for(*names)
-        yield Served(cluster, cluster.replay(ROUNDS, ""), said)
+        yield Served(cluster, cluster.replay(ROUNDS, ""), generated)
 
 
 def test_two_turns_with_a_draft_get_a_plain_engines_tokens(served: Served) -> None:

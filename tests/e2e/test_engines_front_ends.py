@@ -31,16 +31,16 @@ ADAPTER = "adapter"
 NOTHING = "nothing"
 
 
-class FrontEnd:
+class FrontEndClient:
     """A connection to one front end: its name and its process."""
 
     def __init__(self, url: str) -> None:
         self._connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=GUARD_S)
-        status = self._said("GET", "/dualpath/v1/status")
+        status = self._call("GET", "/dualpath/v1/status")
         self.name, self.pid = str(status["front_end"]), int(status["pid"])
 
     def ask(self, model: str, prompt: list[int]) -> Answer:
-        said = self._said(
+        reply = self._call(
             "POST",
             "/v1/completions",
             {
@@ -52,19 +52,19 @@ class FrontEnd:
                 "return_token_ids": True,
             },
         )
-        details = said["usage"]["prompt_tokens_details"] or {}
-        return Answer(said["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
+        details = reply["usage"]["prompt_tokens_details"] or {}
+        return Answer(reply["choices"][0]["token_ids"], details.get("cached_tokens") or 0)
 
-    def _said(
+    def _call(
         self, method: str, path: str, body: dict[str, object] | None = None
     ) -> dict[str, Any]:
         headers = {"Content-Type": "application/json"}
         text = None if body is None else json.dumps(body)
         self._connection.request(method, path, text, headers)
         answer = self._connection.getresponse()
-        said = answer.read()
-        assert answer.status == 200, said
-        found: dict[str, Any] = json.loads(said)
+        content = answer.read()
+        assert answer.status == 200, content
+        found: dict[str, Any] = json.loads(content)
         return found
 
 
@@ -96,14 +96,14 @@ def truth(cluster: LocalCluster, tmp_path: Path) -> dict[str, list[list[int]]]:
         }
 
 
-def front_ends(cluster: LocalCluster) -> list[FrontEnd]:
+def front_ends(cluster: LocalCluster) -> list[FrontEndClient]:
     """Connect until both front ends have a connection."""
-    found: dict[str, FrontEnd] = {}
+    found: dict[str, FrontEndClient] = {}
 
     def both() -> bool:
         # One that has just been started again may refuse.
         with contextlib.suppress(OSError, http.client.HTTPException):
-            one = FrontEnd(cluster.endpoint)
+            one = FrontEndClient(cluster.endpoint)
             found.setdefault(one.name, one)
         return len(found) == 2
 
@@ -134,18 +134,20 @@ class Agents:
         self._contexts: dict[str, list[int]] = {model: [] for model in truth}
         self._turn = 0
 
-    def take_turn(self, front_end: FrontEnd) -> None:
+    def take_turn(self, front_end: FrontEndClient) -> None:
         """Ask again and again until the whole earlier conversation is a hit."""
         for model, context in self._contexts.items():
             # The last token was sampled, not computed: it has no KV.
             stored = max(len(context) - 1, 0) // BLOCK_TOKENS * BLOCK_TOKENS
             context += ROUNDS[self._turn].append
 
-            def heard(model: str = model, context: list[int] = context, all_: int = stored) -> bool:
+            def reported(
+                model: str = model, context: list[int] = context, all_: int = stored
+            ) -> bool:
                 answer = front_end.ask(model, context)
                 assert answer.token_ids == self._truth[model][self._turn]
                 return answer.cached_tokens >= all_
 
-            until(heard, f"hits of {stored} tokens")
+            until(reported, f"hits of {stored} tokens")
             context += self._truth[model][self._turn]
         self._turn += 1

@@ -41,14 +41,14 @@ def asked(image: str, *later: dict[str, Any]) -> list[Any]:
     return [{"role": "user", "content": content}, *later]
 
 
-class Said(NamedTuple):
+class ChatAnswer(NamedTuple):
     token_ids: list[int]
     text: str
     cached_tokens: int
     prompt_tokens: int
 
 
-def chat(url: str, messages: list[Any], salt: str | None = None) -> Said:
+def chat(url: str, messages: list[Any], salt: str | None = None) -> ChatAnswer:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=GUARD_S) as client:
         answer = client.chat.completions.create(
             model=NAME,
@@ -62,14 +62,14 @@ def chat(url: str, messages: list[Any], salt: str | None = None) -> Said:
     details = usage.prompt_tokens_details
     choice: Any = answer.choices[0]
     cached = (details.cached_tokens or 0) if details else 0
-    return Said(choice.token_ids, choice.message.content, cached, usage.prompt_tokens)
+    return ChatAnswer(choice.token_ids, choice.message.content, cached, usage.prompt_tokens)
 
 
 class Served(NamedTuple):
     cluster: EngineCluster
     #: First turn on one image, second turn, first turn on another image.
     conversations: list[list[Any]]
-    plain: list[Said]
+    plain: list[ChatAnswer]
 
 
 @pytest.fixture(scope="module")
@@ -85,9 +85,9 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
                 {"role": "user", "content": "So?"},
             ]
             conversations = [asked(picture(1)), asked(picture(1), *more), asked(picture(2))]
-            said = [first, *(chat(plain.url, each) for each in conversations[1:])]
+            answers = [first, *(chat(plain.url, each) for each in conversations[1:])]
         cluster.wait_for(*names)
-        yield Served(cluster, conversations, said)
+        yield Served(cluster, conversations, answers)
 
 
 def test_turns_about_images_get_a_plain_engines_tokens_and_hit_their_own_kv(
@@ -98,7 +98,7 @@ def test_turns_about_images_get_a_plain_engines_tokens_and_hit_their_own_kv(
     for conversation in served.conversations:
         got.append(chat(cluster.url, conversation))
         cluster.wait_idle()
-    assert [said.token_ids for said in got] == [said.token_ids for said in served.plain]
+    assert [answer.token_ids for answer in got] == [answer.token_ids for answer in served.plain]
     assert got[0].token_ids != got[2].token_ids  # The answer depends on the picture.
     first, second, other = got
     assert first.cached_tokens == other.cached_tokens == 0

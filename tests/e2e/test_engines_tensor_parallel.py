@@ -41,7 +41,7 @@ FEW = 20
 
 
 class Talk:
-    """An agent whose turns are served by one cluster after the other."""
+    """An agent with turns that one cluster after the other serves."""
 
     def __init__(self, rounds: list[Round], salt: str) -> None:
         self._rounds = rounds

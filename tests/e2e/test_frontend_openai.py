@@ -198,7 +198,7 @@ def test_sampling_with_state_is_marked_for_the_service(client, service):
     assert [job.first_token_from_pe for job in service.jobs] == [False, True]
 
 
-def test_what_a_client_says_of_its_session_reaches_the_service_by_any_way(client, service):
+def test_session_hints_of_a_client_reach_the_service_by_any_way(client, service):
     xargs = {"session_id": "agent-1", "retain_s": 30, "prefetch": False, "done": True}
     ways: list[dict[str, Any]] = [
         {"extra_body": {"session_id": "agent-1"}},
@@ -225,7 +225,7 @@ def test_a_hint_that_cannot_be_is_a_bad_request(client, service):
     assert service.jobs == []
 
 
-def test_a_client_may_speak_of_its_session_between_two_turns(endpoint, service):
+def test_a_client_may_send_session_hints_between_two_turns(endpoint, service):
     assert call(endpoint, "POST", "agent-1", {"next_turn_s": 5}) == 200
     assert call(endpoint, "DELETE", "agent-1", {"cache_salt": "mine"}) == 200
     assert call(endpoint, "DELETE", "agent-2", {}) == 404
@@ -239,6 +239,7 @@ def call(endpoint, method, session_id, body):
     request = urllib.request.Request(
         f"{endpoint.url}/dualpath/v1/sessions/{session_id}",
         json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
         method=method,
     )
     try:
@@ -249,7 +250,7 @@ def call(endpoint, method, session_id, body):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"prompt": [5] * 3000}, "2048"),
         ({"max_tokens": -1}, "-1"),
@@ -261,10 +262,10 @@ def call(endpoint, method, session_id, body):
         ({"prompt": ""}, "non-empty"),
     ],
 )
-def test_absurd_requests_are_refused_with_value_and_limit(client, service, options, said):
+def test_absurd_requests_are_refused_with_value_and_limit(client, service, options, message):
     with pytest.raises(BadRequestError) as refusal:
         client.completions.create(**{"model": "tiny", "prompt": "x", "max_tokens": 4, **options})
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
     assert service.jobs == []
 
 
@@ -306,12 +307,12 @@ def test_a_failed_request_has_status_and_message(client, service, error, status)
     with pytest.raises(APIStatusError) as failure:
         client.completions.create(model="tiny", prompt="x", max_tokens=8)
     assert failure.value.status_code == status
-    said = "internal error" if status == 500 else str(error)
-    assert said in str(failure.value)
+    message = "internal error" if status == 500 else str(error)
+    assert message in str(failure.value)
     assert "secret" not in str(failure.value)
 
 
-def test_a_stream_that_fails_says_so_in_its_last_chunk(client, service):
+def test_a_failed_stream_reports_the_error_in_its_last_chunk(client, service):
     service.error, service.fail_after = EngineLostError("engine de-0 is lost; restart it"), 3
     stream = client.chat.completions.create(
         model="tiny", messages=chat(), max_tokens=200, stream=True
@@ -355,7 +356,7 @@ def test_status_and_metrics(endpoint, client):
     assert 'vllm:generation_tokens_total{engine="0",model_name="tiny"}' in metrics
 
 
-def test_oracle_says_that_its_text_is_worthless(client, service):
+def test_oracle_warns_that_its_text_is_worthless(client, service):
     service.registry.mode = Mode.ORACLE
     answer = client.completions.with_raw_response.create(model="tiny", prompt="x", max_tokens=2)
     assert answer.headers["x-dualpath-mode"] == "oracle"

@@ -60,7 +60,7 @@ def test_a_model_that_is_not_there_is_named(capfd, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "captured"),
     [
         (["--port", "70000"], "70000|65535"),
         (["--max-model-len", "-5"], "--max-model-len is -5"),
@@ -76,9 +76,9 @@ def test_a_model_that_is_not_there_is_named(capfd, tmp_path):
         ),
     ],
 )
-def test_wrong_settings_are_named(model, capfd, arguments, said):
+def test_wrong_settings_are_named(model, capfd, arguments, captured):
     line = refused(capfd, model, "--control-port", "0", *arguments)
-    assert re.search(said, line)
+    assert re.search(captured, line)
 
 
 def test_a_misspelt_flag_of_our_own_is_refused(model, capfd):
@@ -95,8 +95,8 @@ class Router:
         self.process = ForkedProcess(
             "router", "dualpath.cli.main:main", ["router", *arguments], folder / "router.log"
         )
-        said = self.process.wait_for_line("engines register at", GUARD_S)
-        (self.url,) = re.findall(r"http://[\d.]+:\d+", said)
+        captured = self.process.wait_for_line("engines register at", GUARD_S)
+        (self.url,) = re.findall(r"http://[\d.]+:\d+", captured)
 
     def end(self, signal_number):
         self.process.send_signal(signal_number)
@@ -126,7 +126,7 @@ def get(url):
         return error.code, error.read()
 
 
-def test_a_router_without_engines_says_so_and_ends_cleanly(model, tmp_path):
+def test_a_router_without_engines_reports_it_and_ends_cleanly(model, tmp_path):
     router = Router(
         tmp_path, model, "--port", "0", "--control-port", "0", "--served-model-names", "tiny",
         "--mode", "oracle",
@@ -157,5 +157,7 @@ def test_what_a_router_logs_has_time_and_level_however_it_was_started(model, mon
     monkeypatch.setattr("vllm.logger._last_configured_logging_config", None)
     client_arguments(RouterSettings(), FrontEndSettings(model=model))
     logging.getLogger("dualpath.router.control").info("engine pe-0 joined")
-    said = capfd.readouterr()
-    assert re.search(r"INFO \d\d-\d\d \d\d:\d\d:\d\d .*engine pe-0 joined", said.out + said.err)
+    captured = capfd.readouterr()
+    assert re.search(
+        r"INFO \d\d-\d\d \d\d:\d\d:\d\d .*engine pe-0 joined", captured.out + captured.err
+    )

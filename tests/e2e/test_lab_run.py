@@ -108,6 +108,7 @@ def test_the_ranks_of_groups_send_the_planned_bytes_over_their_nodes_link() -> N
     assert planned < last.cnic_out - first.cnic_out < 1.15 * planned
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     replace = msgspec.structs.replace
@@ -116,22 +117,23 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     sealed = EmulatedEngines(replace(nodes, dram_tier=False, storage_protection="encrypted"))
     lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True)
     with lab as made:
-        kept = made.run(Mode.DUALPATH, ReplayOptions())
+        cached = made.run(Mode.DUALPATH, ReplayOptions())
         others = [
             made.run(Mode.DUALPATH, ReplayOptions(), engines) for engines in (without, sealed)
         ]
     # The only DE has cached every context; nothing is read again.
-    assert kept.storage_bytes == 0
-    assert dram_share(kept) == 1.0
-    hits = kept.client.replay.summary.hit_tokens
+    assert cached.storage_bytes == 0
+    assert dram_share(cached) == 1.0
+    hits = cached.client.replay.summary.hit_tokens
     assert hits
-    for run in (kept, *others):
+    for run in (cached, *others):
         assert run.client.replay.summary.hit_tokens == hits
         assert run.client.verified["de_hbm"] > 0
         assert not any(run.client.wrong.values())
     assert all(run.storage_bytes > 0 and dram_share(run) == 0.0 for run in others)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
 def test_the_page_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
@@ -174,12 +176,11 @@ def test_a_run_with_a_dead_engine_ends_with_its_log() -> None:
 def test_the_janitor_removes_the_lab_of_a_killed_process(tmp_path: Path) -> None:
     argv = (sys.executable, "-m", "dualpath.cli.main", "lab", "run", "--name", NAME)
     small = ("--agents-per-node", "2", "--turns", "2", "--scale", "0.03", "--image-bytes", "64MB")
-    source = os.pathsep.join(str(Path(__file__).parents[2] / part) for part in ("src", "lab"))
     maker = SpawnedProcess(
         "maker",
         (*argv, *small, "--layers", "3", "--mode", "dualpath"),
         tmp_path / "maker.log",
-        {**os.environ, "PYTHONPATH": source},
+        {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
     try:
         maker.wait_for_line("storing the agents' histories", GUARD_S)

@@ -42,7 +42,7 @@ BLOCKS, BLOCK_BYTES = 4, 1 << 20
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=BLOCK_BYTES)
 NAMESPACE = StoreNamespace("m", "float32", "NHD", GEOMETRY)
 
-#: Writes or reads blocks whose content is their number, on a node.
+#: Writes or reads blocks, each with its number as content, on a node.
 MOVE = """
 import sys
 import msgspec

@@ -33,6 +33,6 @@ def test_a_page_that_is_wider_than_a_telephone_is_named(
     page = tmp_path / "wide.html"
     page.write_text("<!doctype html><body><p style='width: 800px'>words</p>", encoding="utf-8")
     assert main([str(tmp_path / "taken"), str(page)]) == 1
-    said = capsys.readouterr().out
-    assert "wide.html is wider than 390 px: P." in said
-    assert "1280 px" not in said
+    output = capsys.readouterr().out
+    assert "wide.html is wider than 390 px: P." in output
+    assert "1280 px" not in output

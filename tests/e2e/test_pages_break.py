@@ -118,8 +118,8 @@ def test_agents_run_on_a_lab(pages: TypedPages, capsys: pytest.CaptureFixture[st
     pytest.importorskip("nixl_cu12")
     (run,) = pages.commands("lab.md", types("dualpath", "lab", "run"))
     ended = main([*run[1:], "--name", LAB, *SMALL_RUN])
-    said = capsys.readouterr().out
+    output = capsys.readouterr().out
     # As on the page: a busy machine spoils the figures, which are not asserted here.
-    assert ended == ("TOO BUSY" in said)
-    assert "Layer Blocks compared on arrival, none wrong" in said
-    assert {"basic", "dualpath", "oracle"} <= set(said.split())
+    assert ended == ("TOO BUSY" in output)
+    assert "Layer Blocks compared on arrival, none wrong" in output
+    assert {"basic", "dualpath", "oracle"} <= set(output.split())

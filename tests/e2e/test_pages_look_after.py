@@ -20,7 +20,7 @@ pytestmark = pytest.mark.nixl
 SALT, SESSION = "SALT", "agent-7"
 
 
-def test_an_engine_pauses_and_a_session_is_told_what_comes_next(reader: Reader) -> None:
+def test_an_engine_pauses_and_a_session_gets_hints(reader: Reader) -> None:
     reader.asks("-H", f"X-Session-ID: {SESSION}")
     typed = [*reader.pages.commands("sessions.md", types("curl"))]
     assert len(typed) == 3
@@ -68,6 +68,7 @@ def test_agents_are_replayed_and_their_runs_compared(
 def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
     pages = TypedPages(tmp_path)
     (words,) = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
+    (tmp_path / "kv").mkdir()
     with Supervisor() as processes:
         janitor = processes.add(pages.spawn("janitor", words))
         line = janitor.wait_for_line("this process is the janitor", GUARD_S)

@@ -32,14 +32,14 @@ async def typed(words: list[str], endpoint: str) -> None:
 
 async def roles(endpoint: str) -> dict[str, object]:
     """Return the router's report on roles."""
-    said = await asyncio.to_thread(curl, ["curl", f"{endpoint}/dualpath/v1/roles"])
-    return dict(json.loads(said))
+    answer = await asyncio.to_thread(curl, ["curl", f"{endpoint}/dualpath/v1/roles"])
+    return dict(json.loads(answer))
 
 
 async def division(cluster: LocalCluster) -> str:
     """Return the cluster's division, such as 1P2D."""
-    said = await roles(cluster.endpoint)
-    return f"{said['prefill']}P{said['decode']}D"
+    answer = await roles(cluster.endpoint)
+    return f"{answer['prefill']}P{answer['decode']}D"
 
 
 async def second_group(cluster: LocalCluster) -> str:

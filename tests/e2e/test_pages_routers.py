@@ -47,7 +47,7 @@ def starts_engines(pages: TypedPages, processes: Supervisor) -> None:
     processes.wait_until_ready(functools.partial(missing, pages.endpoint), START_S)
 
 
-def test_a_second_router_stands_by_and_an_agent_says_what_it_does_next(tmp_path: Path) -> None:
+def test_a_second_router_stands_by_and_an_agent_sends_hints(tmp_path: Path) -> None:
     openai = pytest.importorskip("openai")
     pages = TypedPages(tmp_path, str(tiny_model()))
     first, second = pages.commands("restart.md", types("dualpath", "router"))
@@ -87,8 +87,8 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
     (tree,) = (b for b in blocks(HOW_TO / "monitor.md") if b.text.startswith("request "))
     # Before the remarks; what is in brackets is an engine's own, and emulated ones trace nothing.
     names = re.findall(r"^[│├└─ ]*([a-z]\w+(?:, [a-z]\w+)*)", tree.text, re.MULTILINE)
-    told = set(", ".join(names).split(", "))
-    assert {"request", "schedule", "storage_read", "h2d"} <= told
+    listed = set(", ".join(names).split(", "))
+    assert {"request", "schedule", "storage_read", "h2d"} <= listed
     with span_server(port) as spans, Supervisor() as processes:
         # Blocks cached in DRAM are not read.
         traced = pages.spawn("router", [*router, "--no-dram-tier"])
@@ -100,4 +100,4 @@ def test_a_router_sends_the_spans_of_the_page(tmp_path: Path) -> None:
         complete(pages.endpoint, PROMPT, 20, model=pages.model)
         # The root span ends last.
         until(lambda: spans.names.count("request") == 2, "the spans of both requests")
-        assert {*spans.names} == told
+        assert {*spans.names} == listed

@@ -37,7 +37,7 @@ def status(url: str, *headers: tuple[str, str]) -> int:
         connection.close()
 
 
-def test_a_cluster_with_a_secret_keys_and_sealed_blocks_serves_who_has_a_key(
+def test_a_cluster_with_a_secret_keys_and_sealed_blocks_serves_clients_with_a_key(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

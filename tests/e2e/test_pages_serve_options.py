@@ -129,13 +129,13 @@ def test_engines_leave_traces_with_the_events_of_the_page(pages: TypedPages) -> 
         until(lambda: len(stored(pages)) == 6, "the blocks of the first answer")
         hits_what_it_stored(pages, PROMPT[::-1])
     text = (HOW_TO / "read-a-trace.md").read_text()
-    told = {*re.findall(r"^\| `[\w-]+`[^|]*\| `(\w+)", text, re.MULTILINE)}
+    listed = {*re.findall(r"^\| `[\w-]+`[^|]*\| `(\w+)", text, re.MULTILINE)}
     files = [*(pages.folder / "traces").iterdir()]
     assert len(files) == 2
     events = [event for file in files for event in json.loads(file.read_text())["traceEvents"]]
     seen = {event["name"].split()[0] for event in events if event["ph"] == "X"}
     # Hits are still in DRAM.
-    assert seen == told - {"read"}
+    assert seen == listed - {"read"}
 
 
 def test_a_mode_is_replayed(pages: TypedPages, capsys: pytest.CaptureFixture[str]) -> None:
@@ -172,11 +172,11 @@ def test_groups_of_engines_share_experts(pages: TypedPages) -> None:
 def test_engines_run_on_nodes_of_ray(pages: TypedPages, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
     (export,) = (w for w in pages.commands("ray.md", exports) if w[0] == "export")
-    said = subprocess.run(
+    printed = subprocess.run(
         ["bash", "-c", f"{' '.join(export)} && printenv {SECRET_VARIABLE}"],
         capture_output=True, check=True, timeout=GUARD_S, text=True,
     )  # fmt: skip
-    monkeypatch.setenv(SECRET_VARIABLE, said.stdout.strip())
+    monkeypatch.setenv(SECRET_VARIABLE, printed.stdout.strip())
     # `ray start` would be seen by every Ray of this machine; it has no five CPUs either.
     cluster = RayCluster(cpus=4)
     try:

@@ -44,7 +44,7 @@ def started(name: str, pages: TypedPages, processes: Supervisor) -> list[str]:
                 assert module == ENGINE_MODULE
                 engine = f"engine-{len(processes.processes)}"
                 start(processes, pages.folder, engine, ENGINE_ENTRY, arguments)
-    # What the fork server gives to those it starts is what the page tells a reader to set.
+    # The fork server passes on the variables that the page asks a reader to set.
     assert exported == ENGINE_ENVIRONMENT
     return [process.name for process in processes.processes]
 
@@ -72,6 +72,7 @@ def stored(storage: Path) -> list[Path]:
     return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
 
 
+@pytest.mark.long
 def test_a_cluster_that_the_page_starts_serves_and_loads_what_it_stored(tmp_path: Path) -> None:
     page = TypedPages(tmp_path, str(tiny_model()))
     with Supervisor() as processes:

@@ -95,10 +95,10 @@ async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Rest
     made = await scaled(folder, processes, ENGINES)
     # Some keep their connection from request to request, some have a new one for each.
     async with (
-        aiohttp.ClientSession() as kept,
-        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as anew,
+        aiohttp.ClientSession() as persistent,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(force_close=True)) as reconnecting,
     ):
-        agents = [Agents(kept, made.url), Agents(anew, made.url)]
+        agents = [Agents(persistent, made.url), Agents(reconnecting, made.url)]
         playing = [asyncio.create_task(a.play(n)) for a in agents for n in range(AGENTS)]
         try:
             async with Restarts(made, processes, agents) as restarts:
@@ -113,17 +113,11 @@ async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Rest
     assert ends["not answered"] <= restarts.counted["front end"], ends
 
 
-async def test_a_rolling_restart_of_front_ends_turns_nobody_away(
+async def test_no_request_fails_while_front_ends_and_the_scheduler_are_restarted(
     tmp_path: Path, processes: Processes
 ) -> None:
     async with under_agents(tmp_path, processes) as restarts:
         await restarts.front_ends()
-
-
-async def test_requests_wait_for_the_scheduler_that_follows(
-    tmp_path: Path, processes: Processes
-) -> None:
-    async with under_agents(tmp_path, processes) as restarts:
         await restarts.scheduler()
 
 

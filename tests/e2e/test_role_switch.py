@@ -32,7 +32,7 @@ from dualpath.router.scheduler.role_calls import call_roles
 
 
 class Supervised(Cluster):
-    """A cluster whose engines are restarted in the role that the router requests."""
+    """A cluster that restarts engines in the role that the router requests."""
 
     def __init__(self, folder: Path, processes: Processes) -> None:
         super().__init__(folder, processes)
@@ -87,6 +87,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield processes
 
 
+@pytest.mark.long
 async def test_no_request_fails_while_engines_change_their_role_and_back(
     tmp_path: Path,
     processes: Processes,
@@ -105,9 +106,9 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
         # The last prefill engine stays.
         assert await asyncio.to_thread(main, [*command, "--set", "prefill-0=decode"]) == 2
         assert await asyncio.to_thread(main, [*command, "--nodes", "2P2D"]) == 0
-        said = capsys.readouterr()
-        assert said.out.startswith("2P2D\n")
-        assert "at least 1 has to stay" in said.err
+        output = capsys.readouterr()
+        assert output.out.startswith("2P2D\n")
+        assert "at least 1 has to stay" in output.err
         await well_after(agents, 2 * AGENTS)
         async with http.get(f"{made.endpoint}/metrics") as answer:
             counted = await answer.text()
@@ -117,4 +118,4 @@ async def test_no_request_fails_while_engines_change_their_role_and_back(
     ended = [r.message for r in caplog.records if r.name == "dualpath.launch.process"]
     assert ended[0] == restarted
     assert len(ended) == 2  # and no process ended by itself
-    print(dict(agents.ends), said.out)
+    print(dict(agents.ends), output.out)

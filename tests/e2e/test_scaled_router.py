@@ -41,8 +41,8 @@ class Client:
     async def front_end(self) -> tuple[str, int]:
         """Return name and process of the front end that serves it."""
         async with self._http.get(f"{self._url}/dualpath/v1/status") as answer:
-            said = await answer.json()
-            return said["front_end"], said["pid"]
+            output = await answer.json()
+            return output["front_end"], output["pid"]
 
     async def healthy(self) -> bool:
         with contextlib.suppress(aiohttp.ClientError):
@@ -267,6 +267,6 @@ def test_a_first_start_that_is_refused_ends_all(capfd: pytest.CaptureFixture[str
         port = str(taken.getsockname()[1])
         words = ("--front-ends", "1", "--port", "0", "--control-port", port)
         assert main(["emulate", "router", *words]) == 2
-    said = capfd.readouterr().err
-    assert f"control address 127.0.0.1:{port} cannot be bound" in said
-    assert "scheduler cannot be started" in said
+    output = capfd.readouterr().err
+    assert f"control address 127.0.0.1:{port} cannot be bound" in output
+    assert "scheduler cannot be started" in output

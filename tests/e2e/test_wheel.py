@@ -102,7 +102,7 @@ def folders(names: list[str]) -> set[str]:
     return {name for name in first if not name.endswith(".dist-info")}
 
 
-def test_the_wheel_holds_system_and_simulator_and_says_whose_it_is(installed: Installed) -> None:
+def test_the_wheel_has_system_and_simulator_and_names_its_owner(installed: Installed) -> None:
     names, described = content(installed.wheel)
     assert folders(names) == {"dualpath", "dualpath_sim"}
     assert {"dualpath/py.typed", "dualpath/report/page.html.jinja"} <= set(names)
@@ -213,7 +213,9 @@ def test_what_needs_no_engine_runs(command: str, installed: Installed) -> None:
         ("emulate prefill --model costs.toml --storage kv", "nixl"),
     ],
 )
-def test_what_needs_more_says_what_to_install(command: str, of: str, installed: Installed) -> None:
+def test_a_command_with_missing_packages_names_them(
+    command: str, of: str, installed: Installed
+) -> None:
     (installed.folder / "costs.toml").write_text(COSTS)
     ended = installed.dualpath(*command.split())
     assert ended.returncode == 2

@@ -82,7 +82,7 @@ class TypedPages:
 
 
 def types(*beginning: str) -> Callable[[Block], bool]:
-    """Select the blocks whose first command begins so."""
+    """Select the blocks by the beginning of their first command."""
 
     def wanted(block: Block) -> bool:
         return block.language == "console" and commands(block)[0][: len(beginning)] == [*beginning]
@@ -112,8 +112,8 @@ def curl(words: list[str]) -> bytes:
         asks = method or ("POST" if body else "GET")
         connection.request(asks, urlsplit(url).path, body, headers)
         response = connection.getresponse()
-        said = response.read()
-        assert response.status == 200, said
-        return said
+        content = response.read()
+        assert response.status == 200, content
+        return content
     finally:
         connection.close()

@@ -51,8 +51,8 @@ CONTEXT_TOKENS = 6144
 AGENTS = 10
 TURNS = 8
 BUFFER_BYTES = 128 << 20
-#: Of an engine that keeps KV for next turns: some three prompts of mean length, so that not all is
-#: kept, and what is kept not always whole.
+#: Of an engine that caches KV for next turns: some three prompts of mean length, so that not all is
+#: cached, and cached blocks are not always complete.
 KEEPING_BUFFER_BYTES = 64 << 20
 
 
@@ -108,7 +108,7 @@ class LoseEngine:
 
 def log_name(mode: Mode, lose_engine: bool, dram_tier: bool) -> str:
     """Return what the log of such a run is called."""
-    return f"{mode}{'-engine-lost' if lose_engine else ''}{'-kept' if dram_tier else ''}"
+    return f"{mode}{'-engine-lost' if lose_engine else ''}{'-cached' if dram_tier else ''}"
 
 
 def record(mode: Mode, seed: int, lose_engine: bool, dram_tier: bool) -> None:

@@ -44,7 +44,7 @@ def test_the_live_scheduler_decides_again_as_it_was_recorded(name):
 
 # The first one to run compiles for half a minute of CPU.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
+@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-cached"}))
 def test_the_simulators_compiled_scheduler_decides_as_the_live_one_did(name):
     log = before_losses(LOGS[name])
     assert difference(log, CompiledScheduler(log)) is None
@@ -103,9 +103,9 @@ def waited(log: EventLog) -> int:
     return sum(count >= 8 for count in tries.values())
 
 
-def test_one_run_kept_what_agents_came_back_for():
+def test_one_run_cached_what_agents_came_back_for():
     """Their hits came from the DRAM of the DE, of the PE behind it, and in part from storage."""
-    decided = assignments(LOGS["dualpath-kept"])
+    decided = assignments(LOGS["dualpath-cached"])
     assert [a.read_reason for a in decided].count("kept") >= 40
     assert "kept" in {a.de_reason for a in decided}
     sources = {tuple((run.side, run.cached) for run in a.reads) for a in decided}
@@ -117,23 +117,23 @@ def test_one_run_kept_what_agents_came_back_for():
         ((Role.PREFILL, False),),
         ((Role.DECODE, False),),
     }
-    assert all(a.read_reason == "kept" for a in decided if a.reads and all_kept(a))
+    assert all(a.read_reason == "kept" for a in decided if a.reads and all_cached(a))
 
 
 def test_in_that_run_decode_engines_had_let_go_of_what_requests_were_to_find():
-    entries = LOGS["dualpath-kept"].entries
+    entries = LOGS["dualpath-cached"].entries
     grants = [entry for entry in entries if isinstance(entry.event, SlotsGranted)]
-    anew = [assignment for entry in grants for assignment in entry.effects.assignments]
-    assert len(grants) > len(anew) >= 5
-    assert {a.read_reason for a in anew} == {"shorter-queue", "tie"}
+    replanned = [assignment for entry in grants for assignment in entry.effects.assignments]
+    assert len(grants) > len(replanned) >= 5
+    assert {a.read_reason for a in replanned} == {"shorter-queue", "tie"}
 
 
-@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-kept"}))
+@pytest.mark.parametrize("name", sorted(LOGS.keys() - {"dualpath-cached"}))
 def test_the_others_read_every_hit_from_storage(name):
     assert not any(run.cached for a in assignments(LOGS[name]) for run in a.reads)
 
 
-def all_kept(assignment: Assignment) -> bool:
+def all_cached(assignment: Assignment) -> bool:
     return all(run.cached for run in assignment.reads)
 
 
@@ -175,8 +175,6 @@ OTHER = {
     "request_id": "r999",
     "prefill_engine": "pe-9",
     "decode_engine": "de-9",
-    "prefill_assign_seq": 99,
-    "decode_assign_seq": 99,
     "reads": (HitRun(Role.PREFILL, BlockRun(0, 1)),),
     "pe_reason": "round-robin",
     "de_reason": "round-robin",
@@ -207,20 +205,21 @@ def test_a_changed_decision_is_found(field):
 def test_a_changed_load_is_found():
     def overloaded(entry: Entry) -> Entry:
         if isinstance(entry.event, EngineReport) and entry.event.engine_id == "pe-0":
-            return Entry(msgspec.structs.replace(entry.event, unfinished_tokens=1_000_000))
+            load = msgspec.structs.replace(entry.event.load, unfinished_tokens=1_000_000)
+            return Entry(msgspec.structs.replace(entry.event, load=load))
         return entry
 
     tampered = changed(before_losses(LOGS["dualpath"]), overloaded)
     assert difference(tampered)
 
 
-def test_what_engines_keep_unheard_is_found():
+def test_unreported_cached_blocks_are_found():
     def unheard(entry: Entry) -> Entry:
         if isinstance(entry.event, Submitted):
             return Entry(Submitted(msgspec.structs.replace(entry.event.request, cached=())))
         return entry
 
-    tampered = changed(before_losses(LOGS["dualpath-kept"]), unheard)
+    tampered = changed(before_losses(LOGS["dualpath-cached"]), unheard)
     assert difference(tampered)
 
 

@@ -1,4 +1,4 @@
-"""Whose a block is follows from its chain, in whatever order one hears of its blocks."""
+"""A block's tenant follows from its chain, in whatever order its blocks are reported."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,14 +30,14 @@ OWNERS = {key: TENANTS[tenant] for tenant, blocks in enumerate(TREES) for key in
 KEYS = list(PARENTS)
 
 
-def expected(told: dict[BlockKey, str], stored: set[BlockKey]) -> dict[str, int]:
-    """Count the stored blocks of each tenant: as told, or as told of the next block before."""
+def expected(tenants: dict[BlockKey, str], stored: set[BlockKey]) -> dict[str, int]:
+    """Count the stored blocks of each tenant; without a reported one that of a predecessor."""
     used: dict[str, int] = {}
     for key in stored:
         above = key
-        while above in told and not told[above]:
+        while above in tenants and not tenants[above]:
             above = PARENTS[above]
-        tenant = told.get(above, "")
+        tenant = tenants.get(above, "")
         used[tenant] = used.get(tenant, 0) + 1
     return used
 
@@ -47,12 +47,12 @@ def expected(told: dict[BlockKey, str], stored: set[BlockKey]) -> dict[str, int]
     st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from(["old", "new", "used", "gone"]))),
     st.integers(0, 20),
 )
-def test_tenants_are_counted_alike_whichever_blocks_are_heard_of_first(
-    news: list[tuple[BlockKey, str]], saved_after: int
+def test_tenants_are_counted_alike_in_any_order_of_reports(
+    reports: list[tuple[BlockKey, str]], saved_after: int
 ) -> None:
     """Old writers name the tenant with first blocks only, new ones always."""
-    index, told, stored = ChainIndex(), dict[BlockKey, str](), set[BlockKey]()
-    for number, (key, what) in enumerate(news):
+    index, tenants, stored = ChainIndex(), dict[BlockKey, str](), set[BlockKey]()
+    for number, (key, what) in enumerate(reports):
         if number == saved_after:
             found = decode(encode(index, Progress()))
             assert found is not None
@@ -66,7 +66,7 @@ def test_tenants_are_counted_alike_whichever_blocks_are_heard_of_first(
             first = PARENTS[key] == chain_root()
             tenant = OWNERS[key] if what == "new" or first else ""
             index.add(PLACE, key, PARENTS[key], tenant, 1, 1.0)
-            told[key] = told.get(key) or tenant
+            tenants[key] = tenants.get(key) or tenant
             stored.add(key)
-        assert index.used_by_tenant() == expected(told, stored)
+        assert index.used_by_tenant() == expected(tenants, stored)
         assert index.used_bytes == len(stored)

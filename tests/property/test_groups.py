@@ -20,7 +20,7 @@ TIMEOUT_S = 2.0
 
 ranks = st.integers(0, SIZE - 1)
 steps = st.one_of(
-    st.tuples(st.just("greet"), ranks),
+    st.tuples(st.just("register"), ranks),
     st.tuples(st.just("restart"), ranks),
     st.tuples(st.just("start all"), st.just(0)),
     st.tuples(st.just("repeat"), st.integers(0, 50)),
@@ -32,8 +32,8 @@ steps = st.one_of(
 )
 
 
-class Told:
-    """What the server tells: who takes part, all at once or not at all."""
+class Listener:
+    """The server's notifications: the ranks of a group join all at once or not at all."""
 
     def __init__(self) -> None:
         self.live: dict[str, EngineInfo] = {}
@@ -53,7 +53,7 @@ class Told:
     def on_dead(self, writer: Writer) -> None:
         pass
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         pass
 
     def in_doubt(self) -> list[Writer]:
@@ -61,33 +61,33 @@ class Told:
 
 
 class Group:
-    """Ranks as processes; each greets when it is told to, and its greetings may come again."""
+    """Ranks as processes; each registers when asked to, and its registrations may be resent."""
 
     def __init__(self) -> None:
-        self.told = Told()
+        self.listener = Listener()
         self.now_s = 0.0
         self.registry = Registry()
         self.server = ControlServer(
-            self.registry, self.told, lambda: self.now_s, TIMEOUT_S, ControlNetwork()
+            self.registry, self.listener, lambda: self.now_s, TIMEOUT_S, ControlNetwork()
         )
         self.engines = [FakeEngine(f"p{rank}", Role.PREFILL, set()) for rank in range(SIZE)]
         self.starts = [0] * SIZE
-        self.greetings = [1] * SIZE
-        self.said: list[control.Register] = []
+        self.registrations = [1] * SIZE
+        self.sent: list[control.Register] = []
 
     def step(self, what: str, number: int) -> None:
         engine_id = f"p{number}"
-        if what == "greet":
-            self.greetings[number] += 1
-            self.greet(number)
+        if what == "register":
+            self.registrations[number] += 1
+            self.register(number)
         elif what == "restart":
             self.restart(number, max(self.starts) + 1)
         elif what == "start all":
             start = max(self.starts) + 1
             for rank in range(SIZE):
                 self.restart(rank, start)
-        elif what == "repeat" and self.said:
-            self.hear(self.said[number % len(self.said)])
+        elif what == "repeat" and self.sent:
+            self.receive(self.sent[number % len(self.sent)])
         elif what == "lose":
             self.server.declare_lost(engine_id, "test", certain=False)
         elif what == "dead" and (state := self.registry.get(engine_id)):
@@ -103,17 +103,17 @@ class Group:
             self.server.check_liveness()
 
     def restart(self, rank: int, start: int) -> None:
-        self.starts[rank], self.greetings[rank] = start, 1
-        self.greet(rank)
+        self.starts[rank], self.registrations[rank] = start, 1
+        self.register(rank)
 
-    def greet(self, rank: int) -> None:
+    def register(self, rank: int) -> None:
         self.engines[rank].generation = self.starts[rank]
         dp = GroupRank("p", str(self.starts[rank]), rank, SIZE)
-        hello = msgspec.structs.replace(self.engines[rank].hello(self.greetings[rank]), dp=dp)
-        self.said.append(hello)
-        self.hear(hello)
+        hello = msgspec.structs.replace(self.engines[rank].hello(self.registrations[rank]), dp=dp)
+        self.sent.append(hello)
+        self.receive(hello)
 
-    def hear(self, hello: control.Register) -> None:
+    def receive(self, hello: control.Register) -> None:
         self.server._handle(b"peer", [envelopes.encode(envelopes.unnumbered(hello))])
 
 
@@ -123,26 +123,28 @@ def test_a_group_takes_part_as_one_start_or_not_at_all(happens):
     group = Group()
     for what, number in happens:
         group.step(what, number)
-        live = group.told.live.values()
+        live = group.listener.live.values()
         assert len(live) in (0, SIZE)
         assert len({info.dp.epoch for info in live if info.dp}) <= 1
-        assert {e.engine_id for e in group.registry.alive()} == set(group.told.live)
+        assert {e.engine_id for e in group.registry.alive()} == set(group.listener.live)
 
 
 @given(st.lists(steps, max_size=40))
-def test_a_group_whose_processes_were_all_started_anew_takes_part(happens):
+def test_a_group_of_restarted_processes_joins(happens):
     """Whatever was before, and whatever comes late meanwhile: it does not wait for ever."""
     group = Group()
     for what, number in happens:
         group.step(what, number)
-    late = list(group.said)
+    late = list(group.sent)
     group.step("start all", 0)
     for hello in late:
-        group.hear(hello)
-    for rank in range(SIZE):  # a late registration may have ended a session: they greet anew
-        group.step("greet", rank)
-    group.step("greet", 0)
+        group.receive(hello)
+    for rank in range(SIZE):  # a late registration may have ended a session: they register again
+        group.step("register", rank)
+    group.step("register", 0)
     for rank in range(1, SIZE):
-        group.step("greet", rank)
-    assert len(group.told.live) == SIZE
-    assert {info.dp.epoch for info in group.told.live.values() if info.dp} == {str(group.starts[0])}
+        group.step("register", rank)
+    assert len(group.listener.live) == SIZE
+    assert {info.dp.epoch for info in group.listener.live.values() if info.dp} == {
+        str(group.starts[0])
+    }

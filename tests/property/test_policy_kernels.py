@@ -164,8 +164,8 @@ def test_kernels_compile_and_decide_the_same_compiled() -> None:
                 assert plain.tolist() == fast.tolist()
 
 
-def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() -> None:
-    """10,000 tokens are read in 1 s and computed in 2 s: of 1,000 kept the worth is 500."""
+def test_an_engine_is_chosen_for_its_cached_blocks_while_they_outweigh_its_queue() -> None:
+    """10,000 tokens are read in 1 s and computed in 2 s: of 1,000 cached the worth is 500."""
     alpha, beta = 30_000, 25_000
     worth = prefill_worth(alpha, beta)
     assert worth == 0.5
@@ -173,7 +173,7 @@ def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() 
         group = array([0, ahead]), array([0, 0]), array([0]), array([2000])
         rows, why = assign_prefill(*group, array([0]), array([[0, 1000]]), worth, alpha, beta)
         assert (rows.tolist(), why.tolist()) == ([engine], [reason])
-    # A DE counts a kept token as two less, and so does a group of them.
+    # A DE counts a cached token as two less, and so does a group of them.
     for ahead, engine, reason in ((1999, 1, DE_KEPT), (2000, 0, DE_HIGH_TOKEN)):
         group = array([0, ahead]), array([0, 1]), array([9000, 9000]), array([2000])
         rows, why = assign_decode(*group, array([0]), array([[0, 1000]]), 0.9)
@@ -182,23 +182,23 @@ def test_an_engine_is_chosen_for_what_it_keeps_while_that_outweighs_its_queue() 
         assert choose_caching_group(totals, largest, 2000, array([0, 1000]), 0) == engine
 
 
-def test_no_category_is_left_for_what_an_engine_keeps() -> None:
-    kept = array([0]), array([[0, 0, 2000]])
+def test_cached_blocks_do_not_change_the_category() -> None:
+    cached = array([0]), array([[0, 0, 2000]])
     # The keeper is overloaded, then on a node that has much to read.
     for tok, read_q in (([0, 5, 101], [0, 0, 0]), ([0, 5, 0], [0, 0, 101])):
         group = array(tok), array([0, 1, 2]), array(read_q), array([2000])
-        rows, why = assign_prefill(*group, *kept, 1.0, 100, 100)
+        rows, why = assign_prefill(*group, *cached, 1.0, 100, 100)
         assert (rows.tolist(), why.tolist()) == ([0], [PE_SHORT_QUEUE])
     # It has no room.
     group = array([0, 5, 6]), array([0, 1, 2]), array([9000, 9000, 1999]), array([2000])
-    rows, why = assign_decode(*group, *kept, 3.0)
+    rows, why = assign_decode(*group, *cached, 3.0)
     assert (rows.tolist(), why.tolist()) == ([0], [DE_LOW_TOKEN])
     totals, largest = array([0, 5, 6]), array([9000, 9000, 1999])
-    assert choose_caching_group(totals, largest, 2000, kept[1][0], 0) == 0
+    assert choose_caching_group(totals, largest, 2000, cached[1][0], 0) == 0
 
 
-def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
-    """Z is 1,820: only the first of three is low-token, the second keeps 1,000 of 1,200."""
+def test_a_de_above_the_threshold_gets_the_conversation_that_it_caches() -> None:
+    """Z is 1,820: only the first of three is low-token, the second caches 1,000 of 1,200."""
     for ahead, engine, reason in ((1999, 1, DE_KEPT), (2000, 0, DE_LOW_TOKEN)):
         group = array([0, ahead, 2000]), array([0, 1, 2]), array([9000] * 3), array([1200])
         rows, why = assign_decode(*group, array([0]), array([[0, 1000, 0]]), 1.05)
@@ -209,10 +209,10 @@ def test_a_de_above_the_threshold_gets_the_conversation_it_keeps() -> None:
 @given(prefill_groups(), st.integers(1, 400), st.data(), st.sampled_from([0.1, 1.0, 7.3]))
 def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, data, worth) -> None:
     tok, node, read_q = group
-    kept = data.draw(st.lists(tokens, min_size=len(tok), max_size=len(tok)))
+    cached = data.draw(st.lists(tokens, min_size=len(tok), max_size=len(tok)))
     one = array(tok), array(node), array(read_q), array([length])
-    rows, why = assign_prefill(*one, array([0]), array([kept]), worth, 500, 900)
-    usual, _ = assign_prefill(*one, array([NOTHING_CACHED]), array([kept]), worth, 500, 900)
+    rows, why = assign_prefill(*one, array([0]), array([cached]), worth, 500, 900)
+    usual, _ = assign_prefill(*one, array([NOTHING_CACHED]), array([cached]), worth, 500, 900)
     assert len(rows) == len(usual)
     for chosen_row, usual_row, reason in zip(rows, usual, why, strict=True):
         short = read_q[node[usual_row]] <= 500
@@ -221,9 +221,9 @@ def test_no_pe_of_the_category_ends_earlier_than_the_one_chosen(group, length, d
         ]
         assert chosen_row in category
         assert (reason == PE_KEPT) == (chosen_row != usual_row)
-        cost = [tok[e] - int(kept[e] * worth) for e in range(len(tok))]
+        cost = [tok[e] - int(cached[e] * worth) for e in range(len(tok))]
         assert cost[chosen_row] == min(cost[e] for e in category)
-        assert tok[chosen_row] - tok[usual_row] <= kept[chosen_row] * worth
+        assert tok[chosen_row] - tok[usual_row] <= cached[chosen_row] * worth
 
 
 @deterministic
@@ -299,11 +299,11 @@ def chosen(rule: int, prefill: Reader, decode: Reader, hit: int = 1, block: int 
     st.sampled_from([1, 16, 64]),
     st.data(),
 )
-def test_runs_cover_the_hit_in_order_whatever_is_kept(rule, p, d, hit, block, data) -> None:
+def test_runs_cover_the_hit_in_order_whatever_is_cached(rule, p, d, hit, block, data) -> None:
     blocks = -(-hit // block)
-    kept = [min(data.draw(st.integers(0, blocks)) * block, hit) for _ in range(2)]
-    prefill = Reader(*p)._replace(kept_tokens=kept[0])
-    decode = Reader(*d)._replace(kept_tokens=kept[1])
+    cached = [min(data.draw(st.integers(0, blocks)) * block, hit) for _ in range(2)]
+    prefill = Reader(*p)._replace(cached_tokens=cached[0])
+    decode = Reader(*d)._replace(cached_tokens=cached[1])
     runs, reason = chosen(rule, prefill, decode, hit, block)
     if rule == NO_READS:
         assert runs == ()
@@ -316,11 +316,11 @@ def test_runs_cover_the_hit_in_order_whatever_is_kept(rule, p, d, hit, block, da
         sum(run.tokens(block, hit) for run in runs if run.cached and run.side is side)
         for side in (Role.DECODE, Role.PREFILL)
     )
-    assert at_decode == (0 if rule == PE_READS else kept[1])
-    assert at_prefill == max(kept[0] - at_decode, 0)
+    assert at_decode == (0 if rule == PE_READS else cached[1])
+    assert at_prefill == max(cached[0] - at_decode, 0)
     assert [run.cached for run in runs] == sorted((run.cached for run in runs), reverse=True)
     assert (reason == "kept") == (hit > 0 and all(run.cached for run in runs))
-    # What is not kept is divided as if it were the whole hit.
+    # What is not cached is divided as if it were the whole hit.
     rest, _ = chosen(rule, Reader(*p), Reader(*d), hit - at_decode - at_prefill, block)
     assert [(run.side, run.blocks.count) for run in runs if not run.cached] == [
         (run.side, run.blocks.count) for run in rest
@@ -382,7 +382,7 @@ def test_with_unequal_storage_nics_the_queue_that_drains_first_is_joined() -> No
     ("mode", "expected"), [(Mode.DUALPATH, 1.0), (Mode.ROUND_ROBIN, 1.5), (Mode.BASIC, 3.0)]
 )
 def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected: float) -> None:
-    """§7.5: max/avg of SNIC traffic under a steady load whose reads take no time."""
+    """§7.5: max/avg of SNIC traffic under a steady load with reads that take no time."""
     scheduler = RequestScheduler(SchedulerSettings(mode, 10_000, 100_000))
     roles = [Role.PREFILL] * 2 + [Role.DECODE] * 4
     for number, role in enumerate(roles):
@@ -412,7 +412,9 @@ def test_storage_nics_of_two_prefill_and_four_decode_nodes(mode: Mode, expected:
     st.sampled_from([1, 16, 64]),
     st.sampled_from([None, 256]),
 )
-def test_quota_is_fifo_aligned_never_starves_and_is_kept(waiting, quota_s, align, window) -> None:
+def test_quota_is_fifo_aligned_never_starves_and_is_respected(
+    waiting, quota_s, align, window
+) -> None:
     geometry = AttentionGeometry(pair_flops=1.0, token_flops=5.0, window_tokens=window)
     estimate = LayerTimeEstimate(overhead_s=0.01, flops_per_s=1e6)
     quota = ComputeQuota(geometry, estimate, quota_s, align)

@@ -125,7 +125,7 @@ def test_a_table_has_at_most_one_transition_for_each_state_and_event(table, ends
 
 
 @given(st.lists(st.sampled_from(list(Event)), max_size=40))
-def test_sessions_open_and_end_in_turn_at_both_ends(events):
+def test_sessions_open_and_end_alternately_at_both_ends(events):
     """In any order of events nothing ends twice, and nothing opens while another one is open."""
     engine, router = (
         StateMachine(ENGINE_TABLE, EngineSideState.UNREGISTERED),

@@ -107,12 +107,12 @@ def test_storage_nics_carry_the_hits_that_no_tier_holds_and_not_faster_than_they
     tables,
     st.sampled_from([(), (64,), (200,), (64, 200)]),
 )
-def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, agents, windows):
+def test_links_carry_exactly_the_bytes_of_the_plans_of_all_rounds(cluster, mode, agents, windows):
     """Prompts prefilled in one pass; ``whole_plan`` is their plan.
 
     Some of the ten layers may see the last tokens only, three for each of ``windows``.
 
-    A DRAM tier has room for everything, so that nothing is gone that was believed to be kept.
+    A DRAM tier has room for everything, so that no block of the index was evicted.
     """
     cluster |= {"compute_quota_s": 1e6, "batch_cap_tokens": 1 << 20}
     if cluster["dram_tier_bytes"] is not None:
@@ -130,13 +130,13 @@ def test_links_carry_exactly_what_the_plans_of_all_rounds_say(cluster, mode, age
     decisions = decisions_of(result)
     for row, r in enumerate(decisions.round.tolist()):
         runs, first = [], 0
-        for side, tokens, kept in (
+        for side, tokens, cached in (
             (Role.DECODE, decisions.decode_cached_tokens[row], True),
             (Role.PREFILL, decisions.prefill_cached_tokens[row], True),
             (Role.PREFILL, decisions.prefill_read_tokens[row], False),
             (Role.DECODE, decisions.decode_read_tokens[row], False),
         ):
-            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), cached=kept))
+            runs.append(HitRun(side, BlockRun(first, int(tokens) // 64), cached=cached))
             first += int(tokens) // 64
         assert first * 64 == (agents.hit_tokens[r] if mode.moves_bytes else 0)
         whole_from = geometry.whole_from(first)
@@ -187,7 +187,7 @@ lone_rounds = st.lists(
 @settings(max_examples=100)
 @given(clusters, modes.filter(lambda mode: mode.moves_bytes), lone_rounds)
 def test_a_tier_that_finds_nothing_decides_as_if_there_were_none(cluster, mode, agents):
-    """Contexts that come once: a tier is full of what nobody asks for, and nothing else changes."""
+    """Contexts that come once: a tier is full of unused blocks, and nothing else changes."""
     runs = [
         simulate(
             small_setup(mode, **cluster | {"dram_tier_bytes": tier_bytes}),

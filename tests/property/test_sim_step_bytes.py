@@ -44,7 +44,7 @@ class Prompt(NamedTuple):
 
 @st.composite
 def prompts(draw: Any) -> Prompt:
-    """Hits at the DE, then at the PE, then at the DE again; heads of the first two are kept."""
+    """Hits at the DE, then at the PE, then at the DE again; heads of the first two are cached."""
     sizes, windows = st.integers(1, 9), st.sampled_from([0, 1, 16, 17, 40, 100])
     layers = draw(st.lists(st.tuples(sizes, windows), min_size=1, max_size=4))
     layer_windows = tuple(window for _, window in layers)
@@ -60,7 +60,7 @@ def prompts(draw: Any) -> Prompt:
     }
     hit_blocks = head + at_prefill + tail
     whole_from, runs, first = geometry.whole_from(hit_blocks), [], 0
-    for side, count, kept in (
+    for side, count, cached in (
         (Role.DECODE, found[Role.DECODE], True),
         (Role.DECODE, head - found[Role.DECODE], False),
         (Role.PREFILL, found[Role.PREFILL], True),
@@ -68,7 +68,7 @@ def prompts(draw: Any) -> Prompt:
         (Role.DECODE, tail, False),
     ):
         if count:
-            run = HitRun(side, BlockRun(first, count), cached=kept)
+            run = HitRun(side, BlockRun(first, count), cached=cached)
             runs.append(run.whole_behind(whole_from))
         first += count
     prompt_tokens = hit_blocks * BLOCK_TOKENS + draw(st.integers(1, 100))
@@ -77,7 +77,7 @@ def prompts(draw: Any) -> Prompt:
 
 
 @given(prompts())
-def test_each_side_reads_what_its_runs_say(prompt):
+def test_each_side_reads_its_runs(prompt):
     layout = prompt.layout
     for side in Role:
         planned = sum(
@@ -99,7 +99,7 @@ def test_each_side_reads_what_its_runs_say(prompt):
 
 
 @given(prompts(), st.booleans(), st.data())
-def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
+def test_every_chunk_loads_and_sends_the_bytes_of_its_steps(prompt, resident, data):
     layout, first = prompt.layout, prompt.layout.hit_blocks
     place = (prompt.pe_first, prompt.pe_blocks, layout.hit_blocks)
     while first < layout.prompt_blocks:
@@ -121,15 +121,15 @@ def test_every_chunk_loads_and_sends_what_its_steps_say(prompt, resident, data):
 
 
 @given(prompts())
-def test_a_decode_engine_fills_its_memory_with_what_its_steps_say(prompt):
+def test_a_decode_engine_fills_its_memory_by_its_steps(prompt):
     layout = prompt.layout
     planned = sum(step.bytes for step in decode_steps(layout))
     assert rules.fill_bytes(prompt.kinds, layout.prompt_tokens, BLOCK_TOKENS) == planned
 
 
 @given(prompts())
-def test_no_buffer_keeps_a_block_that_lacks_layers(prompt):
-    """What may be kept is a run from the side's first block on; without windows it is all."""
+def test_no_buffer_caches_a_block_that_lacks_layers(prompt):
+    """Blocks that may be cached are a run from the side's first block on; all without windows."""
     layout, found = prompt.layout, prompt.found
     windows = bool(layout.geometry.layer_windows)
     whole = {

@@ -106,7 +106,7 @@ def test_a_storage_returns_within_its_quota_after_any_crash(
 
 def _has_no_holes(cluster: Cluster) -> None:
     if not cluster.told_all:
-        return  # blocks nobody told of stay behind those that go, until a survey finds them
+        return  # unreported blocks stay behind evicted ones until a survey finds them
     stored = cluster.story.stored()
     for number in range(CHAINS):
         keys = chain(number, 8)

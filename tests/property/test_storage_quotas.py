@@ -31,8 +31,8 @@ class Storage:
         self.engines = [self.story.engine(), self.story.engine()]
         self.janitor = self.story.janitor()
         #: By writer and tenant: written, journaled, and counted blocks not in the status yet.
-        self.untold: list[list[str]] = [[], []]
-        self.told: list[list[str]] = [[], []]
+        self.unreported: list[list[str]] = [[], []]
+        self.reported: list[list[str]] = [[], []]
         self.counted: list[list[str]] = [[], []]
         self.janitor.step()
         for engine in self.engines:
@@ -42,29 +42,29 @@ class Storage:
         """Tick an engine: it reads the status and writes its journal."""
         self.engines[number].maintenance.tick()
         self.counted[1 - number].clear()
-        self.told[number] += self.untold[number]
-        self.untold[number].clear()
+        self.reported[number] += self.unreported[number]
+        self.unreported[number].clear()
 
     def count(self) -> None:
         """Run a step of the janitor: it applies the journals."""
         self.janitor.step()
-        for counted, told in zip(self.counted, self.told, strict=True):
-            counted += told
-            told.clear()
+        for counted, reported in zip(self.counted, self.reported, strict=True):
+            counted += reported
+            reported.clear()
 
     def stored(self) -> StoredBytes:
         """An index with all events applied."""
         index = self.janitor.index
         assert index is not None
-        late = [*self.told[0], *self.told[1], *self.untold[0], *self.untold[1]]
+        late = [*self.reported[0], *self.reported[1], *self.unreported[0], *self.unreported[1]]
         by_tenant = {tenant: late.count(tenant) * BLOCK_BYTES for tenant in TENANTS}
         known = len(late) * BLOCK_BYTES
         return index.stored_bytes().plus(StoredBytes(known, {PLACE: known}, by_tenant))
 
-    def unheard_by(self, number: int) -> list[str]:
+    def unread_by(self, number: int) -> list[str]:
         """Return the tenants of the other engine's blocks that this one does not know of."""
         other = 1 - number
-        return [*self.untold[other], *self.told[other], *self.counted[other]]
+        return [*self.unreported[other], *self.reported[other], *self.counted[other]]
 
 
 @pytest.mark.parametrize(
@@ -83,23 +83,30 @@ def test_no_engine_writes_beyond_a_quota_it_knows_to_be_exhausted(more, steps) -
                 storage.story.now_s += 30.0
             case "beat", int(number):
                 storage.beat(number)
-            case number, whose, conversation, blocks:
-                _serve(storage, storage.engines[number], number, whose, conversation, blocks)
+            case number, tenant_number, conversation, blocks:
+                _serve(
+                    storage, storage.engines[number], number, tenant_number, conversation, blocks
+                )
     _comes_back(storage)
 
 
 def _serve(
-    storage: Storage, engine: Engine, number: int, whose: int, conversation: int, blocks: int
+    storage: Storage,
+    engine: Engine,
+    number: int,
+    tenant_number: int,
+    conversation: int,
+    blocks: int,
 ) -> None:
-    tenant = TENANTS[whose]
-    unheard = storage.unheard_by(number)
-    written = engine.serve_within_quotas(chain(10 * whose + conversation, blocks), tenant)
-    storage.untold[number] += [tenant] * written
+    tenant = TENANTS[tenant_number]
+    unread = storage.unread_by(number)
+    written = engine.serve_within_quotas(chain(10 * tenant_number + conversation, blocks), tenant)
+    storage.unreported[number] += [tenant] * written
     if not written:
         return
     quotas = storage.story.limits.quotas(storage.stored())
-    unheard_of = (unheard.count(tenant), len(unheard), len(unheard))
-    for quota, owner, late in zip(quotas, (tenant, PLACE, ALL), unheard_of, strict=True):
+    unread_counts = (unread.count(tenant), len(unread), len(unread))
+    for quota, owner, late in zip(quotas, (tenant, PLACE, ALL), unread_counts, strict=True):
         if quota.limit_bytes:
             assert quota.used_bytes[owner] <= quota.limit_bytes + late * BLOCK_BYTES
 

@@ -17,7 +17,7 @@ prompts = st.lists(st.integers(0, 2), max_size=24)
 
 @given(salts, salts, prompts, prompts, st.integers(1, 5))
 def test_keys_under_two_salts_have_nothing_in_common(salt, other, prompt, others_prompt, block):
-    """No salt at all is a salt of its own: whoever has none shares with those who have none."""
+    """No salt is a tenant as well: requests without a salt share blocks with each other only."""
     assume(salt != other)
     check_salt(salt)
     check_salt(other)
@@ -35,6 +35,6 @@ def test_equal_keys_mean_equal_prefixes(salt, prompt, other, block):
 
 
 @pytest.mark.parametrize("salt", ["", "x" * (LARGEST_SALT_CHARACTERS + 1), "\ud800"])
-def test_a_salt_that_keeps_nobody_apart_is_refused(salt):
+def test_a_salt_that_separates_no_tenants_is_refused(salt):
     with pytest.raises(BadRequestError, match="cache_salt"):
         check_salt(salt)

@@ -37,10 +37,10 @@ def block_turns(draw: st.DrawFn, first_id: int) -> tuple[BlockTurn, ...]:
     turns: list[BlockTurn] = []
     ids: list[int] = list(range(draw(st.integers(0, 3))))  # what all sessions begin with
     for index in range(draw(st.integers(1, 4))):
-        kept = ids if draw(st.booleans()) else ids[: len(ids) // 2]
+        prefix_tokens = ids if draw(st.booleans()) else ids[: len(ids) // 2]
         new = draw(st.integers(1, 4))
         start = first_id + 100 * index
-        ids = [*kept, *range(start, start + new)]
+        ids = [*prefix_tokens, *range(start, start + new)]
         runs: list[tuple[int, int]] = []
         for one in ids:
             if runs and runs[-1][1] + 1 == one:
@@ -73,13 +73,13 @@ def block_sessions(draw: st.DrawFn) -> list[BlockSession]:
     return found
 
 
-def said(session: Session) -> object:
+def recorded_fields(session: Session) -> object:
     """Return what all formats say of a session."""
     assert isinstance(session, BlockSession)
     turns = [
         (t.prompt_tokens, t.generate_tokens, t.id_ranges, t.delay_s) for t in session.block_turns
     ]
-    helpers = [(sub.after_turn, said(sub.session)) for sub in session.sub_agents]
+    helpers = [(sub.after_turn, recorded_fields(sub.session)) for sub in session.sub_agents]
     return session.session_id, session.block_tokens, turns, helpers
 
 
@@ -88,7 +88,9 @@ def said(session: Session) -> object:
 def test_sessions_of_block_ids(format: str, sessions: list[BlockSession]):
     read = again(sessions, format)
 
-    assert sorted(map(said, read), key=repr) == sorted(map(said, sessions), key=repr)
+    assert sorted(map(recorded_fields, read), key=repr) == sorted(
+        map(recorded_fields, sessions), key=repr
+    )
 
 
 @pytest.mark.parametrize("format", ["bailian", "mooncake", "otel"])
@@ -118,15 +120,15 @@ LENGTHS = st.lists(
 @given(recorded=LENGTHS)
 def test_sessions_of_lengths(recorded: list[tuple[int, int, float, int | None]]):
     rounds = tuple(Round(append, generated, delay) for append, generated, delay, _ in recorded)
-    kept = [None, *(None if k is None else min(k, 30) for *_, k in recorded[1:])]
+    prefix_tokens = [None, *(None if k is None else min(k, 30) for *_, k in recorded[1:])]
     total = 0
     for index, one in enumerate(rounds):
-        if (keeps := kept[index]) is not None and keeps >= total:
-            kept[index] = None
-        context = total if kept[index] is None else kept[index]
+        if (prefix := prefix_tokens[index]) is not None and prefix >= total:
+            prefix_tokens[index] = None
+        context = total if prefix_tokens[index] is None else prefix_tokens[index]
         total = (context or 0) + one.append_tokens + one.generated_tokens
-    edited = any(one is not None for one in kept)
-    session = TokenSession(Trajectory("s", rounds), tuple(kept) if edited else ())
+    edited = any(one is not None for one in prefix_tokens)
+    session = TokenSession(Trajectory("s", rounds), tuple(prefix_tokens) if edited else ())
 
     assert again([session], "rounds") == [session]
     assert list(as_lengths([session])) == [session]
@@ -156,7 +158,7 @@ def test_sessions_of_texts(format: str, recorded: list[tuple[str, str, int, floa
 
 
 @given(sessions=block_sessions())
-def test_lengths_of_block_ids_keep_what_their_prompts_share(sessions: list[BlockSession]):
+def test_lengths_of_block_ids_preserve_shared_prefixes(sessions: list[BlockSession]):
     for session in sessions:
         alone = msgspec.structs.replace(session, sub_agents=())
         (lengths,) = as_lengths([alone])

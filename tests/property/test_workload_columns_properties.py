@@ -29,7 +29,7 @@ def encode(text: str) -> list[int]:
 
 
 class Cluster:
-    """A perfect store and a server whose answers never repeat."""
+    """A perfect store and a server with answers that never repeat."""
 
     def __init__(self, settings: WorkloadSettings) -> None:
         self._settings = settings
@@ -130,19 +130,21 @@ def test_pure_appends(
 @given(
     # Scaled down, a round that appends nothing may keep nothing either; that is refused.
     pairs=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 10)), min_size=1, max_size=8),
-    kept=st.lists(st.none() | st.integers(1, 120), min_size=8, max_size=8),
+    prefix_tokens=st.lists(st.none() | st.integers(1, 120), min_size=8, max_size=8),
     limits=LIMITS,
     scale=st.sampled_from([1.0, 0.5, 3.0]),
     block=st.integers(1, 9),
 )
 def test_rounds_that_edit_their_context(
     pairs: list[tuple[int, int]],
-    kept: list[int | None],
+    prefix_tokens: list[int | None],
     limits: dict[str, Any],
     scale: float,
     block: int,
 ):
-    session = TokenSession(token_session("s", pairs).trajectory, (None, *kept[: len(pairs) - 1]))
+    session = TokenSession(
+        token_session("s", pairs).trajectory, (None, *prefix_tokens[: len(pairs) - 1])
+    )
     settings = WorkloadSettings(**limits, scale_append=scale, block_tokens=block)
 
     assert simulated([session], settings) == played([session], settings)
@@ -230,7 +232,7 @@ TEXT_TURNS = st.lists(
 def test_text(recorded: list[list[TextTurn]], limits: dict[str, Any], block: int, share: Any):
     sessions = [TextSession(f"t{n}", tuple(turns)) for n, turns in enumerate(recorded)]
     if share != "none":
-        # Additional agents share with nobody here: a replay's might, after the synthetic round.
+        # Additional agents share no blocks here: a replay's might, after the synthetic round.
         limits = limits | {"agents": None}
     settings = WorkloadSettings(**limits, block_tokens=block, share_across_sessions=share)
 

@@ -173,7 +173,7 @@ def test_agents_have_unique_ids_and_begin_with_the_recorded_ones(agents: int, se
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 1000))
-def test_poisson_arrivals_keep_the_rate(seed: int):
+def test_poisson_arrivals_have_the_rate(seed: int):
     times_s = arrival_times_s(4000, 2.0, seed)
 
     assert times_s == sorted(times_s)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 from tests.control_network import Arrivals, ControlNetwork, Network, ZmqNetwork
 from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
 
@@ -24,7 +25,7 @@ class WatchedService(RouterService):
         self.arrivals = Arrivals(self)
 
     def kill(self) -> None:
-        """End as SIGKILL does: nothing more is said to engines, streams end."""
+        """End as SIGKILL does: no more messages to engines, streams end."""
         for task in (*self.server.loops.tasks, *self._tasks):
             task.cancel()
         self.server.loops.post = lambda identity, frame: None  # type: ignore[method-assign]
@@ -72,7 +73,8 @@ class Cluster:
         engines = [self.engines[i] for i in engine_ids] or list(self.engines.values())
         roles = [engine.role for engine in engines]
         here = roles.count(Role.PREFILL), roles.count(Role.DECODE)
-        await self.service.wait_ready(*here, GUARD_S)  # one lost from sight greets anew
+        # An engine that was declared lost registers again.
+        await self.service.wait_ready(*here, GUARD_S)
         async with asyncio.timeout(GUARD_S):
             for engine in engines:
                 await self.delivered(engine)
@@ -118,7 +120,8 @@ async def cluster(
     """Control connections are in memory, unless ``real_sockets``: then they are ZMQ's."""
     calls = FakeCalls()
     in_memory = None if real_sockets else network or ControlNetwork()
-    service = WatchedService(settings or RouterSettings(), calls, in_memory)
+    settings = msgspec.structs.replace(settings or RouterSettings(), exclusive_engine_ids=True)
+    service = WatchedService(settings, calls, in_memory)
     await service.start()
     made = Cluster(service, calls, in_memory or ZmqNetwork(service.scheduler.server.address))
     try:

@@ -1,7 +1,7 @@
 """A small real cluster for router tests: engines that speak the protocol, and model work.
 
-Engines keep a FIFO buffer whose slots remember what was written to them, and a store of blocks they
-share; the model work checks that every slot holds what the transfer claims.  A slot in two
+Engines have a FIFO buffer with slots that record what was written to them, and a store of blocks
+they share; the model work checks that every slot holds what the transfer claims.  A slot in two
 hands, KV of the wrong block, or a block without the window layers that are looked at, fails the
 test.
 """
@@ -99,7 +99,8 @@ class FakeEngine:
         self.counters: dict[str, float] = {}
         self.draining: str | None = None
         self._arrived = asyncio.Event()
-        self.process = HostProcess()
+        #: By default each process is in a container of its own.
+        self.process: HostProcess | None = None
         self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, cluster.Writer] = {}
@@ -122,7 +123,7 @@ class FakeEngine:
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
-        self.assign_seq = self.report_seq = 0
+        self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
@@ -145,7 +146,7 @@ class FakeEngine:
                 epoch=self.epoch,
                 role=self.role,
                 agents=(cluster.AgentAddress(self.epoch, b"", ()),),
-                process=self.process,
+                process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
             api_url=f"http://{self.engine_id}",
@@ -213,12 +214,13 @@ class FakeEngine:
         self.report_seq += 1
         return control.Report(
             report_seq=self.report_seq,
-            assign_seq=self.assign_seq,
-            unfinished_requests=len(self.tenants),
-            unfinished_tokens=sum(self.tenants.values()),
-            read_queue_tokens=0,
-            free_hbm_tokens=self.hbm_tokens,
-            free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            load=control.Load(
+                unfinished_requests=len(self.tenants),
+                unfinished_tokens=sum(self.tenants.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=self.hbm_tokens,
+                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            ),
             draining=self.draining,
             counters=self.counters,
         )
@@ -252,7 +254,7 @@ class FakeEngine:
             self._arrived.set()
 
     def _end(self, reason: str) -> None:
-        """The session is over: all requests are gone, slots a PE may write to are kept away."""
+        """The session ends: all requests are dropped, slots that a PE may write to quarantined."""
         self.waiting.clear()
         for request_id in [*self.leases]:
             if self.role is Role.DECODE and request_id not in self.kv_in_hbm | self.persisted:
@@ -260,7 +262,6 @@ class FakeEngine:
             else:
                 self._free(request_id)
         self.tenants.clear()
-        self.assign_seq = 0
 
     def answer(self, message: Message) -> None:
         match message:
@@ -273,8 +274,6 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
-                assert message.assign_seq == self.assign_seq + 1
-                self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]
@@ -381,7 +380,7 @@ class FakeEngine:
 
 
 class FakeCalls:
-    """Model work whose next token depends on all tokens before it.
+    """Model work in which each token depends on all tokens before it.
 
     ``gates`` maps "prefill" or "decode" to an event the work waits for; ``entered`` says that it
     has got there.  The decode gate is asked after ``gate_after_tokens`` tokens.
@@ -399,7 +398,7 @@ class FakeCalls:
         self.errors: deque[Exception] = deque()
         self.gives_up_once: str | None = None
         self.send_failure: str | None = None
-        #: Engines whose HTTP server is gone, though their control link lives.
+        #: Engines without their HTTP server, though their control link lives.
         self.deaf: set[str] = set()
         self.transfers: list[transfers.PrefillTransfer] = []
         self.prefills: list[str] = []

@@ -32,7 +32,7 @@ class Scrape:
         self.samples = [sample for family in families for sample in family.samples]
 
     def value(self, name: str, **labels: str) -> float:
-        """Sum of the samples whose labels contain these."""
+        """Sum of the samples with labels that contain these."""
         found = [s for s in self.samples if s.name == name and labels.items() <= s.labels.items()]
         return sum(sample.value for sample in found)
 
@@ -66,7 +66,7 @@ async def scrape_after_three_turns(directory: Path) -> Scrape:
 
 
 async def all_reported(made: Cluster) -> None:
-    """Wait until the router has heard all that the engines have counted."""
+    """Wait until the router has received all that the engines have counted."""
     counted = {
         engine_id: engine.plane.manager.counters.snapshot().items()
         for engine_id, engine in made.engines.items()

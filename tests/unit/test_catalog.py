@@ -127,7 +127,7 @@ def test_an_engine_of_several_gpus_divides_what_vllm_divides():
     llama = load_model("llama-3.3-70b")
     one = llama.weight_bytes_per_gpu(1)
     assert llama.weight_bytes_per_gpu(8, 8) == pytest.approx(one / 8)
-    # Beyond its 8 KV heads each GPU keeps one of them.
+    # With more GPUs than its 8 KV heads each GPU has one of them.
     kv_head = 80 * 2 * 8192 * 128 * 2
     assert llama.weight_bytes_per_gpu(16, 16) == pytest.approx(one / 16 + kv_head / 2)
     kimi = load_model("kimi-k2")

@@ -70,7 +70,7 @@ def test_a_step_is_reached_before_its_function_runs(monkeypatch: pytest.MonkeyPa
     assert seen == [(Step.READING, 0), (Step.READING, 2)]
 
 
-def test_a_failpoint_whose_function_is_gone_is_an_error_at_once() -> None:
+def test_a_failpoint_without_its_function_is_an_error_at_once() -> None:
     point = Failpoint(Step.READING, f"{__name__}:Steps.gone")
     with pytest.raises(ConfigError, match=r"step 'reading' is .*Steps.gone"):
         install_failpoints((point,), lambda step: None)
@@ -200,7 +200,7 @@ def test_damage_is_found_when_a_block_is_read(
     storage.write(KEYS, DATA)
     files = block_files(tmp_path / "kv", KEYS)
     assert len(files) == 4
-    # The seed avoids the padding after a header, whose bits are not verified.
+    # The seed avoids the padding after a header: its bits are not verified.
     assert corrupt(files[:2], fault, random.Random(3)) == 2
     found = [read(storage, place) for place in range(4)]
     assert None not in found[:2]

@@ -136,7 +136,7 @@ def test_generated_trajectories_need_no_file(files, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--nodes", "0P1D"], "--nodes is '0P1D'; it must be at least one prefill"),
         (["--nodes", "1P0D"], "--nodes is '1P0D'"),
@@ -153,16 +153,18 @@ def test_generated_trajectories_need_no_file(files, capsys):
         (["--trace-format", "xml"], "--trace-format is 'xml'; it must be one of auto, rounds"),
     ],
 )
-def test_invalid_input_is_refused_in_one_line_before_anything_runs(files, capsys, arguments, said):
+def test_invalid_input_is_refused_in_one_line_before_anything_runs(
+    files, capsys, arguments, message
+):
     assert simulate(*arguments) == 2
     captured = capsys.readouterr()
-    assert said in captured.err
+    assert message in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
 
 
 @pytest.mark.parametrize(
-    ("flag", "value", "said"),
+    ("flag", "value", "message"),
     [
         ("--cluster", "atlantis", "'atlantis' is not among the catalog's clusters: "),
         ("--cluster", "missing.toml", "there is no file missing.toml"),
@@ -170,11 +172,11 @@ def test_invalid_input_is_refused_in_one_line_before_anything_runs(files, capsys
         ("--trace", "missing.jsonl", "there is no such file"),
     ],
 )
-def test_unknown_names_are_refused_with_the_known_ones(files, capsys, flag, value, said):
+def test_unknown_names_are_refused_with_the_known_ones(files, capsys, flag, value, message):
     inputs = {"--cluster": "c.toml", "--model": "costs.toml", "--trace": "t.jsonl", flag: value}
     arguments = [part for pair in inputs.items() for part in pair]
     assert main(["simulate", *arguments, "--core", "reference"]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_an_unknown_key_in_the_cluster_file_is_named(files, capsys):
@@ -215,3 +217,20 @@ def test_a_capacity_has_no_number_of_agents(files, capsys):
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference"]
     assert main([*plan, "--objective", "capacity"]) == 2
     assert "omit --agents" in capsys.readouterr().err
+
+
+def test_a_broken_line_is_skipped_and_shown_if_asked_for(files, capsys):
+    with Path("t.jsonl").open("a") as trace:
+        trace.write('{"session_id": "three", "rounds": [[5\n')
+    assert simulate() == 2
+    assert "t.jsonl, line 3: " in capsys.readouterr().err
+    assert simulate("--skip-broken") == 0
+    shown = capsys.readouterr()
+    assert "skipped: t.jsonl, line 3: " in shown.err
+    assert "2 agents" in shown.out
+
+
+def test_sessions_that_a_context_limit_drops_are_named(files, capsys):
+    assert simulate("--max-context-tokens", "1000") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 sessions dropped, whose first prompt is longer: two" in text

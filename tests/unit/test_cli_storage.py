@@ -139,11 +139,11 @@ def test_removing_a_tenant_includes_blocks_that_inherit_it(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (("rm", "."), "no blocks are selected"),
         (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks in this storage"),
-        (("rm", ".", "--unused-for", "soon"), "a time such as 12h"),
+        (("rm", ".", "--unused-for", "soon"), "--unused-for is 'soon'; give a time such as"),
         (("pin", ".", "--chain", "ab"), "--chain needs --namespace"),
         (("pin", ".", "--tenant", "../x"), "cannot be pinned"),
         (("janitor", ".", "--once"), "no limit is given"),
@@ -156,15 +156,15 @@ def test_invalid_arguments_are_refused_with_a_remedy(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     arguments: tuple[str, ...],
-    said: str,
+    message: str,
 ) -> None:
     monkeypatch.chdir(storage.root)
     assert main(["storage", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert storage.head(1) == 4
 
 
-def test_a_janitor_that_runs_once_keeps_pinned_blocks_and_saves_its_index(
+def test_a_janitor_that_runs_once_evicts_no_pinned_block_and_saves_its_index(
     storage: Storage, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pinned = chain(1)[2].hex()

@@ -26,7 +26,7 @@ def test_router_and_engines_get_one_secret_and_one_key_of_the_engines():
     assert not set(router.values()) & set(other.values())
 
 
-def test_a_secret_of_the_environment_is_kept():
+def test_a_secret_of_the_environment_is_used():
     environment = {"DUALPATH_CLUSTER_SECRET": "s" * 40}
     keys = ClusterKeys(settings(), environment)
     assert keys.engine_environment()["DUALPATH_CLUSTER_SECRET"] == "s" * 40

@@ -17,5 +17,5 @@ print(len(looks), any(one is loaded for one in gc.get_objects()))
 
 
 def test_what_was_loaded_is_no_garbage_and_what_is_served_is_looked_at_seldom() -> None:
-    said = subprocess.run([sys.executable, "-c", _SERVES], capture_output=True, check=True)
-    assert said.stdout.split() == [b"0", b"False"]
+    run = subprocess.run([sys.executable, "-c", _SERVES], capture_output=True, check=True)
+    assert run.stdout.split() == [b"0", b"False"]

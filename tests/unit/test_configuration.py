@@ -49,7 +49,7 @@ class Part(Settings, frozen=True, kw_only=True):
     share: Annotated[float, Setting("of count")] = 0.5
     colour: Annotated[Colour | None, Setting("as seen")] = None
     names: Annotated[tuple[str, ...], Setting("more of them")] = ()
-    api_key: Annotated[str, Setting("of the door")] = ""
+    api_key: Annotated[str, Setting("of the server")] = ""
     size_bytes: Annotated[int, Setting("of each", ge=0)] = 0
     extra: Annotated[dict[str, str], Setting("the rest")] = msgspec.field(default_factory=dict)
     loud: Annotated[bool, Setting("says so")] = False
@@ -163,7 +163,7 @@ def test_a_command_line_built_from_settings_is_equivalent(settings):
         ({"prat": {}}, r"c\.toml: unknown section \[prat\]; did you mean part\?"),
         ({"part": {"cuont": 1}}, r"c\.toml \[part\] cuont: unknown key; did you mean count\?"),
         ({"part": {"count": 0}}, r"c\.toml \[part\] count is 0; it must be at least 1; correct it"),
-        ({"part": {"count": "1"}}, r"count is '1': Expected `int`, got `str`"),
+        ({"part": {"count": "1"}}, r"count is '1'; give a whole number, without quotes"),
         ({"part": {"colour": "rde"}}, r"colour is 'rde'; it must be one of red; did you mean red"),
         ({"part": 3}, r"write \[part\] above it"),
     ],
@@ -177,7 +177,7 @@ def test_a_file_is_refused_by_place(tables, message):
     ("name", "text", "message"),
     [
         ("DUALPATH_PRAT_COUNT", "1", r"is unknown; did you mean DUALPATH_PART_COUNT\?"),
-        ("DUALPATH_PART_COUNT", "many", r"DUALPATH_PART_COUNT is 'many': Expected `int`"),
+        ("DUALPATH_PART_COUNT", "many", r"DUALPATH_PART_COUNT is 'many'; give a whole number"),
         ("DUALPATH_PART_NAMES", "[", "DUALPATH_PART_NAMES is '\\['"),
     ],
 )
@@ -188,8 +188,8 @@ def test_a_variable_is_refused_by_name(name, text, message):
 
 def test_what_the_settings_refuse_themselves_names_its_origin():
     given = layered([flag("name", "n")], from_environment(SCHEMA, {"DUALPATH_PART_SHARE": "2"}))
-    said = r"DUALPATH_PART_SHARE is 2\.0; it must be at most --count"
-    with pytest.raises(ConfigError, match=said):
+    output = r"DUALPATH_PART_SHARE is 2\.0; it must be at most --count"
+    with pytest.raises(ConfigError, match=output):
         build(Part, "part", given, {"count": "--count"})
 
 
@@ -278,8 +278,8 @@ def test_serve_passes_the_file_to_router_and_engines(file):
     from dualpath.vllm.engine_arguments import engine_settings
 
     settings = serve.cluster_settings(parsed(serve, "--config", file))
-    handed = router_command(settings, 8000, 5700)
-    router_settings, _ = router._settings(parsed(router, *handed[1:]))
+    command = router_command(settings, 8000, 5700)
+    router_settings, _ = router._settings(parsed(router, *command[1:]))
     assert router_settings.engine_timeout_s == 9
     assert router_settings.control_port == 5700
     command = engine_command(settings, Role.PREFILL, 0, 8001, 5700)
@@ -350,9 +350,9 @@ def test_secrets_stay_out_of_config_check(capsys, monkeypatch):
     monkeypatch.setenv("DUALPATH_ROUTER_API_KEYS", '["s3cret"]')
     for form in ((), ("--json", "-")):
         assert main(["config", "check", *form]) == 0
-        said = capsys.readouterr().out
-        assert "s3cret" not in said
-        assert HIDDEN in said
+        output = capsys.readouterr().out
+        assert "s3cret" not in output
+        assert HIDDEN in output
 
 
 def test_the_file_of_the_documentation_is_accepted():

@@ -43,7 +43,7 @@ def small(**changes: Any) -> ModelGeometry:
     return ModelGeometry(**{**fields, **changes})
 
 
-def test_only_layers_that_keep_everything_count_as_kv_of_the_context():
+def test_only_layers_without_a_window_count_as_kv_of_the_context():
     model = small()
     assert model.kv_bytes_per_token == 2 * (2 * 2 * 8 * 2)
     assert model.kv_bytes_per_token_all_layers == 2 * model.kv_bytes_per_token
@@ -70,7 +70,7 @@ def test_parameters_add_up():
     assert model.active_parameters == tied.active_parameters
 
 
-def test_only_routed_experts_are_spread_and_every_gpu_keeps_one():
+def test_only_routed_experts_are_spread_and_every_gpu_has_one():
     model = small()
     expert_bytes = 2 * 3 * 16 * 8
     saved = model.weight_bytes - model.weight_bytes_per_gpu(4)

@@ -3,7 +3,7 @@
 from dualpath.core.recent import Recent
 
 
-def test_the_last_value_counts_and_removed_keys_are_gone() -> None:
+def test_the_last_value_counts_and_removed_keys_are_absent() -> None:
     recent: Recent[str, int] = Recent(limit=10)
     recent.note("ab", 1)
     recent.age()
@@ -15,7 +15,7 @@ def test_the_last_value_counts_and_removed_keys_are_gone() -> None:
     assert "b" not in recent
 
 
-def test_it_keeps_the_limit_and_never_more_than_twice_that() -> None:
+def test_it_holds_at_least_the_limit_and_at_most_twice_that() -> None:
     recent: Recent[int, None] = Recent(limit=3)
     for key in range(100):
         recent.note([key], None)

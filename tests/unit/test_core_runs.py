@@ -22,8 +22,10 @@ def test_each_stage_adds_to_a_run_and_drops_nothing() -> None:
     assert (good.blocks, good.slots) == (BlockRun(3, 2), (7, 5))
     assert reserved.head(9) == reserved
     assert not reserved.head(0).blocks
-    kept = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
-    assert kept.with_slots([4, 3]).head(1) == HitRun(Role.DECODE, BlockRun(0, 1), (4,), cached=True)
+    cached = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
+    assert cached.with_slots([4, 3]).head(1) == HitRun(
+        Role.DECODE, BlockRun(0, 1), (4,), cached=True
+    )
 
 
 def test_a_run_has_the_number_of_its_windowless_blocks() -> None:
@@ -34,16 +36,16 @@ def test_a_run_has_the_number_of_its_windowless_blocks() -> None:
     assert read.part(BlockRun(6, 1)).windowless == 0
     # With a block before the run all its blocks are whole, with one after it none is.
     assert [RUN.whole_behind(block).windowless for block in (0, 3, 7, 90)] == [0, 0, 4, 4]
-    kept = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
-    assert kept.whole_behind(2) == kept
+    cached = HitRun(Role.DECODE, BlockRun(0, 2), cached=True)
+    assert cached.whole_behind(2) == cached
 
 
-@pytest.mark.parametrize(("windowless", "kept"), [(5, False), (-1, False), (1, True)])
+@pytest.mark.parametrize(("windowless", "cached"), [(5, False), (-1, False), (1, True)])
 def test_a_run_does_not_lack_windows_of_blocks_it_does_not_read(
-    windowless: int, kept: bool
+    windowless: int, cached: bool
 ) -> None:
     with pytest.raises(ValueError, match=f"{windowless} blocks without windows in a run of 4"):
-        msgspec.structs.replace(RUN, windowless=windowless, cached=kept)
+        msgspec.structs.replace(RUN, windowless=windowless, cached=cached)
 
 
 def test_only_the_last_block_of_the_hits_can_be_partial() -> None:

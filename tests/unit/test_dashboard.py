@@ -141,7 +141,7 @@ def test_the_latest_assignments_come_newest_first(cluster):
     assert notes[0]["read_reason"] == "shorter-queue"
 
 
-def test_a_router_without_engines_and_one_with_512_say_something_small():
+def test_reports_of_routers_with_none_and_512_engines_are_small():
     assert ReportedCluster().dashboard.report()["nodes"] == []
     report = large_cluster(64, 8).dashboard.report()
     assert len(report["nodes"]) == 64

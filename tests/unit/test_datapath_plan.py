@@ -71,13 +71,13 @@ def test_a_split_gives_each_run_the_path_of_its_side() -> None:
 
 def test_cached_blocks_are_not_read_but_take_the_path_of_their_side() -> None:
     read = layout(HitRun(Role.DECODE, BlockRun(0, 5)), HitRun(Role.PREFILL, BlockRun(5, 3)))
-    kept = layout(
+    cached = layout(
         HitRun(Role.DECODE, BlockRun(0, 5), cached=True), HitRun(Role.PREFILL, BlockRun(5, 3))
     )
-    (step,) = read_steps(kept)
+    (step,) = read_steps(cached)
     assert (step.label, step.blocks) == ("4a.1-2", BlockRun(5, 3))
     of_storage = set(read_steps(read))
-    assert list(whole_plan(kept)) == [
+    assert list(whole_plan(cached)) == [
         each for each in whole_plan(read) if each not in of_storage or each == step
     ]
 

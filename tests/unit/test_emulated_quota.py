@@ -1,4 +1,4 @@
-"""Emulated engines serve from a storage whose janitor enforces a quota; every byte is compared."""
+"""Emulated engines serve from a storage with a quota and a janitor; every byte is compared."""
 
 from pathlib import Path
 
@@ -90,11 +90,11 @@ async def test_a_full_quota_declines_new_blocks_and_serves(tmp_path: Path, quota
     ) as made:
         name = Counter.STORAGE_REFUSED_BLOCKS.value
 
-        def heard() -> bool:
+        def updated() -> bool:
             reports = [state.report for state in made.service.registry.all()]
             return all(report is not None and report.storage is not None for report in reports)
 
-        await made.arrivals.until(heard, GUARD_S)
+        await made.arrivals.until(updated, GUARD_S)
         for prompt in PROMPTS:  # all blocks are protected
             await made.ask(prompt, 8)
             await made.stored()

@@ -45,7 +45,7 @@ SHAPES = [
 
 
 async def two_turns(made: Cluster) -> list[list[int]]:
-    """Play agents whose second turn hits all that is stored; return what was generated."""
+    """Play agents that hit all that is stored with their second turn; return what was generated."""
     prompts = [[agent, *PROMPT] for agent in range(AGENTS)]
     first = await asyncio.gather(*(made.ask(prompt, 9) for prompt in prompts))
     await made.stored()

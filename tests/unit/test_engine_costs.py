@@ -136,13 +136,13 @@ def test_a_corrupt_file_counts_as_missing(content, tmp_path: Path, caplog):
 
 def test_the_fastest_start_counts_as_a_busy_machine_only_makes_passes_slow(tmp_path: Path):
     cache = CostsCache(tmp_path, OF)
-    for start, (tokens_per_s, kept, kept_s) in enumerate(
+    for start, (tokens_per_s, expected, expected_s) in enumerate(
         [(100.0, 100.0, 0.0), (900.0, 900.0, 1.0), (500.0, 900.0, 1.0)]
     ):
         costs = msgspec.structs.replace(COSTS, prefill_tokens_per_s=tokens_per_s)
         best = cache.store(costs, NOW_S + start)
         assert best == cache.load(NOW_S + start)
-        assert (best.costs.prefill_tokens_per_s, best.measured_s) == (kept, NOW_S + kept_s)
+        assert (best.costs.prefill_tokens_per_s, best.measured_s) == (expected, NOW_S + expected_s)
         assert best.starts == start + 1
 
 

@@ -154,7 +154,7 @@ def test_a_pump_without_progress_is_a_problem() -> None:
 
 
 class HangingReads:
-    """A DE of two readers, whose storage answers no read before ``gate`` is open."""
+    """A DE of two readers; its storage answers no read before ``gate`` is open."""
 
     def __init__(self) -> None:
         self.threads, self.numbers = PassedWaits(), itertools.count()

@@ -25,7 +25,7 @@ READERS = 2
 
 
 class Device:
-    """A storage whose reads of chosen blocks end when the test calls for it."""
+    """A storage with reads of chosen blocks that end when the test lets them."""
 
     def __init__(self) -> None:
         self.storage = memory_storage()

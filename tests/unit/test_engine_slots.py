@@ -77,7 +77,7 @@ KEYS = [bytes([n]) * 32 for n in range(1, 9)]
 
 
 def served(pool: SlotPool, request_id: str, *keys: bytes, more: int = 0) -> tuple[int, ...]:
-    """Serve a request whose blocks are cached; return its slots."""
+    """Serve a request with cached blocks; return its slots."""
     (grant,) = pool.request(request_id, len(keys) + more, keys)
     pool.cache_blocks(request_id, grant.slots[: len(keys)], keys, ROOT)
     pool.release(request_id)
@@ -262,7 +262,7 @@ def test_a_pool_without_caching_evicts_blocks_with_their_leases() -> None:
 
 def test_changes_are_reported_once_and_a_new_report_has_all_keys() -> None:
     pool = SlotPool(2)
-    served(pool, "nobody listens", KEYS[0])
+    served(pool, "unlistened", KEYS[0])
     pool.cached.report_changes(begin=True)
     served(pool, "a", KEYS[0], KEYS[1])
     assert pool.cached.changes(1) == (KEYS[:1], [])

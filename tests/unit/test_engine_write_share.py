@@ -35,7 +35,7 @@ class _Told(threading.Condition):
 
 
 class WhileWaiting(OsThreads):
-    """Threads whose waits execute the next action of a list, and time out without one."""
+    """Threads with waits that execute the next action of a list, and time out without one."""
 
     def __init__(self) -> None:
         self.happens: list[Callable[[], None]] = []
@@ -138,8 +138,8 @@ def test_an_engine_writes_its_next_request_when_enough_is_read() -> None:
         step = step_of(PERSIST_PROMPT, GEOMETRY, BlockRun(0, 1), slots=(0,))
         content = [memoryview(full_block(key))]
         read = Counter.STORAGE_READ_BYTES.value
-        tell = lambda: over.put(counters.snapshot()[read])  # noqa: E731
-        persister.add(WriteTask("writes", step, [key], content, tell))
+        notify = lambda: over.put(counters.snapshot()[read])  # noqa: E731
+        persister.add(WriteTask("writes", step, [key], content, notify))
 
     def while_it_is_read(key: BlockKey) -> None:
         if key == stored[0]:

@@ -225,7 +225,7 @@ def test_the_second_calibration_changes_machine_and_length_of_table_3() -> None:
     assert CatalogInputs(calibration=AT_48K).setup(changed).cluster.snic_bytes_per_s == 1e9
 
 
-def test_the_io_compute_ratio_falls_as_the_paper_says(reports: list[FigureReport]) -> None:
+def test_the_io_compute_ratio_falls_as_in_the_paper(reports: list[FigureReport]) -> None:
     fig3 = next(report for report in reports if report.name == "fig3")
     (statement,) = fig3.statements
     assert statement.holds

@@ -152,7 +152,7 @@ def test_looking_early_gives_the_answer_of_the_whole_experiment(rate: float) -> 
         assert meets_slo(runs, spec) == runs.online(spec).meets_slo
 
 
-def test_a_system_that_meets_the_highest_rate_is_said_to_be_capped() -> None:
+def test_a_system_that_meets_the_highest_rate_is_reported_as_capped() -> None:
     found = sweep(lambda rate: True, 0.1, 0.5)
     assert (found.capacity, found.capped, len(found.rates)) == (0.5, True, 5)
 
@@ -213,6 +213,6 @@ def test_the_timeline_conserves_tokens_and_ends_empty() -> None:
     assert all(stage.min() >= 0 and stage[-1] == 0 for stage in stages)
 
 
-def test_a_round_takes_what_the_fake_says() -> None:
+def test_a_round_takes_the_time_of_the_fake() -> None:
     result = simulated(agents=100)
     assert result.ttft_s() == pytest.approx(SPEED_S[Mode.DUALPATH] * 100 / 2)

@@ -199,7 +199,7 @@ def test_when_no_shape_can_be_the_first_refusal_is_raised():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"total_nodes": 1}, "total_nodes is 1; it must be between 2"),
         ({"total_nodes": 4, "ttft_slo_s": 0.0}, "ttft_slo_s is 0.0"),
@@ -207,8 +207,8 @@ def test_when_no_shape_can_be_the_first_refusal_is_raised():
         ({"total_nodes": 4, "most_shapes": 1}, "most_shapes is 1"),
     ],
 )
-def test_settings_out_of_range_are_refused(change, said):
-    with pytest.raises(ConfigError, match=said):
+def test_settings_out_of_range_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
         make_plan(PlanSettings(**change), setup_for, arriving, Cluster(1.0, 1.0))
 
 

@@ -68,6 +68,7 @@ def test_the_target_is_the_median_ratio_to_a_baseline_of_the_same_round() -> Non
 
 
 @pytest.mark.nixl
+@pytest.mark.long
 def test_every_reader_and_mover_transfers_real_bytes(tmp_path: Path) -> None:
     pytest.importorskip("nixl_cu12")
     settings = DataPlaneSettings(

@@ -95,7 +95,7 @@ def test_a_bracket_that_does_not_hold_and_an_open_one_have_a_remark() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "errors"),
     [
         ({"first_agents_per_s": 2.0}, "first_agents_per_s is 2, must be between"),
         ({"least_agents_per_s": 0.5}, r"least_agents_per_s \(0.5\)"),
@@ -103,9 +103,9 @@ def test_a_bracket_that_does_not_hold_and_an_open_one_have_a_remark() -> None:
     ],
 )
 def test_inconsistent_rates_and_several_clusters_are_refused(
-    change: dict[str, object], said: str
+    change: dict[str, object], errors: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=errors):
         msgspec.structs.replace(SETTINGS, **change).check()
 
 

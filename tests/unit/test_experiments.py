@@ -95,7 +95,7 @@ def turn(start_s: float, ttft_s: float = 1.0) -> TurnRecord:
 def measured(
     mode: Mode, jct_s: float, rates: dict[str, float], turns: tuple[TurnRecord, ...] = ()
 ) -> Measured:
-    """A run whose nodes read at constant ``rates`` (bytes per second), sampled every 0.1 s."""
+    """A run with nodes that read at constant ``rates`` (bytes per second), sampled every 0.1 s."""
     samples = [
         Sample(
             tick / 10,
@@ -108,15 +108,15 @@ def measured(
         )
         for tick in range(round(jct_s * 10) + 1)
     ]
-    kept = list(turns) or [turn(0.0)]
+    all_turns = list(turns) or [turn(0.0)]
     replay = ReplayResult(
         setting=SETTING,
         machine=ClientMachine(2, "cpu", 1, "linux", "3.11"),
-        summary=summarise(kept, [], jct_s),
+        summary=summarise(all_turns, [], jct_s),
         trace=None,
         server=None,
         sessions=[],
-        turns=kept,
+        turns=all_turns,
     )
     return Measured(
         mode=mode,

@@ -12,11 +12,11 @@ from dualpath.launch.doctor.software import SUPPORTED_NIXL
 from dualpath.vllm.engine_arguments import SUPPORTED_VLLM
 
 REPOSITORY = Path(__file__).parents[2]
-#: Extras of who changes dualpath; a user is never told to install them.
+#: Extras for developers of dualpath; no message asks a user to install them.
 DEVELOPMENT = {"dev", "docs"}
 
 
-def test_users_are_told_the_requirements_that_the_project_declares() -> None:
+def test_users_see_the_requirements_that_the_project_declares() -> None:
     declared = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]
     extras = declared["optional-dependencies"]
     assert {one.name: list(one.requirements) for one in EXTRAS} == {
@@ -57,7 +57,7 @@ def test_a_module_is_found_by_its_package() -> None:
         ("chaos simulate", "greenlet", "chaos"),
     ],
 )
-def test_a_command_whose_package_is_missing_says_what_to_install(
+def test_a_command_with_a_missing_package_names_it(
     command: str, package: str, of: str, tmp_path: Path
 ) -> None:
     (tmp_path / "config.json").write_text("{}")

@@ -65,10 +65,10 @@ def core_of(service):
 async def outputs_until_idle(core):
     outputs, running = [], None
     while running != 0:
-        news = await asyncio.wait_for(core.get_output_async(), GUARD_S)
-        outputs += news.outputs
-        if news.scheduler_stats is not None:
-            running = news.scheduler_stats.num_running_reqs
+        update = await asyncio.wait_for(core.get_output_async(), GUARD_S)
+        outputs += update.outputs
+        if update.scheduler_stats is not None:
+            running = update.scheduler_stats.num_running_reqs
     return outputs
 
 
@@ -84,6 +84,20 @@ async def test_tokens_are_output_with_their_finish_reason():
     assert (first.new_token_ids, second.new_token_ids) == ([5], [6, 7])
     assert (last.finish_reason, last.stop_reason) == (FinishReason.STOP, 8)
     assert failures == []
+
+
+@pytest.mark.parametrize(
+    "fields", [{"extra_args": {"a": "\ud800"}}, {"bad_words": ["\ud800"]}, {"stop": ["\udfff"]}]
+)
+async def test_a_lone_surrogate_is_the_clients_mistake(fields):
+    service = ListedService(r=[TokenEvent((5,), finish_reason="length")])
+    core, failures = core_of(service)
+    await core.add_request_async(request("r", sampling_params=SamplingParams(**fields)))
+    await outputs_until_idle(core)
+    ((_, error),) = failures
+    assert isinstance(error, BadRequestError)
+    assert "lone surrogate" in str(error)
+    assert service.jobs == []
 
 
 async def test_the_first_output_reports_cached_tokens():

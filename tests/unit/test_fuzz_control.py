@@ -27,7 +27,7 @@ EXAMPLES = settings(max_examples=60, suppress_health_check=list(HealthCheck))
 _PROTOTYPE = FakeEngine("p0", Role.PREFILL, set())
 _PROTOTYPE.generation = 1
 
-#: Stands for the session of who sends a frame, and is as long.
+#: Stands for the session of the sender of a frame, and is as long.
 SESSION = "s" * 41
 
 #: The frames of `dualpath chaos fuzz control`, of one engine and with this session.
@@ -61,7 +61,7 @@ class Stranger(FakeEngine):
 
 
 async def served_as_before(made: Cluster) -> None:
-    """Forget who joined under a name made of noise; those who belong here serve a request."""
+    """Remove engines with random names; the real engines serve a request."""
     names = {engine.engine_id for engine in made.service.registry.alive()}
     assert set(made.engines) <= names
     for name in names - set(made.engines):

@@ -41,7 +41,7 @@ LINKS = (LinkReport("CNIC", 125e6, True, "HTB"), LinkReport("SNIC", 50e6, True, 
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"load": 0.95}, "load is 0.95"),
         ({"repeat": 0}, "repeat is 0"),
@@ -52,8 +52,8 @@ LINKS = (LinkReport("CNIC", 125e6, True, "HTB"), LinkReport("SNIC", 50e6, True, 
         ({"nodes": "0P2D"}, "nodes is '0P2D'"),
     ],
 )
-def test_invalid_settings_are_refused(change: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         IsolationSettings(**change)  # type: ignore[arg-type]
 
 

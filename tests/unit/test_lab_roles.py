@@ -44,7 +44,7 @@ def test_a_third_phase_is_refused() -> None:
 def report(switch: str | None, *past: str) -> dict[str, object]:
     """Return a router's report on roles: the current switch's state, and those of past switches."""
 
-    def told(state: str) -> dict[str, object]:
+    def switch_report(state: str) -> dict[str, object]:
         return {
             "engines": ["pe-0"],
             "to_role": "decode",
@@ -55,7 +55,10 @@ def report(switch: str | None, *past: str) -> dict[str, object]:
             "note": "gone",
         }
 
-    return {"switch": told(switch) if switch else None, "past": [told(state) for state in past]}
+    return {
+        "switch": switch_report(switch) if switch else None,
+        "past": [switch_report(state) for state in past],
+    }
 
 
 def test_the_time_of_a_change_begins_when_it_is_first_reported() -> None:

@@ -37,7 +37,7 @@ def test_by_default_the_loopback_has_the_rate_of_the_cnic() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"name": "Lab"}, "name is 'Lab'"),
         ({"name": "a-b"}, "lower-case letters and digits"),
@@ -54,8 +54,8 @@ def test_by_default_the_loopback_has_the_rate_of_the_cnic() -> None:
         ({"kv_ports": "1-2"}, "KV ports 1-2"),
     ],
 )
-def test_invalid_settings_are_refused(changes: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_invalid_settings_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LabSettings(**changes)
 
 
@@ -78,7 +78,7 @@ def test_nodes_are_written_as_in_the_paper() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["up", "--nodes", "0P1D"], "--nodes is '0P1D'"),
         (["up", "--name", "X"], "--name is 'X'"),
@@ -90,7 +90,7 @@ def test_nodes_are_written_as_in_the_paper() -> None:
 )
 def test_the_command_refuses_in_one_line(
     words: list[str],
-    said: str,
+    message: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -98,5 +98,5 @@ def test_the_command_refuses_in_one_line(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main.main(["lab", *words]) == 2
     error = capsys.readouterr().err
-    assert said in error
+    assert message in error
     assert error.count("\n") == 1

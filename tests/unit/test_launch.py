@@ -65,14 +65,14 @@ def test_vllm_arguments_reach_router_and_engines() -> None:
     assert tuple(engine_command(chosen, Role.PREFILL, 0, 8001, 5700)[-len(parser) :]) == parser
 
 
-def test_only_decode_engines_may_keep_prompts_in_hbm() -> None:
+def test_only_decode_engines_may_cache_prompts_in_hbm() -> None:
     for chosen, of_a_de in ((settings(), False), (settings(decode_prefix_caching=True), True)):
-        for role, kept in ((Role.PREFILL, False), (Role.DECODE, of_a_de)):
+        for role, expected in ((Role.PREFILL, False), (Role.DECODE, of_a_de)):
             command = engine_command(chosen, role, 0, 8001, 5700)
             assert (
                 "--enable-prefix-caching" in command,
                 "--no-enable-prefix-caching" in command,
-            ) == (kept, not kept)
+            ) == (expected, not expected)
 
 
 def test_alpha_and_beta_reach_the_router() -> None:

@@ -87,7 +87,7 @@ def test_a_dry_run_prints_what_fits_cpus(
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["--block-tokens", "63"], "--block-tokens is 63; attention kernels need a multiple of 16"),
         (["--prefill-tp", "2"], "--prefill-tp is 2, and model '{model}' has 9 attention heads"),
@@ -102,7 +102,7 @@ def test_a_dry_run_prints_what_fits_cpus(
 )
 def test_a_dry_run_refuses_what_a_start_refuses(
     words: list[str],
-    said: str,
+    message: str,
     model: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -110,11 +110,11 @@ def test_a_dry_run_refuses_what_a_start_refuses(
     storage = str(tmp_path / "kv")
     assert main(["serve", model, "--storage", storage, "--dry-run", *words]) == 2
     refused = capsys.readouterr()
-    assert said.format(model=model) in refused.err
+    assert message.format(model=model) in refused.err
     assert not refused.out
     assert not Path(storage).exists()
     assert main(["serve", model, "--storage", storage, *words]) == 2
-    assert said.format(model=model) in capsys.readouterr().err
+    assert message.format(model=model) in capsys.readouterr().err
 
 
 def test_a_tensor_parallel_size_that_fits_is_not_refused(

@@ -11,7 +11,7 @@ from dualpath.launch.ports import LOOPBACK, claim_port
 
 
 def connections_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lowest: int) -> None:
-    """Emulate a machine whose ephemeral ports start at ``lowest``."""
+    """Emulate a machine with ephemeral ports from ``lowest`` on."""
     stated = tmp_path / "ip_local_port_range"
     stated.write_text(f"{lowest}\t60999\n")
     monkeypatch.setattr(ports, "_RANGE_OF_CONNECTIONS", stated)

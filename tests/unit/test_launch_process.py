@@ -27,7 +27,7 @@ def supervisor() -> Iterator[Supervisor]:
 
 
 def shell(folder: Path, script: str, name: str = "shell", *, pipes: bool = True) -> SpawnedProcess:
-    """A shell whose standard output is its log, unless ``pipes``."""
+    """A shell with its log as standard output, unless ``pipes``."""
     script = f"exec >&2; {script}" if pipes else script
     return SpawnedProcess(name, ("sh", "-c", script), folder / f"{name}.log", pipes=pipes)
 
@@ -163,7 +163,7 @@ input()
         os.kill(stays, signal.SIGKILL)
 
 
-def test_a_process_whose_parent_has_exited_does_not_start() -> None:
+def test_a_process_does_not_start_after_its_parent_has_exited() -> None:
     someone_else = os.getppid()
     orphan = subprocess.Popen(
         ("sleep", "1000"), preexec_fn=partial(die_with_parent, signal.SIGKILL, someone_else)

@@ -58,7 +58,7 @@ class Story:
         return self.started_s[-1] - died_s
 
 
-def told(caplog: pytest.LogCaptureFixture) -> list[str]:
+def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [f"{record.levelname}: {record.message}" for record in caplog.records]
 
 
@@ -67,7 +67,7 @@ def test_a_process_that_ran_for_long_is_restarted_immediately_and_logged(
 ) -> None:
     story = Story()
     assert story.dies_after(LONG_LIFE_S) == 0
-    assert told(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is restarted now"]
+    assert logged(caplog) == ["WARNING: pe-0 ended", "INFO: pe-0 is restarted now"]
 
 
 def test_a_process_that_exits_soon_is_restarted_with_backoff(
@@ -121,7 +121,7 @@ def test_an_expected_exit_is_restarted_immediately_and_is_not_a_failure(
     story = Story()
     story.restarts.expect_exit("pe-0", 0.0)
     assert story.dies_after(2.0) == 0
-    assert told(caplog) == ["INFO: pe-0 has exited as requested and is restarted"]
+    assert logged(caplog) == ["INFO: pe-0 has exited as requested and is restarted"]
     assert story.dies_after(2.0) == FIRST_PAUSE_S
 
 

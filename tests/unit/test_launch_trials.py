@@ -22,7 +22,7 @@ class Engine:
         raise AssertionError(number)
 
     def kill(self) -> None:
-        raise AssertionError("nobody kills it")
+        raise AssertionError("it must not be killed")
 
 
 class Story:
@@ -77,12 +77,12 @@ def test_a_shape_that_never_starts_is_reverted_after_a_few_starts(
     story.goes_on()
     assert story.started == [FOUR] * MAX_STARTS + [TWO]
     assert story.shapes == {"pe-1": TWO}
-    (said,) = given_up(caplog)
-    assert "pe-1 did not serve as prefill with 4 ranks after 3 starts" in said
-    assert "it is started as prefill with 2 ranks again" in said
+    (message,) = given_up(caplog)
+    assert "pe-1 did not serve as prefill with 4 ranks after 3 starts" in message
+    assert "it is started as prefill with 2 ranks again" in message
 
 
-def test_a_shape_that_has_served_is_kept_after_any_number_of_exits(
+def test_a_shape_that_has_served_stays_after_any_number_of_exits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     story = Story()

@@ -72,7 +72,7 @@ def planned(capsys: pytest.CaptureFixture[str], *more: str) -> str:
     return capsys.readouterr().out
 
 
-def test_a_plan_says_what_the_model_needs_on_the_best_shape(capsys):
+def test_a_plan_lists_what_the_model_needs_on_the_best_shape(capsys):
     engines = ("--prefill-tp", "4", "--decode-tp", "8")
     text = planned(capsys, *engines)
     assert "GB/PFLOP at 16K" in text

@@ -36,7 +36,7 @@ def test_an_unknown_command_is_named_with_its_line(tmp_path: Path) -> None:
         typed(page)
 
 
-def test_a_terminal_keeps_its_state_between_commands(terminal: Terminal) -> None:
+def test_a_terminal_has_the_same_state_between_commands(terminal: Terminal) -> None:
     terminal.run("HERE=there; cd /", GUARD_S)
     assert terminal.run("echo $HERE; pwd", GUARD_S) == "there\n/\n"
 
@@ -68,4 +68,4 @@ def test_a_server_that_ends_early_is_a_failure(terminal: Terminal) -> None:
 def test_readme_at_small_scale(capsys: pytest.CaptureFixture[str]) -> None:
     """The steps without installation and cluster; `make newcomer` runs all."""
     assert main(["--quick", "--here"]) == 0
-    assert "all as README says" in capsys.readouterr().out
+    assert "all as in README" in capsys.readouterr().out

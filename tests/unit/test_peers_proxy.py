@@ -104,7 +104,7 @@ async def post(url: str, body: dict[str, Any] = BODY) -> tuple[int, list[dict[st
         return 200, [json.loads(payload) for payload in payloads[:-1]]
 
 
-def test_the_prefill_engine_generates_one_token_and_keeps_the_kv():
+def test_the_prefill_engine_generates_one_token_and_holds_the_kv():
     body = prefill_body(BODY)
     assert body["max_tokens"] == 1
     assert body["stream"] is False

@@ -93,7 +93,7 @@ def test_lmcache_bypasses_the_page_cache_on_the_node_of_its_engine():
     assert option(server, "--l2-store-policy") == "skip_l1"
 
 
-def test_lmcache_with_a_dram_cache_keeps_stored_and_loaded_chunks():
+def test_lmcache_with_a_dram_cache_caches_stored_and_loaded_chunks():
     server = LMCacheDramStack().commands(settings())[0]
     assert option(server, "--l2-store-policy") == "default"
     assert option(server, "--l2-prefetch-policy") == "retain"

@@ -196,7 +196,7 @@ def test_a_removed_block_does_not_count_unless_it_was_used_since() -> None:
     assert (index.blocks, index.used_by_namespace()) == (3, {PLACE: 3 * SIZE})
 
 
-def test_compaction_keeps_stored_blocks_and_their_parents() -> None:
+def test_compaction_preserves_stored_blocks_and_their_parents() -> None:
     index, keys, dead = ChainIndex(), chain(1, 60), chain(2, 60)
     add(index, keys, 1.0)
     add(index, dead, 1.0)

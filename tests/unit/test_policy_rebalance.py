@@ -89,7 +89,7 @@ def test_a_move_that_costs_more_than_the_horizon_brings_is_not_made():
     assert isinstance(weigh(SETTINGS, observation), Move)
 
 
-def test_a_broken_objective_asks_for_a_node_and_a_giver_keeps_its_own():
+def test_a_missed_objective_requests_a_node_and_a_giver_meets_its_own():
     settings = RebalanceSettings(
         prefill_node_tokens_per_s=RATE,
         decode_node_tokens_per_s=RATE,
@@ -179,7 +179,7 @@ def play(demand: tuple[float, float], shape: list[int], steps: int, backlog: boo
     st.integers(1, 20),
     st.integers(1, 20),
 )
-def test_under_constant_demand_nodes_only_ever_move_one_way_and_every_role_keeps_one(
+def test_under_constant_demand_nodes_only_move_one_way_and_every_role_has_one(
     prefill, decode, prefill_nodes, decode_nodes
 ):
     shape = [prefill_nodes, decode_nodes]

@@ -18,7 +18,7 @@ INTERVAL_S = 10.0
 SETTINGS = RebalanceSettings(
     interval_s=INTERVAL_S, switch_s=30.0, horizon_s=60.0, patience=1, rest_s=20.0
 )
-#: Two nodes whose HBM holds 500 tokens each.
+#: Two nodes with HBM for 500 tokens each.
 NODES = RoleNodes(prefill=1, decode=2, decode_hbm_tokens=1000)
 PREFILL_TOKENS_PER_S = 100.0
 
@@ -69,7 +69,7 @@ def test_prompts_of_intervals_that_were_not_looked_at_count_in_none() -> None:
     assert story.look(600) == Stay("balanced")
 
 
-def test_a_switch_costs_what_switches_took_and_before_any_what_the_settings_say() -> None:
+def test_a_switch_costs_what_switches_took_and_before_any_the_setting() -> None:
     story = Story()
     story.stayed(5.0)
     story.policy.loaded("large", 20_000)
@@ -82,7 +82,7 @@ def test_a_switch_costs_what_switches_took_and_before_any_what_the_settings_say(
     assert isinstance(second, Move)
     assert second.cost_s == pytest.approx(first.cost_s * 6.0 / 30.0)
     assert switch_cost_s([]) is None
-    # Those of long ago are forgotten.
+    # Old ones are removed.
     assert switch_cost_s([1000.0] * 20 + [1.0] * 16) == 1.0
 
 

@@ -1,4 +1,4 @@
-"""What is kept for an agent's next turn, and what is brought back for it."""
+"""Blocks that are retained for an agent's next turn, and blocks that are prefetched for it."""
 
 from typing import Any
 
@@ -45,18 +45,18 @@ class Router:
         **hints: Any,
     ) -> list[Order]:
         keys = context(agent, blocks + answer)
-        said = SessionHints(**hints)
-        name = self.warmth.turn_began("", said, keys[:blocks], start_s)
+        session_hints = SessionHints(**hints)
+        name = self.warmth.turn_began("", session_hints, keys[:blocks], start_s)
         return self.warmth.turn_ended(name, blocks, keys, engine, end_s, BUFFERS)
 
 
-def test_a_session_that_asks_to_be_retained_is_kept_where_it_was_decoded() -> None:
+def test_a_session_with_a_retain_hint_is_retained_where_it_was_decoded() -> None:
     router = Router()
     (order,) = router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
     assert order == Order("d0", context(1, 12), 30.0, fetch=False, reason=RETAIN, expected_s=30.0)
 
 
-def test_nothing_is_kept_for_a_session_that_asks_for_nothing() -> None:
+def test_nothing_is_retained_for_a_session_without_hints() -> None:
     assert Router().turn(1, 0.0, 5.0) == []
 
 
@@ -83,11 +83,11 @@ def test_an_answer_that_comes_back_in_other_tokens_still_continues_its_session()
     assert len(router.warmth) == 1
 
 
-def test_a_client_that_says_when_its_next_turn_comes_is_believed() -> None:
+def test_a_clients_hint_of_its_next_turn_is_used() -> None:
     router = Router(prefetch=False)
-    (kept,) = router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
-    assert (kept.fetch, kept.reason, kept.expected_s) == (False, RETAIN, 60.0)
-    assert kept.retain_s > 60.0
+    (retained,) = router.turn(1, 0.0, 5.0, session_id="a", next_turn_s=60.0)
+    assert (retained.fetch, retained.reason, retained.expected_s) == (False, RETAIN, 60.0)
+    assert retained.retain_s > 60.0
     assert router.warmth.next_s() == pytest.approx(5.0 + 60.0 - 2 * 1.2)
 
 
@@ -101,20 +101,20 @@ def test_without_prefetching_only_what_clients_ask_for_is_brought_back() -> None
     assert order.reason == ASKED
 
 
-def test_a_client_may_say_more_while_its_tool_runs() -> None:
+def test_a_client_may_send_more_hints_while_its_tool_runs() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a")
-    (kept,) = router.warmth.hint(
+    (retained,) = router.warmth.hint(
         ("", "a"), SessionHints(retain_s=9.0, next_turn_s=30.0), 10.0, BUFFERS
     )
-    assert (kept.retain_s, kept.reason) == (9.0, RETAIN)
+    assert (retained.retain_s, retained.reason) == (9.0, RETAIN)
     (order,) = router.warmth.due(10.0 + 30.0 - 2 * 1.1, BUFFERS)
     assert order.fetch
     (last,) = router.warmth.hint(("", "a"), SessionHints(done=True), 41.0, BUFFERS)
     assert last.reason == DONE
 
 
-def test_hints_for_a_session_that_nobody_knows_or_that_runs_do_nothing() -> None:
+def test_hints_for_an_unknown_or_running_session_have_no_effect() -> None:
     router = Router()
     assert router.warmth.hint(("", "a"), SessionHints(next_turn_s=0.0), 1.0, BUFFERS) == []
     router.warmth.turn_began("", SessionHints(session_id="a"), (), 2.0)
@@ -138,24 +138,24 @@ def test_a_session_that_is_done_leaves_first() -> None:
     assert router.warmth.done(("", "a")) == []
 
 
-def test_no_more_is_kept_than_its_share_of_the_buffer() -> None:
+def test_retained_blocks_stay_within_their_share_of_the_buffer() -> None:
     router = Router()  # 50 of 100 blocks
-    kept = [router.turn(a, 0.0, 5.0, session_id=f"{a}", retain_s=30.0) for a in range(5)]
-    assert [len(orders) for orders in kept] == [1, 1, 1, 1, 0]
+    retained = [router.turn(a, 0.0, 5.0, session_id=f"{a}", retain_s=30.0) for a in range(5)]
+    assert [len(orders) for orders in retained] == [1, 1, 1, 1, 0]
     assert router.warmth.over_budget == 1
-    # Each buffer has its own share, and what was kept long enough makes room.
+    # Each buffer has its own share, and a retention that has expired makes room.
     assert router.turn(6, 0.0, 5.0, session_id="6", retain_s=30.0, engine="d1")
     router.warmth.due(36.0, BUFFERS)
     assert router.turn(7, 36.0, 37.0, session_id="7", retain_s=30.0)
 
 
-def test_whose_turn_comes_sooner_takes_the_place_of_those_whose_turns_come_later() -> None:
+def test_a_session_with_a_sooner_turn_displaces_one_with_a_later_turn() -> None:
     router = Router()  # four of 12 blocks fit
     for agent, next_turn_s in enumerate((40.0, 10.0, 30.0, 20.0)):
         router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=next_turn_s)
-    displaced, kept = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
+    displaced, retained = router.turn(4, 0.0, 5.0, session_id="4", next_turn_s=25.0)
     assert displaced == Order("d0", context(0, 12), 0.0, fetch=False, reason=DISPLACED)
-    assert (kept.keys, kept.reason) == (context(4, 12), RETAIN)
+    assert (retained.keys, retained.reason) == (context(4, 12), RETAIN)
     assert router.turn(5, 0.0, 5.0, session_id="5", next_turn_s=35.0) == []
     assert router.warmth.retained_blocks("d0") == 48
     # It comes back when its own turn is near, as two others' are over by then.
@@ -169,18 +169,20 @@ def test_what_clients_ask_for_does_not_give_way_to_a_guess() -> None:
     router = Router()
     for agent in range(4):
         router.turn(agent, 0.0, 5.0, session_id=f"{agent}", next_turn_s=1000.0)
-    for turn in range(3):  # of an agent whose tools run for a second
+    for turn in range(3):  # of an agent that waits a second for each tool
         router.turn(9, turn * 6.0, turn * 6.0 + 5.0)
     assert router.warmth.over_budget == 2
     assert router.warmth.retained_blocks("d0") == 48
 
 
-def test_what_is_left_at_another_engine_than_the_last_turns_gives_way() -> None:
+def test_blocks_at_another_engine_than_the_last_turns_are_released() -> None:
     router = Router()
     router.turn(1, 0.0, 5.0, session_id="a", retain_s=30.0)
-    left, kept = router.turn(1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0)
+    left, retained = router.turn(
+        1, 9.0, 12.0, blocks=12, engine="d1", session_id="a", retain_s=30.0
+    )
     assert left == Order("d0", context(1, 12), 0.0, fetch=False, reason=DISPLACED)
-    assert (kept.engine_id, kept.keys) == ("d1", context(1, 14))
+    assert (retained.engine_id, retained.keys) == ("d1", context(1, 14))
     assert router.warmth.retained_blocks("d0") == 0
 
 
@@ -200,14 +202,31 @@ def test_tenants_do_not_share_names() -> None:
     assert warmth.turn_began("t", hints, (), 0.0) != warmth.turn_began("u", hints, (), 0.0)
 
 
-def test_sessions_are_forgotten_beyond_the_bound() -> None:
-    router = Router(most_blocks=40)
+def test_sessions_are_removed_beyond_the_bound() -> None:
+    router = Router(most_blocks=3 * (12 + 16))
     for agent in range(10):
         router.turn(agent, 0.0, 5.0)
-    assert len(router.warmth) == 3  # of 12 blocks
+    assert len(router.warmth) == 3  # of 12 blocks, and 16 for each session
 
 
-def test_plans_that_no_longer_hold_are_not_kept() -> None:
+@pytest.mark.parametrize("session_id", ["", "named"])
+@pytest.mark.parametrize("kind", ["short", "failed", "not cached", "done"])
+def test_no_kind_of_traffic_grows_the_memory_without_a_bound(kind: str, session_id: str) -> None:
+    warmth = Router(most_blocks=160).warmth
+    for number in range(1000):
+        keys = () if kind == "short" else context(number, 2)
+        hints = SessionHints(
+            session_id=session_id and f"{session_id}-{number}", done=kind == "done", retain_s=5.0
+        )
+        name = warmth.turn_began("t", hints, keys, float(number))
+        if kind in ("short", "done"):
+            warmth.turn_ended(name, len(keys), keys, f"d{number}", float(number), BUFFERS)
+            warmth.engine_lost(f"d{number}")
+    assert len(warmth) <= 10
+    assert len(warmth._agenda) + len(warmth._retained) + len(warmth._memory._by_tail) < 100
+
+
+def test_outdated_plans_are_removed() -> None:
     router = Router()
     for turn in range(1000):
         router.turn(1, turn * 10.0, turn * 10.0 + 5.0, session_id="a", retain_s=80_000.0)
@@ -226,7 +245,7 @@ turns = st.tuples(
 
 
 @given(st.lists(turns, max_size=30))
-def test_what_counts_as_kept_stays_in_its_budget_and_ends(
+def test_retained_blocks_stay_in_their_budget_and_expire(
     played: list[tuple[int, int, str, float | None, float | None, bool, float]],
 ) -> None:
     router, now_s = Router(), 0.0
@@ -238,7 +257,7 @@ def test_what_counts_as_kept_stays_in_its_budget_and_ends(
         now_s += 1.0 + pause_s
         router.warmth.due(now_s, BUFFERS)
         assert all(0 <= router.warmth.retained_blocks(engine_id) <= 50 for engine_id in BUFFERS)
-    for _ in range(3):  # What is due may have to be kept for a while more.
+    for _ in range(3):  # Blocks of a due turn may have to be retained for longer.
         now_s += 10_000.0
         router.warmth.due(now_s, BUFFERS)
     assert all(router.warmth.retained_blocks(engine_id) == 0 for engine_id in BUFFERS)

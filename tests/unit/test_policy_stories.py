@@ -3,6 +3,7 @@
 import pytest
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
@@ -47,13 +48,13 @@ def one_pair(**settings) -> RequestScheduler:
 
 def report(
     name: str,
-    seq: int = 0,
     requests: int = 0,
     tokens: int = 0,
     read_q: int = 0,
     hbm: int = 1_000_000,
+    uncounted: tuple[str, ...] = (),
 ) -> EngineReport:
-    return EngineReport(name, seq, requests, tokens, read_q, hbm, 0)
+    return EngineReport(name, Load(requests, tokens, read_q, hbm, 0), uncounted)
 
 
 def request(name: str, prompt: int = 1000, hit: int = 0, new: int = 1) -> Request:
@@ -180,8 +181,8 @@ def test_hits_are_computed_while_the_pe_waits_for_what_others_load() -> None:
     assert recomputed("fifth", 1040, 1024) == 1024
 
 
-def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_it() -> None:
-    """``kept`` holds while a request is queued; others push it out before its slots are granted."""
+def test_blocks_evicted_at_the_decode_engine_are_read_by_the_rule() -> None:
+    """Blocks cached when a request is queued are evicted before its slots are granted."""
     scheduler = one_pair(mode=Mode.SPLIT)
     scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     scheduler.apply(Submitted(Request("s", 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
@@ -189,19 +190,19 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert first.reads == (HitRun(Role.DECODE, BlockRun(0, 30), cached=True),)
     assert scheduler.apply(SlotsGranted("r", 30, 0)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("s", 2, 0)).assignments
 
-    assert (anew.prefill_engine, anew.decode_engine) == ("p0", "d0")
-    assert anew.reads == (
+    assert (replanned.prefill_engine, replanned.decode_engine) == ("p0", "d0")
+    assert replanned.reads == (
         HitRun(Role.DECODE, BlockRun(0, 2), cached=True),
         HitRun(Role.PREFILL, BlockRun(2, 14)),
         HitRun(Role.DECODE, BlockRun(16, 14)),
     )
-    assert (anew.read_reason, second.read_reason) == ("split", "kept")
+    assert (replanned.read_reason, second.read_reason) == ("split", "kept")
     queues = {load.engine_id: load.read_queue_tokens for load in scheduler.loads()}
     assert queues == {"p0": 14 * 64, "d0": 14 * 64}
     assert scheduler.apply(SlotsGranted("s", 2, 0)).assignments == (), (
-        "a word that comes twice changes nothing"
+        "a repeated report changes nothing"
     )
 
     scheduler.apply(ReadsDone("s"))
@@ -210,10 +211,10 @@ def test_what_a_decode_engine_keeps_no_more_is_read_by_the_rule_and_not_all_by_i
     assert scheduler.apply(SlotsGranted("s", 0, 0)).assignments == ()
 
 
-def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None:
+def test_blocks_evicted_at_the_prefill_engine_are_read_by_the_rule() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
-    kept = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
-    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=kept)))
+    cached = CachedPrefix("d0", 10), CachedPrefix("p0", 30)
+    scheduler.apply(Submitted(Request("r", 2000, 1920, 1, cached=cached)))
     (assignment,) = assign(scheduler, "D", "P")
     assert [(run.side, run.blocks.count, run.cached) for run in assignment.reads] == [
         (Role.DECODE, 10, True),
@@ -221,9 +222,9 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
     ]
     assert scheduler.apply(SlotsGranted("r", 10, 30)).assignments == ()
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 12)).assignments
 
-    assert [(run.side, run.blocks.count, run.cached) for run in anew.reads] == [
+    assert [(run.side, run.blocks.count, run.cached) for run in replanned.reads] == [
         (Role.DECODE, 10, True),
         (Role.PREFILL, 2, True),
         (Role.PREFILL, 9, False),
@@ -231,18 +232,18 @@ def test_what_the_prefill_engine_keeps_no_more_is_read_by_the_rule_too() -> None
     ]
 
 
-def test_reads_that_are_chosen_anew_count_as_reported_once_they_are() -> None:
+def test_replanned_reads_count_as_reported_once_they_are() -> None:
     scheduler = one_pair(mode=Mode.SPLIT)
     for name in ("r", "s"):
         scheduler.apply(Submitted(Request(name, 2000, 1920, 1, cached=(CachedPrefix("d0", 30),))))
     assign(scheduler, "D", "P")
-    scheduler.apply(report("d0", seq=1, requests=1, tokens=2000))
+    scheduler.apply(report("d0", requests=1, tokens=2000, uncounted=("s",)))
     scheduler.apply(SlotsGranted("s", 0, 0))
     scheduler.apply(SlotsGranted("r", 0, 0))
     at_decode = scheduler.loads()[1].read_queue_tokens
     assert at_decode == 2 * 15 * 64
 
-    scheduler.apply(report("d0", seq=2, requests=2, tokens=4000, read_q=at_decode))
+    scheduler.apply(report("d0", requests=2, tokens=4000, read_q=at_decode))
     assert scheduler.loads()[1].read_queue_tokens == at_decode
     scheduler.apply(ReadsDone("r"))
     assert scheduler.loads()[1].read_queue_tokens == at_decode, "the next report has it"
@@ -261,12 +262,12 @@ def test_a_hit_that_was_pushed_out_is_computed_where_that_is_faster() -> None:
     (assignment,) = assign(scheduler, "D", "P")
     assert assignment.recompute_tokens == 0
 
-    (anew,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
+    (replanned,) = scheduler.apply(SlotsGranted("r", 10, 0)).assignments
 
-    assert (anew.recompute_tokens, anew.read_reason) == (20 * 64, "recompute")
-    assert anew.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
-    assert anew.prefill_tokens == 2000 + 2 * 20 * 64
-    assert scheduler.loads()[0].unfinished_tokens == anew.prefill_tokens
+    assert (replanned.recompute_tokens, replanned.read_reason) == (20 * 64, "recompute")
+    assert replanned.reads == (HitRun(Role.DECODE, BlockRun(0, 10), cached=True),)
+    assert replanned.prefill_tokens == 2000 + 2 * 20 * 64
+    assert scheduler.loads()[0].unfinished_tokens == replanned.prefill_tokens
     scheduler.apply(PrefillEnded("r"))
     assert scheduler.loads()[0].unfinished_tokens == 0
 
@@ -332,7 +333,7 @@ def test_a_read_counts_until_it_is_done_or_reported() -> None:
     scheduler.apply(Submitted(request("r0", hit=640)))
     assign(scheduler, "P", "D")
     assert queues() == [640, 0]
-    scheduler.apply(report("p0", seq=1, requests=1, tokens=1000, read_q=320))
+    scheduler.apply(report("p0", requests=1, tokens=1000, read_q=320))
     assert queues() == [320, 0]
     scheduler.apply(Submitted(request("r1", hit=640)))
     assign(scheduler, "P", "D")
@@ -350,7 +351,10 @@ def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
     scheduler.apply(report("d0"))
 
     assert scheduler.loads()[1].unfinished_tokens == 2000
-    assert [a.decode_assign_seq for a in scheduler.apply(Fetch("P")).assignments] == [1, 2]
+    assert len(scheduler.apply(Fetch("P")).assignments) == 2
+    assert scheduler.loads()[1].unfinished_tokens == 2000
+    scheduler.apply(report("d0", requests=1, tokens=1000, uncounted=("r1",)))
+    assert scheduler.loads()[1].unfinished_tokens == 2000
 
 
 @pytest.mark.parametrize(
@@ -362,7 +366,7 @@ def test_a_request_held_for_one_engine_is_not_taken_as_reported() -> None:
         (Mode.ORACLE, [], "oracle"),
     ],
 )
-def test_modes_read_where_they_say(mode: Mode, sides: list[str], reason: str) -> None:
+def test_modes_read_on_their_sides(mode: Mode, sides: list[str], reason: str) -> None:
     scheduler = one_pair(mode=mode, beta_tokens=100_000)
     for number in range(4):
         scheduler.apply(Submitted(request(f"r{number}", hit=640)))
@@ -425,7 +429,7 @@ def test_split_divides_the_blocks_so_that_both_sides_finish_together() -> None:
     assert (assignment.prefill_read_tokens, assignment.decode_read_tokens) == (384, 616)
 
 
-def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> None:
+def test_losing_a_decode_engine_returns_its_requests_and_not_waiting_ones() -> None:
     scheduler = scheduler_with(
         engine("p0", Role.PREFILL, "p", "P", 0),
         engine("d0", Role.DECODE, "x", "X", 1, hbm=1000),
@@ -442,7 +446,7 @@ def test_losing_a_decode_engine_returns_what_it_had_and_keeps_what_waited() -> N
 
     scheduler.apply(EngineJoined(engine("d0", Role.DECODE, "x", "X", 1, hbm=1000)))
     (again,) = assign(scheduler, "X")
-    assert (again.decode_engine, again.decode_assign_seq) == ("d0", 1)
+    assert again.decode_engine == "d0"
 
 
 def test_losing_a_prefill_engine_leaves_alone_what_it_is_through_with() -> None:
@@ -475,7 +479,7 @@ def test_newcomers_do_not_hold_hbm_against_an_older_request_that_has_its_prefill
     assert [a.request_id for a in assign(scheduler, "Z")] == ["held"]
 
 
-def test_a_paused_engine_gets_nothing_new_and_keeps_what_it_has() -> None:
+def test_a_paused_engine_gets_no_new_requests_and_finishes_its_own() -> None:
     scheduler = scheduler_with(
         engine("p0", Role.PREFILL, "p", "P", 0),
         engine("p1", Role.PREFILL, "p", "P", 1),
@@ -494,7 +498,7 @@ def test_a_paused_engine_gets_nothing_new_and_keeps_what_it_has() -> None:
     scheduler.apply(PrefillEnded("r0"))
     scheduler.apply(Finished("r0"))
     (new,) = assign(scheduler, "P", "X")
-    assert (new.prefill_engine, new.decode_engine, new.decode_assign_seq) == ("p1", "d0", 2)
+    assert (new.prefill_engine, new.decode_engine) == ("p1", "d0")
 
     scheduler.apply(EngineResumed("d1"))
     (last,) = assign(scheduler, "P", "X")

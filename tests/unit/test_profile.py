@@ -123,8 +123,14 @@ def test_the_written_file_is_a_model_of_the_simulator(tmp_path):
     assert costs.decode == profile.costs.decode
     assert costs.name == 'a "quoted" name'
     text = file.read_text()
-    for said in ("Machine: ", "a device", "an engine", "quota_flops_per_s = ", "cannot separate"):
-        assert said in text
+    for text_part in (
+        "Machine: ",
+        "a device",
+        "an engine",
+        "quota_flops_per_s = ",
+        "cannot separate",
+    ):
+        assert text_part in text
 
 
 def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
@@ -147,7 +153,7 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "text_part"),
     [
         (
             ["--cached-tokens", "100,200"],
@@ -161,15 +167,15 @@ def test_the_command_measures_fits_and_writes(tmp_path, monkeypatch, capsys):
     ],
 )
 def test_what_cannot_be_measured_is_refused_before_an_engine_starts(
-    tmp_path, monkeypatch, capsys, arguments, said
+    tmp_path, monkeypatch, capsys, arguments, text_part
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "_measure", lambda settings: pytest.fail("an engine was started"))
     assert main(["profile", "model", "--out", "costs.toml", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    assert text_part in capsys.readouterr().err
 
 
-def test_without_vllm_the_command_says_what_to_install(tmp_path, monkeypatch, capsys):
+def test_without_vllm_the_command_names_what_to_install(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for name in ENGINE_ENVIRONMENT:
         monkeypatch.setenv(name, os.environ.get(name, ""))

@@ -157,7 +157,7 @@ def test_port_ranges_that_one_filter_cannot_match_are_refused(text: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("lanes", "said"),
+    ("lanes", "message"),
     [
         ({"kv_sl": 4}, "kv_sl is 4; it must be between 0 and 3"),
         ({"inference_sl": 2}, "share service level 2"),
@@ -167,8 +167,8 @@ def test_port_ranges_that_one_filter_cannot_match_are_refused(text: str) -> None
         ({"cnic_bytes_per_s": 0.0}, "cnic_bytes_per_s is"),
     ],
 )
-def test_equal_lanes_are_refused(lanes: dict[str, int], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_equal_lanes_are_refused(lanes: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         FabricLanes(**lanes)  # type: ignore[arg-type]
 
 

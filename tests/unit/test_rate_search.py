@@ -67,8 +67,9 @@ def test_one_run_that_errs_changes_no_result_whenever_it_comes(capacity: float, 
     assert met <= capacity < missed <= met * 1.1 * (1 + 1e-9)
 
 
-def test_an_end_that_does_not_hold_is_said_and_the_search_goes_on_beyond_it() -> None:
-    # The second run, at 0.8, is spoilt; all that follows lies below it until it is tried again.
+def test_an_end_that_does_not_hold_is_reported_and_the_search_goes_on_beyond_it() -> None:
+    # The second run, at 0.8, gives a wrong answer; all later rates are below it until it is
+    # retried.
     search = measured()
     search.run(serving(1.25, frozenset({1})))
     assert search.overturned == (0.8,)
@@ -86,7 +87,7 @@ def test_no_answers_whatever_take_more_runs_than_are_allowed(
     assert runs(search) <= most
 
 
-def test_a_search_without_runs_left_says_that_it_is_cut_short() -> None:
+def test_a_search_without_runs_left_reports_that_it_is_cut_short() -> None:
     search = measured(most_runs=4)
     assert search.run(serving(1.25)) == pytest.approx((1.13, 1.6), abs=0.01)
     assert search.cut_short

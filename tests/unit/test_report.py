@@ -205,9 +205,9 @@ def test_without_matplotlib_everything_but_pictures_is_written(tmp_path: Path):
 @pytest.mark.usefixtures("without_matplotlib")
 def test_a_command_warns_before_it_runs_that_plots_will_be_missing(capsys):
     assert main(["report", "run.json", "--html", "page.html"]) == 2
-    said = capsys.readouterr().err.splitlines()
-    assert said[0].startswith("dualpath: page.html: no plots, as matplotlib is not installed")
-    assert "run.json" in said[1]
+    output = capsys.readouterr().err.splitlines()
+    assert output[0].startswith("dualpath: page.html: no plots, as matplotlib is not installed")
+    assert "run.json" in output[1]
 
 
 @pytest.mark.usefixtures("without_matplotlib")

@@ -12,12 +12,12 @@ def taught(*intervals: int) -> ReuseForecast:
     return forecast
 
 
-def test_nothing_is_believed_before_an_interval_was_forecast() -> None:
+def test_no_forecast_is_used_before_an_interval_was_forecast() -> None:
     assert not taught().believed
     assert not taught(10).believed
 
 
-def test_what_repeats_is_believed_and_what_jumps_is_not() -> None:
+def test_forecasts_are_used_for_repeating_intervals_only() -> None:
     assert taught(*[10] * 8).believed
     assert taught(*[8, 12] * 8).believed
     assert not taught(*[1, 100] * 8).believed

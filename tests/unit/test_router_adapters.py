@@ -1,4 +1,4 @@
-"""Adapters are the same on all engines, or the one that differs stays out and is told why."""
+"""Adapters are the same on all engines; an engine with others is refused with the reason."""
 
 import msgspec
 import pytest
@@ -48,7 +48,7 @@ async def test_an_engine_without_an_adapter_or_with_another_stays_out() -> None:
     moved = msgspec.structs.replace(CHAT, path="/elsewhere")
     assert "at '/elsewhere', this router at '/adapters/chat'" in await refused(registry, SQL, moved)
     with pytest.raises(DualPathError):
-        registry.adapters.adapter("sql", SQL.path)  # One that was refused has said nothing.
+        registry.adapters.adapter("sql", SQL.path)  # A refused engine has announced nothing.
     await join(registry, "first", SQL, CHAT)
     retrained = msgspec.structs.replace(SQL, digest="c" * 64)
     assert "other weights or settings of adapter 'sql'" in await refused(registry, retrained, CHAT)

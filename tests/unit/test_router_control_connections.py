@@ -23,7 +23,7 @@ from dualpath.router.scheduler.control_socket import (
 
 SECRET = ClusterSecret("s" * 32, "test")
 #: A registration and a READY of ZMTP 3.0 without security, as a DEALER says them.
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY_BODY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
 READY = b"\x04" + bytes([len(READY_BODY)]) + READY_BODY
 THEIR_READY_BYTES = 2 + 41
@@ -31,7 +31,7 @@ MORE = b"\x01\x00"
 
 
 class Control:
-    """A control socket, what it refuses, and who connects to it."""
+    """A control socket, the connections to it, and those that it refuses."""
 
     def __init__(self, secret: ClusterSecret | None) -> None:
         self.socket = ZmqControlSocket()
@@ -73,18 +73,18 @@ async def control(secret: ClusterSecret | None = None) -> AsyncIterator[Control]
         await made.socket.close()
 
 
-async def stranger(made: Control, *said: bytes) -> asyncio.StreamWriter:
+async def stranger(made: Control, *frames: bytes) -> asyncio.StreamWriter:
     """Connect without libzmq and say some bytes; after a READY, wait for the other end's."""
     reader, writer = await asyncio.open_connection("127.0.0.1", made.port)
-    for some in said:
+    for some in frames:
         writer.write(some)
-    if READY in said:
-        await reader.readexactly(len(GREETING) + THEIR_READY_BYTES)
+    if READY in frames:
+        await reader.readexactly(len(ZMTP_GREETING) + THEIR_READY_BYTES)
     return writer
 
 
 async def sends_until_cut_off(made: Control, writer: asyncio.StreamWriter, piece: bytes) -> None:
-    """The kernel may keep a sender waiting for long whose other end is gone."""
+    """The kernel may let a sender wait for long after the other end has exited."""
     while not made.cut_off:
         if writer.transport.get_write_buffer_size() < len(piece):
             writer.write(piece)
@@ -115,7 +115,7 @@ async def test_a_message_of_endless_parts_is_cut_off_and_engines_go_on() -> None
         engine = made.engine()
         await engine.send(b"before")
         await made.socket.receive()
-        flood = await stranger(made, GREETING, READY)
+        flood = await stranger(made, ZMTP_GREETING, READY)
         await sends_until_cut_off(made, flood, MORE * 100_000)
         await engine.send(b"after")
         assert (await made.socket.receive())[1] == (b"after",)
@@ -130,7 +130,7 @@ async def test_many_connections_together_hold_no_more_than_all_may(
 ) -> None:
     """Each is below what one may hold, and none has shown anything of itself."""
     monkeypatch.setattr(control_connections, "MOST_HELD_BY_ALL_BYTES", 1 << 20)
-    long_frame = GREETING + b"\x06" + (LARGEST_FRAME_BYTES - 1).to_bytes(8, "big")
+    long_frame = ZMTP_GREETING + b"\x06" + (LARGEST_FRAME_BYTES - 1).to_bytes(8, "big")
     async with control() as made:
         floods = [await stranger(made, long_frame, bytes(300_000)) for _ in range(6)]
         while made.cut_off < 3:

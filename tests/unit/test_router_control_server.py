@@ -1,4 +1,4 @@
-"""Who may join, who is heard, and who is lost when."""
+"""Sessions of engines at the router: registration, messages, time-outs and death."""
 
 import msgspec
 import pytest
@@ -82,7 +82,7 @@ async def test_the_router_may_insist_on_a_mode():
         assert "'basic'" in await refusal(made, mode="dualpath")
 
 
-async def test_malformed_frames_are_counted_and_harm_nobody():
+async def test_malformed_frames_are_counted_and_have_no_other_effect():
     async with cluster(real_sockets=True) as made:
         for frame in (b"", b"\xc1", msgspec.msgpack.encode({"type": "Nonsense"})):
             made.engines["p0"].send_raw(frame)
@@ -90,7 +90,7 @@ async def test_malformed_frames_are_counted_and_harm_nobody():
         assert refused(made) == {"malformed": 3}
 
 
-async def test_a_stranger_is_asked_to_greet_first():
+async def test_an_unknown_sender_is_asked_to_register_first():
     async with cluster(real_sockets=True) as made:
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
@@ -168,8 +168,8 @@ class Listener:
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))
 
-    def on_message(self, info, message):
-        self.events.append(("said", message))
+    def on_message(self, info, message, received):
+        self.events.append(("received", message))
 
     def in_doubt(self):
         return []
@@ -184,25 +184,25 @@ class Clock:
 
 
 class Watched:
-    """A server without a socket, one engine's greetings and what it says in its session."""
+    """A server without a socket, one engine's registrations and what it says in its session."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exclusive_ids: bool = False) -> None:
         self.clock, self.listener = Clock(), Listener()
-        self.registry = Registry()
+        self.registry = Registry(exclusive_ids=exclusive_ids)
         self.server = ControlServer(self.registry, self.listener, self.clock, engine_timeout_s=5.0)
         self.engine = FakeEngine("p0", Role.PREFILL, set())
         self.engine.quarantined, self.engine.writers = {}, {}
-        self.greet()
+        self.register()
 
     @property
     def events(self) -> list[tuple[object, ...]]:
-        return [event for event in self.listener.events if event[0] != "said"]
+        return [event for event in self.listener.events if event[0] != "received"]
 
     @property
-    def said(self) -> list[object]:
-        return [event[1] for event in self.listener.events if event[0] == "said"]
+    def received(self) -> list[object]:
+        return [event[1] for event in self.listener.events if event[0] == "received"]
 
-    def greet(self, registration: int = 1) -> None:
+    def register(self, registration: int = 1) -> None:
         self.receive(envelopes.unnumbered(self.engine.hello(registration)))
         state = self.registry.get("p0")
         assert state is not None
@@ -231,13 +231,24 @@ def watched() -> Watched:
 
 REPORT = control.Report(
     report_seq=1,
-    assign_seq=0,
-    unfinished_requests=0,
-    unfinished_tokens=0,
-    read_queue_tokens=0,
-    free_hbm_tokens=1,
-    free_buffer_tokens=1,
+    load=control.Load(
+        unfinished_requests=0,
+        unfinished_tokens=0,
+        read_queue_tokens=0,
+        free_hbm_tokens=1,
+        free_buffer_tokens=1,
+    ),
 )
+
+
+async def test_a_report_that_a_later_one_has_overtaken_is_dropped(watched: Watched):
+    later = msgspec.structs.replace(REPORT, report_seq=2)
+    watched.say(later)
+    watched.say(REPORT)
+    assert watched.received == [later]
+    state = watched.registry.get("p0")
+    assert state is not None
+    assert state.report == later
 
 
 async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched: Watched):
@@ -249,25 +260,25 @@ async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched:
     assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
-async def test_a_lost_engine_is_heard_again_only_in_a_new_session(watched: Watched):
+async def test_messages_of_a_lost_engine_count_only_in_a_new_session(watched: Watched):
     watched.let_pass(6)
     watched.say(REPORT)
-    watched.greet(registration=1)
+    watched.register(registration=1)
     assert watched.events[-1] == ("lost", "p0")
-    watched.greet(registration=2)
+    watched.register(registration=2)
     assert watched.events[-1] == ("joined", "p0")
 
 
-async def test_an_engine_that_has_begun_anew_has_left_its_session(watched: Watched):
+async def test_an_engine_that_reregisters_has_left_its_session(watched: Watched):
     """Its requests are gone there; were it only noticed later, they would wait for nothing."""
-    watched.greet(registration=2)
+    watched.register(registration=2)
     assert watched.events == [("joined", "p0"), ("lost", "p0"), ("joined", "p0")]
 
 
-async def test_no_late_message_brings_back_who_said_goodbye(watched: Watched):
+async def test_no_late_message_brings_back_a_deregistered_engine(watched: Watched):
     watched.say(control.Deregister(reason="done"))
     watched.say(REPORT)
-    watched.greet(registration=1)
+    watched.register(registration=1)
     assert watched.events == [("joined", "p0"), ("lost", "p0"), ("dead", "p0", "p0-0")]
 
 
@@ -276,12 +287,12 @@ async def test_a_goodbye_with_open_transfers_proves_nothing(watched: Watched):
     assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
-async def test_an_engine_whose_data_plane_stands_still_is_taken_out(watched: Watched):
+async def test_an_engine_with_a_stalled_data_plane_is_removed(watched: Watched):
     watched.say(msgspec.structs.replace(REPORT, unhealthy="its pump has ended"))
     assert watched.events == [("joined", "p0"), ("lost", "p0")]
 
 
-async def test_a_router_that_stood_still_blames_nobody(watched: Watched):
+async def test_a_router_that_stalled_declares_no_engine_lost(watched: Watched):
     watched.let_pass(1)
     watched.clock.now_s += 60
     watched.server.check_liveness()
@@ -290,8 +301,8 @@ async def test_a_router_that_stood_still_blames_nobody(watched: Watched):
     assert watched.events[-1] == ("lost", "p0")
 
 
-async def test_a_repeated_greeting_changes_nothing(watched: Watched):
-    watched.greet()
+async def test_a_resent_registration_changes_nothing(watched: Watched):
+    watched.register()
     assert watched.events == [("joined", "p0")]
 
 
@@ -300,7 +311,7 @@ async def test_a_message_that_comes_twice_or_too_early_is_taken_up_once_in_order
     early = watched.talk.send(first, 0.0), watched.talk.send(second, 0.0)
     for envelope in (early[1], early[0], early[0], early[1], early[1]):
         watched.receive(envelope)
-    assert watched.said == [first, second]
+    assert watched.received == [first, second]
 
 
 async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched):
@@ -314,15 +325,16 @@ async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched)
     assert watched.events[-1] == ("dead", "px", "9")
 
 
-async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(watched: Watched):
+async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended():
     """Two of one name may have been started by mistake, and the former may still be writing."""
+    watched = Watched(exclusive_ids=True)
     machine, first = "a machine", HostProcess("a machine", 1, 1)
     watched.engine.process = first
     watched.engine.generation = 1
-    watched.greet()
+    watched.register()
     former = watched.engine.hello().address.writer
     watched.engine.generation, watched.engine.process = 2, HostProcess(machine, 2, 2)
-    watched.greet()
+    watched.register()
     assert watched.events[-2:] == [("lost", "p0"), ("joined", "p0")]
     assert watched.registry.unproven() == [former]
     assert not watched.registry.is_dead(former)
@@ -334,10 +346,31 @@ async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(w
     assert dead == [("dead", "p0", "p0-0"), ("dead", "p0", "p0-1"), ("dead", "p0", "p0-1")]
 
 
-async def test_a_process_on_another_machine_takes_the_name_for_good(watched: Watched):
-    """Nobody could be asked there; that one process at a time has a name, its operator sees to."""
-    watched.engine.generation = 1
-    watched.engine.process = HostProcess("another machine", 1, 1)
-    watched.greet()
+@pytest.mark.parametrize(
+    ("exclusive_ids", "former", "later", "is_proof"),
+    [
+        (True, "machine 1", "machine 2", True),
+        (True, "machine 1", "machine 1", False),
+        (True, "", "machine 2", False),
+        (True, "machine 1", "", False),
+        (True, "", "", False),
+        (False, "machine 1", "machine 2", False),
+        (False, "", "", False),
+    ],
+)
+async def test_a_successor_proves_a_death_only_elsewhere_and_where_ids_are_exclusive(
+    exclusive_ids: bool, former: str, later: str, is_proof: bool
+):
+    watched = Watched(exclusive_ids=exclusive_ids)
+    writers = []
+    for generation, host in ((1, former), (2, later)):
+        watched.engine.generation = generation
+        watched.engine.process = HostProcess(host, generation, generation)
+        watched.register()
+        writers.append(watched.engine.hello().address.writer)
     assert watched.events[-1] == ("joined", "p0")
-    assert ("dead", "p0", "p0-0") in watched.events
+    assert (("dead", "p0", "p0-1") in watched.events) == is_proof
+    assert watched.registry.is_dead(writers[0]) == is_proof
+    assert (writers[0] in watched.registry.unproven()) != is_proof
+    unheard_of = addresses.Writer("p0", "p0-9", HostProcess(former, 9, 9))
+    assert watched.registry.is_dead(unheard_of) == is_proof

@@ -65,7 +65,7 @@ async def test_a_draining_router_ends_what_it_has_and_takes_nothing_new(tmp_path
             await draining
 
 
-async def test_where_others_serve_nothing_is_refused_until_the_clients_have_gone(
+async def test_where_others_serve_no_request_is_refused_until_the_clients_have_left(
     tmp_path: Path,
 ) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, speedup=1.0) as made:
@@ -84,6 +84,18 @@ async def test_where_others_serve_nothing_is_refused_until_the_clients_have_gone
             assert generated(await running.read()) == 30
         async with asyncio.timeout(GUARD_S):
             await draining
+
+
+async def test_a_drain_without_requests_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, speedup=0.01) as made:
+        caplog.clear()
+        await made.service.drain()
+    lines = [r for r in caplog.records if r.getMessage().startswith("draining")]
+    assert [(r.levelname, r.getMessage()) for r in lines] == [
+        ("INFO", "draining: no request is under way")
+    ]
 
 
 async def test_what_does_not_end_in_time_ends_with_an_error(tmp_path: Path) -> None:
@@ -119,7 +131,7 @@ async def test_the_first_sigterm_drains_and_the_second_ends() -> None:
             await ending
 
 
-async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> None:
+async def test_a_draining_service_refuses_new_jobs_with_that_reason(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await made.service.drain()
         assert isinstance(made.service.turned_away(), DrainingError)
@@ -131,7 +143,7 @@ async def test_a_service_that_drains_says_so_to_who_submits(tmp_path: Path) -> N
 # ------------------------------------------------------------------------------------- turns
 
 
-async def test_a_scheduler_whose_turn_is_over_places_nothing(tmp_path: Path) -> None:
+async def test_a_scheduler_that_lost_its_leadership_places_nothing(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         in_turn = True
         made.service.scheduler.is_leader = lambda: in_turn
@@ -152,22 +164,22 @@ class Lost(SoleLeader):
         return "the test says so"
 
 
-async def test_a_scheduler_whose_turn_is_over_leaves_before_its_process_ends() -> None:
-    said: list[str] = []
+async def test_a_scheduler_that_lost_its_leadership_deregisters_before_its_process_ends() -> None:
+    steps: list[str] = []
 
     async def stop() -> None:
         await asyncio.sleep(0)
-        said.append("front ends and engines are sent away")
+        steps.append("front ends and engines are sent away")
         raise RuntimeError("whatever comes of that, the process ends")
 
     async def drain() -> None:
-        raise AssertionError("nobody sends SIGTERM")
+        raise AssertionError("SIGTERM must not be sent")
 
     async with asyncio.timeout(GUARD_S), contextlib.AsyncExitStack() as stack:
         await stop_when_lost(Lost(), stack, stop)
         await until_signal(drain)
-        said.append("connections of clients end")
-    assert said == ["front ends and engines are sent away", "connections of clients end"]
+        steps.append("connections of clients end")
+    assert steps == ["front ends and engines are sent away", "connections of clients end"]
 
 
 async def test_addresses_are_waited_for_only_where_another_router_may_still_have_them(

@@ -67,7 +67,7 @@ async def test_a_de_lost_after_its_last_token_costs_nothing():
         assert made.service.status()["counters"]["retries"] == 0
 
 
-async def test_a_pe_that_said_goodbye_leaves_nothing_in_quarantine():
+async def test_a_deregistered_pe_leaves_nothing_in_quarantine():
     async with cluster(prefill=2) as made:
         made.calls.gates["prefill"] = asyncio.Event()
         run = asyncio.create_task(made.run(job("a", PROMPT)))
@@ -115,7 +115,7 @@ async def test_a_prompt_that_has_outgrown_every_buffer_is_refused_at_once():
         assert len(made.calls.prefills) == 1
 
 
-async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blocks_nobody():
+async def test_a_waiting_request_that_fits_no_engine_any_more_is_refused_and_blocks_no_other():
     async with cluster(decode=0, settings=RouterSettings(beta_tokens=1)) as made:
         await made.add("d0", Role.DECODE, hbm_tokens=20)
         await made.add("d1", Role.DECODE)
@@ -212,7 +212,7 @@ async def test_a_deadline_ends_a_request_and_names_itself():
         assert made.service.records[0].outcome == "deadline"
 
 
-async def test_without_engines_a_request_says_which_are_missing():
+async def test_without_engines_the_error_names_the_missing_ones():
     async with cluster(decode=0) as made:
         with pytest.raises(EngineLostError, match="1 of 1 prefill, 0 of 1 decode"):
             await made.run(job("a", PROMPT))
@@ -251,7 +251,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
     async with cluster(mode="basic", buffer_blocks=5) as made:
         made.stored.update(keys_of(PROMPT))
         p0, d0 = made.engines["p0"], made.engines["d0"]
-        kept = list(d0.free)
+        left = list(d0.free)
         kinds: dict[str, type[Message]] = {"lookup": control.Lookup, "read": request_messages.Read}
         kind = kinds.get(stage)
         if stage == "buffer":
@@ -273,7 +273,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
             await run
         if stage == "buffer":
             await d0.saw(request_messages.Release)
-            d0.free.extend(kept)
+            d0.free.extend(left)
         p0.unanswered.clear()
         d0.unanswered.clear()
         await made.settled()
@@ -285,7 +285,7 @@ async def test_a_client_that_leaves_at_any_stage_leaves_nothing_behind(stage):
         await made.settled()
 
 
-async def test_the_de_keeps_its_slots_until_the_pe_has_confirmed():
+async def test_the_de_holds_its_slots_until_the_pe_has_confirmed():
     async with cluster() as made:
         p0, d0 = made.engines["p0"], made.engines["d0"]
         made.calls.gates["prefill"] = asyncio.Event()
@@ -403,7 +403,7 @@ async def test_slots_of_a_killed_router_stay_away_from_others_until_no_pe_is_lef
         run = asyncio.create_task(made.run(job("a", PROMPT)))
         await made.arrives("prefill")
         (writer,) = made.calls.prefills
-        await made.engines[writer].kill()  # perhaps only stopped: nobody knows
+        await made.engines[writer].kill()  # perhaps only stopped: its death is not confirmed
         made.service.kill()
         with pytest.raises(EngineLostError):
             await run

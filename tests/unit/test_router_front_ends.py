@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Mapping
 import msgspec
 import pytest
 from tests.control_network import ControlNetwork
-from tests.front_end_links import TIMEOUT_S, Door, Link, door
+from tests.front_end_links import TIMEOUT_S, Link, LinkServer, link_server
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected, job, keys_of
 
@@ -54,7 +54,7 @@ class Far:
 
 @contextlib.asynccontextmanager
 async def far(
-    made: Cluster, opened: Door, name: str, adapters: Mapping[str, str] | None = None
+    made: Cluster, opened: LinkServer, name: str, adapters: Mapping[str, str] | None = None
 ) -> AsyncIterator[Far]:
     async with opened.link(name, adapters) as link:
         one = Far(made, link)
@@ -68,7 +68,7 @@ async def both_of_two(
 ) -> AsyncIterator[tuple[Cluster, Far, Far]]:
     async with (
         cluster(prefill, decode) as made,
-        door(made.service.scheduler, network) as opened,
+        link_server(made.service.scheduler, network) as opened,
         far(made, opened, "f") as one,
         far(made, opened, "g") as other,
     ):
@@ -113,7 +113,7 @@ async def test_a_killed_front_end_costs_its_own_streams_only(stage: str) -> None
         await one.kill()
         with pytest.raises(Exception, match="router stops"):
             await dies
-        await asyncio.sleep(TIMEOUT_S + 1)  # nobody says that it has died
+        await asyncio.sleep(TIMEOUT_S + 1)  # its death is not reported
         made.calls.gates.pop(stage).set()
         assert await lives == expected(PROMPT, 6)
         await nothing_is_left(made)
@@ -122,7 +122,7 @@ async def test_a_killed_front_end_costs_its_own_streams_only(stage: str) -> None
 async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_attempt() -> None:
     network = ControlNetwork()
     async with cluster() as made:
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             link = Link(network.connect(), "f")
             link.start()
             one = Far(made, link)
@@ -130,7 +130,7 @@ async def test_a_scheduler_that_is_lost_costs_what_does_not_decode_yet_another_a
             run = asyncio.create_task(one.run("a"))
             await made.arrives("prefill")
         made.calls.gates.pop("prefill").set()
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             assert await run == expected(PROMPT, 6)
             assert one.front_end.records[0].attempts == 2
             await one.front_end.end_requests()
@@ -146,7 +146,7 @@ async def decoding_when_the_scheduler_is_lost() -> AsyncIterator[
     network = ControlNetwork()
     async with cluster() as made:
         calls = made.calls
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             link = Link(network.connect(), "f")
             link.start()
             one = Far(made, link)
@@ -156,7 +156,7 @@ async def decoding_when_the_scheduler_is_lost() -> AsyncIterator[
             former = link.session
             made.service.kill()
         await made.restart_router()
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             while link.session in ("", former):
                 await asyncio.sleep(0.1)
             yield made, one, run
@@ -189,16 +189,16 @@ async def test_a_scheduler_of_another_model_gets_no_keys_of_the_one_before() -> 
     network = ControlNetwork()
     async with (
         cluster() as made,
-        door(made.service.scheduler, network) as opened,
+        link_server(made.service.scheduler, network) as opened,
         far(made, opened, "f") as one,
     ):
         registry = made.service.registry
         assert registry.namespace is not None
         registry.namespace = msgspec.structs.replace(registry.namespace, model="another")
-        # It has not been told yet, and asks with the keys that it has made.
+        # It has not been notified yet, and asks with the keys that it has made.
         with pytest.raises(EngineLostError, match="of another model"):
             await one.run("a")
-        opened.door._engines_changed()
+        opened.server._engines_changed()
         await asyncio.sleep(1.0)
         assert "of another model" in (missing_engines(one.link.engines) or "")
         await nothing_is_left(made)
@@ -206,7 +206,7 @@ async def test_a_scheduler_of_another_model_gets_no_keys_of_the_one_before() -> 
 
 async def test_tokens_go_on_while_the_scheduler_is_away() -> None:
     network = ControlNetwork()
-    async with cluster() as made, door(made.service.scheduler, network):
+    async with cluster() as made, link_server(made.service.scheduler, network):
         link = Link(network.connect(), "f")
         link.start()
         one = Far(made, link)
@@ -225,10 +225,10 @@ async def test_tokens_go_on_while_the_scheduler_is_away() -> None:
     assert made.stored >= set(keys_of(PROMPT))
 
 
-async def test_a_stall_of_the_schedulers_own_loop_is_nobodys_silence() -> None:
+async def test_a_stall_of_the_schedulers_own_loop_does_not_count_as_silence() -> None:
     async with (
         cluster() as made,
-        door(made.service.scheduler) as opened,
+        link_server(made.service.scheduler) as opened,
         far(made, opened, "f") as one,
     ):
         made.calls.gates["prefill"] = asyncio.Event()
@@ -236,7 +236,7 @@ async def test_a_stall_of_the_schedulers_own_loop_is_nobodys_silence() -> None:
         await made.arrives("prefill")
         opened.ahead_s = 3 * TIMEOUT_S
         # Before its messages are read, as may be after SIGSTOP.
-        opened.door._check_liveness()
+        opened.server._check_liveness()
         await asyncio.sleep(2.0)
         made.calls.gates.pop("prefill").set()
         assert await run == expected(PROMPT, 6)
@@ -248,12 +248,12 @@ async def test_a_call_that_is_over_before_it_has_begun_leaves_nothing_behind(
     recwarn: pytest.WarningsRecorder,
 ) -> None:
     async with cluster() as made:
-        guest = FrontEndSession(made.service.scheduler, lambda message: None)
-        guest.take(m.BeginRequest(RequestOrder("a", tuple(keys_of(PROMPT)))))
+        session = FrontEndSession(made.service.scheduler, lambda message: None)
+        session.take(m.BeginRequest(RequestOrder("a", tuple(keys_of(PROMPT)))))
         order = AttemptOrder("a", 1, len(PROMPT), 6, tuple(keys_of(PROMPT)))
-        guest.take(m.BeginAttempt("a", order, made.service.registry.namespace, {}))
-        guest.take(m.AttemptCall(1, "a", m.Step.PREPARE))
-        guest.take(m.EndAttempt("a", "its client has left"))
+        session.take(m.BeginAttempt("a", order, made.service.registry.namespace, {}))
+        session.take(m.AttemptCall(1, "a", m.Step.PREPARE))
+        session.take(m.EndAttempt("a", "its client has left"))
         await asyncio.sleep(1.0)
         gc.collect()
         assert not [str(warning.message) for warning in recwarn.list]
@@ -266,15 +266,15 @@ SQL, CHAT = Adapter("sql", "/adapters/sql", "a" * 64), Adapter("chat", "/adapter
 @contextlib.asynccontextmanager
 async def with_adapters(
     listed: Mapping[str, str],
-) -> AsyncIterator[tuple[ServedAdapters, Door, Far]]:
-    """A scheduler whose engines have both, and a front end that lists some."""
+) -> AsyncIterator[tuple[ServedAdapters, LinkServer, Far]]:
+    """A scheduler with engines that have both, and a front end that lists some."""
     async with cluster() as made:
         made.service.registry.adapters = served = ServedAdapters(
             {adapter.name: adapter.path for adapter in (SQL, CHAT)}
         )
         served.learn([SQL, CHAT])
         async with (
-            door(made.service.scheduler) as opened,
+            link_server(made.service.scheduler) as opened,
             far(made, opened, "f", listed) as one,
         ):
             yield served, opened, one
@@ -292,10 +292,10 @@ async def test_a_front_end_learns_the_weights_of_the_adapters_that_it_lists() ->
 async def test_other_weights_of_an_adapter_get_no_keys_of_the_ones_before() -> None:
     async with with_adapters({"sql": SQL.path}) as (served, opened, one):
         served._known["sql"] = msgspec.structs.replace(SQL, digest="c" * 64)
-        # It has not been told yet, and asks with the keys that it has made.
+        # It has not been notified yet, and asks with the keys that it has made.
         with pytest.raises(EngineLostError, match="other weights of adapter 'sql'"):
             await one.run("a")
-        opened.door._engines_changed()
+        opened.server._engines_changed()
         await asyncio.sleep(1.0)
         assert "no adapter 'sql', or other weights of it" in (
             missing_engines(one.link.engines) or ""
@@ -313,5 +313,22 @@ async def test_an_adapter_that_the_next_scheduler_does_not_serve_may_be_any() ->
 async def test_an_adapter_that_a_front_end_does_not_serve_may_change() -> None:
     async with with_adapters({"sql": SQL.path}) as (served, opened, one):
         served._known["chat"] = msgspec.structs.replace(CHAT, digest="c" * 64)
-        opened.door._engines_changed()
+        opened.server._engines_changed()
         assert await one.run("a") == expected(PROMPT, 6)
+
+
+async def test_of_two_front_ends_of_one_name_the_later_serves_and_the_earlier_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster() as made, link_server(made.service.scheduler) as opened:
+        async with far(made, opened, "f") as earlier:
+            assert await earlier.run("first") == expected(PROMPT, 6)
+            async with far(made, opened, "f") as later:
+                await asyncio.sleep(3 * TIMEOUT_S)
+                for number in range(8):
+                    assert await later.run(f"later-{number}") == expected(PROMPT, 6)
+                refused = [r.message for r in caplog.records if "refuses" in r.message]
+                assert len(refused) == 1
+                assert "give one of the two another --front-end-name" in refused[0]
+            assert await earlier.run("again") == expected(PROMPT, 6)
+        await nothing_is_left(made)

@@ -40,7 +40,7 @@ async def add_group(made: Cluster, name: str, role: Role, size: int = 2) -> list
 
 
 async def restart(made: Cluster, engines: Sequence[FakeEngine], start: int) -> None:
-    """Start the next processes of some ranks; returns when they have begun to greet."""
+    """Start the next processes of some ranks; returns when they have begun to register."""
     for engine in engines:
         assert engine.dp is not None
         engine.dp = GroupRank(engine.dp.group, f"start {start}", engine.dp.rank, engine.dp.size)
@@ -56,7 +56,7 @@ def waits(made: Cluster) -> list[str]:
     return [e["engine_id"] for e in made.service.status()["engines"] if e["waits_for"]]
 
 
-async def test_a_rank_waits_until_all_of_its_group_have_greeted() -> None:
+async def test_a_rank_waits_until_all_of_its_group_have_registered() -> None:
     async with cluster(prefill=0) as made:
         first, second = (FakeEngine(f"p{rank}", Role.PREFILL, made.stored) for rank in range(2))
         place(first, 0, start=1)
@@ -65,7 +65,7 @@ async def test_a_rank_waits_until_all_of_its_group_have_greeted() -> None:
         await first.start(made.network)
         refused = await first.saw(control.Refused)
         assert "'prefill' waits for 1 of its 2 ranks: 1;" in refused.reason
-        await asyncio.sleep(20.0)  # it greets again and again, and is not taken for silent
+        await asyncio.sleep(20.0)  # it registers repeatedly, and does not count as silent
         assert alive(made) == ["d0"]
         assert waits(made) == ["p0"]
         assert "'prefill' waits for 1 of its 2 ranks: 1;" in str(made.service.unready())
@@ -102,7 +102,7 @@ async def test_a_group_is_back_when_all_ranks_of_one_start_are() -> None:
         first, second = await add_group(made, "p", Role.PREFILL)
         await first.kill()
         made.lose("p0")
-        # Its process goes on for a while: it greets, as rank of a start that is over.
+        # Its process goes on for a while: it registers, as rank of a start that is over.
         await asyncio.sleep(2.0)
         assert waits(made) == ["p1"]
         await restart(made, [first], start=2)
@@ -116,7 +116,7 @@ async def test_a_group_is_back_when_all_ranks_of_one_start_are() -> None:
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
 
 
-async def test_a_group_whose_rank_was_merely_out_of_sight_comes_back_without_a_restart() -> None:
+async def test_a_group_with_a_temporarily_unreachable_rank_comes_back_without_a_restart() -> None:
     async with cluster(prefill=0) as made:
         await add_group(made, "p", Role.PREFILL)
         made.lose("p1")
@@ -125,7 +125,7 @@ async def test_a_group_whose_rank_was_merely_out_of_sight_comes_back_without_a_r
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
 
 
-async def test_a_router_that_begins_anew_gets_whole_groups() -> None:
+async def test_a_restarted_router_gets_whole_groups() -> None:
     async with cluster(prefill=0) as made:
         await add_group(made, "p", Role.PREFILL)
         await made.service.stop()
@@ -184,7 +184,7 @@ async def test_a_group_drains_as_one_and_goes_when_nothing_is_left_on_any_rank()
 
 
 async def drains_and_leaves(engine: FakeEngine) -> None:
-    """Its server gets SIGTERM: it hears that nothing is left, and goes."""
+    """Its server gets SIGTERM: it is notified that no request is left, and deregisters."""
     engine.draining = "SIGTERM"
     engine.report()
     await engine.saw(control.Drained)
@@ -218,16 +218,16 @@ async def test_a_drained_group_leaves_as_one_in_whatever_order_its_ranks_go(
         assert have_left(made) == {"p0": True, "p1": True, "p2": True}
         assert losses(made) == 0
         assert "lost" not in caplog.text
-        # Each has said itself that it is through, so nobody waits for proof of its end.
+        # Each has reported its own end, so no slot waits for a proof of it.
         states = [made.service.registry.get(engine.engine_id) for engine in engines]
         assert all(s is not None and made.service.registry.is_dead(s.info.writer) for s in states)
 
 
 @pytest.mark.parametrize("settled", [True, False])
-async def test_a_rank_whose_server_ends_may_be_the_first_to_leave_a_drained_group(
+async def test_a_rank_with_an_ended_server_may_leave_a_drained_group_first(
     *, settled: bool
 ) -> None:
-    """A server ends when the first of its ranks has drained; the others may not have said so."""
+    """A server ends when the first of its ranks has drained; others may not have reported it."""
     async with cluster(prefill=0) as made:
         first, second = await add_group(made, "p", Role.PREFILL)
         first.draining = "SIGTERM"
@@ -329,14 +329,14 @@ async def test_a_rank_that_another_engine_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("settled", [True, False])
-async def test_an_engine_that_says_goodbye_is_said_to_leave_and_not_to_be_lost(
+async def test_a_deregistered_engine_is_logged_as_leaving_not_as_lost(
     caplog: pytest.LogCaptureFixture, *, settled: bool
 ) -> None:
-    """Stopped without draining: its requests are tried elsewhere, and nobody need look for it."""
+    """Stopped without draining: its requests are retried elsewhere, and no alert is due."""
     caplog.set_level(logging.INFO)
     async with cluster() as made:
         await made.engines["d0"].leave(settled=settled)
         await made.service.saw_loss("d0")
-    told = [(r.levelname, r.getMessage()) for r in caplog.records if " d0 " in r.getMessage()]
-    assert ("INFO", "decode engine d0 leaves: it shuts down") in told
+    logged = [(r.levelname, r.getMessage()) for r in caplog.records if " d0 " in r.getMessage()]
+    assert ("INFO", "decode engine d0 leaves: it shuts down") in logged
     assert "lost" not in caplog.text

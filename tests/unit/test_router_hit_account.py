@@ -38,7 +38,7 @@ def test_the_last_token_is_never_a_hit() -> None:
     assert account(SeenBlocks(), keys(1, 2), 0, stored=1, hit=1).missed == {TAIL: 4}
 
 
-def test_a_block_that_was_computed_and_is_not_stored_is_gone() -> None:
+def test_a_block_that_was_computed_and_is_not_stored_counts_as_gone() -> None:
     seen = SeenBlocks()
     account(seen, keys(1, 2), 1, stored=0, hit=0)
     again = account(seen, keys(1, 2, 3), 1, stored=1, hit=1)
@@ -46,7 +46,7 @@ def test_a_block_that_was_computed_and_is_not_stored_is_gone() -> None:
     assert (again.hit_tokens, again.ideal_hit_tokens) == (4, 8)
 
 
-def test_reasons_of_the_look_up_and_of_the_read_are_kept_apart() -> None:
+def test_reasons_of_the_look_up_and_of_the_read_are_separate() -> None:
     seen = SeenBlocks()
     account(seen, keys(1, 2, 3, 4), 1, stored=0, hit=0)
     found = account(
@@ -55,7 +55,7 @@ def test_reasons_of_the_look_up_and_of_the_read_are_kept_apart() -> None:
     assert found.missed == {"checksum": 4, "late": 8, TAIL: 1}
 
 
-def test_what_was_computed_on_purpose_is_kept_apart_from_what_was_not_loaded() -> None:
+def test_deliberately_recomputed_tokens_are_separate_from_failed_loads() -> None:
     short = {"short_reason": "deadline", "faster_blocks": 2}
     found = account(SeenBlocks(), keys(1, 2, 3, 4), 1, stored=4, hit=1, **short)
     assert found.missed == {"deadline": 4, FASTER: 8, TAIL: 1}
@@ -65,7 +65,7 @@ def test_blocks_found_in_storage_count_as_computed_before_whoever_did_it() -> No
     assert account(SeenBlocks(), keys(1, 2), 1, stored=2, hit=0).ideal_hit_tokens == 8
 
 
-def test_what_was_seen_is_forgotten_after_as_many_other_blocks_and_not_before() -> None:
+def test_seen_blocks_are_removed_after_as_many_other_blocks_and_not_before() -> None:
     seen = SeenBlocks(limit=2)
     account(seen, keys(1), 1, stored=0, hit=0)
     account(seen, keys(2), 1, stored=0, hit=0)

@@ -15,12 +15,12 @@ def test_blocks_that_came_without_windows_are_read_from_where_they_are_seen() ->
         HitRun(Role.PREFILL, BlockRun(3, 2), (1, 2)),
         HitRun(Role.DECODE, BlockRun(5, 2), (15, 16)),
     )
-    # What was kept is whole: it is not written to, as others may be reading it.
+    # Cached blocks are complete: they are not written to, as others may be reading them.
     (again, _) = to_read_whole((KEPT, AT_PE, AT_DE), whole_from=0)
     assert again == HitRun(Role.PREFILL, BlockRun(2, 3), (0, 1, 2))
 
 
-def test_what_was_kept_is_left_where_a_second_read_fails() -> None:
+def test_cached_blocks_stay_where_a_second_read_fails() -> None:
     at_pe = HitRun(Role.PREFILL, BlockRun(2, 1), (4,), cached=True)
     assert cached_head((KEPT, at_pe, AT_DE)) == (KEPT, at_pe)
     assert cached_head((AT_PE, KEPT)) == cached_head(()) == ()

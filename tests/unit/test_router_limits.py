@@ -75,7 +75,7 @@ def test_a_prompt_too_long_for_the_draft_model_is_refused() -> None:
         check_prompt(10, RouterSettings(), engines)
 
 
-async def test_a_full_router_says_when_to_come_again(tmp_path: Path) -> None:
+async def test_a_full_router_says_when_to_retry(tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, max_concurrent_requests=1, max_waiting_requests=0)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings, speedup=0.01) as made:
         url = f"{made.endpoint}/v1/completions"
@@ -124,7 +124,7 @@ async def test_every_path_asks_for_a_key_but_those_on_the_list(tmp_path: Path, m
         engine = made.engines["decode-0"].api_url + "/inference/v1/generate"
         assert await status(engine, "Bearer first") == 401
         assert await status(engine, "Bearer of-the-engines") == 400  # no transfer
-        # Who scrapes an engine must not hold the key that lets transfers be forged.
+        # A scraper of an engine must not hold the key that allows forging transfers.
         url = made.engines["decode-0"].api_url
         assert await status(f"{url}/metrics", None, "GET") == 200
         assert await status(f"{url}/no-such-path", None, "GET") == 401
@@ -161,7 +161,7 @@ def test_one_rule_for_both_routers(method, path, shown, admitted):
     assert ApiKeys([], {"VLLM_API_KEY": "k"}).admit(method, path, shown) is admitted
 
 
-def test_an_endpoint_open_to_everybody_says_so(caplog):
+def test_an_endpoint_without_a_key_logs_a_warning(caplog):
     for host, keys in (("127.0.0.1", []), ("0.0.0.0", ["k"])):
         warn_if_open(host, ApiKeys(keys, {}))
     assert not caplog.records
@@ -181,7 +181,7 @@ async def test_nothing_listens_beyond_this_machine_unless_asked(tmp_path: Path) 
         assert open_listeners({os.getpid()}) == [f"0.0.0.0:{opened.getsockname()[1]}"]
 
 
-async def test_a_client_cannot_say_where_kv_lies(tmp_path: Path) -> None:
+async def test_a_client_cannot_choose_the_location_of_kv(tmp_path: Path) -> None:
     """Transfers of its own are dropped, so it cannot point at another's slots."""
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         expected = await made.ask(PROMPT, 3, cache_salt="one")
@@ -208,20 +208,20 @@ async def test_more_requests_than_may_wait_are_refused_not_queued():
         assert len(await made.run(job("c", range(9)))) == 6
 
 
-async def test_two_attempts_of_one_name_never_hear_each_other():
+async def test_two_attempts_of_one_name_never_receive_each_others_messages():
     """A client may call its request "a.2", which is what a's second attempt is called."""
 
     class Ack(AttemptChannel):
         def kv_in_hbm(self, arrived: control.KvInHbm) -> None:
-            heard.append(self)
+            channels.append(self)
 
     exchange = Exchange()
-    heard: list[AttemptChannel] = []
+    channels: list[AttemptChannel] = []
     exchange.open(first := Ack("a.2"))
     with pytest.raises(BadRequestError, match="in use"):
         exchange.open(Ack("a.2"))
     exchange.deliver("d0", control.KvInHbm(request_id="a.2", h2d_s=0.0))
-    assert heard == [first]
+    assert channels == [first]
 
 
 # ---------------------------------------------------------------------- limits as ASGI
@@ -311,14 +311,14 @@ async def test_a_body_of_too_large_a_declared_length_is_not_read():
     assert asked.read == 0
 
 
-async def test_a_full_service_still_answers_who_only_looks():
+async def test_a_full_service_still_answers_reads_of_its_status():
     asked = Asked(service := Service("full"), b"")
     assert await asked.by(echo) == 429
     assert service.refused() == {"overloaded": 1}
     assert (b"retry-after", b"1") in asked.sent[0]["headers"]
     assert await Asked(Service("full"), b"", method="GET").by(echo) == 200
     pausing = Asked(Service("full"), b"", path="/dualpath/v1/engines/pe-0/pause")
-    assert await pausing.by(echo) == 200  # who runs the router is no load
+    assert await pausing.by(echo) == 200  # the operator's requests are no load
 
 
 async def test_what_the_application_refuses_is_counted_once_however_long_its_answer():
@@ -344,7 +344,7 @@ async def test_a_defect_of_the_application_stays_visible():
 # ---------------------------------------------------------------------- open files
 
 
-async def test_running_out_of_files_is_said_once_and_without_a_traceback(caplog):
+async def test_running_out_of_files_is_logged_once_and_without_a_traceback(caplog):
     loop = asyncio.get_running_loop()
     logger = logging.getLogger("asyncio")
     logger.addFilter(only_once := NoFilesFilter())
@@ -386,6 +386,6 @@ def test_the_limit_rises_as_far_as_it_may_and_never_falls(
         (503, "ServiceUnavailableError"),
     ],
 )
-def test_clients_tell_by_the_type_what_may_be_tried_again(status: int, kind: str):
+def test_the_error_type_shows_clients_what_may_be_retried(status: int, kind: str):
     start, body = refusal(status, "why")
     assert (start["status"], msgspec.json.decode(body["body"])["error"]["type"]) == (status, kind)

@@ -18,7 +18,7 @@ def keys_of(blocks: int) -> tuple[bytes, ...]:
     return tuple(number.to_bytes(32) for number in range(blocks))
 
 
-async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> None:
+async def test_messages_of_one_loop_iteration_are_in_one_frame_and_in_order() -> None:
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
     frames.add([unnumbered(FIRST)])
@@ -27,22 +27,24 @@ async def test_what_is_said_in_one_turn_travels_in_one_frame_and_in_order() -> N
     await asyncio.sleep(0)
     frames.add([unnumbered(THIRD)])
     await asyncio.sleep(0)
-    said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
-    assert said == [[FIRST, SECOND], [THIRD]]
+    received = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
+    assert received == [[FIRST, SECOND], [THIRD]]
 
 
-async def test_all_requests_said_to_a_returned_scheduler_are_in_no_frame_that_it_refuses() -> None:
+async def test_all_requests_announced_to_a_returned_scheduler_are_in_frames_that_it_accepts() -> (
+    None
+):
     sent: list[bytes] = []
     frames: Frames[m.FrontEndMessage] = Frames(sent.append)
-    told = [m.BeginRequest(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
+    requests = [m.BeginRequest(RequestOrder(f"request {n}", keys_of(1024))) for n in range(500)]
     large = m.BeginRequest(RequestOrder("large", keys_of(60_000)))
-    everything: list[m.FrontEndMessage] = [*told, large, FIRST]
+    everything: list[m.FrontEndMessage] = [*requests, large, FIRST]
     frames.add([unnumbered(message) for message in everything])
     await asyncio.sleep(0)
-    said = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
-    assert [message for frame in said for message in frame] == everything
+    received = [[envelope.message for envelope in _DECODER.decode(frame)] for frame in sent]
+    assert [message for frame in received for message in frame] == everything
     assert max(map(len, sent)) < LARGEST_FRAME_BYTES
-    assert len(sent) < len(told) / 10
+    assert len(sent) < len(requests) / 10
 
 
 async def test_what_was_gathered_goes_before_the_end_and_once() -> None:

@@ -31,25 +31,25 @@ async def test_a_front_end_learns_which_engines_there_are(
 ) -> None:
     key = secret if guarded else None
     async with cluster(real_sockets=True) as made, asyncio.timeout(GUARD_S):
-        door = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
-        await door.start("127.0.0.1", 0, key)
-        connection = ZmqLinkConnection(door.address, key)
-        link = RemoteScheduling(connection, "f", "1", time.monotonic, door.address)
+        server = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        await server.start("127.0.0.1", 0, key)
+        connection = ZmqLinkConnection(server.address, key)
+        link = RemoteScheduling(connection, "f", "1", time.monotonic, server.address)
         link.start()
         try:
             await link.wait_for_engines(1, 1, GUARD_S)
             assert {engine.engine_id for engine in link.engines.alive()} == {"p0", "d0"}
         finally:
             await link.stop()
-            await door.stop()
+            await server.stop()
 
 
-async def test_a_door_may_be_closed_by_two_at_a_time() -> None:
+async def test_a_link_server_may_be_stopped_twice_at_a_time() -> None:
     async with cluster() as made, asyncio.timeout(GUARD_S):
-        door = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
-        await door.start("127.0.0.1", 0)
+        server = FrontEndServer(made.service.scheduler, ZmqControlSocket(), time.monotonic, 10.0)
+        await server.start("127.0.0.1", 0)
         # By the end of the scheduler's turn, and by the end of its process.
-        await asyncio.gather(door.stop(), door.stop())
+        await asyncio.gather(server.stop(), server.stop())
 
 
 def test_a_scheduler_on_another_machine_needs_a_secret() -> None:

@@ -120,7 +120,7 @@ async def test_without_any_answer_the_prompt_counts_as_not_stored_after_the_time
         assert failures(made, "timeout")
 
 
-async def test_half_an_answer_is_used_and_nobody_else_is_asked():
+async def test_a_partial_answer_is_used_and_no_other_engine_is_asked():
     async with cluster() as made:
         made.stored.update(keys_of(PROMPT))
         d0 = made.engines["d0"]

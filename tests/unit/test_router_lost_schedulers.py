@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 from tests.control_network import ControlNetwork
-from tests.front_end_links import Link, door
+from tests.front_end_links import Link, link_server
 from tests.unit.router_cluster import Cluster, cluster
 from tests.unit.router_fakes import expected
 from tests.unit.test_router_front_ends import PROMPT, Far, nothing_is_left
@@ -42,9 +42,9 @@ async def test_an_attempt_that_is_lost_with_the_scheduler_is_no_third_failure() 
     network = ControlNetwork()
     async with cluster() as made:
         story = Story(made, network, "prefill")
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             await story.begun()
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             assert await story.attempts() == 4
             await nothing_is_left(made)
 
@@ -53,12 +53,12 @@ async def test_whether_an_engine_has_died_is_asked_of_the_scheduler_that_follows
     network = ControlNetwork()
     async with cluster(decode=2) as made:
         story = Story(made, network, "decode")
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             await story.begun()
         (dies,) = made.calls.decodes
         await made.engines[dies].kill()
-        await asyncio.sleep(1.0)  # its stream has ended, and nobody is there to say why
+        await asyncio.sleep(1.0)  # its stream has ended, and no scheduler can give the reason
         made.lose(dies, certain=True)
-        async with door(made.service.scheduler, network):
+        async with link_server(made.service.scheduler, network):
             assert await story.attempts() == 4
             await made.settled(*made.engines.keys() - {dies})

@@ -122,9 +122,7 @@ def test_odd_names_of_engines_survive_the_text_format() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_the_word_of_it() -> (
-    None
-):
+async def test_a_prefill_transfer_is_timed_also_when_all_tokens_come_before_its_report() -> None:
     async with cluster() as made:
         made.engines["d0"].tokens_come_first = True
         made.calls.pause = lambda: asyncio.sleep(0.1)  # before a forward pass and each token
@@ -178,7 +176,7 @@ async def test_a_lost_engine_is_down_and_one_that_left_is_not_missed() -> None:
 
 
 @pytest.mark.virtual_time
-async def test_blocks_that_left_the_storage_are_gone_and_unanswered_look_ups_say_so() -> None:
+async def test_evicted_blocks_and_unanswered_look_ups_have_their_own_reasons() -> None:
     prompt = list(range(100, 118))  # four full blocks and two tokens
     async with cluster() as made:
         await made.run(job("a", prompt))

@@ -86,7 +86,7 @@ def test_every_metric_is_ours_and_has_a_help_text(scrape: Scrape) -> None:
     assert all(family.documentation.endswith(".") for family in scrape.families.values())
 
 
-def test_every_alert_has_a_severity_a_summary_and_a_section_that_says_what_to_do() -> None:
+def test_every_alert_has_a_severity_a_summary_and_a_section_with_the_remedy() -> None:
     sections = re.findall(r"^### `(\w+)`$", MONITOR_PAGE.read_text("utf-8"), re.MULTILINE)
     assert sections == [rule["alert"] for rule in alerts()]
     assert {rule["labels"]["severity"] for rule in alerts()} <= {"critical", "warning", "info"}

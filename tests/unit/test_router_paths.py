@@ -78,7 +78,7 @@ async def test_a_short_first_part_of_a_split_drops_the_second():
         assert made.service.status()["counters"]["recomputed_tokens"] == 4 * BLOCK_TOKENS
 
 
-async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_anew():
+async def test_a_failed_read_shortens_the_hit_and_the_rest_is_stored_again():
     async with cluster() as made:
         stored_blocks(made, 4)
         for engine in made.engines.values():
@@ -204,14 +204,14 @@ async def test_oracle_reserves_and_reads_nothing_but_records_keys():
 
 
 async def believed_to_be_kept(made: Cluster, engine_id: str, blocks: int) -> None:
-    """Let the router hear of blocks that the engine does not keep when it is asked for them."""
+    """Report blocks to the router that the engine has evicted when they are requested."""
     stored_blocks(made, blocks)
-    kept = tuple(key[: control.CACHE_UPDATE_KEY_BYTES] for key in keys_of(PROMPT)[:blocks])
-    made.engines[engine_id].send(control.CacheUpdate(added=kept))
+    cached = tuple(key[: control.CACHE_UPDATE_KEY_BYTES] for key in keys_of(PROMPT)[:blocks])
+    made.engines[engine_id].send(control.CacheUpdate(added=cached))
     await made.service.saw(control.CacheUpdate)
 
 
-async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
+async def test_blocks_evicted_at_the_decode_engine_are_read_on_both_sides():
     async with cluster(mode="split") as made:
         await believed_to_be_kept(made, "d0", 4)
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
@@ -220,13 +220,14 @@ async def test_what_the_decode_engine_keeps_no_more_is_read_on_both_sides():
             (Role.PREFILL, 2),
             (Role.DECODE, 2),
         ]
-        note = made.service.scheduler.dispatch.recent[-1]
-        assert (note.read_reason, [part["tokens"] for part in note.reads]) == ("split", [8, 8])
+        note = made.service.status()["assignments"][-1]
+        tokens = [part["tokens"] for part in note["reads"]]
+        assert (note["read_reason"], tokens) == ("split", [8, 8])
         await made.settled()
         assert made.service.scheduler.dispatch.idle()
 
 
-async def test_a_pe_is_told_of_a_request_once_it_is_known_what_the_decode_engine_keeps():
+async def test_a_pe_is_notified_of_a_request_once_the_decode_engines_cached_blocks_are_known():
     async with cluster(mode="split") as made:
         await believed_to_be_kept(made, "d0", 4)
         prefill, decode = made.engines["p0"], made.engines["d0"]
@@ -267,7 +268,7 @@ async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s,
         assert counters["recomputed_tokens"] == (4 - loaded) * BLOCK_TOKENS
         missed = f'missed_tokens_total{{reason="recompute"}} {(4 - loaded) * BLOCK_TOKENS:.1f}'
         assert (missed.encode() in made.service.exposition()) == (loaded == 0)
-        reason = made.service.scheduler.dispatch.recent[-1].read_reason
+        reason = made.service.status()["assignments"][-1]["read_reason"]
         assert (reason == "recompute") == (loaded == 0)
         await made.settled()
 
@@ -347,7 +348,7 @@ async def test_two_running_requests_cannot_share_an_id():
         assert await first == expected(PROMPT, 6)
 
 
-async def test_status_and_records_say_what_happened():
+async def test_status_and_records_show_what_happened():
     async with cluster() as made:
         stored_blocks(made, 2)
         made.calls.gates["decode"], made.calls.gate_after_tokens = asyncio.Event(), 1

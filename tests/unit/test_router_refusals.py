@@ -25,6 +25,7 @@ def test_every_4xx_answer_has_a_reason_and_no_other_answer_has() -> None:
     named = {status: r for status, r in reasons.items() if r not in (None, HttpRefusal.OTHER)}
     assert named == {
         400: HttpRefusal.BAD_REQUEST, 422: HttpRefusal.BAD_REQUEST, 401: HttpRefusal.API_KEY,
+        403: HttpRefusal.FOREIGN_PAGE,
         404: HttpRefusal.NOT_FOUND, 413: HttpRefusal.BODY_SIZE, 429: HttpRefusal.OVERLOADED,
     }  # fmt: skip
 
@@ -80,15 +81,19 @@ async def test_one_of_each_at_the_light_router(tmp_path: Path, monkeypatch) -> N
         assert await status("/health") == 405
         monkeypatch.setattr(made.service, "turned_away", lambda: OverloadedError("full"))
         assert await status(completions, served) == 429
-        assert await counted() == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.BAD_REQUEST: 2}
+        assert await counted() == {
+            **dict.fromkeys(HttpRefusal, 1),
+            HttpRefusal.BAD_REQUEST: 2,
+            HttpRefusal.FOREIGN_PAGE: 0,  # no page has the key
+        }
 
 
 def test_a_peer_is_complained_about_once_however_often_it_errs() -> None:
     refusals = ControlRefusals()
     assert [refusals.count(ControlRefusal.MALFORMED) for _ in range(3)] == [1, 2, 3]
-    said = [refusals.complain(peer, at_s) for peer, at_s in ((b"a", 0), (b"a", 59), (b"b", 59))]
-    assert said == [True, False, True]
+    logged = [refusals.complain(peer, at_s) for peer, at_s in ((b"a", 0), (b"a", 59), (b"b", 59))]
+    assert logged == [True, False, True]
     assert refusals.complain(b"a", 60.0)
-    # Who calls itself otherwise every time does not fill the log either.
+    # A peer that uses another name every time does not fill the log either.
     assert sum(refusals.complain(b"%d" % n, 61.0) for n in range(10**4)) < 20
     assert refusals.totals() == {**dict.fromkeys(ControlRefusal, 0), ControlRefusal.MALFORMED: 3}

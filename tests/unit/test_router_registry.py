@@ -12,10 +12,10 @@ from dualpath.router.scheduler.registry import Registry
 
 
 def admit(registry: Registry, engine_id: str, role: Role = Role.PREFILL, **limits: int) -> None:
-    greet(registry, FakeEngine(engine_id, role, set(), limits=limits))
+    register(registry, FakeEngine(engine_id, role, set(), limits=limits))
 
 
-def greet(registry: Registry, engine: FakeEngine) -> None:
+def register(registry: Registry, engine: FakeEngine) -> None:
     admission = registry.admit(engine.hello())
     assert admission is not None
     admission.engine.machine.on(admission.event)
@@ -28,7 +28,7 @@ def lose(registry: Registry, engine_id: str) -> None:
     state.machine.on(Event.SILENT)
 
 
-async def test_an_engine_that_is_gone_limits_nobody() -> None:
+async def test_a_lost_engine_limits_no_other() -> None:
     registry = Registry()
     admit(registry, "large", max_model_len=1000)
     admit(registry, "small", max_model_len=128)
@@ -60,17 +60,17 @@ async def test_the_group_of_a_lost_engine_may_change_its_role() -> None:
     assert admission.event is Event.REGISTERS
 
 
-async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> None:
+async def test_a_replaced_process_may_return_once_its_successor_is_lost() -> None:
     registry = Registry()
     first, second = FakeEngine("p0", Role.PREFILL, set()), FakeEngine("p0", Role.PREFILL, set())
     second.generation = first.generation + 1
-    greet(registry, first)
-    greet(registry, second)
+    register(registry, first)
+    register(registry, second)
     with pytest.raises(EngineRefusedError, match="one process at a time"):
         registry.admit(first.hello())
 
     lose(registry, "p0")
-    greet(registry, first)
+    register(registry, first)
     assert registry.alive(Role.PREFILL)[0].epoch == first.epoch
     # It was here before: that it is here now does not say that the other one has ended.
     assert not registry.is_dead(second.hello().address.writer)
@@ -78,7 +78,7 @@ async def test_who_was_replaced_may_come_again_once_its_successor_is_lost() -> N
         registry.admit(second.hello())
 
 
-async def test_an_engine_without_the_others_draft_model_is_told_of_speculation() -> None:
+async def test_an_engine_without_the_others_draft_model_gets_an_error_about_speculation() -> None:
     """A draft's layers are layers of every block."""
     registry = Registry()
     hello = FakeEngine("drafts", Role.DECODE, set()).hello()
@@ -88,14 +88,35 @@ async def test_an_engine_without_the_others_draft_model_is_told_of_speculation()
     geometry = msgspec.structs.replace(own, layer_parts=parts, layer_windows=windows)
     namespace = msgspec.structs.replace(hello.namespace, geometry=geometry)
     without = FakeEngine("drafts-not", Role.PREFILL, set()).hello()
-    with pytest.raises(EngineRefusedError, match=r"geometry = .* --speculative-config"):
+    with pytest.raises(
+        EngineRefusedError, match=r"geometry\.layer_parts = .* --speculative-config"
+    ):
         registry.admit(msgspec.structs.replace(without, namespace=namespace))
 
 
-async def test_of_engines_that_are_gone_only_the_last_are_remembered(
+async def test_a_refusal_names_what_differs_in_a_geometry_of_many_layers_in_few_words() -> None:
+    registry = Registry()
+    hello = FakeEngine("a", Role.DECODE, set()).hello()
+    layers = tuple((4096, 4096, 128) for _ in range(200))
+    many = msgspec.structs.replace(hello.namespace.geometry, layer_parts=layers, layer_windows=())
+    namespace = msgspec.structs.replace(hello.namespace, geometry=many)
+    registry.admit(msgspec.structs.replace(hello, namespace=namespace))
+    other = FakeEngine("b", Role.PREFILL, set()).hello()
+    changed = (*layers[:150], (4096, 4096, 64), *layers[151:])
+    geometry = msgspec.structs.replace(many, layer_parts=changed, block_tokens=7)
+    namespace = msgspec.structs.replace(namespace, geometry=geometry, dtype="x" * 900)
+    with pytest.raises(EngineRefusedError) as refused:
+        registry.admit(msgspec.structs.replace(other, namespace=namespace))
+    message = str(refused.value)
+    assert "geometry.block_tokens = 7 where this router has " in message
+    assert "geometry.layer_parts[150][2] = 64 where this router has 128" in message
+    assert len(message) < 600
+
+
+async def test_of_lost_engines_only_the_last_are_stored(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Names cost who makes them up nothing."""
+    """A peer can invent any number of names at no cost."""
     monkeypatch.setattr(registry_module, "MOST_FORMER_ENGINES", 3)
     registry = Registry()
     admit(registry, "lives")

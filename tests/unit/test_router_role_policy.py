@@ -48,7 +48,7 @@ async def test_prompts_that_pile_up_call_a_decode_engine_once_that_is_patient() 
         assert (roles.current.to_role, roles.current.reason) == (Role.PREFILL, "prefill-bound")
 
 
-async def test_the_router_tells_the_policy_how_far_requests_are() -> None:
+async def test_the_router_reports_the_progress_of_requests_to_the_policy() -> None:
     settings = RouterSettings(rebalance=True, rebalance_options=OPTIONS)
     async with cluster(settings=settings) as made:
         policy = made.service.scheduler.role_policy

@@ -1,4 +1,4 @@
-"""Engines that change their role: the router keeps the wish, who supervises them the switch."""
+"""Role changes of engines: the router stores the request, the supervisor restarts the engine."""
 
 import asyncio
 from typing import Any
@@ -73,9 +73,7 @@ async def test_the_last_engine_of_a_role_stays_and_one_changes_at_a_time() -> No
             story.roles.request(Role.DECODE, "p0")
 
 
-async def test_a_wish_that_nobody_takes_up_is_over_and_so_is_one_for_what_is_the_last_by_now() -> (
-    None
-):
+async def test_a_requested_switch_expires_unless_it_starts_and_the_role_has_others() -> None:
     async with cluster(prefill=2, decode=1) as made:
         story = Story(made)
         story.roles.request(Role.DECODE, "p1")
@@ -89,9 +87,7 @@ async def test_a_wish_that_nobody_takes_up_is_over_and_so_is_one_for_what_is_the
         assert "the last prefill engine" in story.ended[1].note
 
 
-async def test_an_engine_that_does_not_come_back_is_lost_and_one_in_its_old_role_is_told_so() -> (
-    None
-):
+async def test_a_switch_fails_if_the_engine_is_lost_or_returns_in_its_old_role() -> None:
     async with cluster(prefill=3, decode=1) as made:
         story = Story(made)
         story.roles.request(Role.DECODE, "p1")
@@ -125,7 +121,7 @@ class Supervisor:
         self.begun.append((unit, shape))
 
 
-def wish(*engines: str, state: str = "asked", ranks: int | None = None) -> dict[str, Any]:
+def requested(*engines: str, state: str = "asked", ranks: int | None = None) -> dict[str, Any]:
     return {
         "switch": {
             "engines": list(engines),
@@ -136,10 +132,10 @@ def wish(*engines: str, state: str = "asked", ranks: int | None = None) -> dict[
     }
 
 
-def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
+def test_a_requested_switch_is_executed_once_however_often_it_is_received() -> None:
     made = Supervisor()
     made.requested.poll(0.0)
-    made.answer = wish("pe-1-dp0", "pe-1-dp1")
+    made.answer = requested("pe-1-dp0", "pe-1-dp1")
     made.requested.poll(INTERVAL_S / 2)
     assert made.begun == []
     for number in range(1, 4):
@@ -151,8 +147,8 @@ def test_a_wish_is_carried_out_once_however_often_it_is_heard() -> None:
     "answer",
     [
         {"switch": None},
-        wish("elsewhere"),
-        wish("pe-0", state="draining"),
+        requested("elsewhere"),
+        requested("pe-0", state="draining"),
     ],
 )
 def test_what_is_not_asked_of_these_engines_is_left_alone(answer: dict[str, Any]) -> None:
@@ -163,7 +159,7 @@ def test_what_is_not_asked_of_these_engines_is_left_alone(answer: dict[str, Any]
 
 
 async def group(made: Cluster, name: str, start: int, size: int, role: Role) -> None:
-    """Start a group anew with so many ranks; they all join."""
+    """Restart a group with so many ranks; they all join."""
     engines = []
     for rank in range(size):
         rank_id = f"{name}-dp{rank}" if size > 1 else name
@@ -209,7 +205,7 @@ async def test_a_group_changes_role_and_size_in_one_switch() -> None:
         assert story.ended[0].state is SwitchState.JOINED
 
 
-async def test_a_group_that_comes_back_as_it_was_is_told_so() -> None:
+async def test_a_switch_fails_if_the_group_returns_unchanged() -> None:
     async with cluster(prefill=1, decode=1) as made:
         await group(made, "g", 1, 2, Role.PREFILL)
         story = Story(made)
@@ -228,9 +224,9 @@ async def test_a_group_that_comes_back_as_it_was_is_told_so() -> None:
         assert "started as prefill with 2 ranks again" in story.ended[0].note
 
 
-def test_a_group_is_started_anew_for_another_size_alone_and_once() -> None:
+def test_a_group_is_restarted_once_for_another_size_only() -> None:
     made = Supervisor()
-    made.answer = {"switch": {**wish("pe-0")["switch"], "to_role": "prefill", "to_ranks": 3}}
+    made.answer = {"switch": {**requested("pe-0")["switch"], "to_role": "prefill", "to_ranks": 3}}
     for number in range(1, 4):
         made.requested.poll(number * INTERVAL_S)
     assert made.begun == [("pe-0", UnitShape(Role.PREFILL, 3))]

@@ -1,4 +1,4 @@
-"""What the router tells decode engines about agents whose tools run."""
+"""The router's orders to decode engines for agents that wait for tools."""
 
 import asyncio
 import json
@@ -24,9 +24,9 @@ def orders(engine: FakeEngine) -> list[control.Retain]:
 
 
 async def turn(made: Cluster, name: str, prompt: list[int], **hints: object) -> list[int]:
-    """Run a turn; return its whole context, and wait until its engines have heard of it."""
-    said = SessionHints(**hints)  # type: ignore[arg-type]
-    generated = await made.run(job(name, prompt, hints=said))
+    """Run a turn; return its whole context once its engines have been notified of it."""
+    given = SessionHints(**hints)  # type: ignore[arg-type]
+    generated = await made.run(job(name, prompt, hints=given))
     await asyncio.sleep(0.1)
     return [*prompt, *generated]
 
@@ -51,7 +51,7 @@ async def test_an_agent_finds_its_kv_back_when_its_tool_is_through():
 
 
 @pytest.mark.virtual_time
-async def test_a_session_is_retained_as_its_client_wishes_and_ends_with_its_word():
+async def test_a_session_is_retained_by_its_clients_hints_and_ended_by_them():
     async with cluster() as made:
         decode = made.engines["d0"]
         context = await turn(made, "r0", PROMPT, session_id="a", retain_s=30.0)
@@ -64,6 +64,15 @@ async def test_a_session_is_retained_as_its_client_wishes_and_ends_with_its_word
 
 
 @pytest.mark.virtual_time
+async def test_a_hint_that_does_not_exist_is_refused_with_the_nearest_one():
+    async with cluster() as made:
+        body = b'{"next_turn": 20}'
+        status, answer = await session_call(made.service, "a", body, over=False)
+    assert status == 400
+    assert "'next_turn' is no hint; did you mean next_turn_s?" in str(answer)
+
+
+@pytest.mark.virtual_time
 async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
     settings = RouterSettings(prefetch_sessions=False)
     async with cluster(settings=settings) as made:
@@ -71,15 +80,15 @@ async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
         body = json.dumps({"next_turn_s": 20}).encode()
         assert (await session_call(made.service, "a", body, over=False))[0] == 200
         await asyncio.sleep(19)
-        (kept,) = orders(made.engines["d0"])
-        assert not kept.fetch
+        (retained,) = orders(made.engines["d0"])
+        assert not retained.fetch
         await asyncio.sleep(2)
         _, order = orders(made.engines["d0"])
         assert order.fetch
 
 
 @pytest.mark.virtual_time
-async def test_nothing_is_said_of_a_lost_engine_and_nothing_of_failed_turns():
+async def test_no_orders_are_sent_for_a_lost_engine_or_failed_turns():
     async with cluster(decode=2) as made:
         await turn(made, "r0", PROMPT, session_id="a", next_turn_s=30.0, retain_s=0.0)
         (used,) = [e for e in made.engines.values() if e.persisted and e.role is Role.DECODE]

@@ -51,7 +51,7 @@ async def test_the_slowest_prefill_engine_that_is_there_sets_both():
 
 
 @pytest.mark.virtual_time
-async def test_what_a_computed_token_weighs_is_said_by_the_engine_that_sets_beta():
+async def test_the_engine_that_sets_beta_reports_the_weight_of_a_computed_token():
     async with cluster(prefill=0) as made:
 
         def weight() -> float:
@@ -96,7 +96,7 @@ async def test_what_waits_for_a_slow_engine_goes_on_when_only_fast_ones_are_left
 
 
 @pytest.mark.virtual_time
-async def test_the_status_says_how_old_a_remembered_rate_is():
+async def test_the_status_shows_the_age_of_a_stored_rate():
     async with cluster(prefill=0) as made:
         old = Rate(1000, RateOrigin.REMEMBERED, age_s=5400)
         await made.add("p0", Role.PREFILL, rates=Rates(prefill_tokens=old))
@@ -119,7 +119,7 @@ async def test_what_is_set_overrides_what_is_measured():
         assert status["beta"] == {"tokens": 9, "origin": "setting"}
 
 
-async def test_an_emulated_engine_says_its_costs_and_its_throttle(tmp_path: Path):
+async def test_an_emulated_engine_reports_its_costs_and_its_throttle(tmp_path: Path):
     async with emulated_cluster(tmp_path, Mode.DUALPATH, snic_bytes_per_s=1e9) as made:
         status = made.service.status()
         (pe,) = [e for e in status["engines"] if e["role"] == "prefill"]

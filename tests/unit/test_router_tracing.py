@@ -98,7 +98,7 @@ async def test_a_request_is_one_trace_from_client_to_engines(
     assert engine_headers[-2:] == carried
 
 
-async def test_spans_say_which_engine_and_how_many_tokens(
+async def test_spans_have_engine_and_token_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROTOCOL_VARIABLE, "http/protobuf")
@@ -168,7 +168,7 @@ async def test_a_refused_request_ends_its_trace_as_an_error() -> None:
     assert (root.status.status_code, root.status.description) == (StatusCode.ERROR, "bad_request")
 
 
-def test_a_collector_that_never_answers_does_not_keep_the_router_from_stopping(
+def test_a_collector_that_never_answers_does_not_block_the_routers_stop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("dualpath.router.observe.tracing.FLUSH_S", 0.01)
@@ -183,7 +183,7 @@ def test_a_collector_that_never_answers_does_not_keep_the_router_from_stopping(
 
 
 @pytest.mark.parametrize("protocol", ["grpc", "http/protobuf"])
-def test_without_opentelemetry_the_start_fails_and_says_what_to_install(
+def test_without_opentelemetry_the_start_fails_and_names_what_to_install(
     protocol: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(PROTOCOL_VARIABLE, protocol)

@@ -1,4 +1,4 @@
-"""A server leaves a port that others serve as well: nobody is turned away, nobody cut off."""
+"""A server leaves a port that others serve as well: no connection is refused or broken."""
 
 import asyncio
 import contextlib
@@ -60,7 +60,7 @@ async def test_what_is_connected_and_not_taken_is_served_and_then_closed() -> No
             connected(port)
 
 
-async def test_who_has_a_connection_is_served_once_more() -> None:
+async def test_a_client_with_a_connection_is_served_once_more() -> None:
     shared = SharedPort()
     async with server("one", shared) as port, asyncio.timeout(GUARD_S):
         with connected(port) as client:

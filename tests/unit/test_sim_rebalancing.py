@@ -173,7 +173,7 @@ def test_a_cluster_file_switches_it_on():
     assert cluster.rebalancing == RebalanceSettings(switch_s=5.0)
 
 
-def test_a_run_that_ends_early_says_how_far_the_move_got():
+def test_a_run_that_ends_early_reports_the_progress_of_the_move():
     agents = arriving((LONG_PROMPT, 2.6, 0, 120))
     whole = run(REBALANCING, agents).moves[0]
     until_s = whole.decided_ns / NS_PER_S + 1
@@ -213,7 +213,7 @@ agent = st.builds(
     hbm_bytes=st.sampled_from([4e6, 2e7]),
     beta=st.sampled_from([500, 100_000]),
 )
-def test_whatever_moves_every_round_is_done_and_every_role_keeps_a_node(
+def test_with_any_moves_every_round_is_done_and_every_role_has_a_node(
     rows, prefill, decode, mode, lockstep, gpus, nodes_per_group, hbm_bytes, beta
 ):
     agents = agents_of(*rows)

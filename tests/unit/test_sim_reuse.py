@@ -22,7 +22,7 @@ RUNNING_BLOCKS = 16
 
 
 def run(agents: AgentTable, buffer_blocks: int) -> SimulationResult:
-    """Run agents on a DE whose buffer has so many blocks; its PE's has none to spare."""
+    """Run agents on a DE with a buffer of so many blocks; its PE's has none to spare."""
     setup = small_setup(
         prefill_buffer_bytes=_largest_blocks(agents) * BLOCK_BYTES,
         decode_buffer_bytes=buffer_blocks * BLOCK_BYTES,
@@ -93,7 +93,7 @@ def test_where_pauses_do_not_repeat_it_is_the_least_recently_used(
 def test_on_recorded_sessions_that_wait_for_storage_it_finds_twice_as_much(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Twelve sessions of coding agents without pauses, of whose contexts a tenth fits."""
+    """Twelve sessions of coding agents without pauses; a tenth of their contexts fits."""
     sessions = [s for s in read_trace(TRACE) if 12 <= s.turns <= 20][:12]
     agents = agents_from_sessions(sessions, WorkloadSettings(block_tokens=64))
     last = agents.first_round[1:] - 1

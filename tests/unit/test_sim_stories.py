@@ -7,7 +7,8 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
+from dualpath.policy.events import DE_REASONS, PE_REASONS
+from dualpath.policy.read_side import READ_REASONS
 from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import Setup, WindowLayers
@@ -110,7 +111,7 @@ def test_a_split_read_has_the_window_at_the_side_of_the_tail(core):
     assert result.links.snic_read_bytes.sum(axis=0).tolist() == [64_000.0, 64_000.0 + 102_400.0]
 
 
-def test_a_dram_tier_keeps_no_block_that_was_read_without_its_windows():
+def test_a_dram_tier_caches_no_block_that_was_read_without_its_windows():
     """An agent hits what it has never computed: only what it computes is whole behind a gap."""
     rounds = [(1000, 640, 2), (1100, 960, 2)]
     for setup, found in ((small_setup(), 960), (windowed(small_setup()), 0)):
@@ -183,7 +184,7 @@ def test_a_sub_agent_starts_when_the_round_it_waits_for_is_over(core):
     assert result.turns.submitted_ns[1] == result.turns.finished_ns[0] + 2_000 * MS
 
 
-def test_tool_delays_and_arrivals_are_kept(core):
+def test_tool_delays_and_arrivals_are_respected(core):
     rounds = growing_agent(turns=2, first=64, append=64, generated=1)
     agents = agents_of(rounds, start_s=[5.0], delay_s=1.5)
     result = simulate(small_setup(Mode.ORACLE), agents, core=core)
@@ -211,7 +212,7 @@ def test_a_dram_tier_spares_the_storage_nics():
     assert {READ_REASONS[code] for code in decisions.read_reason[1:]} == {"kept"}
 
 
-def test_a_round_comes_back_to_the_engines_that_keep_its_context():
+def test_a_round_is_placed_at_the_engines_that_cache_its_context():
     """Two agents on two PEs and two DEs, each of which would do: nothing is read ever again."""
     rounds = growing_agent(turns=4, first=640, append=64, generated=2)
     agents = agents_of(rounds, rounds, start_s=[0.0, 0.3])
@@ -225,20 +226,20 @@ def test_a_round_comes_back_to_the_engines_that_keep_its_context():
         assert result.links.snic_read_bytes.sum() == 0
 
 
-def test_a_small_buffer_keeps_the_heads_of_contexts_used_last():
+def test_a_small_buffer_caches_the_heads_of_contexts_used_last():
     """The buffer holds 15 blocks and a prompt takes 10 to 13: one context and a bit stay."""
     rounds = growing_agent(turns=3, first=640, append=64, generated=2)
     agents = agents_of(rounds, rounds, start_s=[0.0, 3.0], delay_s=6.0)
     setup = small_setup(decode_buffer_bytes=15 * 64e3, dram_tier_bytes=0.0)
     result = simulate(setup, agents, record_decisions=True)
-    kept = column(result, "decode_cached_tokens")
+    cached = column(result, "decode_cached_tokens")
     hits = agents.hit_tokens
     # The second agent's round came between: of the first's 10 blocks the tail had to go.
-    assert 0 < kept[1] < hits[1]
+    assert 0 < cached[1] < hits[1]
     assert 0 < result.links.snic_read_bytes.sum() < hits.sum() * 1000.0
 
 
-def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all():
+def test_blocks_evicted_before_the_grant_are_read_after_all():
     """Eight agents' contexts are too many for 60 blocks: while one waits, others take its place."""
     agents = agents_of(*[growing_agent(3, 320 + 64 * agent, 64, 2) for agent in range(8)])
     setup = small_setup(decode_buffer_bytes=60 * 64e3, dram_tier_bytes=0.0)
@@ -255,7 +256,7 @@ def test_what_is_gone_when_the_buffer_is_granted_is_read_after_all():
 def test_buffers_with_room_for_little_more_than_what_runs_never_cost_a_read(seed, buffer_blocks):
     """Nine agents on 1P2D: all storage NICs read less than without a tier, the busiest no more.
 
-    What a scheduler believes to be kept and finds gone is read by the rule all the same.  Other
+    Blocks that the index has and the engine has evicted are read by the rule all the same.  Other
     decisions make the busiest read a twentieth more or less.
     """
     rng = np.random.default_rng(seed)

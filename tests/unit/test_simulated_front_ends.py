@@ -41,7 +41,7 @@ def test_a_killed_front_end_ends_only_its_own_streams_and_a_stopped_one_none() -
     assert count(lines, r"fe-\d#\d+ +is dead") > 10
     assert count(lines, r"agent\S+ +ends: reset") > 2
     assert count(lines, r"fe-\d#\d+ +is stopped") > 10
-    # One that keeps its name is recognized at once, others time out.
+    # A front end with its old name is recognized at once, others time out.
     assert count(lines, "front end fe-.* is lost: it has registered again") > 0
     assert count(lines, "front end fe-.* is lost: silent for 2 s") > 0
 

@@ -158,7 +158,7 @@ def test_a_janitor_that_evicts_a_block_it_knows_to_be_used_is_a_problem() -> Non
 
 
 def test_blocks_that_are_recorded_of_a_chain_after_it_was_pinned_are_pinned_as_well() -> None:
-    """A janitor reads of them too, and rightly keeps the whole chain above the quota."""
+    """A janitor reads of them too, and rightly leaves the whole chain above the quota."""
     disk = Disk(links=True)
     checker = JanitorChecker(World(0), disk, protect_s=1.0)
     checker.pin(KEYS[1])

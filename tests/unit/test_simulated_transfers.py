@@ -77,7 +77,7 @@ def test_transfers_to_a_disconnected_peer_continue_and_their_memory_must_not_be_
     pair.transports["pe"].disconnect("de")
     pair.owner = "another request"
     assert pair.arrived() == _PIECES
-    assert "is another request's now" in pair.world.problems[0]
+    assert "belongs to another request now" in pair.world.problems[0]
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -1,4 +1,4 @@
-"""The janitor keeps a storage within its limits; another candidate replaces a dead one."""
+"""The janitor enforces the limits of a storage; another candidate replaces a dead one."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ def limits(blocks: int, **others: float) -> StorageLimits:
     return StorageLimits(quota_bytes=blocks * BLOCK_BYTES, **wanted)  # type: ignore[arg-type]
 
 
-def test_a_storage_is_kept_within_its_quota_by_journaled_events() -> None:
+def test_journaled_events_let_the_janitor_enforce_the_quota() -> None:
     story = Story(limits(10))
     janitor, engine = story.janitor(), story.engine()
     assert janitor.step()
@@ -48,16 +48,16 @@ def test_the_status_lists_owners_that_have_a_quota(
         engine.write(chain(number, 2 * number), tenant=tenant)
     engine.journal.flush()
     janitor.step()
-    said = read_status(story.tree)
-    assert said is not None
+    status = read_status(story.tree)
+    assert status is not None
     sizes = {"a" * 16: 2, "b" * 16: 4, "c" * 16: 6}
-    assert said.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
-    assert said.fullest_namespaces == {}, "they have no quota"
+    assert status.fullest_tenants == {name: n * BLOCK_BYTES for name, n in sizes.items()}
+    assert status.fullest_namespaces == {}, "they have no quota"
     monkeypatch.setattr(janitor_module, "MAX_NAMED_OWNERS", 2)
     janitor.step()
-    said = read_status(story.tree)
-    assert said is not None
-    assert said.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
+    status = read_status(story.tree)
+    assert status is not None
+    assert status.fullest_tenants == {"c" * 16: 6 * BLOCK_BYTES, "b" * 16: 4 * BLOCK_BYTES}
 
 
 def test_the_survey_finds_existing_blocks_with_chains_and_tenants() -> None:
@@ -67,7 +67,7 @@ def test_the_survey_finds_existing_blocks_with_chains_and_tenants() -> None:
     story.now_s += 100
     engine.write(chain(2, 4))
     story.now_s += 100
-    janitor = story.janitor()  # has heard nothing from anybody
+    janitor = story.janitor()  # has received no report
     janitor.step()
     assert story.head(chain(1, 4)) == 2
     assert story.head(chain(2, 4)) == 4
@@ -83,7 +83,7 @@ def test_blocks_without_a_tenant_count_with_their_parents() -> None:
     engine.write(generated, len(prompt))  # as older engines did
     engine.write(chain(2, 4))
     story.now_s += 100
-    janitor = story.janitor()  # has heard nothing from anybody
+    janitor = story.janitor()  # has received no report
     janitor.step()
     janitor.step()
     assert janitor.index is not None
@@ -259,7 +259,7 @@ def test_changes_that_were_not_journaled_are_found_within_a_day() -> None:
     engine.journal.flush()
     janitor.step()
     silent = story.engine()
-    silent.serve(chain(2, 4))  # ends before it tells
+    silent.serve(chain(2, 4))  # ends before it reports
     story.tree.remove([f"{PLACE}/{key.hex()[:3]}/{key.hex()[3:5]}/{key.hex()}.kv" for key in keys])
     for _ in range(26):
         story.now_s += 3600
@@ -346,3 +346,43 @@ def test_a_prefix_is_evicted_after_its_time_to_live() -> None:
     story.now_s += 1000
     janitor.step()
     assert (story.head(chain(1, 3)), story.head(chain(2, 3))) == (0, 3)
+
+
+@pytest.mark.parametrize("noticed_by", ["journal", "survey", "saved index"])
+def test_a_clock_that_was_ahead_makes_no_block_immortal(noticed_by: str) -> None:
+    month_s = 30 * 86400.0
+    story = Story(limits(10))
+    engine, janitor = story.engine(), story.janitor()
+    if noticed_by != "survey":
+        janitor.step()
+    story.now_s += month_s
+    engine.serve(chain(1, 8))
+    if noticed_by != "survey":
+        engine.journal.flush()
+    if noticed_by == "saved index":
+        janitor.step()
+        janitor.close()
+    story.now_s -= month_s  # the clock is put right
+    if noticed_by == "saved index":
+        janitor = story.janitor()
+    janitor.step()
+    for number in range(2, 5):
+        story.now_s += 10
+        engine.serve(chain(number, 5))
+        engine.journal.flush()
+        janitor.step()
+    assert [story.head(chain(number, 5)) for number in range(1, 5)] == [0, 0, 5, 5]
+
+
+def test_a_survey_is_due_again_after_a_clock_was_ahead() -> None:
+    story = Story(limits(10))
+    story.now_s += 30 * 86400.0
+    janitor = story.janitor()
+    janitor.step()
+    story.now_s -= 30 * 86400.0
+    story.engine().write(chain(1, 4))  # no event of it arrives
+    for _ in range(5):
+        story.now_s += janitor_module.SURVEY_S
+        janitor.step()
+    assert janitor.index is not None
+    assert janitor.index.blocks == 4

@@ -25,7 +25,7 @@ NAMESPACE = StoreNamespace("org/tiny model", "float32", "NHD", GEOMETRY)
 
 
 class Device:
-    """A file whose bytes are their page numbers; reads can be nested.
+    """A file with the page number in each byte; reads can be nested.
 
     ``preadv`` first starts the read of another file, until ``at_a_time`` are under way.
     """
@@ -35,12 +35,12 @@ class Device:
         self.at_a_time = at_a_time
         self.reader = KernelReader(self, piece_bytes=PIECE)  # type: ignore[arg-type]
         self.asked: dict[int, list[int]] = {}
-        self.told: dict[int, list[int]] = {}
+        self.progress: dict[int, list[int]] = {}
 
     def read(self, descriptor: int, sizes: Sequence[int]) -> bytes:
         buffers = [memoryview(bytearray(size)) for size in sizes]
-        told = self.told.setdefault(descriptor, [])
-        done = self.reader.fill_from_file(descriptor, buffers, told.append)
+        progress = self.progress.setdefault(descriptor, [])
+        done = self.reader.fill_from_file(descriptor, buffers, progress.append)
         return b"".join(buffers)[:done]
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
@@ -62,7 +62,7 @@ def test_few_reads_use_one_call_and_many_use_equal_pieces() -> None:
     # The first read started before there were many.
     assert device.asked[1] == [9 * PIECE]
     assert device.asked[4] == [PIECE] * 9
-    assert device.told[4] == [PIECE * count for count in range(1, 10)]
+    assert device.progress[4] == [PIECE * count for count in range(1, 10)]
 
 
 def test_pieces_are_equal_and_the_end_of_a_short_file_is_its_end() -> None:
@@ -76,13 +76,13 @@ def test_pieces_are_equal_and_the_end_of_a_short_file_is_its_end() -> None:
 
 
 @given(
-    told=st.lists(st.integers(0, HEADER_BYTES + len(HEAD) + len(TAIL)), max_size=6).map(sorted),
+    progress=st.lists(st.integers(0, HEADER_BYTES + len(HEAD) + len(TAIL)), max_size=6).map(sorted),
     cut=st.integers(0, len(HEAD)),
     with_tail=st.booleans(),
     damage=st.none() | st.integers(0, len(HEAD) + len(TAIL) - 1),
 )
 def test_verification_does_not_depend_on_the_pieces(
-    told: list[int], cut: int, with_tail: bool, damage: int | None
+    progress: list[int], cut: int, with_tail: bool, damage: int | None
 ) -> None:
     header = encode_header(KEY, DIGEST, Sections([HEAD], [TAIL]))
     content = bytearray(HEAD + TAIL)
@@ -92,7 +92,7 @@ def test_verification_does_not_depend_on_the_pieces(
     head, tail = memory[: len(HEAD)], memory[len(HEAD) :]
     payload = Sections([head[:cut], head[cut:]], [tail] if with_tail else None)
     verifier = PlainBlocks(DIGEST).verifier(payload)
-    for file_bytes in told:
+    for file_bytes in progress:
         there = max(file_bytes - HEADER_BYTES, 0)
         memory[:there] = content[:there]
         verifier.received(file_bytes)
@@ -102,7 +102,7 @@ def test_verification_does_not_depend_on_the_pieces(
 
 
 class RefusedHalfWay:
-    """A reader whose first read fails half way, as direct I/O may."""
+    """A reader with a first read that fails half way, as direct I/O may."""
 
     def __init__(self) -> None:
         self.reads = 0

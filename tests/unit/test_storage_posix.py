@@ -322,7 +322,7 @@ def test_an_unknown_state_of_a_block_leaves_no_temporary_file(
     assert temporary_files(storage) == []
 
 
-def test_a_read_error_ends_the_run_and_keeps_the_file(
+def test_a_read_error_ends_the_run_and_leaves_the_file(
     storage: PosixStorage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.write(KEYS, DATA)

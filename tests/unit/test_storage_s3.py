@@ -1,8 +1,11 @@
 """S3 failures: reads end the run and never hang, look-ups raise, writes are refused."""
 
+import functools
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,12 +18,15 @@ from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.modes import Mode
 from dualpath.launch.ports import claim_port
+from dualpath.node.sockets import IDLE_CONNECTION_S
+from dualpath.storage import s3_client
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import (
     Credentials,
     RetryPolicy,
     S3Client,
+    S3Error,
     authorization,
     parse_location,
 )
@@ -53,10 +59,20 @@ def destinations() -> list[memoryview]:
     return [memoryview(bytearray(GEOMETRY.full_block_bytes)) for _ in KEYS]
 
 
+def test_an_object_of_any_announced_length_is_an_error_of_the_storage(server: FaultyS3) -> None:
+    client = S3Client(server.location, QUICK)
+    client.put("index.kv", [b"content"])
+    server.faults["GET"] = ["endless"] * 3
+    with pytest.raises(S3Error, match="100000000000000000000 bytes, at most"):
+        client.get("index.kv")
+    assert client.get("index.kv") == b"content"
+    client.close()
+
+
 # --- reads ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent"])
+@pytest.mark.parametrize("fault", [500, 503, 429, "closed", "cut", "silent", "endless"])
 def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault]
@@ -67,7 +83,7 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "message"),
     [
         (500, "500 Planned no"),
         ("closed", "(attempt 3)"),
@@ -75,8 +91,8 @@ def test_a_read_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> N
         ("silent", "timed out"),
     ],
 )
-def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
-    server: FaultyS3, fault: Fault, said: str
+def test_a_read_that_fails_repeatedly_ends_the_run_and_the_block_stays(
+    server: FaultyS3, fault: Fault, message: str
 ) -> None:
     storage, into = stored(server), destinations()
     server.faults["GET"] = [None, fault, fault, fault]
@@ -84,7 +100,7 @@ def test_a_read_that_keeps_failing_ends_the_run_and_the_block_stays(
     assert outcome.good_blocks == 1
     assert outcome.reason is not None
     assert outcome.reason.startswith("read error: GET ")
-    assert said in outcome.reason
+    assert message in outcome.reason
     assert into[0] == DATA[0]
     assert len(server.requests) == 1 + QUICK.attempts
     assert read_run(storage, KEYS, into).good_blocks == BLOCKS
@@ -157,7 +173,7 @@ def test_look_ups_are_under_way_together(server: FaultyS3) -> None:
     storage.close()
 
 
-def test_a_look_up_that_fails_once_is_repeated_and_one_that_keeps_failing_raises(
+def test_a_look_up_that_fails_once_is_retried_and_one_that_always_fails_raises(
     server: FaultyS3,
 ) -> None:
     storage = stored(server)
@@ -181,7 +197,7 @@ def test_a_write_that_fails_once_is_repeated(server: FaultyS3, fault: Fault) -> 
     storage.close()
 
 
-def test_a_write_that_keeps_failing_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
+def test_a_write_that_always_fails_is_refused_and_the_rest_is_visible(server: FaultyS3) -> None:
     storage = S3Storage(server.location, NAMESPACE, retry_policy=QUICK)
     assert storage.write(KEYS[:1], DATA[:1]) == 1
     server.faults["PUT"] = [507]
@@ -219,6 +235,22 @@ def test_an_object_longer_than_requested_does_not_affect_the_next_response(
     assert client.get_into("long", [part]) == 10
     assert bytes(part) == b"x" * 10
     assert client.get("next") == b"next"
+    client.close()
+
+
+def test_a_connection_is_not_used_again_after_a_time_in_which_servers_close_it(
+    server: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = S3Client(server.location, QUICK)
+    used = []
+    for idle_s in (0.0, 0.0, IDLE_CONNECTION_S + 1):
+        now_s = time.monotonic() + idle_s
+        clock = SimpleNamespace(monotonic=functools.partial(float, now_s), sleep=time.sleep)
+        monkeypatch.setattr(s3_client, "time", clock)
+        assert not client.exists("absent")
+        used.append(client._idle[-1][0])
+    assert used[1] is used[0]
+    assert used[2] is not used[0]
     client.close()
 
 
@@ -289,7 +321,7 @@ def test_url_and_environment_define_the_location(
 
 
 @pytest.mark.parametrize(
-    ("url", "environment", "said"),
+    ("url", "environment", "message"),
     [
         ("s3://UPPER", {}, "3 to 63"),
         ("s3://kv1?secret_access_key=x", {}, "AWS_SECRET_ACCESS_KEY in the environment"),
@@ -301,9 +333,9 @@ def test_url_and_environment_define_the_location(
     ],
 )
 def test_invalid_locations_are_refused_by_name(
-    url: str, environment: dict[str, str], said: str
+    url: str, environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         parse_location(url, environment)
 
 

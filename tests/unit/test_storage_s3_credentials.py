@@ -20,7 +20,7 @@ from dualpath.storage.s3_client import (
 
 
 class FakeSession(ModuleType):
-    """``botocore.session`` of a machine whose role has a new pair of keys for every request."""
+    """``botocore.session`` of a machine with a new pair of keys for every request."""
 
     def __init__(self, *, role: bool = True) -> None:
         super().__init__("botocore.session")
@@ -129,7 +129,7 @@ print(json.dumps({"Version": 1, "AccessKeyId": f"key-{number}", "SecretAccessKey
 def process_location(
     monkeypatch: pytest.MonkeyPatch, folder: Path, url: str, good_s: int
 ) -> S3Location:
-    """Return a bucket whose keys are those of a profile with a ``credential_process``."""
+    """Return a bucket with the keys of a profile with a ``credential_process``."""
     pytest.importorskip("botocore")
     program, config = folder / "keys.py", folder / "config"
     program.write_text(KEY_PROCESS)

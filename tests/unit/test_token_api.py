@@ -88,8 +88,12 @@ def test_tokens_that_are_ready_together_become_one_choice():
 
 
 def test_tokens_with_logprobs_stay_apart_and_in_order():
-    told = Choice([2], logprobs=ChoiceLogprobs([]))
-    assert list(joined([Choice([1]), told, Choice([3])])) == [Choice([1]), told, Choice([3])]
+    with_logprobs = Choice([2], logprobs=ChoiceLogprobs([]))
+    assert list(joined([Choice([1]), with_logprobs, Choice([3])])) == [
+        Choice([1]),
+        with_logprobs,
+        Choice([3]),
+    ]
 
 
 def test_tokens_before_an_error_come_before_it():

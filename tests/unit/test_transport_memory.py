@@ -31,7 +31,7 @@ def test_views_are_windows_into_the_memory() -> None:
         memory.view(4096, 4097)
 
 
-def test_a_view_keeps_the_memory() -> None:
+def test_a_view_holds_the_memory() -> None:
     view = allocate_registered(4096).view(0, 4096)
     gc.collect()
     view[:] = bytes(range(256)) * 16

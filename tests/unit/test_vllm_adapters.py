@@ -123,9 +123,9 @@ def test_the_engine_reads_its_adapters_from_vllms_command_line() -> None:
     assert extra["lora_modules"] == {"sql": "/sql", "chat": "/chat"}
     assert parse_settings(extra).lora_modules == {"sql": "/sql", "chat": "/chat"}
 
-    kept = typed(lora_modules=modules, max_loras=3, max_cpu_loras=5)
-    engine_arguments.complete(kept)
-    assert kept.max_cpu_loras == 5
+    completed = typed(lora_modules=modules, max_loras=3, max_cpu_loras=5)
+    engine_arguments.complete(completed)
+    assert completed.max_cpu_loras == 5
 
     stacked = [LoRAModulePath("sql", "/sql", is_3d_lora_weight=True)]
     with pytest.raises(ConfigError, match="is_3d_lora_weight"):

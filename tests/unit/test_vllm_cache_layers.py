@@ -200,7 +200,7 @@ class Pass:
 
 
 def computed_by(layers):
-    """The waits of a worker while a model computes whose layers read KV before the call."""
+    """The waits of a worker while it computes a model with layers that read KV before the call."""
     worker, asked = cast("Any", object.__new__(WorkerSide)), Pass()
     worker._pass, worker._stopwatch = asked, None
     worker._layers = {layer.names[0]: n for n, layer in enumerate(layers)}
@@ -213,7 +213,7 @@ def computed_by(layers):
     return asked.calls
 
 
-def test_a_layer_whose_indexer_reads_first_is_loaded_before_it_begins(cache):
+def test_a_layer_with_an_indexer_that_reads_first_is_loaded_before_it_begins(cache):
     calls = computed_by(layers_of(cache))
     assert calls[:6] == ["loaded 0", "read", "loaded 0", "computed 0", "loaded 1", "read"]
     reads = [n for n, call in enumerate(calls) if call == "read"]

@@ -21,14 +21,14 @@ class Ranks:
     def __init__(self, size: int) -> None:
         self.barrier = threading.Barrier(size, timeout=GUARD_S)
         self.local = threading.local()
-        self.said: Any = None
+        self.value: Any = None
 
     def broadcast_object(self, value: object, src: int) -> Any:
         assert src == 0
         if self.local.rank == 0:
-            self.said = value
+            self.value = value
         self.barrier.wait()
-        return self.said
+        return self.value
 
 
 def parallel(rank: int, **fields: Any) -> Any:

@@ -189,7 +189,7 @@ def test_a_prompt_that_is_computed_without_a_transfer_belongs_to_its_tenant():
     assert {block.tenant for block in blocks} == {"a" * 16}
 
 
-def test_a_block_whose_key_is_one_step_late_is_persisted_then():
+def test_a_block_with_a_key_one_step_late_is_persisted_then():
     """With asynchronous scheduling a step begins before the previous step's token is known."""
     side, request, _, _ = taken_over(PROMPT + 1)
     request.append_output_token_ids(list(range(BLOCK_TOKENS - 5)))

@@ -248,7 +248,7 @@ def test_an_invalid_transfer_grants_no_hit_and_fails_at_a_prefill_engine(role):
 
 
 def drafting(method, tokens, context=None):
-    """The configuration of an engine whose model has a context of 200 tokens."""
+    """The configuration of an engine with a context of 200 tokens."""
     drafts = SimpleNamespace(
         use_eagle=lambda: method in ("mtp", "dflash"),
         uses_draft_model=lambda: method == "draft_model",
@@ -351,7 +351,7 @@ EXTRA = {
 ONE_GROUP = cache_of(["layers.0.attn"], full_attention(BLOCK_TOKENS))
 
 
-def test_an_engine_whose_keys_would_differ_is_refused(monkeypatch):
+def test_an_engine_with_other_keys_is_refused(monkeypatch):
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     check_engine_config(engine_config(), SETTINGS, ONE_GROUP)
     with pytest.raises(ConfigError, match=r"sha256_cbor.*needs: --enable-scale-out --prefix"):

@@ -139,7 +139,7 @@ def test_unknown_parts_are_in_the_name(name: str, config: VllmConfig) -> None:
         {"a_field_of_tomorrow": True},
     ],
 )
-def test_whatever_the_effective_configuration_says_is_in_the_name(
+def test_all_of_the_effective_configuration_is_in_the_name(
     fields: dict[str, Any], config: VllmConfig
 ) -> None:
     assert model_fingerprint(configured(config, **fields)) != model_fingerprint(config)
@@ -364,15 +364,15 @@ def test_weights_are_read_once(
     assert model_fingerprint(at(config, model)) != before
 
 
-@pytest.mark.parametrize("kept", [b"", b"{", b"[]", b'{"path": 7}', b"\xff"])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b'{"path": 7}', b"\xff"])
 def test_an_unreadable_cached_digest_is_computed_again(
-    kept: bytes, config: VllmConfig, tmp_path: Path
+    content: bytes, config: VllmConfig, tmp_path: Path
 ) -> None:
     model = at(config, folder(tmp_path, a__safetensors=MEGABYTE))
     before = model_fingerprint(model)
     (file,) = (tmp_path / "cache" / "weights").iterdir()
     assert json.loads(file.read_bytes())["size_bytes"] == len(MEGABYTE)
-    file.write_bytes(kept)
+    file.write_bytes(content)
     assert model_fingerprint(model) == before
 
 
@@ -388,7 +388,7 @@ def test_without_a_writable_cache_weights_are_read_again(
 
 
 def laid_out(config: VllmConfig, backend: str = "CPU_ATTN", dtype: str = "auto") -> VllmConfig:
-    """The configuration of an engine whose layers resolved to these."""
+    """The configuration of an engine with these resolved layers."""
     layer = SimpleNamespace(
         get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend), kv_cache_dtype=dtype
     )

@@ -1,7 +1,7 @@
 """Model Runner V2, the default on GPUs, calls connectors through a class of its own.
 
 The runner itself needs Triton. Its class for connectors is vLLM's own here, and calls our
-connector, whose worker side records its calls in a list.
+connector; its worker side records the calls in a list.
 """
 
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 
 
-class Told:
+class ConnectorFake:
     """A worker side that records its calls in order."""
 
     def __init__(self):
@@ -47,20 +47,20 @@ class Told:
 
 
 @pytest.fixture
-def told():
-    return Told()
+def connector_fake():
+    return ConnectorFake()
 
 
 @pytest.fixture
-def runner(told, monkeypatch):
+def runner(connector_fake, monkeypatch):
     connector = object.__new__(DualPathConnector)
-    connector._worker, connector._connector_metadata = told, None
+    connector._worker, connector._connector_metadata = connector_fake, None
     monkeypatch.setattr(runner_v2, "get_kv_transfer_group", lambda: connector)
     monkeypatch.setattr(runner_v2, "set_forward_context", lambda *_: _Nothing())
     monkeypatch.setattr(runner_v2, "get_forward_context", lambda: None)
-    kept = runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT
+    former = runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT
     yield runner_v2.ActiveKVConnector(SimpleNamespace(), {})
-    runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT = kept
+    runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT = former
 
 
 class _Nothing:
@@ -77,33 +77,35 @@ def a_step():
     return step
 
 
-def test_a_step_begins_before_its_layers_and_ends_after_its_token_is_sampled(runner, told):
+def test_a_step_begins_before_its_layers_and_ends_after_its_token_is_sampled(
+    runner, connector_fake
+):
     step = a_step()
     runner.pre_forward(step)
     runner.kv_connector.wait_for_layer_load("layer 0")
     runner.kv_connector.save_kv_layer("layer 0", None, None)
     runner.finish_forward()
-    told.calls.append("sample")
+    connector_fake.calls.append("sample")
     output = runner.post_forward(set())
-    assert told.calls == [
+    assert connector_fake.calls == [
         *("register", "begin step", "wait for layer 0", "computed layer 0"),
         *("sample", "end step", "take copied"),
     ]
     assert (output.finished_recving, output.failed_recving) == ({"over", "failed"}, {"failed"})
 
 
-def test_a_step_without_tokens_begins_and_ends_too(runner, told):
+def test_a_step_without_tokens_begins_and_ends_too(runner, connector_fake):
     """A decode engine's copies start and end in such steps, while nothing runs."""
     output = runner.no_forward(a_step())
-    assert told.calls == ["register", "begin step", "end step", "take copied"]
+    assert connector_fake.calls == ["register", "begin step", "end step", "take copied"]
     assert output.kv_connector_output.finished_recving == {"over", "failed"}
 
 
-def test_a_dummy_step_does_not_call_the_connector(runner, told):
+def test_a_dummy_step_does_not_call_the_connector(runner, connector_fake):
     """Warm-up, and the steps of a data-parallel rank that has nothing to do."""
     runner.set_disabled(True)
     runner.pre_forward(a_step())
     runner.finish_forward()
     assert runner.post_forward(set()) is None
     assert runner_v2.kv_transfer_state._KV_CONNECTOR_AGENT is None  # as layers see it
-    assert told.calls == ["register"]
+    assert connector_fake.calls == ["register"]

@@ -39,7 +39,7 @@ class TickingClock:
 
 
 class Recorder:
-    """Keeps every progress state."""
+    """Collects every progress state."""
 
     def __init__(self) -> None:
         self.states: list[ProgressState] = []

@@ -20,11 +20,11 @@ from dualpath.router.refusals import ControlRefusals
 from dualpath.router.scheduler.control_socket import ZmqControlSocket
 from dualpath_sim.harness.experiment import Experiment, KeyResult, Page, RawData, one_stage
 
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 READY_BODY = b"\x05READY\x0bSocket-Type\x00\x00\x00\x06DEALER\x08Identity\x00\x00\x00\x00"
 READY = b"\x04" + bytes([len(READY_BODY)]) + READY_BODY
 HALF_BYTES = 4 << 20
-LONG_FRAME = GREETING + b"\x06" + (2 * HALF_BYTES - 1).to_bytes(8, "big")
+LONG_FRAME = ZMTP_GREETING + b"\x06" + (2 * HALF_BYTES - 1).to_bytes(8, "big")
 
 
 class FloodSettings(Settings, frozen=True, kw_only=True):
@@ -97,8 +97,10 @@ def attack(kind: str, port: int, mib: int) -> int:
         if kind == "frames":
             sent += send(peer, LONG_FRAME + bytes(HALF_BYTES)) or HALF_BYTES
             continue
-        send(peer, GREETING + READY)
-        peer.recv(len(GREETING) + 2 + 41, socket.MSG_WAITALL)  # the other end's: both are ready
+        send(peer, ZMTP_GREETING + READY)
+        peer.recv(
+            len(ZMTP_GREETING) + 2 + 41, socket.MSG_WAITALL
+        )  # of the other end, which is ready
         while sent < wanted and (more := send(peer, b"\x01\x00" * (1 << 19))):
             sent += more
         break

@@ -1,10 +1,10 @@
 """Number of `stat` calls of look-ups, and blocks found while others are being written.
 
 First table:  `stat` calls of one look-up of 1,000 blocks, cold (the engine has just started) and
-warm (the same look-up again), by the number of stored blocks.  Second: conversations whose last
-blocks are being written, and as many that are completely stored, all looked up concurrently.  Files
-are empty markers; writes follow each other and take a fixed time.  These are counts, decided by
-deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
+warm (the same look-up again), by the number of stored blocks.  Second: conversations while their
+last blocks are being written, and as many that are completely stored, all looked up concurrently.
+Files are empty markers; writes follow each other and take a fixed time.  These are counts, decided
+by deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
 """
 
 import itertools

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role
-from dualpath.core.control import PROTOCOL_VERSION, Register, Report
+from dualpath.core.control import PROTOCOL_VERSION, Load, Register, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
 from dualpath.core.settings import Setting, Settings
@@ -35,8 +35,6 @@ ASSIGNMENT = Assignment(
     request_id="a",
     prefill_engine="p",
     decode_engine="d",
-    prefill_assign_seq=1,
-    decode_assign_seq=1,
     reads=(HitRun(Role.PREFILL, BlockRun(0, 1)),),
     prefill_read_tokens=64,
     pe_reason="short-queue",
@@ -162,7 +160,7 @@ def registered() -> Registry:
         state = admission.engine
         for event in (admission.event, Event.GROUP_COMPLETE):
             state.machine.on(event)
-        state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
+        state.report = Report(1, Load(0, 0, 0, 1000, 1000), dict.fromkeys(Counter, 1.0))
     return registry
 
 

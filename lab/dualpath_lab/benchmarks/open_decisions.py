@@ -64,12 +64,12 @@ class Variant(NamedTuple):
 
 
 def classify_once(
-    tok: TokenColumn,
-    node: TokenColumn,
-    read_q: TokenColumn,
-    lengths: TokenColumn,
-    kept_rows: TokenColumn,
-    kept: TokenTable,
+    tok: Column,
+    node: Column,
+    read_q: Column,
+    lengths: Column,
+    cached_rows: Column,
+    cached: TokenTable,
     worth: float,
     alpha_tokens: int,
     beta_tokens: int,

@@ -10,6 +10,7 @@ from collections import deque
 from typing import Annotated
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.settings import Setting, Settings
@@ -65,7 +66,6 @@ def measure(engines: int, mode: Mode, assignments: int) -> Numbers:
     joined_s = time.process_time() - started
     groups = sorted({spec.group for spec in specs}, key=lambda name: int(name[1:]))
     tokens = dict.fromkeys((spec.engine_id for spec in specs), 0)
-    seq = dict.fromkeys(tokens, 0)
     live: deque[Assignment] = deque()
     done = submitted = 0
     started = time.process_time()
@@ -77,14 +77,12 @@ def measure(engines: int, mode: Mode, assignments: int) -> Numbers:
             for assignment in scheduler.apply(Fetch(group)).assignments:
                 tokens[assignment.prefill_engine] += assignment.prefill_tokens
                 tokens[assignment.decode_engine] += assignment.decode_tokens
-                seq[assignment.prefill_engine] = assignment.prefill_assign_seq
-                seq[assignment.decode_engine] = assignment.decode_assign_seq
                 live.append(assignment)
         while len(live) > engines // 3:
             done += 1
             _end(scheduler, live.popleft(), tokens)
         for spec in specs:
-            scheduler.apply(_report(spec, seq, tokens))
+            scheduler.apply(_report(spec, tokens))
     rate = done / (time.process_time() - started)
     return {"assignments_per_cpu_s": rate, "join_cpu_s": joined_s}
 
@@ -97,16 +95,17 @@ def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, 
     tokens[assignment.decode_engine] -= assignment.decode_tokens
 
 
-def _report(spec: EngineSpec, seq: dict[str, int], tokens: dict[str, int]) -> EngineReport:
+def _report(spec: EngineSpec, tokens: dict[str, int]) -> EngineReport:
     load = tokens[spec.engine_id]
     return EngineReport(
-        engine_id=spec.engine_id,
-        assign_seq=seq[spec.engine_id],
-        unfinished_requests=load // PROMPT_TOKENS,
-        unfinished_tokens=load,
-        read_queue_tokens=0,
-        free_hbm_tokens=spec.hbm_tokens - load,
-        free_buffer_tokens=0,
+        spec.engine_id,
+        Load(
+            unfinished_requests=load // PROMPT_TOKENS,
+            unfinished_tokens=load,
+            read_queue_tokens=0,
+            free_hbm_tokens=spec.hbm_tokens - load,
+            free_buffer_tokens=0,
+        ),
     )
 
 

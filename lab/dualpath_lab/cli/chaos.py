@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from dualpath.cli.output import (
     add_json_argument,
     print_progress,
-    require_json_writable,
     wrote_json,
 )
 from dualpath.cli.settings import SECTIONS
@@ -64,7 +63,7 @@ def add_fuzz(actions: "argparse._SubParsersAction[LazyParser]") -> None:
         help="http: only this path; may be given several times",
     )
     parser.add_argument(
-        "--pid", type=int, metavar="PID", help="http: the process whose memory must not grow"
+        "--pid", type=int, metavar="PID", help="http: the memory of this process must not grow"
     )
     parser.add_argument(
         "--at-once", type=int, default=8, metavar="N", help="http: concurrent requests"
@@ -92,7 +91,6 @@ def fuzz(args: argparse.Namespace) -> int:
         at_once=at_once,
         progress=print_progress,
     )
-    require_json_writable(args)
     result = asyncio.run(campaign.run())
     if not wrote_json(args, result):
         _print(result)

@@ -201,7 +201,7 @@ def add_bench_parser(actions: "argparse._SubParsersAction[LazyParser]") -> None:
 
 PARTS = (Part(LAB),)
 
-_DESCRIPTION = """An emulated cluster on this machine: nodes are network namespaces whose compute
+_DESCRIPTION = """An emulated cluster on this machine: nodes are network namespaces, their compute
 NICs share a switch; every link is shaped to its rate, with a lane for inference and one for KV, and
 storage reads are throttled per node. `run` and `bench` create their own lab and remove it."""
 _EPILOG = """\

@@ -231,7 +231,7 @@ class DecodeEngine:
         return GeneratedBlock(request.hbm_blocks[block], keys[block], parent, tenant)
 
     def _begin_fills(self) -> Iterable[Fill]:
-        """Yield the prompts whose copies start with this step."""
+        """Yield the prompts that are copied from this step on."""
         with self._wake:
             requests = list(self._filling)
             self._filling.clear()
@@ -243,7 +243,7 @@ class DecodeEngine:
             yield Fill(number, transfer, request.hbm_blocks, seeds)
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
-        self._plane.manager.decode_ended(request.decode_transfer.request_id)
+        self._plane.manager.active.ended(request.decode_transfer.request_id)
         self._plane.hbm.free(request.hbm_blocks)
         request.hbm_blocks = ()
         self._place_waiting()
@@ -251,7 +251,7 @@ class DecodeEngine:
 
 
 class _RunningFill:
-    """A request whose prompt is being copied, and the results of ranks that have finished."""
+    """A request while its prompt is copied, and the results of ranks that have finished."""
 
     def __init__(self, request: DecodeRequest) -> None:
         self.request = request

@@ -46,7 +46,7 @@ class Sample(msgspec.Struct, frozen=True):
 class LinkMeter:
     """Samples the links of all nodes every ``SAMPLE_S`` until it is stopped.
 
-    ``process_ids`` has one live process per node, through whose /proc the node's network is read.
+    ``process_ids`` has one live process per node; the node's network is read through its /proc.
     """
 
     def __init__(

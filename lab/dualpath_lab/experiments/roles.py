@@ -175,7 +175,7 @@ def _move_time_s(time_ns: int) -> float | None:
 
 
 # ------------------------------------------------------------------------------------ role cluster
-# Runs of emulated engines on one machine whose roles change, and the times of the changes.
+# Runs of emulated engines on one machine while roles change, and the times of the changes.
 
 #: Modules that the fork server imports for all processes.
 _PRELOAD = (

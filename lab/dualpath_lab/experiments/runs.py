@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.report.model import Series
@@ -163,7 +164,7 @@ class LabRun:
         logs.mkdir()
         commands = engines.commands(self.state, mode, storage)
         task = ClientTask(
-            endpoint=f"http://{lab_head(self.state).address}:{ROUTER_PORT}",
+            endpoint=http_url(lab_head(self.state).address, ROUTER_PORT),
             engines=len(commands) - 1,
             trace=str(trace),
             before=str(before) if before else "",

@@ -24,6 +24,7 @@ from dualpath.launch.settings import HbmBytes
 from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.router.settings import DramTier, RecomputeLimit
 from dualpath.vllm.front_end_settings import BlockTokens, Dtype, MaxModelLen
+from dualpath.workload.formats import SkipBroken
 from dualpath.workload.replay.client import SentHintsSetting, ToolDelaysSetting
 from dualpath.workload.replay.result import SentHints, ToolDelays
 from dualpath_lab.emulated.settings import (
@@ -96,6 +97,7 @@ class WindowSettings(Settings, frozen=True, kw_only=True):
             metavar="NAME",
         ),
     ] = "32K"
+    skip_broken: SkipBroken = False
     agents: Annotated[int, Setting("number of windows", ge=1, le=100_000, flag=False)] = 16
     turns: Annotated[
         int, Setting("turns of an agent, its window of a trajectory", ge=1, le=10_000)
@@ -327,7 +329,7 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     Full Blocks of ``layers`` Layer Blocks of ``layer_block_bytes``; 42 KiB are DeepSeek's 64 tokens
     of 672 bytes.  ``storage`` is a directory on the disk to measure:  ``stored_blocks`` are written
     there, read cold, and removed: by the baselines ``read_batch_blocks`` at a time, by dualpath
-    ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks, whose Layer Blocks are
+    ``parallel_reads`` at a time.  ``blocks`` is the prompt, in Full Blocks; their Layer Blocks are
     transferred over ``tls``, for at least ``move_s`` seconds.  ``descriptor_counts`` are the pieces
     of single transfers.  Readers and movers run ``repeat`` times, interleaved; reported are
     medians.

@@ -82,7 +82,7 @@ _RESET = struct.pack("ii", 1, 0)
 
 
 class Relay:
-    """Listens on a free loopback port and forwards to ``port``, whose server may be down."""
+    """Listens on a free loopback port and forwards to ``port``; a server need not listen there."""
 
     def __init__(self, port: int = 0) -> None:
         self.port = port
@@ -174,7 +174,7 @@ class ChaosCluster:
             self._ranks(Role.DECODE),
             front_ends=tuple(f"front-end-{i}" for i in range(settings.front_ends)),
         )
-        #: Roles of engines whose current role differs from the one in their name.
+        #: Roles of the engines that have another role than the one in their name.
         self.current_roles: dict[str, Role] = {}
         self.storage = Path(settings.storage or folder / "kv").absolute()
         self.tallies = folder / "tallies"

@@ -197,7 +197,7 @@ class EmulatedEngines:
 
 
 class VllmEngines:
-    """vLLM engines with a tiny random model, whose right answers are recorded before the faults."""
+    """vLLM engines with a tiny random model; its right answers are recorded before the faults."""
 
     kind = EngineKind.VLLM
     vocab_size = VOCABULARY_TOKENS

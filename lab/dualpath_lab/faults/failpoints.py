@@ -30,7 +30,7 @@ class EngineKind(enum.StrEnum):
 class Failpoint(msgspec.Struct, frozen=True):
     """A step is reached when ``function`` ("module:Class.method") is called.
 
-    If ``message`` is given, only calls whose first argument has that type count.
+    If ``message`` is given, only calls with a first argument of that type count.
     """
 
     step: Step

@@ -129,7 +129,7 @@ class ChaosSettings(Settings, frozen=True, kw_only=True):
                 )
         if max(self.prefill_dp, self.decode_dp) > 1 and self.engines is EngineKind.VLLM:
             raise ConfigError(
-                "{engines} is vllm, whose tiny model has no experts; groups are for emulated "
+                "{engines} is vllm, and its tiny model has no experts; groups are for emulated "
                 "engines here: leave {prefill_dp} and {decode_dp} out"
             )
 

@@ -17,8 +17,8 @@ from dualpath_lab.faults.matrix import Component, Fault, Step
 class RouterRecovery(msgspec.Struct, frozen=True, kw_only=True):
     """Seconds from a kill of the router until each step of its recovery.
 
-    Until the next router answers; until all engines have registered; until the request whose first
-    token is the earliest was sent; until that token arrived.
+    Until the next router answers; until all engines have registered; until the request that gets
+    the earliest first token was sent; until that token arrived.
     """
 
     answers_s: float

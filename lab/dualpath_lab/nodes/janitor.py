@@ -27,7 +27,7 @@ def temporary_lab(
 
     Raises ``ConfigError`` as ``lab_up`` and ``lab_down``.
     """
-    # It is in its own process group and survives this process, for whose end it waits.
+    # It is in its own process group and survives this process: it waits for the end of this one.
     janitor = SpawnedProcess(
         "janitor",
         (sys.executable, "-m", "dualpath_lab.nodes.janitor", settings.name, str(os.getpid())),

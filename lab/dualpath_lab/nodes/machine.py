@@ -16,7 +16,7 @@ from dualpath.node.host_process import process_stat
 from dualpath_lab.nodes.s3_server import S3Server, find_s3_server
 from dualpath_lab.nodes.settings import LabSettings, Shaping, StorageServer
 
-#: Where `ip netns` keeps named network namespaces.
+#: Where `ip netns` stores named network namespaces.
 NAMESPACE_FOLDER = Path("/run/netns")
 _MEMORY_FOLDER = Path("/dev/shm")
 _HEAD_HOST = 1
@@ -40,7 +40,7 @@ class LabMachine(msgspec.Struct, frozen=True, kw_only=True):
     nodes read; if the lab makes a file system for it, that is mounted there, else ``image`` and
     ``loop_device`` are empty.  ``device_number`` (major:minor) is the block device throttled
     through ``cgroups``; without one, no kernel throttles reads of the folder.  ``s3_server`` serves
-    the folder if the settings say so.
+    the folder if the settings require it.
     """
 
     shaping: Shaping
@@ -253,7 +253,7 @@ _MEMORY_FOLDERS = (Path("/dev/shm"),)
 
 
 class LabRemains(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything whose name has a lab's prefix, and the processes inside the lab."""
+    """Everything with a lab's prefix in its name, and the processes inside the lab."""
 
     process_ids: tuple[int, ...] = ()
     mounts: tuple[str, ...] = ()
@@ -298,7 +298,7 @@ def find_remains(lab: str) -> LabRemains:
 
 
 def mounts_of(mounts: str, start: str) -> tuple[str, ...]:
-    """Return mount points whose name begins with ``start``, given /proc/mounts; last one first.
+    """Return mount points with names that begin with ``start``, given /proc/mounts; last one first.
 
     Mounts of named network namespaces are left out: they are removed with the name.
     """

@@ -35,7 +35,7 @@ _DEADLINE_S = 60.0
 _RETRY_S = 0.02
 
 #: Holds a user namespace with a folder for named network namespaces.  The shell waits on a FIFO
-#: that has no writer, and keeps the argument by which it is found.
+#: that has no writer, and has the argument by which it is found.
 _ANCHOR = (
     "mount -t tmpfs none /run && mkdir /run/netns && mkfifo /run/hold && echo ready "
     "&& exec >&- && read held < /run/hold"

@@ -5,7 +5,7 @@ the concatenation of the Layer Blocks of all layers, in layer order, so that no 
 is ever needed: a Layer Block is a slice of a Full Block.
 
 A Layer Block consists of *parts*, one for each KV tensor that a layer has (latent KV and the keys
-of an indexer, say); most layers have one.  A Full Block has all heads of the whole model,
+of an indexer, for example); most layers have one.  A Full Block has all heads of the whole model,
 head-major, independent of an engine's tensor parallelism: a rank that moves only some heads moves a
 *slice* of each part (``core.parts``).
 
@@ -58,7 +58,7 @@ class PromptItem(msgspec.Struct, frozen=True):
 class KeyExtras(msgspec.Struct, frozen=True):
     """The extra keys of one prompt's blocks and of its continuation.
 
-    ``every`` are those of each block (the adapter, say), ``items`` do not overlap and are in the
+    ``every`` are those of each block (such as the adapter), ``items`` do not overlap and are in the
     order of their tokens, ``cache_salt`` enters the first block and, through the chain, all.
     """
 
@@ -219,7 +219,7 @@ class BlockGeometry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, dic
         return bool(self.layer_windows) and self.layer_windows[layer] > 0
 
     def seen_from(self, layer: int, tokens: int) -> int:
-        """Return the first block whose KV a layer needs for the token after ``tokens`` others.
+        """Return the first block that a layer reads for the token after ``tokens`` others.
 
         Blocks before it are outside the layer's window, and no kernel reads them.
         """
@@ -332,7 +332,7 @@ class BlockOrigin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-#: The origin of blocks whose parent and tenant are unknown.
+#: The origin of a block with an unknown parent and tenant.
 UNKNOWN_ORIGIN = BlockOrigin()
 
 
@@ -359,8 +359,8 @@ def block_keys(
     """Return the chained keys of the full blocks of ``token_ids``, first block first.
 
     Equal to vLLM's ``request.block_hashes`` under ``--prefix-caching-hash-algo sha256_cbor``.
-    ``extra_keys`` enter every block (a LoRA name, say), ``cache_salt`` the first one and, through
-    the chain, all.  Trailing tokens that do not fill a block have no key.
+    ``extra_keys`` enter every block (such as a LoRA name), ``cache_salt`` the first one and,
+    through the chain, all.  Trailing tokens that do not fill a block have no key.
     """
     extras = KeyExtras(every=extra_keys, cache_salt=cache_salt)
     return chained_keys(chain_root(), token_ids, block_tokens, extras)

@@ -37,7 +37,7 @@ class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupRank(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """An engine's place in a data-parallel group, whose ranks compute in lock step (§A.4).
+    """An engine's place in a data-parallel group: its ranks compute in lock step (§A.4).
 
     Exactly the ranks of one start of a group share ``group`` and ``epoch``; ``rank`` counts from 0
     to ``size`` - 1.  ``at_server`` is its index at an HTTP server that several ranks share, None if

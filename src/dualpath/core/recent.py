@@ -5,7 +5,7 @@ from typing import Generic, TypeVar
 
 from dualpath.core.blocks import BlockKey
 
-# ---------------------------------------------------------------------------------------- key news
+# ------------------------------------------------------------------------------------- key updates
 # Keys of blocks that were added or removed since the last report.
 
 

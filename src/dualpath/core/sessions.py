@@ -34,7 +34,7 @@ from dualpath.core.control import Envelope, Message
 
 #: Interval of heartbeats of both ends; each heartbeat acknowledges received messages.
 HEARTBEAT_S = 0.5
-#: Resend an unacknowledged message after this time, when the other end is heard from.
+#: Resend an unacknowledged message after this time, when a message of the other end arrives.
 RESEND_AFTER_S = 0.5
 #: Messages resent at a time; their acknowledgement triggers the next ones.
 MAX_RESENT_AT_ONCE = 64

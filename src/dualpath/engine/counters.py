@@ -83,7 +83,7 @@ class Counter(StrEnum):
     READ_DEADLINES = "read_deadlines", "Storage reads that missed their deadline."
     LOOKUPS = "lookups", "Look-ups that an engine has started."
     LOOKUP_PROBES = "lookup_probes", "Storage queries of look-ups, one block each."
-    TRANSFER_FAILURES = "transfer_failures", "Requests whose KV transfer failed."
+    TRANSFER_FAILURES = "transfer_failures", "Requests with a failed KV transfer."
     STALE_TRANSFERS = (
         "stale_transfers",
         "Transfers refused because their buffer slots belonged to another request by then.",

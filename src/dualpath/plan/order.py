@@ -36,7 +36,7 @@ class Present(msgspec.Struct, frozen=True):
 
 
 def waits_for(step: Step, plan: Iterable[Step]) -> tuple[str, ...]:
-    """Return the labels of earlier steps of a plan whose destination is the source of ``step``.
+    """Return the labels of earlier steps of a plan that write to the source of ``step``.
 
     Empty for KV that is stored or computed at that place.
     """

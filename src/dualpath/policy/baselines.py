@@ -1,17 +1,16 @@
 """The baselines of DualPath: engines in turn, read sides in turn, no reads (§7.2, §7.5).
 
-The paper does not say how Basic, its unmodified framework, places requests.  Decided here: Basic
-and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
-thing.  ``SchedulerSettings.balanced_baselines`` gives them Algorithm 1 without the reading queue
-(α = ∞) and both decode phases instead, which makes a stronger baseline.
+The paper does not describe how Basic, its unmodified framework, places requests.  Decided here:
+Basic and Layerwise place in turn like Round robin does, so that every step of the ablation adds one
+thing.  ``SchedulerSettings.balanced_baselines`` gives them Algorithm 1 without the reading queue (α
+= ∞) and both decode phases instead, which makes a stronger baseline.
 """
 
 from bisect import bisect_right
 from collections.abc import Iterable
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import FREE_HBM
-from dualpath.policy.load import EngineState, Ledger
+from dualpath.policy.accounts import FREE_HBM, EngineAccount, Ledger
 from dualpath.policy.placement import LiveRequest, WaitQueues
 
 
@@ -57,7 +56,7 @@ class InTurnPlacer:
             placed += self._place(engine)
         return sorted(placed, key=lambda live: live.number)
 
-    def _next_engine(self, tokens: int) -> EngineState | None:
+    def _next_engine(self, tokens: int) -> EngineAccount | None:
         ring = self._ledger.ring(self._role)
         start = bisect_right(ring, self._last_order, key=lambda engine: engine.spec.order)
         for step in range(len(ring)):
@@ -69,7 +68,7 @@ class InTurnPlacer:
                 return engine
         return None
 
-    def _place(self, engine: EngineState) -> list[LiveRequest]:
+    def _place(self, engine: EngineAccount) -> list[LiveRequest]:
         engine_id = engine.spec.engine_id
         placed = []
         for live in list(self._queues.private(engine_id)):

@@ -4,7 +4,7 @@ Requests are added first come, first served while the predicted time of the atte
 stays within the quota; the first that would exceed it is cut to what fits, found by binary
 search, and closes the batch.  A cut ends at a multiple of ``align_tokens``, so that a chunk leaves
 no half-filled block behind.  An empty batch takes at least one such chunk, whatever it costs:
-nothing starves, and the quota is exceeded by no more than that.
+nothing starves, and the quota is exceeded by at most that chunk.
 
 ``next_chunk`` and what it calls take and return plain numbers, so that the simulator's compiled
 core calls them as they stand; the classes around them are for everybody else.

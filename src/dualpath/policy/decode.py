@@ -24,9 +24,18 @@ from itertools import islice
 import numpy as np
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray, Table
+from dualpath.policy.accounts import (
+    FREE_HBM,
+    SEQ,
+    TOK,
+    Column,
+    GroupState,
+    IntArray,
+    Ledger,
+    Table,
+    Taking,
+)
 from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
-from dualpath.policy.load import GroupState, Ledger, Taking
 from dualpath.policy.placement import (
     DECODE_WORTH,
     LiveRequest,
@@ -49,16 +58,16 @@ def choose_group(totals: Column, largest_hbm: Column, length: int) -> int:
 
 
 def choose_caching_group(
-    totals: Column, largest_hbm: Column, length: int, kept: Column, usual: int
+    totals: Column, largest_hbm: Column, length: int, cached: Column, usual: int
 ) -> int:
     """Phase 1: return the group for a request with cached tokens.
 
-    ``kept`` are the most tokens that any engine of a group caches; ``usual`` is the group of
+    ``cached`` are the most tokens that any engine of a group caches; ``usual`` is the group of
     ``choose_group``.
     """
-    best, least = usual, weighed_tokens(totals[usual], kept[usual], DECODE_WORTH)
+    best, least = usual, weighed_tokens(totals[usual], cached[usual], DECODE_WORTH)
     for row in range(len(totals)):
-        weighed = weighed_tokens(totals[row], kept[row], DECODE_WORTH)
+        weighed = weighed_tokens(totals[row], cached[row], DECODE_WORTH)
         if largest_hbm[row] >= length and weighed < least:
             best, least = row, weighed
     return best
@@ -90,13 +99,13 @@ def assign_decode(
     free_hbm: Column,
     lengths: Column,
     cached_rows: Column,
-    kept: Table,
+    cached: Table,
     threshold_factor: float,
 ) -> tuple[IntArray, IntArray]:
     """Phase 2: return the rows given to the first requests of R, and why (in ``DE_REASONS``).
 
     ``tok``, ``seq`` and ``free_hbm`` have one row per engine of the group in order, ``lengths``
-    holds R, ``cached_rows`` and ``kept`` are as for ``assign_prefill``.  The result is as long as
+    holds R, ``cached_rows`` and ``cached`` are as for ``assign_prefill``.  The result is as long as
     the number of requests placed.
     """
     tokens, requests, free = tok.copy(), seq.copy(), free_hbm.copy()
@@ -120,7 +129,7 @@ def assign_decode(
             return rows[:position], why[:position]
         why[position] = DE_LOW_TOKEN if low >= 0 else DE_HIGH_TOKEN
         if cached_rows[position] >= 0:
-            of_engine, usual = kept[cached_rows[position]], row
+            of_engine, usual = cached[cached_rows[position]], row
             least = weighed_tokens(tokens[row], of_engine[row], DECODE_WORTH)
             for other in range(len(tokens)):
                 if free[other] < length:

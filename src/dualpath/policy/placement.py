@@ -26,8 +26,8 @@ from typing import Protocol
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
+from dualpath.policy.accounts import Taking
 from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS, Assignment
-from dualpath.policy.load import Taking
 
 #: Most tokens computed in the time of reading one; a threshold that gives more is no measurement.
 LARGEST_WORTH = 1e6
@@ -48,9 +48,9 @@ def prefill_worth(alpha_tokens: int, beta_tokens: int) -> float:
     return min(computed_per_s / read_per_s, LARGEST_WORTH)
 
 
-def weighed_tokens(load_tokens: int, kept_tokens: int, worth: float) -> int:
+def weighed_tokens(load_tokens: int, cached_tokens: int, worth: float) -> int:
     """Return an engine's load less the worth of what it caches of a prompt."""
-    return load_tokens - int(kept_tokens * worth)
+    return load_tokens - int(cached_tokens * worth)
 
 
 class LiveRequest:
@@ -59,8 +59,8 @@ class LiveRequest:
     ``prefill_tokens`` is tokens(r) of Algorithm 1, ``decode_tokens`` len_r of §6.1,
     ``cached_tokens`` the part of its hit in each engine's DRAM.  ``engines`` are those that it is
     placed on, charged to the ledger, ``reasons`` why these; ``assignment`` is set once the driver
-    knows both.  ``reading`` are the engines whose read of it the ledger has charged,
-    ``computing_tokens`` those charged to its PE's computation.
+    knows both.  ``reading`` are the engines that the ledger has charged for reading its hit,
+    ``computing_tokens`` the tokens charged to its PE's computation.
     """
 
     __slots__ = (

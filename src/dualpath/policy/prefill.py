@@ -8,7 +8,7 @@ Left open by the paper, decided here:
 
 - *Categories are re-evaluated after every assignment.*  The pseudo-code classifies once per fetch,
   which would let one fetch with a long waiting queue pile any number of tokens on an engine
-  that started below β.  Re-evaluating keeps every engine at β plus one request.
+  that started below β.  Re-evaluating bounds every engine's load by β plus one request.
 - Reading queues stand still within a fetch: a read is queued only when the DE is known too.
 - Ties go to the lowest order.
 - Blocks that an engine caches in DRAM weigh within its category (``policy.placement``).
@@ -21,9 +21,8 @@ from itertools import islice
 import numpy as np
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Table
+from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Ledger, Table
 from dualpath.policy.events import PE_KEPT, PE_LONG_QUEUE, PE_REASONS, PE_SHORT_QUEUE
-from dualpath.policy.load import Ledger
 from dualpath.policy.placement import LiveRequest, cached_table, prefill_worth, weighed_tokens
 
 #: Waiting requests given to the first kernel call of a fetch; while all of them are placed, the
@@ -37,7 +36,7 @@ def assign_prefill(
     read_q: Column,
     lengths: Column,
     cached_rows: Column,
-    kept: Table,
+    cached: Table,
     worth: float,
     alpha_tokens: int,
     beta_tokens: int,
@@ -45,7 +44,7 @@ def assign_prefill(
     """Return the rows given to the first requests of a queue, and why (places in ``PE_REASONS``).
 
     ``tok`` and ``node`` have one row per engine of the group in order, ``read_q`` one per node,
-    ``lengths`` the tokens of the waiting requests, head first.  ``kept[cached_rows[i]]`` are the
+    ``lengths`` the tokens of the waiting requests, head first.  ``cached[cached_rows[i]]`` are the
     tokens each engine caches of request i (none if that is ``NOTHING_CACHED``), ``worth`` of them
     is as ``prefill_worth`` says.  The result is as long as the number of requests placed.  Compiles
     with numba as it stands.
@@ -68,7 +67,7 @@ def assign_prefill(
             return rows[:position], why[:position]
         why[position] = PE_SHORT_QUEUE if second >= 0 else PE_LONG_QUEUE
         if cached_rows[position] >= 0:
-            of_engine = kept[cached_rows[position]]
+            of_engine = cached[cached_rows[position]]
             least = weighed_tokens(load[row], of_engine[row], worth)
             for other in range(len(load)):
                 if load[other] > beta_tokens or (

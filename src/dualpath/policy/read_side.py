@@ -29,9 +29,10 @@ recomputed tokens attend to all tokens before them.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
-A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens``, and
-its reason in ``policy.events``: the live scheduler and both cores of the simulator call
-``read_tokens``, the compiled one as it stands.
+A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
+its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
+one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
+``TrafficManager.report`` fills in, and a column of ``policy.accounts``.
 """
 
 from collections.abc import Mapping
@@ -42,16 +43,14 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE
+from dualpath.policy.accounts import COMPUTING, NODE, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
     BETA_S,
-    READ_REASONS,
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
-from dualpath.policy.load import Ledger
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -64,7 +63,20 @@ RULES = {
     Mode.ORACLE: NO_READS,
 }
 
-#: The places of ``READ_REASONS``, as kernels return them.
+#: Why hits are read where they are: ``kept`` if nothing is read, ``recompute`` if a part of them is
+#: recomputed.
+READ_REASONS = (
+    "no-hit",
+    "oracle",
+    "pe-only",
+    "round-robin",
+    "shorter-queue",
+    "tie",
+    "split",
+    "kept",
+    "recompute",
+)
+#: Their places, as kernels return them.
 NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT, RECOMPUTE = range(
     len(READ_REASONS)
 )
@@ -77,20 +89,20 @@ Reads = tuple[tuple[HitRun, ...], str]
 class Reader(NamedTuple):
     """A node that could read: its queue, what it was given so far, and its speed (relative).
 
-    ``kept_tokens`` at the head of the prompt are in its engine's DRAM.
+    ``cached_tokens`` at the head of the prompt are in its engine's DRAM.
     """
 
     queue_tokens: int
     total_tokens: int
     tokens_per_s: float = 1.0
-    kept_tokens: int = 0
+    cached_tokens: int = 0
 
 
 def choose_reads(
     rule: int, turn: int, prefill: Reader, decode: Reader, hit_tokens: int, block_tokens: int
 ) -> Reads:
     """Return the runs of hit blocks, each with its side, and the reason; see ``read_tokens``."""
-    at_decode, at_prefill = kept_tokens(rule, prefill.kept_tokens, decode.kept_tokens)
+    at_decode, at_prefill = cache_hit_tokens(rule, prefill.cached_tokens, decode.cached_tokens)
     unread = hit_tokens - at_decode - at_prefill
     head, tail, reason = read_tokens(rule, turn, *prefill[:3], *decode[:3], unread, block_tokens)
     runs = hit_runs(at_decode, at_prefill, head, tail, block_tokens)
@@ -106,7 +118,7 @@ def hit_runs(
     ``head``, and what the DE reads, the ``tail``.
     """
     runs, first = [], 0
-    for side, tokens, kept in (
+    for side, tokens, cached in (
         (Role.DECODE, at_decode, True),
         (Role.PREFILL, at_prefill, True),
         (Role.PREFILL, head, False),
@@ -114,21 +126,21 @@ def hit_runs(
     ):
         blocks = BlockRun(first, holding_blocks(tokens, block_tokens))
         if blocks:
-            runs.append(HitRun(side, blocks, cached=kept))
+            runs.append(HitRun(side, blocks, cached=cached))
         first = blocks.end
     return tuple(runs)
 
 
-def kept_tokens(rule: int, pe_kept: int, de_kept: int) -> tuple[int, int]:
+def cache_hit_tokens(rule: int, pe_cached: int, de_cached: int) -> tuple[int, int]:
     """Return how many tokens at the head are taken from the DE's DRAM, and behind them the PE's.
 
-    ``*_kept`` tokens at the head of the hit are there.  A rule that never reads at the DE uses
+    ``*_cached`` tokens at the head of the hit are there.  A rule that never reads at the DE uses
     none of it either, and Oracle moves nothing.
     """
     if rule == NO_READS:
         return 0, 0
-    at_decode = 0 if rule == PE_READS else de_kept
-    return at_decode, max(pe_kept - at_decode, 0)
+    at_decode = 0 if rule == PE_READS else de_cached
+    return at_decode, max(pe_cached - at_decode, 0)
 
 
 def read_tokens(
@@ -326,7 +338,7 @@ class HitSources:
         settings = self.settings
         prefill = self._reader(engines[Role.PREFILL], cached_tokens)
         decode = self._reader(engines[Role.DECODE], cached_tokens)
-        cached = sum(kept_tokens(self._rule, prefill.kept_tokens, decode.kept_tokens))
+        cached = sum(cache_hit_tokens(self._rule, prefill.cached_tokens, decode.cached_tokens))
         recomputed = recompute_tokens(
             self._rule,
             hit_tokens - cached,
@@ -354,5 +366,5 @@ class HitSources:
             queue_tokens=self._ledger.node_read_q[engine.account(NODE)],
             total_tokens=self._ledger.node_read_total[engine.account(NODE)],
             tokens_per_s=engine.spec.snic_tokens_per_s,
-            kept_tokens=cached_tokens.get(engine_id, 0),
+            cached_tokens=cached_tokens.get(engine_id, 0),
         )

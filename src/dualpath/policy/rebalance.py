@@ -68,7 +68,7 @@ class RebalanceSettings(Settings, frozen=True, kw_only=True):
     horizon_s: Annotated[float, Setting("for which a move has to pay", gt=0)] = 300.0
     margin: Annotated[float, Setting("gain over cost that a move needs", ge=1, le=LARGEST)] = 2.0
     least_improvement: Annotated[
-        float, Setting("keeps the policy from moving nodes for nothing", gt=0, lt=1)
+        float, Setting("prevents the policy from moving nodes without a benefit", gt=0, lt=1)
     ] = 0.05
     patience: Annotated[int, Setting("equal answers in a row", ge=1, le=LARGEST)] = 2
     rest_s: Annotated[float, Setting("after a switch", ge=0, le=LARGEST)] = 60.0
@@ -104,8 +104,8 @@ class RoleLoad(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ``utilisation`` (0 to 1) is the share of its capacity in use.  For PEs: prompt tokens done over
     what ``prefill_node_tokens_per_s`` allows, not the time in forward passes, which one request
     fills as well.  For DEs: the share of HBM held.  ``waiting_requests`` and ``waiting_tokens``
-    wait for this role at the end of the interval; those whose read is under way wait for storage,
-    which no move makes faster, and do not count.
+    wait for this role at the end of the interval; requests that are being read from storage do not
+    count, as a move of engines does not make storage faster.
     ``latency_s`` is the mean TTFT (prefill) or TPOT (decode) of the interval, None without any.
     """
 

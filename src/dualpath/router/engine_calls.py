@@ -1,9 +1,9 @@
 """The seam between the router and whatever runs the model.
 
-The service knows requests as ``Job`` and tokens as ``TokenEvent``; ``EngineCalls`` turns them
-into model work.  ``vllm.generate_client`` implements it for jobs of vLLM's front end, the light
-front door for jobs of token ids, both over ``router.token_api``; tests do with a few lines.  Bulk
-KV never passes here: prefill and decode transfers only name its location.
+The service knows requests as ``Job`` and tokens as ``TokenEvent``; ``EngineCalls`` turns them into
+model work.  ``vllm.generate_client`` implements it for jobs of vLLM's front end, the emulated
+router's HTTP server for jobs of token ids, both over ``router.token_api``; tests in a few lines.
+Bulk KV never passes here: prefill and decode transfers only name its location.
 """
 
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -22,9 +22,9 @@ class TokenEvent(msgspec.Struct, frozen=True):
     """Tokens that came out of an engine, and perhaps the end of the request.
 
     ``finish_reason`` None: more will come; "abort" and "error": the engine gave the request up;
-    anything else ends it.  ``payload`` is the engine's own output for the front end (logprobs,
-    say).  ``cached_tokens`` is set by the service in the first event of a request: prompt tokens
-    with KV that was loaded instead of computed.
+    anything else ends it.  ``payload`` is the engine's own output for the front end (such as
+    logprobs).  ``cached_tokens`` is set by the service in the first event of a request: prompt
+    tokens with KV that was loaded instead of computed.
     """
 
     token_ids: tuple[int, ...]
@@ -40,7 +40,7 @@ class Job(msgspec.Struct, frozen=True):
     ``request_id`` is unique among running requests.  ``prompt_token_ids`` ≥ 1 token,
     ``max_new_tokens`` ≥ 1.  ``keys`` are the keys of the prompt's full blocks, ``keys_for``
     computes them for any longer prompt of the same request (same salt and extra keys).
-    ``cacheable`` False asks for a full computation (prompt logprobs, say).
+    ``cacheable`` False requests a full computation (as for prompt logprobs).
     ``first_token_from_pe`` False: the DE generates the first token again and only its tokens are
     streamed.  ``generated_before`` counts the tokens at the end of the prompt that an earlier,
     failed attempt has already streamed.  ``payload`` is the original request, opaque here.

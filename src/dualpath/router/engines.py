@@ -17,7 +17,7 @@ from dualpath.core.rates import Rates
 class EngineInfo(msgspec.Struct, frozen=True):
     """An engine's registration; ``order`` is its rank of first arrival.
 
-    ``unsettled``, ``quarantined`` and ``writers`` are what its earlier sessions left in doubt.
+    ``unsettled``, ``quarantined`` and ``writers`` are the in-doubt attempts of earlier sessions.
     """
 
     engine_id: str

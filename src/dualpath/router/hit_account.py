@@ -1,8 +1,8 @@
 """How a prompt's tokens were obtained: loaded, or computed and why.
 
-The longest possible hit is the ideal hit: every block whose KV was computed before.  The router
-remembers the keys of these blocks, so that blocks that storage has lost or the data path has not
-delivered can be told apart from new ones.
+The longest possible hit is the ideal hit: every block with KV that was computed before.  The router
+stores the keys of these blocks, which distinguishes blocks that storage has lost or the data path
+has not delivered from new ones.
 """
 
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ SEEN_KEYS = 1 << 18
 class HitAccount(msgspec.Struct, frozen=True):
     """Tokens of one prompt: ``hit_tokens`` were loaded, ``missed`` maps a reason to the others.
 
-    ``ideal_hit_tokens`` would have been loaded by a storage that keeps everything and a data path
+    ``ideal_hit_tokens`` would have been loaded by a storage that never evicts and a data path
     that never fails.
     """
 

@@ -51,8 +51,8 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     """One attempt at a request; ``number`` counts from 1, ``attempt_id`` is its name at engines.
 
     ``keys`` are those of the full blocks of this attempt's prompt, which ends with the tokens that
-    earlier attempts generated.  ``kept`` False: hits are read from storage, even if buffers cache
-    them.
+    earlier attempts generated.  ``use_cached`` False: hits are read from storage, even if buffers
+    cache them.
     """
 
     attempt_id: str
@@ -62,7 +62,7 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     keys: tuple[bytes, ...]
     cacheable: bool = True
     tenant: str = ""
-    kept: bool = True
+    use_cached: bool = True
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):

@@ -6,7 +6,7 @@ it.  ``chain_uses`` resolves that for all blocks at once, so that recording a us
 a chain of one block or a thousand.
 
 Blocks are rows of tables.  A row without a stored block is a placeholder: of a parent that was
-removed or is not known yet, or of a block whose use was reported before its write.
+removed or is not known yet, or of a block that was used, by its reports, before it was written.
 """
 
 import math
@@ -22,8 +22,8 @@ from dualpath.storage.quotas import ALL, StorageLimits, StoredBytes
 # ------------------------------------------------------------------------------------- chain links
 # Children and inherited tenants of the blocks of a ``ChainIndex``.
 #
-# A chain has one tenant, as the salt is hashed into its first block.  A block whose tenant is not
-# recorded (older versions did not record it for generated blocks) inherits its parent's.  Events
+# A chain has one tenant, as the salt is hashed into its first block.  A block without a recorded
+# tenant (older versions recorded none for generated blocks) inherits its parent's.  Events
 # and surveys add blocks in any order, so the parent or its tenant may become known later than the
 # block.
 
@@ -224,8 +224,13 @@ class ChainIndex:
             self._count_bytes(row, -1)
             self._tables.stored[row] = False
 
+    def limit_times(self, now_s: float) -> None:
+        """Set times after ``now_s`` to it: a clock that was ahead may not protect blocks."""
+        times = self.tables().times
+        np.minimum(times, now_s, out=times)
+
     def absent(self, namespace: str, fan_out: int, found: set[BlockKey], before_s: float) -> Rows:
-        """Return stored rows whose keys begin with these 12 bits and are not in ``found``.
+        """Return stored rows that are not in ``found`` and have keys that begin with these 12 bits.
 
         Blocks used at ``before_s`` or later are left out: they may be newer than the listing.
         """

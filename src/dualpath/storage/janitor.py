@@ -1,4 +1,4 @@
-"""The janitor: keeps a storage within its limits.  One per storage, elected by a lease.
+"""The janitor: enforces the limits of a storage.  One per storage, elected by a lease.
 
 A step applies the journal events of the engines, continues the survey, and removes blocks if a
 limit is exceeded.  A janitor that dies at any point leaves intact blocks; the next janitor restores
@@ -10,13 +10,13 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, TenantTag
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
 from dualpath.storage.chain_index import (
@@ -38,7 +38,14 @@ from dualpath.storage.journal import (
     segments,
 )
 from dualpath.storage.objects import ObjectInfo, ObjectTree
-from dualpath.storage.posix import TEMPORARY_FOLDER, key_of, object_name
+from dualpath.storage.posix import (
+    TEMPORARY_FOLDER,
+    is_folder_name,
+    is_namespace,
+    is_object_name,
+    key_of,
+    object_name,
+)
 from dualpath.storage.quotas import StorageLimits, StoredBytes
 
 # ------------------------------------------------------------------------------------------ survey
@@ -51,13 +58,7 @@ from dualpath.storage.quotas import StorageLimits, StoredBytes
 SURVEY_S = 24 * 3600.0
 #: A block written less than this ago may be missing in a listing.
 SETTLED_S = 60.0
-_NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
-
-
-def is_namespace(folder: str) -> bool:
-    """Whether a folder's name is that of a namespace; other folders are never touched."""
-    return _NAMESPACE.fullmatch(folder) is not None
 
 
 class Differences(msgspec.Struct):
@@ -70,7 +71,8 @@ class Differences(msgspec.Struct):
 class Survey:
     """Runs surveys one after another; ``surveyed_s`` is when the last complete one ended.
 
-    ``now_s`` is Unix time.
+    ``now_s`` is Unix time.  Times that other clocks, or this one before it was corrected, have
+    recorded after ``now_s`` count as ``now_s``.
     """
 
     def __init__(
@@ -122,10 +124,12 @@ class Survey:
     def _is_due(self) -> bool:
         if self.surveyed_s is None:
             return True
+        now_s = self._now_s()
+        self.surveyed_s, self._began_s = min(self.surveyed_s, now_s), min(self._began_s, now_s)
         if not self._folders:
-            return self._now_s() >= self.surveyed_s + self._period_s / 2
+            return now_s >= self.surveyed_s + self._period_s / 2
         # Wait for half of the period, survey during the other half.
-        passed_s = self._now_s() - self._began_s
+        passed_s = now_s - self._began_s
         return passed_s * 2 >= self._period_s * self.progress
 
     def _begin(self) -> None:
@@ -163,7 +167,8 @@ class Survey:
         header = decode_header(self._tree.get(info.name, HEADER_BYTES) or b"")
         # A block without a valid header is removed when it is read, or evicted as an unused one.
         origin = header.origin if header is not None and header.key == key else UNKNOWN_ORIGIN
-        self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, info.written_s)
+        written_s = min(info.written_s, self._now_s())
+        self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, written_s)
         self.differences.found_blocks += 1
 
 
@@ -183,7 +188,8 @@ _JANITOR = "janitor"
 def remove_stale_temporaries(tree: ObjectTree, now_s: float) -> int:
     """Remove temporary files older than ``STALE_S`` at ``now_s`` (Unix time); return how many.
 
-    Raises ``StorageError``.
+    So does one that is as far in the future: the clock of its writer was ahead.  Raises
+    ``StorageError``.
     """
     return tree.remove(
         [
@@ -191,7 +197,7 @@ def remove_stale_temporaries(tree: ObjectTree, now_s: float) -> int:
             for folder in tree.folders("")
             if folder == _JANITOR or is_namespace(folder)
             for info in tree.objects(f"{folder}/{TEMPORARY_FOLDER}/")
-            if info.written_s < now_s - STALE_S
+            if abs(now_s - info.written_s) > STALE_S
         ]
     )
 
@@ -220,9 +226,9 @@ class Progress(msgspec.Struct, frozen=True, rename={"applied": "taken"}):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=0)]
     namespaces: tuple[str, ...]
-    tenants: tuple[str, ...]
+    tenants: tuple[TenantTag, ...]
     progress: Progress
 
 
@@ -268,6 +274,8 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
     columns: dict[str, Any] = {}
     try:
         head = msgspec.json.decode(content[start:end], type=_Head)
+        if foreign := [name for name in head.namespaces if not is_folder_name(name)]:
+            raise ValueError(f"{foreign[0][:80]!r} is not the name of a namespace")
         for name, kind, width in COLUMNS:
             shape = (head.rows, *width)
             count = int(np.prod(shape))
@@ -290,13 +298,13 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
 # before it removes anything else.
 
 TERMS = "janitor/lease/"
-#: A holder whose count does not change for this long is considered dead.
+#: A holder is considered dead if its count does not change for this long.
 LEASE_S = 30.0
 #: Shortest interval between heartbeats.
 BEAT_S = 5.0
 
 
-class Heartbeat(msgspec.Struct, frozen=True):
+class LeaseRecord(msgspec.Struct, frozen=True):
     """Content of the object of a term."""
 
     holder: str
@@ -311,7 +319,7 @@ class Lease:
         self.term = 0
         self._tree = tree
         self._lease_s = lease_s
-        self._beat = Heartbeat(holder)
+        self._beat = LeaseRecord(holder)
         self._beaten_s = 0.0
         self._seen: tuple[int, bytes | None] | None = None
         self._seen_s = 0.0
@@ -336,7 +344,7 @@ class Lease:
     def release(self) -> None:
         """Release the lease: another candidate can acquire it immediately."""
         if self.term:
-            self._tree.replace(_name(self.term), msgspec.json.encode(Heartbeat("")))
+            self._tree.replace(_name(self.term), msgspec.json.encode(LeaseRecord("")))
             self.term = 0
 
     def _is_ours(self, newest: int) -> bool:
@@ -350,7 +358,7 @@ class Lease:
         try:
             return (
                 content is None
-                or msgspec.json.decode(content, type=Heartbeat).holder == self.holder
+                or msgspec.json.decode(content, type=LeaseRecord).holder == self.holder
             )
         except msgspec.MsgspecError:
             return True
@@ -360,14 +368,14 @@ class Lease:
         return max((int(name) for name in names if name.isdecimal()), default=0)
 
     def _is_stale(self, term: int, content: bytes, now_s: float) -> bool:
-        if content == msgspec.json.encode(Heartbeat("")):
+        if content == msgspec.json.encode(LeaseRecord("")):
             return True
         if self._seen != (term, content):
             self._seen, self._seen_s = (term, content), now_s
         return now_s - self._seen_s >= self._lease_s
 
     def _create_term(self, term: int, now_s: float) -> bool:
-        self._beat = Heartbeat(self.holder)
+        self._beat = LeaseRecord(self.holder)
         if not self._tree.create(_name(term), msgspec.json.encode(self._beat)):
             return False
         self.term, self._beaten_s = term, now_s
@@ -377,11 +385,11 @@ class Lease:
     def _renew(self, now_s: float) -> None:
         if now_s - self._beaten_s < BEAT_S:
             return
-        self._beat = Heartbeat(self.holder, self._beat.count + 1)
+        self._beat = LeaseRecord(self.holder, self._beat.count + 1)
         try:
             self._tree.replace(_name(self.term), msgspec.json.encode(self._beat))
         except StorageError:
-            # The disk may be full, and only the janitor frees space on it: it keeps the lease.
+            # The disk may be full, and only the janitor frees space on it: it retains the lease.
             return
         self._beaten_s = now_s
 
@@ -391,7 +399,7 @@ def _name(term: int) -> str:
 
 
 # -------------------------------------------------------------------------------------------- pins
-# Pins of blocks that must not be evicted: empty objects whose names are the pins.
+# Pins of blocks that must not be evicted: empty objects, each named after what it pins.
 #
 # ``janitor/pins/namespace/<namespace>``, ``…/tenant/<tag>`` and ``…/chain/<namespace>/<key in
 # hex>``.
@@ -407,7 +415,8 @@ _KINDS = {
 def pin_name(kind: str, *parts: str) -> str:
     """Return the object name of a pin; raises ``ConfigError`` if it is malformed."""
     name = "/".join((kind, *parts))
-    if kind not in _KINDS or not _KINDS[kind].fullmatch(name):
+    named = kind in _KINDS and _KINDS[kind].fullmatch(name) is not None
+    if not (named and is_object_name(name)):
         raise ConfigError(
             f"{name!r} cannot be pinned; give a namespace's folder, a tenant's tag of 16 hex "
             "digits, or a folder and a key of 64 hex digits"
@@ -620,6 +629,7 @@ class _JanitorTerm:
         self._tree, self._lease, self._limits, self._totals = tree, lease, limits, totals
         self._now_s, self._steady_s = now_s, steady_s
         self.index, progress = load(tree) or (ChainIndex(), Progress())
+        self.index.limit_times(now_s())
         self.survey = Survey(tree, self.index, now_s, progress.surveyed_s)
         self._applied = dict(progress.applied)
         self._last_event_s: dict[str, float] = dict.fromkeys(self._applied, steady_s())
@@ -675,7 +685,7 @@ class _JanitorTerm:
 
     def _apply_events(self) -> None:
         before = dict(self._applied)
-        touched, count = apply_events(self._tree, self.index, self._applied)
+        touched, count = apply_events(self._tree, self.index, self._applied, self._now_s())
         now_s = self._steady_s()
         self._last_event_s |= {w: now_s for w, n in self._applied.items() if before.get(w) != n}
         self._events += count
@@ -709,6 +719,7 @@ class _JanitorTerm:
         # Measure only the planning itself: with the time to read pins included, a slow storage
         # would stay above its quota for many times that long.
         begun_s = self._steady_s()
+        self.index.limit_times(self._now_s())
         rows = victims(self.index, self._limits, pins, self._now_s()).tolist()
         self._plan, self._planned = deque(rows), set(rows)
         if not rows:
@@ -761,9 +772,11 @@ class _JanitorTerm:
 
 
 def apply_events(
-    tree: ObjectTree, index: ChainIndex, applied: dict[str, int]
+    tree: ObjectTree, index: ChainIndex, applied: dict[str, int], now_s: float
 ) -> tuple[set[int], int]:
     """Apply all journal segments after ``applied`` (last segment by writer), which is updated.
+
+    Events of writers with clocks ahead of ``now_s`` (Unix time) count as of ``now_s``.
 
     Returns the rows of blocks written or used, including the parents of written ones, and the
     number of events.  Raises ``StorageError`` if a segment cannot be read; then none is applied.
@@ -784,14 +797,13 @@ def apply_events(
     events.sort(key=lambda item: item[1].time_s)
     touched: set[int] = set()
     for namespace, item in events:
+        time_s = min(item.time_s, now_s)
         match item:
             case Written():
-                row = index.add(
-                    namespace, item.key, item.parent, item.tenant, item.bytes, item.time_s
-                )
+                row = index.add(namespace, item.key, item.parent, item.tenant, item.bytes, time_s)
                 touched |= {row, int(index.tables().parents[row])}
             case Used():
-                touched.add(index.use(namespace, item.key, item.time_s))
+                touched.add(index.use(namespace, item.key, time_s))
             case Removed():
-                index.remove(namespace, item.key, item.time_s)
+                index.remove(namespace, item.key, time_s)
     return touched, len(events)

@@ -1,7 +1,7 @@
 """The quotas of a storage: of all blocks, of each namespace, of each tenant.
 
 One rule for the three.  Above a share of the quota, the high watermark, the janitor evicts blocks
-(``policy.eviction``); blocks that would exceed the quota are not written (``storage.keeper``).
+(``policy.eviction``); blocks that would exceed the quota are not written (``storage.maintenance``).
 """
 
 import heapq

@@ -101,7 +101,7 @@ class LookupCachingStorage(WrappingStorage):
             return self._known.head(keys, start)
 
     def remember(self, keys: Sequence[BlockKey]) -> None:
-        """Cache keys whose blocks must be stored, because a later block of their chain is."""
+        """Cache keys of blocks that must be stored, because a later block of their chain is."""
         with self._lock:
             self._age()
             self._known.note(keys, None)

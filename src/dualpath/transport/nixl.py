@@ -106,7 +106,7 @@ def nixl_errors(api: Any) -> tuple[type[Exception], ...]:  # noqa: ANN401 - as a
 # A request cannot be cancelled: over TCP, bytes of a cancelled READ were written after the peer had
 # been removed and the handle released.  A transfer with a disconnected peer therefore stays MOVING
 # until NIXL reports its end, and only then becomes FAILED; until then its handle and the peer's
-# connection are kept.
+# connection stay open.
 
 
 class TransferOwner(Protocol):

@@ -242,7 +242,7 @@ def _kind_problems(role: Role, specs: list[KVCacheSpec]) -> list[str]:
     problems = []
     if other := _kinds(spec for spec in specs if type(spec).__name__ not in _SERVED[role]):
         problems.append(
-            f"layers with a cache of the kind {other}, whose blocks are not known to be "
+            f"layers with a cache of the kind {other}: its blocks are not known to be "
             f"interchangeable between engines; a {role} engine serves "
             + ", ".join(sorted(_SERVED[role]))
         )
@@ -287,7 +287,7 @@ def _sharing_problems(config: "VllmConfig") -> list[str]:
 
 
 def _window_problems(role: Role, config: "VllmConfig", cache: "KVCacheConfig") -> list[str]:
-    """Describe a prefix cache that would hit blocks whose window layers were never loaded.
+    """Describe a prefix cache that would hit blocks without their window layers.
 
     A DE loads only the last blocks of a prompt's window layers.  vLLM tracks this only if the
     window layers have groups of their own.
@@ -365,7 +365,7 @@ def hbm_layout(
 def _region(
     name: str, layer: int, cache: torch.Tensor, num_blocks: int, page_bytes: int
 ) -> RegionInfo:
-    """Describe one layer's tensor, whose first dimension counts blocks.
+    """Describe one layer's tensor; its first dimension counts blocks.
 
     If the attention kernel has smaller blocks than the engine, an engine block is a whole number
     of kernel blocks.

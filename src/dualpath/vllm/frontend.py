@@ -65,7 +65,7 @@ class ClientFrontEnd(TokenSource, LimitedService, HintedService, Protocol):
 
 
 class DualPathLLM(AsyncLLM):
-    """``AsyncLLM`` whose ``engine_core`` is a ``RoutedEngineCore``; starts no process.
+    """``AsyncLLM`` with a ``RoutedEngineCore`` as ``engine_core``; starts no process.
 
     Create it on the event loop that uses it; ``aclose`` ends it.
     """

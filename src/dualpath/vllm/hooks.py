@@ -207,7 +207,7 @@ HOOKS: tuple[tuple[str, Callable[[], bool]], ...] = (
     (f"block keys by {HASH_ALGORITHM} and their root", _block_keys),
     ("route /inference/v1/generate", _token_route),
     ("--middleware is outside vLLM's own", _guard_is_outermost),
-    ("requests whose KV does not arrive are failed", _failed_loads_end_requests),
+    ("requests fail if their KV does not arrive", _failed_loads_end_requests),
     (
         "attention layers expose backend, KV dtype and window, the cache its layout",
         _layer_attributes,

@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 #
 # Linux grants the AMX tile registers to a process on request; without it, a tile instruction ends
 # the process with SIGILL.  vLLM 0.32 does not request them; oneDNN does at its first matrix
-# product.  A plain engine's first pass is a prompt, whose products go through oneDNN before its
-# attention.  A DE's first pass may be one token, whose small products do not go through oneDNN, and
+# product.  A plain engine's first pass is a prompt: its products go through oneDNN before its
+# attention.  A DE's first pass may be one token: its small products do not go through oneDNN, and
 # the attention after them would end the process.
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ def patch_sparse_layers(config: "VllmConfig") -> None:
             continue
         if not reads_at_one_place(kind):
             raise ConfigError(
-                f"{name} is a {kind.__module__}.{kind.__qualname__}, whose attention does not call "
+                f"{name} is a {kind.__module__}.{kind.__qualname__}: its attention does not call "
                 f"the connector and is unknown (supported is {READER} of vLLM 0.32's "
                 "DeepseekV32Attention on NVIDIA GPUs), so it is unknown when its KV is read; serve "
                 "another model, or this one on NVIDIA GPUs with vLLM 0.32"
@@ -149,7 +149,7 @@ def patch_cpu_lora_kernels() -> None:
 
 
 def skip_missing_adapters(expand: Callable[..., None]) -> Callable[..., None]:
-    """Return ``expand`` with inputs of 0 for tokens whose index is -1."""
+    """Return ``expand`` with inputs of 0 for tokens of index -1."""
 
     def patched(
         inputs: torch.Tensor,

@@ -1,4 +1,4 @@
-"""A vLLM worker whose layers share a few physical KV regions (layerwise prefill, §2.1).
+"""A vLLM worker with layers that share a few physical KV regions (layerwise prefill, §2.1).
 
 vLLM places every layer's KV by a ``KVCacheTensor`` (offset, strides) in one allocation and allows
 overlapping placements.  So only data changes: layer i is placed in region i mod ``layer_buffers``

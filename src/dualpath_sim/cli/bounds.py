@@ -35,7 +35,7 @@ writes of generated tokens. Without --model every GPU of an engine has its own K
 
 
 class BoundsSettings(Settings, frozen=True, kw_only=True):
-    """The cluster, and the prompts whose transfer plans are summed."""
+    """The cluster, and the prompts; the transfer plans of these are summed."""
 
     cluster: Annotated[
         str, Setting("cluster from the catalog or a TOML file", metavar="C.toml|NAME")
@@ -195,7 +195,7 @@ def _verdict(shape: "ClusterShape") -> list[str]:
     return lines
 
 
-#: Links whose load does not depend on P/D.
+#: Links with a load that does not depend on P/D.
 _FIXED = ("pe-cnic-read", "pe-dram")
 
 

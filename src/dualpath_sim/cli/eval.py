@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpath.cli.output import warn_if_no_plots
+from dualpath.cli.main import OutputFolder, OutputPath
+from dualpath.cli.output import print_skipped, warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
 from dualpath_sim.cli.experiments import EXIT_DIFFERS, values
@@ -16,6 +17,7 @@ from dualpath_sim.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath_sim.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
+    from dualpath.workload.formats.lines import OnBroken
     from dualpath_sim.evaluation.report import FigureReport
     from dualpath_sim.evaluation.runs import Runs
     from dualpath_sim.evaluation.settings import Calibration, RunSpec
@@ -46,9 +48,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FIGURE",
         help=f"{', '.join(FIGURE_NAMES)}, all (of these), beyond, or dram-tier",
     )
-    parser.add_argument("--out", metavar="DIR", help="write the files here")
+    parser.add_argument("--out", type=OutputFolder, metavar="DIR", help="write the files here")
     parser.add_argument(
-        "--docs", metavar="FILE.md", help="write one page with all of them, and plots next to it"
+        "--docs",
+        type=OutputPath,
+        metavar="FILE.md",
+        help="write one page with all of them, and plots next to it",
     )
     parser.add_argument(
         "--check",
@@ -63,6 +68,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="DIR",
         help="folder with real traces for `beyond`; missing traces are left out and named",
     )
+    parser.add_argument(
+        "--skip-broken", action="store_true", help="skip and count invalid lines of these traces"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -75,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
 
     from dualpath.report import markdown
     from dualpath.report.files import require_plots
+    from dualpath.workload.formats.lines import SkippedLines
     from dualpath_sim.evaluation.beyond import existing_traces
     from dualpath_sim.evaluation.document import write_document, write_figure
     from dualpath_sim.evaluation.report import comparison_table, with_key_results
@@ -90,8 +99,11 @@ def run(args: argparse.Namespace) -> int:
     settings = flag_settings(args, EvaluationSettings, defaults=defaults)
     traces = existing_traces(Path(args.traces)) if args.traces else {}
     core = checked_core(args)
-    runs = _runs(settings, core, traces, AS_WRITTEN)
-    second = _runs(settings, core, traces, AT_48K)
+    skipped = SkippedLines()
+    on_broken = skipped if args.skip_broken else None
+    runs = _runs(settings, core, traces, AS_WRITTEN, on_broken)
+    # Its reports are the same lines again.
+    second = _runs(settings, core, traces, AT_48K, SkippedLines() if on_broken else None)
     reports = []
     for build in _chosen(args.figures, traces):
         report = build(runs)
@@ -104,6 +116,7 @@ def run(args: argparse.Namespace) -> int:
             write_figure(report, Path(args.out))
         else:
             print(markdown.page(report.report()))
+    print_skipped(skipped)
     if args.docs:
         write_document(reports, Path(args.docs))
     all_compared = [one for report in reports for one in report.compared]
@@ -152,6 +165,7 @@ def _runs(
     core: "Core",
     traces: Mapping[str, Path],
     calibration: "Calibration",
+    on_broken: "OnBroken | None",
 ) -> "Runs":
     from dualpath_sim.evaluation.inputs import CatalogInputs
     from dualpath_sim.evaluation.runs import Runs
@@ -159,7 +173,7 @@ def _runs(
 
     return Runs(
         settings,
-        CatalogInputs(settings.tail, traces, calibration),
+        CatalogInputs(settings.tail, traces, calibration, on_broken),
         partial(simulate, core=core),
         _Progress(),
         calibration,

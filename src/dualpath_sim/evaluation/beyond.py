@@ -222,11 +222,11 @@ earlier finish.
 ONLINE_APS = (0.2, 0.4)
 #: The nodes of most settings, left out of their names below bars.
 _MOSTLY = "2P4D"
-_NAMED_BY = f"model ({_MOSTLY} unless said), context or trace, agents"
+_NAMED_BY = f"model ({_MOSTLY} by default), context or trace, agents"
 #: How a gain is written.
 _SAVED = "{:+.1%}"
 
-#: Where each trace lies in the folder of real workloads.
+#: The path of each trace in the folder of real workloads.
 TRACE_FILES = {
     "mini-swe": "mini_swe_gemini3/rounds_dev_dsv3tok.jsonl.xz",
     "claude-code": "kv_cache_tester/dev.jsonl.xz",

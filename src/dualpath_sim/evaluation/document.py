@@ -115,7 +115,7 @@ def _command(figures: Sequence[FigureReport]) -> str:
 
 
 def _summary(readings: Mapping[str, Sequence[Compared]]) -> Table:
-    """Count how many numbers lie within 5, 10, 15 and 20 %, of each set of parameters."""
+    """Count the numbers with errors of up to 5, 10, 15 and 20 %, for each set of parameters."""
     rows = []
     for reading, compared in readings.items():
         for offline in (True, False):
@@ -138,7 +138,7 @@ def _counts(equal: Sequence[Compared]) -> tuple[str, ...]:
 
 #: Fewer than those in which the order of a summation shows, which differs between machines.
 _JSON_DIGITS = 10
-#: Where the plots of the page over all figures lie, beside it.
+#: Folder of the plots of the page over all figures, relative to the page.
 _PICTURES = "images/evaluation/"
 
 

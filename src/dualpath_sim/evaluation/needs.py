@@ -24,7 +24,7 @@ from dualpath_sim.simulator.settings import ClusterSettings
 class ModelSizes(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a model's KV takes, whatever the cluster.
 
-    ``pass_bytes`` of the longest prompt lie in a PE's HBM at a time; of it ``read_bytes`` come from
+    ``pass_bytes`` of the longest prompt are in a PE's HBM at a time; of it ``read_bytes`` come from
     storage, and ``pe_cnic_bytes`` go through the NICs of its PE in their busier direction if the PE
     reads.  ``agent_bytes`` stay in storage of an agent that is done.
     """
@@ -50,7 +50,7 @@ def model_sizes(
     """Return the sizes of a longest prompt and an agent, both in tokens.
 
     All of the prompt but a typical append (429 tokens, Table 2) is read, at least one token of it
-    is not.  ``layer_buffers`` ≥ 1 layers of each size lie in a PE's HBM (§2.1).
+    is not.  ``layer_buffers`` ≥ 1 layers of each size are in a PE's HBM (§2.1).
     """
     geometry = model.block_geometry(block_tokens)
     blocks = -(-prompt_tokens // block_tokens)

@@ -15,9 +15,9 @@ Relation = Literal["equals", "at most", "comparable"]
 class Quoted(msgspec.Struct, frozen=True):
     """One number of the paper.
 
-    ``relation`` says how to compare: the model should equal the value; stay below it; or, where
-    the paper only calls two systems comparable, their ratio should be near 1.  ``offline`` is
-    the part whose target is 5 %.
+    ``relation`` is how to compare: the model should equal the value; stay below it; or, where
+        the paper only calls two systems comparable, their ratio should be near 1.  ``offline`` is
+        the part with a target of 5 %.
     """
 
     key: str
@@ -109,7 +109,7 @@ _QUOTED = (
 #: The paper's numbers by key, in the order of its text.
 QUOTED = {quoted.key: quoted for quoted in _QUOTED}
 
-#: What the model's parameters were fitted to, as the catalog's files say; every other number is a
+#: What the model's parameters were fitted to, by the catalog's files; every other number is a
 #: prediction.  Kernel rates, the overhead of a pass, the cap of a batch and what a CNIC reaches:
 #: five numbers of DS 660B on 2P4D, 64K, offline.  DS 27B's efficiency: one of Fig. 7.  Admission to
 #: decode: the TTST of 2P4D.  The cost of one more request in a decode step: both TPOT of Table 3.

@@ -47,7 +47,7 @@ class RateSearch:
     A run may err.  So each end of the last bracket is tried until ``agreeing_runs`` of its runs
     agree, and the majority counts; if that reverses an end, the search continues from there.  With
     two agreeing runs a single wrong answer never changes the result: it makes its rate an end of
-    the bracket, and every later answer keeps the bracket's end there until that rate is tried
+    the bracket, and every later answer leaves the bracket's end there until that rate is tried
     again.  ``most_runs`` bounds all runs.
     """
 
@@ -259,7 +259,7 @@ def rate_sweep(runs: Runs, system: System, mode: Mode) -> Sweep:
 
 
 def meets_slo(runs: Runs, spec: RunSpec) -> bool:
-    """Return whether an experiment meets the SLO, simulating no more than its end takes to see.
+    """Return whether an experiment meets the SLO, simulating only as much as this takes.
 
     A run that is cut early has the same past: most end long before the horizon, which is there for
     agents to be followed to their own end.

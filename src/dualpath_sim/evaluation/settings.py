@@ -194,6 +194,6 @@ AT_48K = Calibration(
 - what a CNIC gives to layer blocks (23.5 GB/s): to the three ablation steps;
 - the efficiency of DS 27B's kernels (0.16): to its largest speed-up in Fig. 7.
 
-TTST and TPOT are not fitted anew, so that in this column they are predictions.
+TTST and TPOT were not fitted again, so they are predictions in this column.
 """,
 )

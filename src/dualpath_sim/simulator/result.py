@@ -44,7 +44,8 @@ class Decisions(NamedTuple):
     """Assignments in the order they were made; engines by number, reasons by index.
 
     Cached tokens were expected in the engine's DRAM and are not read from storage.
-    Reasons are places of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS`` (``policy.events``).
+    Reasons are places of ``PE_REASONS`` and ``DE_REASONS`` (``policy.events``), and of
+    ``READ_REASONS`` (``policy.read_side``).
     """
 
     round: IntArray
@@ -105,7 +106,7 @@ class RoleMove(NamedTuple):
 class SimulationResult(NamedTuple):
     """One run.
 
-    ``end_ns`` is when the last event happened; ``stopped`` says that ``until_s`` ended the run
+    ``end_ns`` is when the last event happened; ``stopped`` if ``until_s`` ended the run
     with rounds unfinished.  ``events`` counts events of the kernel.  ``decisions`` is None
     unless recording was asked for.  ``moves`` are in the order in which they were decided.
     """

@@ -167,8 +167,8 @@ def pass_end_ns(
 
     With all layers ``resident`` that is the loads alone, and they come before the computation.
     Layerwise, loads and sends flow meanwhile, but the first layer's loads and the last layer's
-    sends have no computation to hide behind; unless the pass is ``overlapped``: it has begun in
-    the one before it, whose sends end behind its first layers.
+    sends have no computation to hide behind; unless the pass is ``overlapped``: it has begun
+    during the previous pass, and the sends of that pass end behind its first layers.
 
     Deviation: no pass follows the last one, which could hide its last layer's sends.  They are
     taken for hidden as well.

@@ -204,7 +204,7 @@ def _inference_perf(target: Target, work: Path) -> list[str]:
 
 
 def _weka_trace(number: int, turns: int = 3) -> dict[str, object]:
-    """Return an agent whose prompt grows by two blocks a turn."""
+    """Return an agent with a prompt that grows by two blocks a turn."""
     chance = random.Random(number)
     hash_ids: list[int] = []
     requests = []

@@ -1,6 +1,6 @@
 """Layerwise prefill with KV streamed from pinned DRAM, compared with loading before computing.
 
-One prompt: ``cached`` tokens whose KV is in DRAM as Full Blocks, ``append`` tokens to compute.
+One prompt: ``cached`` tokens with KV in DRAM as Full Blocks, ``append`` tokens to compute.
 
 * *alone*: all KV is in HBM and nothing is sent: the lower bound of the time.
 * *load, then compute*: all layers are loaded, then computed, then sent (mode Basic).

@@ -39,12 +39,12 @@ OTHER_MODES = ("basic", "oracle")
 class Step:
     """Expected output and files of a command that begins with ``command``.
 
-    ``says`` is a regular expression of the output.  ``serves``: the command runs until Ctrl-C.
+    ``prints`` is a regular expression of the output.  ``serves``: the command runs until Ctrl-C.
     Quick runs leave out commands that ``needs`` an installation or a cluster of real engines.
     """
 
     command: str
-    says: str = ""
+    prints: str = ""
     leaves: str = ""
     serves: bool = False
     needs: str = ""
@@ -83,11 +83,11 @@ class Typed:
         return f"{self.block.page.name}:{self.block.line}"
 
     def made_small(self) -> "Typed":
-        """Return it with options for a small run, whose numbers differ from README's."""
+        """Return it with options for a small run, which prints other numbers than README's."""
         if not self.block.run_with:
             return self
         return replace(
-            self, text=f"{self.text} {self.block.run_with}", step=replace(self.step, says="")
+            self, text=f"{self.text} {self.block.run_with}", step=replace(self.step, prints="")
         )
 
 
@@ -131,7 +131,7 @@ def _step_of(text: str, block: Block) -> Step:
 
 
 # ---------------------------------------------------------------------------------------- terminal
-# A terminal: one shell, into which commands are typed and whose output is read.
+# A terminal: one shell; commands are typed into it and its output is read.
 
 #: Printed by the shell after each command, with its exit code.
 _DONE = "@@ended"
@@ -285,11 +285,11 @@ class Newcomer:
             self.rows.append((first, "FAILED", time.monotonic() - began_s))
             raise CommandFailedError(f"{one.place}: {first}: {error}") from None
         self._reader.record(step, output)
-        self.rows.append((first, "as README says", time.monotonic() - began_s))
+        self.rows.append((first, "as in README", time.monotonic() - began_s))
 
     def _check(self, step: Step, output: str) -> None:
-        if step.says and re.search(step.says, output, re.MULTILINE) is None:
-            raise CommandFailedError(f"the output does not match {step.says!r}")
+        if step.prints and re.search(step.prints, output, re.MULTILINE) is None:
+            raise CommandFailedError(f"the output does not match {step.prints!r}")
         if step.leaves and not (self._reader.clone / step.leaves).is_file():
             raise CommandFailedError(f"it did not write {step.leaves}")
 
@@ -298,7 +298,7 @@ class Newcomer:
         self._end_serving()
         server, self._terminal = self._terminal, self._new_terminal()
         self._serving = server, text, step
-        output = server.begin(text, step.says, step.limit_s)
+        output = server.begin(text, step.prints, step.limit_s)
         self._terminal.run(ACTIVATE, _END_S)
         return output
 
@@ -382,7 +382,7 @@ def main(arguments: Sequence[str]) -> int:
     for command, verdict, seconds in newcomer.rows:
         print(f"{seconds:7.1f} s  {verdict:16}  {command}")
     total_s = sum(seconds for _, _, seconds in newcomer.rows)
-    print(f"{total_s:7.1f} s  {'FAILED: ' + failure if failure else 'all as README says'}")
+    print(f"{total_s:7.1f} s  {'FAILED: ' + failure if failure else 'all as in README'}")
     return 1 if failure else 0
 
 

@@ -1,4 +1,4 @@
-"""A client that keeps streams open and records the arrival time of each event.
+"""A client that leaves streams open and records the arrival time of each event.
 
 It parses as little as possible, since it shares the machine's cores with the servers.
 """

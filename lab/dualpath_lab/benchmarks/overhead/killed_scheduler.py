@@ -1,6 +1,6 @@
 """Time without placements after a SIGKILL of the scheduler of a router with front ends.
 
-The router is `dualpath emulate router --front-ends N`, whose supervisor restarts the scheduler;
+The router is `dualpath emulate router --front-ends N`: its supervisor restarts the scheduler;
 engines are emulated.  Agents send requests continuously, more than the decode engines have room
 for, so that at any time some requests wait, some are in prefill and most decode; every token is
 compared with the expected one.  Times are measured from the kill.

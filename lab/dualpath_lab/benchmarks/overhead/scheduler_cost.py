@@ -113,7 +113,7 @@ class StubCalls:
 
 
 class Agent:
-    """A client whose prompt begins with ``prompt`` tokens and grows by ``append`` each turn."""
+    """A client with a prompt of at first ``prompt`` tokens that grows by ``append`` each turn."""
 
     def __init__(self, name: str, prompt: int, append: int, seed: str) -> None:
         self._name = name

@@ -65,7 +65,7 @@ step_s = {step_s}
 
 
 class Server(NamedTuple):
-    """An endpoint served by ``processes``; ``router`` is the one whose CPU time is measured.
+    """An endpoint served by ``processes``; the CPU time of ``router`` is measured.
 
     ``metric_urls`` by name: of the router, if there is one, and of the prefill engine.
     """

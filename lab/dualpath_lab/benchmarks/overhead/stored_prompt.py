@@ -1,4 +1,4 @@
-"""TTFT of a prompt whose KV is completely stored, on an idle 1P1D, compared with its transfers.
+"""TTFT of a prompt with completely stored KV, on an idle 1P1D, compared with its transfers.
 
 The same prompt is sent repeatedly to a ``traced_cluster``; all of its blocks but the last are read,
 and the last one is computed in no time.  The transfers' share of TTFT is the time in which the

@@ -33,7 +33,7 @@ class DualPathStack:
         self._alpha_tokens = max(int(ALPHA_S * snic_bytes_per_s / kv_bytes_per_token), 1)
 
     def commands(self, settings: PeerSettings) -> list[NodeCommand]:
-        """Return router and engines, whose readiness the router reports."""
+        """Return router and engines; the router reports when the engines are ready."""
         environment = {k: v for k, v in NIXL_ENVIRONMENT.items() if not k.startswith("PEER_")}
         nodes = (*settings.prefill, *settings.decode)
         return cluster_commands(

@@ -208,7 +208,7 @@ def _setting_lines(run: int, regimes: int) -> tuple[str, ...]:
     return (
         "Real vLLM engines on CPU at 1P2D, links shaped by the kernel, a model of random weights "
         "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
-        "with 60. DRAM per node holds 1.25 of their KV, a quarter, or no more than the longest "
+        "with 60. DRAM per node holds 1.25 of their KV, a quarter, or only the longest "
         "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
         f"{run} of {regimes} regimes have been run. Compare only within a row: other "
         "processors are faster or slower.",

@@ -3,7 +3,7 @@
     python pd_proxy.py --prefill URL … [--decode URL …] [--host HOST] [--port PORT]
 
 A request is sent to the next prefill engine with one token to generate, and then, with the
-``kv_transfer_params`` of its response, to the next decode engine, whose stream is forwarded.  By
+``kv_transfer_params`` of its response, to the next decode engine; its stream is forwarded.  By
 the engines' convention the prefill engine's token is dropped and computed again.  Without decode
 engines every engine serves complete requests, and all requests of an agent are sent to one engine
 (by the first block of the prompt), so that its KV in HBM is reused.
@@ -30,7 +30,7 @@ _MAX_BODY_BYTES = 64 << 20
 
 
 def prefill_body(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the request for the prefill engine: one token, not streamed, KV kept for transfer."""
+    """Return the request for the prefill engine: one token, not streamed, KV held for transfer."""
     copied = {name: value for name, value in body.items() if name != "stream_options"}
     return {
         **copied,

@@ -29,7 +29,7 @@ _SHOWN_CHARACTERS = 300
 class Subject(Protocol):
     """The tested system; an asynchronous context manager."""
 
-    #: The process whose memory is watched; None: this one.
+    #: The memory of this process is watched; None: of the current process.
     pid: int | None
 
     async def __aenter__(self) -> Self:

@@ -15,9 +15,10 @@ from dualpath_lab.faults.simulation.world import Process, World
 
 #: Faults begin within this time.
 FAULTS_WITHIN_S = 1.2
-#: Probability that a fault begins at an opportunity (``World.maybe_fault``).
+#: Probability that a fault begins at a call of ``World.maybe_fault``.
 _FAULT_SHARE = 0.008
-#: Delays of stalling transfers, below and above time-outs, and of hanging ones, above all of them.
+#: Delays of stalling transfers, shorter or longer than time-outs, and of hanging ones, longer than
+#: all time-outs.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
 
@@ -55,7 +56,7 @@ class Adversary:
         self.world = world
         self.cluster = cluster
         self.clients = clients
-        #: Whether a transfer outlasts all time-outs: requests without other engines fail.
+        #: Whether a transfer lasts longer than all time-outs: requests fail without other engines.
         self.transfer_hangs = False
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
         self._unfinished = len(self._waiting)
@@ -69,7 +70,7 @@ class Adversary:
         return self._unfinished == 0
 
     def _maybe_begin(self) -> None:
-        """Something begins or is in flight that a fault may hit: half of the faults begin here."""
+        """Begin a fault with some probability, as something begins, arrives or is in flight."""
         if self._waiting and self.world.chance.random() < _FAULT_SHARE:
             self.world.after(self.world.chance.choice((0.0, 1e-4, 1e-3)), self._begin_next)
 
@@ -215,7 +216,7 @@ class Adversary:
         return self.set(self.cluster.shared.transfer_faults, "to_stall", self._some())
 
     def hanging_transfers(self) -> Callable[[], None]:
-        """Make a transfer outlast all time-outs."""
+        """Make a transfer last longer than all time-outs."""
         faults = self.cluster.shared.transfer_faults
         faults.stall_s = _HANG_S
         self.transfer_hangs = True
@@ -226,7 +227,7 @@ class Adversary:
         return self.set(self.cluster.shared.transfer_faults, "to_fail", self._some())
 
     def _some(self) -> int:
-        """Return a number of transfers whose faults a request survives."""
+        """Return a number of failing transfers that a request survives."""
         return self.world.chance.choice((1, 2))
 
     def set(self, faults: object, name: str, value: float) -> Callable[[], None]:
@@ -308,7 +309,7 @@ def _terminate_router(adversary: Adversary) -> None:
 
 
 def _outlive_lease(adversary: Adversary) -> None:
-    """SIGSTOP, and SIGCONT after another has acquired the lease."""
+    """SIGSTOP, and SIGCONT after another router has acquired the lease."""
     resume = adversary.stop(adversary.cluster.router.process)
     adversary.world.after(adversary.world.pick(_OUTLIVES_S), resume)
 

@@ -34,7 +34,7 @@ _DUPLICATE_ENGINE_S = 3.0
 _STATUS_S = 1.0
 #: Delay until a router that has ended by itself is restarted.
 _PAUSES_S = (0.05, 0.3, 1.0, 2.5)
-#: An engine that has lost a rank ends within this time: longer than it may be stopped.
+#: An engine ends within this time after it has lost a rank: longer than it may be stopped.
 _ENDS_WITHIN_S = 10.0
 
 
@@ -54,7 +54,11 @@ class Cluster:
         self.world = world
         self.settings = settings
         self.shared = ClusterResources(
-            world, links=settings.links, protect_s=PROTECT_S, election=settings.standby
+            world,
+            links=settings.links,
+            protect_s=PROTECT_S,
+            election=settings.standby,
+            views={"host-0": settings.proc},
         )
         self.engines: dict[str, SimEngine] = {}
         self._starts: dict[str, int] = {}
@@ -139,8 +143,8 @@ class Cluster:
     def lose_engine(self, engine_id: str) -> bool:
         """Kill an engine's group without a restart, if its role and its machine have others.
 
-        Another process of each machine must be able to confirm the death.  Not in clusters whose
-        roles change: the engine could be the last one that has not left its role yet.
+        Another process of each machine must be able to confirm the death.  Not while roles
+        change: the engine could be the last one that has not left its role yet.
         """
         if self.settings.role_switches:
             return False
@@ -258,8 +262,8 @@ class Cluster:
         former, start = self.engines.get(engine_id), self._start(engine_id)
         api_url = f"http://{engine_id}"
         if former is not None and former.process.alive:
-            # After two faults the old process may still run: for a while two processes have the
-            # same name, each with its own server.
+            # After two faults the old process may still run: for a while two processes, each with
+            # its own server, have the same name.
             api_url += f"-{start}"
             self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
@@ -276,21 +280,21 @@ class Cluster:
         return self._starts[name]
 
 
-# ------------------------------------------------------------------------------------- role keeper
+# ------------------------------------------------------------------------------------ role changes
 # Changes of roles and group sizes in a simulated cluster: the requests and their execution.
 
 #: How often the supervisor polls.
 _POLL_S = 0.1
-#: One in this many reports about roles is outdated, as after a long delay.
+#: One of this many reports about roles is an earlier one, as after a long delay.
 _STALE_ONE_IN = 5
-#: Requested numbers of ranks of a group.
+#: Numbers of ranks that are requested for a group.
 _RANKS = (1, 2, 3)
-#: When another role or size is requested.
+#: Range of the times at which another role or size is requested.
 _REQUESTED_S = (0.05, 0.9)
 
 
 class RoleChanges:
-    """Requests ``switches`` role changes from the router, and restarts engines accordingly."""
+    """Requests ``switches`` role changes from the router, and restarts engines in new roles."""
 
     def __init__(self, cluster: Cluster, switches: int) -> None:
         self._cluster = cluster
@@ -325,7 +329,7 @@ class RoleChanges:
     def _request(self) -> None:
         self._left -= 1
         router, chance = self._cluster.router, self._world.chance
-        # With a unit's name, another size is requested, in its own role or in the other.
+        # A request with a unit's name is for another size, in the unit's role or in the other one.
         name = chance.choice((None, *self._cluster.shapes))
         role = chance.choice(tuple(Role)) if name is None else self._other_or_own(name)
         ranks = None if name is None else chance.choice(_RANKS)

@@ -1,8 +1,8 @@
 """Simulated connections to the router that behave as ZMQ's over TCP.
 
-Frames arrive in order, after a random delay.  A reset connection loses the frames in flight in both
-directions; the far end reconnects by itself with another identity and then sends the frames that it
-has queued meanwhile, possibly to the next router.
+Frames arrive in order, after a random delay.  A reset loses the frames in flight in both
+directions.  The far end then reconnects with another identity and sends the frames that it has
+queued meanwhile, possibly to the next router.
 """
 
 import asyncio
@@ -37,7 +37,7 @@ class WireFaults:
 class Network:
     """All connections to one address of the router, and the sockets that listen there.
 
-    They belong to one process, or to two while an old leader has not yet noticed its lost lease.
+    The sockets belong to one process, or to two while an old leader has not noticed its lost lease.
     """
 
     def __init__(self, world: World, faults: WireFaults) -> None:
@@ -143,7 +143,7 @@ class Connection(ABC):
         self._world.after(_RECONNECT_S, self._connect)
 
     def close(self) -> None:
-        """Send queued frames, then nothing more."""
+        """Send the queued frames and no others."""
         self._closed = True
 
     def delay_s(self) -> float:

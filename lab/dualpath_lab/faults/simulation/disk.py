@@ -1,9 +1,8 @@
 """Simulated file systems: files, names, folders.
 
-One is mounted by all machines; each machine has another one in memory, shared by its engines.
-
-A file outlives its names as long as a descriptor is open.  Nothing here waits or fails randomly;
-the system calls of processes do that (``calls``).
+All machines mount the storage's file system; each machine also has one in memory, which its engines
+share.  A file exists as long as it has a name or an open descriptor.  ``Disk`` neither waits nor
+fails randomly; the system calls of processes do (``SimCalls``).
 """
 
 import errno
@@ -27,6 +26,10 @@ _FOLDER = stat.S_IFDIR | 0o770
 _FILE = stat.S_IFREG | 0o660
 
 
+#: The writer of files in /proc, which are read without faults.
+_KERNEL = "kernel"
+
+
 class File:
     """A file; ``writer`` is the process that created it."""
 
@@ -36,7 +39,7 @@ class File:
         self.writer = writer
         self.content = bytearray()
         self.written_s = now_s
-        #: Whether bits of it were flipped since it was written.
+        #: Whether bits of the content were flipped since it was written.
         self.corrupted = False
 
     def status(self) -> os.stat_result:
@@ -47,14 +50,14 @@ class File:
 class Disk:
     """Files by path, and the entries of each folder; methods raise ``OSError``.
 
-    Without ``links`` it does not support hard links.
+    ``links``: whether it supports hard links.
     """
 
     def __init__(self, *, links: bool) -> None:
         self.links = links
         self.files: dict[str, File] = {}
         self.folders: dict[str, dict[str, None]] = {"/": {}}
-        #: Paths whose removal an injected fault has refused.
+        #: Paths with an unlink call that an injected fault has refused.
         self.unlink_refused: set[str] = set()
 
     def status(self, path: str) -> os.stat_result:
@@ -134,7 +137,7 @@ class Disk:
         return ((path, file) for path, file in self.files.items() if within in path)
 
     def temporaries_of(self, writer: str) -> list[str]:
-        """Return the temporary files of one process whose removal was not refused."""
+        """Return one process's temporary files, without those that a fault has left there."""
         written = [path for path, file in self.half_written() if file.writer == writer]
         return [path for path in written if path not in self.unlink_refused]
 
@@ -158,7 +161,7 @@ class Disk:
 
 
 class Entry:
-    """One entry of a listed folder; ``storage.system_calls.Entry``."""
+    """One entry of a listed folder; ``node.system_calls.Entry``."""
 
     __slots__ = ("_disk", "name", "path")
 
@@ -205,11 +208,12 @@ def _status(mode: int, size: int, written_s: float) -> os.stat_result:
 
 
 # ------------------------------------------------------------------------------------------- calls
-# System calls of simulated processes: at each, the thread may be preempted, killed or fail.
+# System calls of simulated processes: at each one the thread may be preempted or killed, or the
+# call may fail.
 
 #: Probability that a thread is preempted at a call that changes a file.
 _PREEMPTED = 0.2
-#: Probability that a call of a failing operation fails: an operation has several calls.
+#: Probability that one call of a failing operation fails: an operation consists of several calls.
 _FAILS_AT_CALL = 0.2
 #: Probability of a short read or write.
 _SHORT = 0.2
@@ -229,22 +233,23 @@ class StorageFaults:
 
 
 class Uname(NamedTuple):
-    """See ``storage.system_calls.Host``."""
+    """See ``node.system_calls.Host``."""
 
     nodename: str
 
 
 class Space(NamedTuple):
-    """See ``storage.system_calls.FileSpace``."""
+    """See ``node.system_calls.FileSpace``."""
 
     f_bavail: int = 0
     f_frsize: int = 4096
 
 
 class DiskCalls:
-    """``storage.system_calls.SystemCalls`` of a process without faults.
+    """``node.system_calls.SystemCalls`` of a process without faults.
 
-    ``runs`` returns whether a process with a given number exists.
+    ``runs`` returns whether its machine has a process with a given number.  All machines have one
+    name, as clones of a machine do; their boot IDs differ.
     """
 
     def __init__(
@@ -253,7 +258,7 @@ class DiskCalls:
         self.disk = disk
         self.world = world
         self._known = known
-        self._runs = runs
+        self.runs = runs
         self._open: dict[int, File] = {}
         self._opened = 2
 
@@ -264,7 +269,10 @@ class DiskCalls:
 
     def open(self, path: str, flags: int, mode: int = 0o777, /) -> int:
         """Create a file, or open an existing one."""
-        if flags & os.O_CREAT:
+        if path.startswith("/proc/"):
+            file = File(_KERNEL, 0.0)
+            file.content += self._known.host.encode()
+        elif flags & os.O_CREAT:
             self._step(changes=True)
             file = File(self.writer, self.world.now_s)
             self.disk.create(path, file)
@@ -278,7 +286,7 @@ class DiskCalls:
     @property
     def writer(self) -> str:
         """The process that is recorded as the writer of created files."""
-        return "nobody"
+        return "operator"
 
     def close(self, descriptor: int, /) -> None:
         """Close the descriptor."""
@@ -292,8 +300,10 @@ class DiskCalls:
 
     def read(self, descriptor: int, max_bytes: int, /) -> bytes:
         """Read the file's first bytes; callers read a file only once."""
-        self._step()
-        return bytes(self._open[descriptor].content[:max_bytes])
+        file = self._open[descriptor]
+        if file.writer != _KERNEL:
+            self._step()
+        return bytes(file.content[:max_bytes])
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
         """Fill buffers."""
@@ -380,7 +390,7 @@ class DiskCalls:
 
     def uname(self) -> Uname:
         """Return the name of the machine."""
-        return Uname(self._known.host)
+        return Uname("machine")
 
     def getpid(self) -> int:
         """Return the process's number."""
@@ -388,7 +398,7 @@ class DiskCalls:
 
     def kill(self, process_id: int, number: int, /) -> None:
         """Check that a process exists, as signal 0 does."""
-        if not self._runs(process_id):
+        if not self.runs(process_id):
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def urandom(self, count: int, /) -> bytes:

@@ -38,7 +38,7 @@ from dualpath_lab.faults.simulation.ranks import SimFollower
 from dualpath_lab.faults.simulation.threads import SimThreads, Waiting
 from dualpath_lab.faults.simulation.transfers import SimTransport
 
-# ------------------------------------------------------------------------------------------ blocks
+# ----------------------------------------------------------------------------------------- storage
 # The storage of a simulated cluster: the real file storage on a simulated, unreliable disk.
 
 _DELAYS_S = (0.0002, 0.0005, 0.001, 0.003)
@@ -173,7 +173,7 @@ class SimTree:
 
 
 class EngineConnection(Connection):
-    """An engine's end: ``engine.router_connection.RouterConnection``."""
+    """An engine's end: ``engine.control.link.RouterConnection``."""
 
     router = ADDRESS
 
@@ -225,11 +225,13 @@ class EngineConnection(Connection):
 
 
 # ------------------------------------------------------------------------------------ engine files
-# One simulated engine's access to the storage: the real file storage on the simulated disk.
 
 
 class EngineFiles:
-    """``check`` is called with the memory that a block is about to be read into."""
+    """One engine's access to the storage: the real file storage on the simulated disk.
+
+    ``check`` is called with the memory that a block is about to be read into.
+    """
 
     def __init__(
         self,
@@ -238,7 +240,8 @@ class EngineFiles:
         known: HostProcess,
         check: Callable[[memoryview], None],
     ) -> None:
-        context = (threads, shared.storage_faults, known, shared.runs)
+        runs = functools.partial(shared.runs, known.host)
+        context = (threads, shared.storage_faults, known, runs)
         self._shared = shared
         self._block_calls = SimCalls(shared.disk, *context)
         self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
@@ -253,13 +256,13 @@ class EngineFiles:
         return sum(each.descriptors for each in calls)
 
     def half_written(self, writer: str) -> list[str]:
-        """Return the temporary files of one process whose removal was not refused."""
+        """Return one process's temporary files, without those that a fault has left there."""
         return self._shared.disk.temporaries_of(writer) + self._dram_calls.disk.temporaries_of(
             writer
         )
 
     def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        """Open the storage; without faults, which would only make the engine restart."""
+        """Open the storage without faults: a fault at this moment only restarts the engine."""
         self._shared.namespaces[namespace] = None
         self._block_calls.reliable = True
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
@@ -269,7 +272,7 @@ class EngineFiles:
     def open_node_dram(
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
-        """Open the DRAM that it shares with other engines of its machine, if there is one."""
+        """Open the DRAM that engines of the machine share; None without shared DRAM."""
         self._dram_calls.reliable = True
         dram = open_node_dram(settings, namespace, self._dram_calls)
         self._dram_calls.reliable = False
@@ -282,7 +285,7 @@ class EngineFiles:
 
 #: Idle ranks end within this time, or are killed.
 _RANKS_END_S = 10.0
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
 
 class SimEngine:
@@ -333,7 +336,7 @@ class SimEngine:
             connect=self._connect,
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
-            this_process=lambda: self._known,
+            this_process=lambda: self.shared.identity(self._known),
             has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
@@ -384,7 +387,7 @@ class SimEngine:
         self.plane.close()
         limit = TimeLimit(self.threads, _RANKS_END_S)
         while any(f.process.alive for f in self.followers) and limit.left_s():
-            self.threads.sleep(_LOOK_S)
+            self.threads.sleep(_POLL_S)
         self.shared.world.note(self.name, "ends")
         self.shared.world.after(0.0, self.kill)
 
@@ -405,7 +408,7 @@ class SimEngine:
         for follower in self.followers:
             follower.leader_died()
 
-    # ------------------------------------------------------------------ its HTTP server
+    # ------------------------------------------------------------------ HTTP server
 
     @property
     def serves(self) -> bool:
@@ -435,7 +438,7 @@ class SimEngine:
             return
         call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
 
-    # ------------------------------------------------------------------ its surroundings
+    # ------------------------------------------------------------------ surroundings
 
     def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
         shared = self.shared
@@ -447,7 +450,7 @@ class SimEngine:
         return self.transport
 
     def _poll_transfers(self) -> None:
-        """Poll transfers when one has ended, instead of all the time."""
+        """Poll transfers when one has ended, instead of at short intervals."""
         if self.plane is not None:
             self.plane.manager.wake_pump()
 
@@ -457,7 +460,7 @@ class SimEngine:
     # ------------------------------------------------------------------ owners of memory
 
     def owner_of(self, region: str, piece: int) -> str | None:
-        """Return who owns a piece of a region, None if nobody."""
+        """Return the owner of a piece of a region, None if it is free."""
         if self.plane is None:
             return None
         manager = self.plane.manager
@@ -470,13 +473,15 @@ class SimEngine:
         return None if free else self._hbm_owners.get(piece)
 
     def _check_read(self, destination: memoryview) -> None:
-        """A block is about to arrive from storage: its slot must be somebody's, or pinned."""
+        """A block is about to be read from storage: its slot must be pinned."""
         if self.plane is None or not self.process.alive:
             return
         buffer = self.plane.manager.buffer
         slot = buffer.slot_at(address_of(destination))
         if not buffer.is_pinned(slot):
-            self.shared.world.problem(f"{self.name}: a read ends in slot {slot}, pinned by nobody")
+            self.shared.world.problem(
+                f"{self.name}: a read writes to slot {slot}, which is not pinned"
+            )
 
     def _watch_hbm(self, plane: DataPlane) -> None:
         allocate, numbers = plane.hbm.allocate, itertools.count()
@@ -489,24 +494,26 @@ class SimEngine:
 
         plane.hbm.allocate = noted_allocate  # type: ignore[method-assign]
 
-    def kept(self) -> Iterator[tuple[BlockKey, bytes]]:
-        """Yield what its buffer keeps for requests to come."""
+    def cached_blocks(self) -> Iterator[tuple[BlockKey, bytes]]:
+        """Yield the keys and contents of the blocks that its buffer caches."""
         if self.plane is not None and self.process.alive:
             buffer = self.plane.manager.buffer
             for slot, key in buffer.cached_blocks():
                 yield key, bytes(buffer.view(slot))
 
     def held_when_idle(self) -> list[str]:
-        """Return what it still holds though nobody is served."""
+        """Return descriptions of what the engine still holds without requests."""
         if self.plane is None:
             return [f"{self.name} has not come up"]
         manager = self.plane.manager
         report = manager.report()
+        # Where a death cannot be proven, slots stay in quarantine, and these alone.
+        unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
-            "requests": (report.unfinished_requests, 0),
-            "tokens to read": (report.read_queue_tokens, 0),
-            "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
+            "requests": (report.load.unfinished_requests, 0),
+            "tokens to read": (report.load.read_queue_tokens, 0),
+            "free buffer": (report.load.free_buffer_tokens + unproven, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),

@@ -1,7 +1,7 @@
 """The event loop of one simulated process: asyncio's tasks and futures on simulated time.
 
-The loop of a stopped process runs nothing.  The loop of a killed process never runs again: none of
-its ``finally`` clauses is executed, as after ``kill -9``.
+The loop of a stopped process runs no callback.  The loop of a killed process never runs again, and
+none of its ``finally`` clauses is executed, as after ``kill -9``.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from typing import Any
 
 from dualpath_lab.faults.simulation.world import TRUE_CLOCK, Clock, Process, Timer
 
-#: Other processes run after one in this many ready callbacks, on average.
+#: Other processes run after one of this many ready callbacks, on average.
 _INTERRUPTED_OF = 16
 
 

@@ -1,7 +1,7 @@
 """Simulated HTTP from routers and front ends to engines: one request and response per call.
 
-A call to a stopped process waits; one to a dead process is refused; the other end sees the death of
-one end, or a reset, a moment later.
+A call to a stopped process waits, a call to a dead process is refused.  One end of a call notices
+the death of the other end, or a reset, after a short delay.
 """
 
 import asyncio
@@ -71,7 +71,7 @@ class HttpNetwork:
 
 
 class Call:
-    """One request; its response arrives in order."""
+    """One request; the parts of its response arrive in order."""
 
     def __init__(self, network: HttpNetwork, server: Server, loop: ProcessLoop) -> None:
         self.server = server

@@ -1,8 +1,8 @@
 """Checks that the janitor of a simulated storage respects the events it has read.
 
-It must not evict a block that was used or written in the last ``protect_s``, or that is pinned, if
-that was recorded before the janitor last read the journal or the pins; nor a block that precedes
-such a block in its chain.
+A block is protected if it was used or written in the last ``protect_s``, or if it is pinned, and if
+this was recorded before the janitor last read the journal or the pins.  The janitor must not evict
+a protected block, nor a block that precedes one in its chain.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,19 +31,19 @@ class JanitorChecker:
         self._parents: dict[BlockKey, BlockKey] = {}
         #: For each block, pairs of when a use was recorded and when it happened.
         self._uses: dict[BlockKey, list[tuple[float, float]]] = {}
-        #: Last blocks of pinned chains, and since when the then known blocks are pinned.
+        #: Last blocks of pinned chains, and for each known block of them the time of its pin.
         self._pinned_ends: list[BlockKey] = []
         self._pinned_s: dict[BlockKey, float] = {}
 
     def on_journal_segment(self, path: str) -> None:
         """A segment of the journal has been written."""
         segment = decode_segment(bytes(self._disk.files[path].content))
-        for news in segment.events if segment is not None else ():
-            if isinstance(news, Written) and news.parent:
-                self._parents[news.key] = news.parent
-        for news in segment.events if segment is not None else ():
-            if not isinstance(news, Removed):
-                self._used(news.key, (self._world.now_s, news.time_s))
+        for event in segment.events if segment is not None else ():
+            if isinstance(event, Written) and event.parent:
+                self._parents[event.key] = event.parent
+        for event in segment.events if segment is not None else ():
+            if not isinstance(event, Removed):
+                self._used(event.key, (self._world.now_s, event.time_s))
 
     def pin(self, key: BlockKey) -> None:
         """A chain has been pinned."""
@@ -75,7 +75,7 @@ class JanitorChecker:
         uses = self._uses.get(key, ())
         used_s = max((use_s for recorded_s, use_s in uses if recorded_s < events_s), default=0.0)
         if now_s - used_s < self._protect_s:
-            self._world.problem(f"{name} although it knows of a use {now_s - used_s:.3f} s ago")
+            self._world.problem(f"{name} although it has read of a use {now_s - used_s:.3f} s ago")
         if self._pinned_s.get(key, now_s) < pins_s:
             self._world.problem(f"{name} although it is pinned")
 
@@ -91,12 +91,15 @@ class JanitorChecker:
 
 
 def chain_of(key: BlockKey | None, parents: Mapping[BlockKey, BlockKey]) -> list[BlockKey]:
-    """Return a block and its known predecessors in the chain, last block first."""
-    chain: list[BlockKey] = []
-    while key is not None:
-        chain.append(key)
+    """Return a block and its known predecessors in the chain, last block first.
+
+    A chain that comes back to one of its blocks, as a bug may store it, ends there.
+    """
+    chain: dict[BlockKey, None] = {}
+    while key is not None and key not in chain:
+        chain[key] = None
         key = parents.get(key)
-    return chain
+    return [*chain]
 
 
 class CheckedCalls(SimCalls):

@@ -18,7 +18,7 @@ from dualpath.router.scheduler.leases import EtcdLease, KubernetesLease, LeasedL
 from dualpath_lab.faults.simulation.world import TRUE_CLOCK, Clock, Process, World
 
 # ------------------------------------------------------------------------------------ lease server
-# Simulated stores of leases: what etcd's JSON gateway and Kubernetes' API do with a lease.
+# Simulated stores of leases, which behave as etcd's JSON gateway and Kubernetes' API.
 
 #: A status and a body.
 Response = tuple[int, dict[str, Any]]
@@ -42,7 +42,7 @@ class LeaseServer(Protocol):
 
 
 class SimEtcd:
-    """One key, which is deleted when the lease it was put with ends."""
+    """etcd with one key, which is deleted when its lease ends."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -100,7 +100,7 @@ class SimEtcd:
 
 
 class SimKubernetes:
-    """One Lease object, whose updates name the version that they replace."""
+    """Kubernetes with one Lease object; each update names the version that it replaces."""
 
     def __init__(self) -> None:
         self._versions = itertools.count(1)
@@ -131,7 +131,7 @@ class SimKubernetes:
 
 
 # ------------------------------------------------------------------------------------- lease calls
-# Calls of a simulated scheduler to a store of leases, with faults.
+# Calls of a simulated scheduler to a store of leases, with injected faults.
 
 _DELAYS_S = (0.0005, 0.002, 0.02)
 #: Longer than a holder waits for an answer.
@@ -164,7 +164,7 @@ class LeaseResponse:
 class LeaseSession:
     """The part of ``aiohttp.ClientSession`` that the clients use.
 
-    A cancelled call has its effect all the same, perhaps later.
+    A cancelled call is executed all the same, perhaps later.
     """
 
     def __init__(self, process: Process, server: LeaseServer, faults: LeaseFaults) -> None:
@@ -180,16 +180,13 @@ class LeaseSession:
         url: str,
         json: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        allow_redirects: bool = True,
     ) -> AsyncIterator[LeaseResponse]:
         """Send a request; raises ``OSError`` if the connection is reset."""
         answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         body = msgspec.json.encode(json or {})
         self._later(functools.partial(self._arrive, method, url, body, answered))
         yield LeaseResponse(await answered)
-
-    def post(self, url: str, json: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Send a POST request."""
-        return self.request("POST", url, json)
 
     async def close(self) -> None:
         """Nothing to close."""
@@ -230,7 +227,7 @@ class LeaseSession:
         return bool(often) and self._world.chance.random() < often
 
 
-#: Shorter than the time for which processes are stopped, and than time-outs for a scheduler.
+#: Duration of a lease: shorter than the stops of processes and the time-outs for a scheduler.
 _LEASE_S = 1.0
 _NAME = "simulated"
 #: Real clocks drift far less, but real leases last longer.
@@ -239,7 +236,7 @@ _ZEROS_S = (0.0, -90.0, 1e4)
 
 
 class LeaderElection(enum.StrEnum):
-    """How the leading scheduler is elected; not at all if there is only one."""
+    """How the leading scheduler is elected; a single scheduler needs no election."""
 
     ONE = "one scheduler"
     LOCK = "a lock"
@@ -258,7 +255,7 @@ class LeaderElection(enum.StrEnum):
 
 
 class SchedulerLeadership:
-    """Leadership of all schedulers; the stores of leases have ``faults``."""
+    """Leadership of all schedulers; ``faults`` are those of the store of leases."""
 
     def __init__(self, world: World, kind: LeaderElection) -> None:
         self.faults = LeaseFaults()
@@ -274,14 +271,14 @@ class SchedulerLeadership:
         return Clock(self._world.pick(_RATES), self._world.pick(_ZEROS_S))
 
     def leadership(self, process: Process, now_s: Callable[[], float]) -> Leadership:
-        """Return the leadership of a starting scheduler: a lock is granted in order of starts."""
+        """Return the leadership of a starting scheduler; the first to start gets a lock."""
         self._by_process[process] = leadership = self._new(process, now_s)
         return leadership
 
     def check(self, process: Process) -> None:
-        """Record a problem if a scheduler acts and another one also leads.
+        """Record a problem if a scheduler acts while another one leads.
 
-        Both are checked: the leader's own view, by its clock, and the store's.
+        A scheduler leads by its own clock or by the state of the store; both are checked.
         """
         for other, leadership in self._by_process.items():
             if other is not process and other.alive and leadership.held:

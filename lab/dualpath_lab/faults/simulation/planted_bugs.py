@@ -1,6 +1,6 @@
 """Planted bugs, which the simulation must find.
 
-Each disables one mechanism that keeps KV right or the cluster alive.
+Each disables one mechanism that protects KV from errors or the cluster from an outage.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 
 from dualpath.core.blocks import BlockKey, BlockOrigin
-from dualpath.core.cluster import Role
+from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import Envelope, Release
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.sessions import Channel
@@ -24,24 +24,27 @@ from dualpath.engine.control.assigned_requests import ActiveRequests
 from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
-from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.layer_stream import LayerStream, RegionHandover
 from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
 from dualpath.engine.ranks.rank import Rank
+from dualpath.node import host_process
+from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
 from dualpath.router.engine_calls import Job
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases
 from dualpath.router.scheduler.control_server import LivenessProbes
+from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
 from dualpath.router.scheduler.roles import Roles
-from dualpath.storage import janitor
+from dualpath.storage import janitor, posix
 from dualpath.storage.block_file import PlainVerifier
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, Pins, Rows, victims
 from dualpath.storage.contract import ReadOutcome
@@ -51,9 +54,7 @@ from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
 from dualpath.storage.quotas import StorageLimits
-
-# ------------------------------------------------------------------------------------------- plant
-# Planted bugs: each disables one mechanism that keeps KV right or the cluster alive.
+from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
 
 
 class PlantedBug(msgspec.Struct, frozen=True):
@@ -68,8 +69,8 @@ def replaced(owner: object, name: str, other: object) -> Callable[[], Any]:
     return lambda: mock.patch.object(owner, name, other)
 
 
-# ---------------------------------------------------------------------------------- plants of dram
-# Planted bugs of DRAM: blocks retained for agents' next turns, and blocks shared by engines.
+# ------------------------------------------------------------------------------------ bugs of DRAM
+# Blocks that are retained for agents' next turns, and blocks that engines share.
 
 
 def _good_if_fetched(
@@ -81,7 +82,7 @@ def _good_if_fetched(
 
 
 def _allocated_without_eviction(self: SlotPool, key: BlockKey) -> int | None:
-    """``SlotPool.allocate_for`` that does not evict the block whose slot it leases."""
+    """``SlotPool.allocate_for`` that leases a slot without evicting its block."""
     if self._free or self._waiting or not self.cached.would_evict_for(key):
         return _allocate_for(self, key)
     slot = self.cached._next()
@@ -119,11 +120,11 @@ DRAM_BUGS: dict[str, PlantedBug] = {
         replaced(ReadQueue, "_read", _good_if_fetched),
     ),
     "prefetched-over-cached": PlantedBug(
-        "a prefetched block takes a slot whose block is not removed from the cache",
+        "a prefetched block takes a slot without removing the slot's block from the cache",
         replaced(SlotPool, "allocate_for", _allocated_without_eviction),
     ),
     "shared-unverified": PlantedBug(
-        "a block whose read failed is shared with the engines of the machine",
+        "a block is shared with the engines of the machine after its read failed",
         replaced(NodeDramStorage, "read", _sharing(lambda outcome, whole: whole)),
     ),
     "shared-in-part": PlantedBug(
@@ -137,8 +138,8 @@ DRAM_BUGS: dict[str, PlantedBug] = {
 }
 
 
-# ---------------------------------------------------------------------------- plants of front ends
-# Planted bugs of separate front ends and of role changes.
+# ------------------------------------------------------------------------------ bugs of front ends
+# Separate front ends, and changes of roles.
 
 
 def _engines_lost_only(self: RemoteScheduling, reason: str) -> None:
@@ -169,11 +170,11 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
         replaced(FrontEndServer, "_check_liveness", lambda self: None),
     ),
     "calls-keep-waiting": PlantedBug(
-        "a front end keeps waiting for answers of a lost scheduler",
+        "a front end goes on waiting for answers of a lost scheduler",
         replaced(RemoteScheduling, "_ended", _engines_lost_only),
     ),
     "decoding-ends": PlantedBug(
-        "a decoding stream ends with the scheduler that has placed it",
+        "a decoding stream ends when the scheduler that has placed it ends",
         lambda: mock.patch.object(RemoteAttempt, "decoding", _NEVER, create=True),
     ),
     "unannounced": PlantedBug(
@@ -189,14 +190,14 @@ FRONT_END_BUGS: dict[str, PlantedBug] = {
         replaced(Roles, "nodes", _twice_as_many),
     ),
     "size-kept": PlantedBug(
-        "a group counts as back with its old number of ranks, whatever its new size is",
+        "a resized group counts as back with its old number of ranks",
         replaced(Roles, "_all_back", lambda self, new: len(new) == len(self._epochs)),
     ),
 }
 
 
-# ------------------------------------------------------------------------------- plants of storage
-# Planted bugs of the file storage and its janitor.
+# --------------------------------------------------------------------------------- bugs of storage
+# The file storage and its janitor.
 
 
 def _written_in_place(
@@ -214,12 +215,12 @@ def _written_in_place(
     return True
 
 
-def _heard_anyway(
-    tree: ObjectTree, index: ChainIndex, taken: dict[str, int]
+def _skipping_unread(
+    tree: ObjectTree, index: ChainIndex, taken: dict[str, int], now_s: float
 ) -> tuple[set[int], int]:
-    """``janitor.apply_events`` that skips events which it could not read at first."""
+    """``janitor.apply_events`` that never applies events if it could not read them at first."""
     try:
-        return apply_events(tree, index, taken)
+        return apply_events(tree, index, taken, now_s)
     except StorageError:
         taken.update({writer: number for writer, number, _ in segments(tree)})
         raise
@@ -248,7 +249,7 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
         replaced(NamespaceDirectory, "remove_temporary", lambda self, temporary: None),
     ),
     "lease-unchecked": PlantedBug(
-        "a janitor continues after another has acquired its lease",
+        "a janitor continues after another one has acquired its lease",
         replaced(Lease, "_is_ours", lambda self, newest: True),
     ),
     "janitor-dead": PlantedBug(
@@ -265,13 +266,13 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
     ),
     "events-forgotten": PlantedBug(
         "events that could not be read at first are never applied",
-        replaced(janitor, "apply_events", _heard_anyway),
+        replaced(janitor, "apply_events", _skipping_unread),
     ),
 }
 
 
-# --------------------------------------------------------------------------------- plants of turns
-# Planted bugs of leader election by a lease.
+# ------------------------------------------------------------------------------ bugs of leadership
+# Leader election by a lease.
 
 #: Whether the store has not yet reported another holder.
 _UNTIL_REPORTED = property(lambda self: self._until_s > float("-inf"))
@@ -291,7 +292,7 @@ async def _renew_until_reported(self: LeasedLeadership) -> str:
 
 
 #: By name, in the order of the reference.
-TURN_BUGS: dict[str, PlantedBug] = {
+LEADERSHIP_BUGS: dict[str, PlantedBug] = {
     "lease-outlived": PlantedBug(
         "a scheduler that cannot renew its lease continues until the store reports another holder",
         lambda: mock.patch.multiple(
@@ -361,6 +362,31 @@ def _over_at_once(
     return PassOutcome(dict(stream.failures), ()), []
 
 
+def _dead_unless_shown(process: HostProcess, table: ProcessTable) -> bool:
+    """``host_process._is_dead`` that takes the processes that ``/proc`` shows for all."""
+    same_host = bool(process.host) and process.host == table.host()
+    return same_host and table.start_ticks(process.pid) != process.start_ticks
+
+
+_close = Exchange.close
+
+
+def _close_and_remember(self: Exchange, attempt_id: str) -> None:
+    """``Exchange.close`` that remembers the attempt's name."""
+    self.__dict__.setdefault("_closed", set()).add(attempt_id)
+    _close(self, attempt_id)
+
+
+_sight = SimProcessTable.sight
+
+
+def _sight_in_the_table_shown(self: SimProcessTable, pid: int) -> Sight:
+    """``SimProcessTable.sight`` that asks the namespace that ``/proc`` shows."""
+    if self._view is not ProcView.FOREIGN:
+        return _sight(self, pid)
+    return Sight.ALIVE if pid % 2 else Sight.ABSENT
+
+
 #: An attribute that is always empty.
 _NONE = property(lambda self: (), lambda self, value: None)
 #: An attribute that is always true.
@@ -369,7 +395,7 @@ _ALWAYS = property(lambda self: True, lambda self, value: None)
 #: By name, in the order of docs/reference/simulated-faults.md.
 PLANTED_BUGS: dict[str, PlantedBug] = {
     "no-resend": PlantedBug(
-        "frames that a reset has lost are not sent again",
+        "frames lost by a reset are not resent",
         replaced(Channel, "_resent", lambda self, now_s: []),
     ),
     "duplicates-handled": PlantedBug(
@@ -377,7 +403,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(Channel, "receive", _take_anything),
     ),
     "session-end-keeps": PlantedBug(
-        "an engine keeps its requests after its session has ended",
+        "an engine does not drop its requests when its session ends",
         replaced(TrafficManager, "end_session", lambda self, reason: None),
     ),
     "silence-ignored": PlantedBug(
@@ -401,7 +427,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(Job, "continued", lambda self, generated: self),
     ),
     "freed-at-once": PlantedBug(
-        "a DE's slots are freed before its PE has reported that it writes no more",
+        "a DE's slots are freed before its PE has reported the end of its writes",
         replaced(Releases, "release_when_safe", _release_at_once),
     ),
     "no-quarantine": PlantedBug(
@@ -409,19 +435,37 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         replaced(SlotPool, "quarantine", SlotPool.release),
     ),
     "in-doubt-unreported": PlantedBug(
-        "a PE does not report the transfers that its ended session has left in flight",
+        "a PE does not report the transfers that were in flight when its session ended",
         replaced(ActiveRequests, "unsettled", lambda self: ()),
     ),
     "no-death-confirmation": PlantedBug(
         "no engine is asked whether a lost process has exited",
         replaced(LivenessProbes, "ask", lambda self, writers: []),
     ),
+    "table-grows": PlantedBug(
+        "the scheduler remembers every attempt that has ended",
+        replaced(Exchange, "close", _close_and_remember),
+    ),
+    "hidden-is-dead": PlantedBug(
+        "a process that /proc does not show counts as dead",
+        replaced(host_process, "_is_dead", _dead_unless_shown),
+    ),
+    "foreign-proc-trusted": PlantedBug(
+        "process numbers are looked up in the table of another PID namespace",
+        lambda: mock.patch.multiple(
+            SimProcessTable, host=lambda self: self._host, sight=_sight_in_the_table_shown
+        ),
+    ),
+    "host-name-only": PlantedBug(
+        "temporary files belong to the machine of their writer's name, whatever its boot",
+        replaced(posix, "file_owner_host", lambda calls: calls.uname().nodename),
+    ),
     "released-in-pass": PlantedBug(
         "a request is released at its PE while a forward pass transfers its KV",
         replaced(ActiveRequests, "ask_release", lambda self, release: True),
     ),
     "rank-unawaited": PlantedBug(
-        "a PE reports a prompt's KV as sent when its first rank has, while others still send",
+        "a PE reports a prompt's KV as sent when its first rank has sent it and others still send",
         replaced(follower, "end_stream", _over_at_once),
     ),
     "ranks-unnamed": PlantedBug(
@@ -434,7 +478,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "next-pass-at-once": PlantedBug(
         "a pass loads its first layers before the last ones of the previous pass have been sent",
-        replaced(LayerStream, "when_left", lambda self, region, then: then()),
+        replaced(RegionHandover, "when_left", lambda self, region, then: then()),
     ),
     "no-pins": PlantedBug(
         "slots are not pinned while they are read or written",
@@ -472,7 +516,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     **DRAM_BUGS,
     **STORAGE_BUGS,
     **FRONT_END_BUGS,
-    **TURN_BUGS,
+    **LEADERSHIP_BUGS,
 }
 
 

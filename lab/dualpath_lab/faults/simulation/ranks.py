@@ -29,7 +29,7 @@ _DELAYS_S = (0.0, 1e-5, 1e-4, 1e-3, 0.02)
 
 
 class RankPipe:
-    """One end, in a process with these threads; ``emulated.rank_connections.Connection``."""
+    """One end, in a process with these threads; ``emulated.rank_processes.RankConnection``."""
 
     def __init__(self, threads: SimThreads) -> None:
         self._threads = threads
@@ -37,7 +37,7 @@ class RankPipe:
         self._arrived: deque[bytes] = deque()
         self._over = False
         self._waiting: list[Waiting] = []
-        #: When all values in flight to this end have arrived.
+        #: Time at which all values in flight to this end have arrived.
         self._free_s = 0.0
         self._other = self
 
@@ -49,7 +49,7 @@ class RankPipe:
         return ends
 
     def send(self, value: Any, /) -> None:  # noqa: ANN401 - any message
-        """Send a copy; raises ``BrokenPipeError`` once the other end is known to have exited."""
+        """Send a copy; raises ``BrokenPipeError`` once this end has seen the other end's exit."""
         if self._over:
             raise BrokenPipeError("the process at the other end has exited")
         self._other._soon(functools.partial(self._other._arrived.append, pickle.dumps(value)))
@@ -63,7 +63,7 @@ class RankPipe:
         return pickle.loads(self._arrived.popleft())
 
     def cut(self) -> None:
-        """Close this end, whose process has exited."""
+        """Close this end after its process has exited."""
         self._other._soon(self._other._end)
 
     def _end(self) -> None:
@@ -80,7 +80,7 @@ class RankPipe:
             self._waiting.pop(0).wake()
 
 
-#: Delay until a rank whose leader has died, and with it its parent process, is killed.
+#: Delay until a rank is killed after its leader, which is its parent process, has died.
 _ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
 
 
@@ -127,7 +127,7 @@ class SimFollower:
             threads=self._threads,
             open_transport=self._open_transport,
             new_epoch=lambda: engine.name,
-            this_process=lambda: self._known,
+            this_process=lambda: self._shared.identity(self._known),
             end_process=self._exit,
         )
         size = engine.settings.tensor_parallel_size

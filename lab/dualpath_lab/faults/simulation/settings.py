@@ -12,6 +12,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.node_dram import page_rounded
 from dualpath_lab.emulated.settings import EmulatedSettings, Verify, part_geometry
+from dualpath_lab.faults.simulation.cluster_resources import ProcView
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.world import World
@@ -42,7 +43,7 @@ PROTECT_S = 0.5
 
 
 class TensorParallel(msgspec.Struct, frozen=True):
-    """Ranks of each engine of a role, among which ``kv_heads`` are divided."""
+    """Ranks of each engine of a role; ``kv_heads`` are divided among them."""
 
     prefill: int = 1
     decode: int = 1
@@ -68,9 +69,10 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     elected, if there are two.  ``quota_blocks`` above 0 limits the storage, and every engine may
     become its janitor.  ``links``: whether its file system supports hard links.  ``front_ends`` are
     separate processes; the router serves clients as well.  ``role_switches`` counts requests for
-    another role, some of which also change the size of a group.  ``node_dram_blocks`` above 0 are
-    shared by the engines of each machine.  A run has one of these numbers of ``agents``, each with
-    one of these numbers of ``turns``, and one of ``pauses_s`` between two turns.
+    another role; some of these also change the size of a group.  The engines of each machine share
+    ``node_dram_blocks`` if it is above 0.  Each run draws its number of agents from ``agents``,
+    the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
+    ``proc`` is what ``/proc`` shows on the first machine, where the router is.
     """
 
     mode: Mode
@@ -91,6 +93,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     front_ends: int = 0
     role_switches: int = 0
     node_dram_blocks: int = 0
+    proc: ProcView = ProcView.COMPLETE
     agents: tuple[int, ...] = (2, 3, 4)
     turns: tuple[int, ...] = (1, 2, 3)
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
@@ -145,8 +148,8 @@ def stored_bytes(geometry: BlockGeometry) -> int:
 # ----------------------------------------------------------------------------------- drawn cluster
 # The cluster of a seed.
 #
-# Options that only some seeds have are drawn from random sources of their own, so that the runs of
-# other seeds do not depend on them.
+# Options that only some seeds have are drawn from separate random sources, so that the runs of
+# other seeds do not depend on these options.
 
 _MODES = (Mode.DUALPATH, Mode.DUALPATH, Mode.DUALPATH, Mode.SPLIT, Mode.BASIC, Mode.ROUND_ROBIN)
 #: Combinations for clusters with engines of several ranks.
@@ -156,7 +159,9 @@ _TENSOR_PARALLEL = tuple(
     for heads in (1, 2)
 )
 
-#: A role switch whose engine is not back within this time counts the engine as lost.
+_LARGE_BUFFER_BLOCKS = 192
+
+#: An engine counts as lost if it is not back within this time during a role switch.
 _SWITCH_S = 30.0
 
 
@@ -173,7 +178,7 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         engine_wait_s=20.0,
         request_deadline_s=deadline_s,
         max_attempts=3 if faults <= 1 else 1 + 2 * faults,
-        # In every seventh cluster buffers cache nothing: all hits are read.
+        # In every seventh cluster buffers cache nothing: all hits are read from storage.
         dram_tier=world.seed % 7 != 5,
     )
     tensor_parallel, front_ends = _tensor_parallel(world.seed), _front_ends(world.seed)
@@ -196,19 +201,22 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         links=world.seed % 5 != 0,
         front_ends=front_ends,
         node_dram_blocks=_node_dram_blocks(world.seed),
+        proc=_proc(world.seed),
     )
+    if settings.proc is ProcView.FOREIGN:  # Slots of dead writers are never free again.
+        settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
 def _front_ends(seed: int) -> int:
-    """Every fourth cluster has front ends, half of these with a standby router."""
+    """Return the number of front ends: every fourth cluster has some, half with a standby."""
     return Random(f"front ends of {seed}").choice((1, 2, 2, 3)) if seed % 8 in (1, 3) else 0
 
 
 def _standby(seed: int) -> LeaderElection:
-    """Every fourth cluster has a standby router, half of these elected by a lease."""
+    """Return the leader election: every fourth cluster has a standby router, half use a lease."""
     if seed % 4 != 1:
         return LeaderElection.ONE
     kinds = (
@@ -221,29 +229,35 @@ def _standby(seed: int) -> LeaderElection:
 
 
 def _tensor_parallel(seed: int) -> TensorParallel:
-    """Every fourth cluster has engines of several ranks."""
+    """Return the ranks of engines: in every fourth cluster engines have several."""
     return Random(f"ranks of {seed}").choice(_TENSOR_PARALLEL) if seed % 4 == 2 else ONE_RANK
 
 
 def _quota_blocks(seed: int) -> int:
-    """Every third cluster has a storage quota; 0 is none."""
+    """Return the storage quota, which every third cluster has; 0 for none."""
     return Random(f"quota of {seed}").choice((8, 16, 32)) if seed % 3 == 0 else 0
 
 
 def _node_dram_blocks(seed: int) -> int:
-    """In every fifth cluster engines of a machine share DRAM; 0 is none."""
+    """Return the DRAM that engines of a machine share in every fifth cluster; 0 for none."""
     return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
 
 
+def _proc(seed: int) -> ProcView:
+    """In every third cluster ``/proc`` hides processes or shows those of another namespace."""
+    other = (ProcView.HIDDEN, ProcView.FOREIGN)
+    return Random(f"/proc of {seed}").choice(other) if seed % 3 == 1 else ProcView.COMPLETE
+
+
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
-    """Agents pause for tools while others need the buffers, which hold about one context."""
+    """Let agents pause for tools while others need the buffers, which hold about one context."""
     return msgspec.structs.replace(
         settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
     )
 
 
 def _with_roles_that_change(settings: ClusterSettings, seed: int) -> ClusterSettings:
-    """Engines change their role in every seventh cluster."""
+    """Let engines change their role, as in every seventh cluster."""
     chance = Random(f"roles of {seed}")
     prefill, decode = chance.choice(((2, 1), (1, 2)))
     router = msgspec.structs.replace(settings.router, role_switch_timeout_s=_SWITCH_S)

@@ -1,7 +1,7 @@
 """Simulated threads: greenlets, of which one runs at a time until it waits.
 
-Small random delays of every wake-up decide which of the ready threads runs next; and a thread may
-be preempted where it acquires or releases a lock.
+A small random delay of every wake-up decides which of the ready threads runs next.  A thread may
+also be preempted where it acquires or releases a lock.
 """
 
 import functools
@@ -15,7 +15,7 @@ from dualpath_lab.faults.simulation.world import Process, Timer
 
 #: Delay until a woken thread runs.
 _WAKE_UPS_S = (0.0, 0.0, 0.0, 0.0, 1e-6, 1e-5, 1e-4, 2e-3)
-#: A thread is preempted at one in this many acquisitions and releases of locks, on average.
+#: A thread is preempted at one of this many acquisitions and releases of locks, on average.
 _PREEMPTED_OF = 50
 
 
@@ -122,7 +122,7 @@ class SimThread:
         self._work = work
         self._over = _SimEvent(threads)
         self.greenlet = greenlet(self._run, threads.hub)
-        #: Continues it; once its process is resumed, if that is stopped.
+        #: Continues the thread; if its process is stopped, once that is resumed.
         self.resume = functools.partial(threads.process.step, self.greenlet.switch)
 
     def is_alive(self) -> bool:

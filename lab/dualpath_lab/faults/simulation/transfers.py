@@ -1,8 +1,8 @@
 """Simulated transfers between engines: their bytes move after random delays.
 
-A transfer takes some time, may stall, and may fail after part of it has moved.  Transfers continue
-while the process that posted them is stopped, and after their peer was disconnected: such a
-transfer is MOVING until the last byte has arrived, then FAILED
+A transfer takes some time, may stall, and may fail after a part of it has moved.  Transfers
+continue while the process that posted them is stopped, and after their peer was disconnected.  A
+transfer with a disconnected peer is MOVING until the last byte has arrived, then FAILED
 (``transport.contract.Transport.disconnect``).  Transfers of a killed process continue until its
 machine reports its exit.  Whenever bytes arrive, the owner of their memory is checked.
 """
@@ -70,7 +70,7 @@ class SimTransfer:
             world.note("transfer", f"{self} stalls for {delay_s:.3f} s")
         elif faults.to_fail and chance.random() < _HIT:
             faults.to_fail -= 1
-            self._broken = "the adversary broke it"
+            self._broken = "an injected fault has broken it"
             world.note("transfer", f"{self} fails after {delay_s:.3f} s")
         world.maybe_fault()
         if world.verbose:
@@ -88,7 +88,7 @@ class SimTransfer:
         return self._inner.state
 
     def fail_when_over(self, reason: str) -> None:
-        """Set it to FAILED once no more bytes can arrive."""
+        """Set the transfer to FAILED once no more bytes can arrive."""
         self._fail_reason = reason
 
     def error(self) -> str | None:
@@ -112,8 +112,8 @@ class SimTransfer:
             owner = self._transport.owner(self._writes, self._writes.pieces[index])
             if owner is None or owner != self._owners[index]:
                 self._transport.world.problem(
-                    f"bytes {self} arrive in piece {self._writes.pieces[index]}, which was "
-                    f"{self._owners[index]}'s and is {owner}'s now"
+                    f"bytes {self} arrive in piece {self._writes.pieces[index]}, which belonged "
+                    f"to {self._owners[index]} and belongs to {owner} now"
                 )
             ctypes.memmove(
                 int(inner.destinations[index]), int(inner.sources[index]), inner.piece_bytes
@@ -133,7 +133,7 @@ class SimTransfer:
 
 
 class SimTransport(InProcessTransport):
-    """The agent of one engine; ``noticed`` is called when it sees the end of a transfer."""
+    """The agent of one engine; ``noticed`` is called when it notices the end of a transfer."""
 
     def __init__(
         self,
@@ -171,7 +171,7 @@ class SimTransport(InProcessTransport):
         *,
         traffic_class: str = "kv",
     ) -> SimTransfer:
-        """Post a transfer, whose bytes move later."""
+        """Post a transfer; its bytes move later."""
         inner = super().post(
             direction,
             local_region,
@@ -203,5 +203,5 @@ class SimTransport(InProcessTransport):
 
     @property
     def unfinished(self) -> int:
-        """Number of transfers whose handles were not released."""
+        """Number of transfers with unreleased handles."""
         return len(self._unfinished)

@@ -15,7 +15,7 @@ import msgspec
 # ------------------------------------------------------------------------------------------- clock
 # The monotonic clock of a simulated machine.
 
-#: By how much rounding may make a clock early.
+#: Bound of the time by which rounding may make a clock early.
 _ROUNDED_S = 1e-9
 
 
@@ -80,7 +80,8 @@ class World:
         self._details: list[tuple[float, str, str]] = []
         self.problems: list[str] = []
         self.events = 0
-        #: Called where a fault would do harm: when something begins, arrives or is in flight.
+        #: Called where a fault is likely to show a bug: when something begins, arrives or is in
+        #: flight.
         self.maybe_fault: Callable[[], None] = lambda: None
         self._queue: list[tuple[float, int, Timer]] = []
         self._numbered = 0
@@ -176,7 +177,7 @@ class Process:
         self.world = world
         self.name = name
         self.alive = True
-        #: When its machine reports its exit, a while after it was killed.
+        #: Time at which its machine reports its exit, a while after it was killed.
         self.exits_s = float("inf")
         self._stopped = False
         self._parked: list[Callable[[], object]] = []

@@ -1,1 +1,1 @@
-"""DRAM: slots, cached blocks, and what is held for agents whose tools run."""
+"""DRAM: slots, cached blocks, and blocks retained for agents that wait for a tool."""

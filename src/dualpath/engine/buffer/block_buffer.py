@@ -15,7 +15,7 @@ from dualpath.policy.reuse import ReuseForecast
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 
-# ------------------------------------------------------------------------------------- kept blocks
+# ----------------------------------------------------------------------------------- cached blocks
 # The cached blocks of a DRAM buffer, and the order in which they are evicted.
 #
 # A hit begins with a prompt's first block, so a chain is evicted from its tail: only blocks without
@@ -78,7 +78,7 @@ class CachedBlocks:
         self._slots: dict[BlockKey, int] = {}
         #: Number of cached successors of a key, which need not be cached itself.
         self._successors: dict[BlockKey, int] = {}
-        #: Keys whose blocks, cached or not, are evicted last, with the time of their expected use.
+        #: Keys of blocks that are evicted last, cached or not, with the time of their expected use.
         self._retained: dict[BlockKey, int] = {}
         self._uses = 0
         #: Heap of (order, slot) of evictable blocks without successors, with stale entries.
@@ -243,7 +243,7 @@ class CachedBlocks:
         while self._by_last_use and not self._is_current(*self._by_last_use[0]):
             heapq.heappop(self._by_last_use)
         if not self._by_last_use:
-            # All evictable blocks have successors in use, whose requests mostly use them as well.
+            # All evictable blocks have successors in use, and mostly the same requests use both.
             return min((b.order, slot) for slot, b in self._blocks.items() if b.evictable)[1]
         slot = self._by_last_use[0][1]
         age, interval = self._uses - self._blocks[slot].used, self._blocks[slot].interval
@@ -517,6 +517,11 @@ class SlotPool:
         """Requests with slots in quarantine."""
         return tuple(self._quarantine)
 
+    @property
+    def quarantined_slots(self) -> int:
+        """Number of slots in quarantine."""
+        return sum(map(len, self._quarantine.values()))
+
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots: its writer is confirmed dead or has finished."""
         for slot in self._quarantine.pop(request_id, ()):
@@ -524,7 +529,7 @@ class SlotPool:
         self._check_count()
 
     def pin(self, slots: Iterable[int]) -> None:
-        """Pin slots whose memory is going to be read or written."""
+        """Pin slots before their memory is read or written."""
         for slot in slots:
             assert self._ref_count[slot] or self._pins[slot], f"slot {slot} is free"
             self._pins[slot] += 1
@@ -604,17 +609,14 @@ class BlockBuffer:
         memory: RegisteredMemory | None = None,
     ) -> None:
         self.geometry = geometry
+        #: Number of slots.
+        self.capacity = slots
         self._granted = granted
         self._lock = threads.lock()
         self._pool = SlotPool(slots)
         size_bytes = max(slots, 1) * geometry.full_block_bytes
         self._memory = memory or allocate_registered(size_bytes)
         self._view = self._memory.view(0, self._memory.size_bytes)
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        return self._pool.capacity
 
     @property
     def free(self) -> int:
@@ -637,7 +639,7 @@ class BlockBuffer:
         return self._view[slot * size : (slot + 1) * size]
 
     def slot_at(self, address: int) -> int:
-        """Return the slot whose memory contains an address of the buffer."""
+        """Return the slot that contains an address of the buffer."""
         return (address - self._memory.address) // self.geometry.full_block_bytes
 
     def owner(self, slot: int) -> str | None:
@@ -686,7 +688,7 @@ class BlockBuffer:
             return self._pool.slots_of(request_id)
 
     def request(self, request_id: str, count: int, keys: Sequence[BlockKey] = ()) -> None:
-        """Queue a reservation whose first blocks have these keys; see ``SlotPool``.
+        """Queue a reservation for blocks that begin with these keys; see ``SlotPool``.
 
         Raises ``BufferTooSmallError`` if it could never be granted.
         """
@@ -789,6 +791,11 @@ class BlockBuffer:
         """Return the requests with slots in quarantine."""
         with self._lock:
             return self._pool.quarantined
+
+    def quarantined_slots(self) -> int:
+        """Return the number of slots in quarantine."""
+        with self._lock:
+            return self._pool.quarantined_slots
 
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots."""

@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class Peers:
-    """Connects and disconnects peers; stores the processes whose transfers may still arrive.
+    """Connects and disconnects peers; stores the processes that may still have transfers in flight.
 
     The PE starts all transfers between engines, so only PEs connect, and only DEs have writers.  A
     peer that cannot be reached when it is announced does not affect others; its connection is

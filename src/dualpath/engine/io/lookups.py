@@ -136,7 +136,7 @@ class Lookups:
         self._advance(lookup)
 
     def expire(self, now_ns: int) -> None:
-        """Answer every look-up whose deadline has passed with the blocks found so far."""
+        """Answer every look-up that is past its deadline with the blocks found so far."""
         with self._lock:
             late = [lookup for lookup in self._open if now_ns >= lookup.deadline_ns]
         for lookup in late:

@@ -190,7 +190,7 @@ class ReadQueue:
                 self._close_task(task)
 
     def expire(self, now_ns: int) -> None:
-        """Answer every task whose deadline has passed with the blocks verified so far."""
+        """Answer every task that is past its deadline with the blocks verified so far."""
         with self._wake:
             late = [task for task in self._open if now_ns >= task.deadline_ns]
             expired = [task for task in late if self._replace_slots(task)]

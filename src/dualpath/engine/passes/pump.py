@@ -31,7 +31,7 @@ class EventWaiter:
     """Runs callbacks after events, in the order of the calls.
 
     Events of one stream pass in order, so one thread that blocks on the oldest event is enough.  A
-    callback whose event has passed runs at once on the calling thread unless an older one waits: on
+    callback runs at once on the calling thread if its event has passed and no older one waits: on
     a CPU the thread is never started.
     """
 
@@ -429,14 +429,9 @@ class Movers(msgspec.Struct, frozen=True):
     health: Health
     announced: set[int] = msgspec.field(default_factory=set)
 
-    @property
-    def threads(self) -> Threads:
-        """The source of all clocks, locks and events."""
-        return self.health.threads
-
     def wait_budget(self) -> WaitBudget:
         """Return the wait budget of a new pass."""
-        return WaitBudget(self.transfer_deadline_s, self.stalled, self.threads)
+        return WaitBudget(self.transfer_deadline_s, self.stalled, self.health.threads)
 
 
 def open_movers(
@@ -456,7 +451,7 @@ def open_movers(
 ) -> Movers:
     """Register an engine's memories and start the threads.
 
-    ``buffers`` are regions of Full Blocks, each with the object that keeps its memory alive;
+    ``buffers`` are regions of Full Blocks, each with the object that owns its memory;
     ``views`` defines the views of their parts.  Raises ``ConfigError`` if the device or the network
     cannot register memory.
     """

@@ -33,25 +33,32 @@ _DRAM_REGIONS = {
 
 
 class PrefillChunk(msgspec.Struct, frozen=True):
-    """One request's part in a forward pass.
+    """One request's part in a forward pass: the ``chunk`` of its prompt that the pass computes.
 
-    ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agents`` are the transport agents of the DE that this rank is connected to.
+    ``hbm_blocks`` are the engine's block ids, at least of prompt blocks ``0 … chunk.end - 1``;
+    ``decode_agents`` are the transport agents of the DE that this rank is connected to, none before
+    ``connected``.
     """
 
-    prefill_transfer: PrefillTransfer
+    transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
-    decode_agents: tuple[str, ...]
+    decode_agents: tuple[str, ...] = ()
+
+    def connected(self, decode_agents: tuple[str, ...]) -> "PrefillChunk":
+        """Return the chunk to be moved by a rank that is connected to these agents of the DE."""
+        return PrefillChunk(
+            self.transfer, self.chunk, self.hbm_blocks[: self.chunk.end], decode_agents
+        )
 
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""
-        transfer = self.prefill_transfer
+        transfer = self.transfer
         return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
 
 
 class Replica(msgspec.Struct, frozen=True):
-    """Replica ``index`` of ``count`` ranks whose HBM has the same bytes.
+    """Replica ``index`` of ``count`` ranks that have the same bytes in HBM.
 
     Sends out of HBM are divided among replicas, block by block in turn; every replica loads all
     blocks, or at a PE with ``shared_loads`` one block in turn, which it gives to the others.

@@ -59,6 +59,10 @@ _REPORTED = (
     ("read_queue_tokens", "Tokens waiting to be read from storage."),
     ("free_buffer_tokens", "Free DRAM buffer in tokens."),
     ("cached_buffer_tokens", "Free slots of the DRAM buffer with cached KV, in tokens."),
+    (
+        "quarantined_buffer_tokens",
+        "DRAM buffer in tokens that processes of unknown state may still write to.",
+    ),
     ("free_hbm_tokens", "Free HBM in tokens."),
     ("unfinished_tokens", "Tokens of unfinished requests."),
     ("unfinished_requests", "Unfinished requests."),
@@ -147,7 +151,7 @@ def text_format(families: Iterable[Metric]) -> bytes:
     """Return counters and gauges in the Prometheus text format.
 
     As ``prometheus_client`` writes it, but in a fraction of the time: a scrape of many engines
-    keeps the router's event loop from streaming tokens.
+    stops the router's event loop from streaming tokens.
     """
     lines = []
     for family in families:
@@ -170,13 +174,13 @@ def _usage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
         reporting,
         "buffer_usage_ratio",
         "Share of the DRAM buffer in use, 0 to 1.",
-        lambda e: _used(e.info.buffer_tokens, e.report.free_buffer_tokens if e.report else 0),
+        lambda e: _used(e.info.buffer_tokens, e.report.load.free_buffer_tokens if e.report else 0),
     )
     yield _gauge(
         reporting,
         "hbm_usage_ratio",
         "Share of the KV memory in HBM in use, 0 to 1.",
-        lambda e: _used(e.info.hbm_tokens, e.report.free_hbm_tokens if e.report else 0),
+        lambda e: _used(e.info.hbm_tokens, e.report.load.free_hbm_tokens if e.report else 0),
     )
     yield _gauge(
         [engine for engine in reporting if engine.info.snic_bytes_per_s],
@@ -191,8 +195,8 @@ def _storage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
     informed = [e for e in reporting if e.report is not None and e.report.storage is not None]
     for name, text, field in (
         ("storage_used_bytes", "Bytes in storage, as its janitor counts them.", "used_bytes"),
-        ("storage_quota_bytes", "Bytes that may lie in storage, 0 for no limit.", "quota_bytes"),
-        ("storage_status_age_seconds", "Time since the storage's janitor was heard.", "age_s"),
+        ("storage_quota_bytes", "Limit of the bytes in storage, 0 for no limit.", "quota_bytes"),
+        ("storage_status_age_seconds", "Time since the last status of a storage janitor.", "age_s"),
     ):
         yield _gauge(informed, name, text, functools.partial(_storage_status_value, field))
 
@@ -230,7 +234,8 @@ def _labels(engine: EngineState) -> list[str]:
 
 
 def _reported(field: str, engine: EngineState) -> float:
-    value: float = getattr(engine.report, field)
+    assert engine.report is not None, "only engines that have reported are scraped"
+    value: float = getattr(engine.report.load, field)
     return value
 
 

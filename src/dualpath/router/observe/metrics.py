@@ -41,8 +41,8 @@ def shared_metrics() -> bool:
 class RouterMetrics:
     """All metrics of one router; ``exposition`` is the body of ``/metrics``.
 
-    ``control_refusals`` returns the control server's counts of refusals; ``clock`` is the one by
-    which ``registry`` notes when an engine was heard.
+    ``control_refusals`` returns the control server's counts of refusals; ``registry`` records by
+    ``clock`` when a message of an engine was last received.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class RouterMetrics:
                 self._role_switches.labels(role.value, ASKED, end.value)
         self._role_switch = self._histogram(
             "role_switch_seconds",
-            "Time from the wish for another role until the engine serves in it.",
+            "Time from the request for another role until the engine serves in it.",
             _STAGE_BUCKETS_S,
         )
         stages = self._histogram(

@@ -105,7 +105,7 @@ class Attempt:
     What it needs of engines' buffers, storage and the ledger is the scheduler's side
     (``scheduling``); model work and tokens are here.  Everything an attempt holds is released when
     it ends, however it ends; ``RequestLife`` decides whether there is another attempt.
-    ``kept`` False: hits are read from storage, even if buffers cache them.
+    ``use_cached`` False: hits are read from storage, even if buffers cache them.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Attempt:
         emit: Callable[[TokenEvent], None],
         trace: RequestTrace | None = None,
         *,
-        kept: bool = True,
+        use_cached: bool = True,
     ) -> None:
         self.attempt_id = attempt_id
         self.placed = False
@@ -130,7 +130,7 @@ class Attempt:
         self._record = record
         self._emit = emit
         self._trace = trace
-        self._kept = kept
+        self._use_cached = use_cached
         self._decode_start_s: float | None = None
         self._decoding_s: float | None = None
 
@@ -149,7 +149,7 @@ class Attempt:
             keys=job.keys,
             cacheable=job.cacheable,
             tenant=job.tenant,
-            kept=self._kept,
+            use_cached=self._use_cached,
         )
         scheduled = self._scheduled.attempt(order, self)
         reason = "cancelled"
@@ -428,7 +428,7 @@ class RequestLife:
             self._emit,
             self._trace,
             # A retry uses no shared blocks, in case these made the attempt fail.
-            kept=number == 1,
+            use_cached=number == 1,
         )
         try:
             await self._attempt.run()

@@ -55,11 +55,11 @@ class _Place:
 class _Engine(msgspec.Struct, frozen=True):
     role: Role
     buffer: _Place
-    #: Key of ``CachedBlocks._shared``, None without shared DRAM.
+    #: Key of ``CachedBlockIndex._shared``, None without shared DRAM.
     share: tuple[str, str] | None
 
 
-class CachedBlocks:
+class CachedBlockIndex:
     """Cached blocks by engine while its session lasts, and shared ones while any sharer is live.
 
     Bounded by the capacity of buffers and shared DRAM.

@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from dualpath import __version__
 from dualpath.core.errors import ConfigError, TraceError
+from dualpath.node.output_files import open_in_place
 from dualpath.policy import event_log
 from dualpath.policy.event_log import Begin, Entry, EventLog, Line
 from dualpath.policy.events import Effects, Event, SchedulerSettings
@@ -37,7 +38,8 @@ class EventLogWriter:
         self._queue: queue.Queue[Line | None] = queue.Queue(waiting_events)
         self._over = False
         try:
-            self._file: BinaryIO = path.open("wb")
+            # Readable by this user only: it has the keys of all prompts' blocks.
+            self._file: BinaryIO = open_in_place(path, wait=False, private=True)
         except OSError as error:
             raise ConfigError(
                 f"event log {str(path)!r} cannot be written ({error.strerror}); choose another "
@@ -47,7 +49,7 @@ class EventLogWriter:
         self._thread.start()
 
     def begin(self, settings: SchedulerSettings) -> None:
-        """Record the settings of the scheduler whose events follow."""
+        """Record the settings of the scheduler before its events."""
         self.write(Begin(version=__version__, settings=settings, format=event_log.FORMAT))
 
     def apply(self, scheduler: RequestScheduler, event: Event) -> Effects:
@@ -68,7 +70,7 @@ class EventLogWriter:
         try:
             self._queue.put_nowait(line)
         except queue.Full:
-            self._end(f"{self._queue.maxsize} events wait for the disk, which is the most kept")
+            self._end(f"{self._queue.maxsize} events wait for the disk, which is the limit")
 
     def close(self) -> None:
         """Write what is queued and close the file; idempotent."""

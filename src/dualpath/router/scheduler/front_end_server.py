@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -232,11 +233,12 @@ class FrontEndSession:
 
 
 _DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
-#: Front ends that are remembered by name.
+#: Front ends that are remembered by name, and their former processes.
 MOST_FRONT_ENDS = 1024
+_FORMER_EPOCHS = 64
 
 
-class _FrontEnd:
+class _FrontEndState:
     """One front end: its process, its connection and its session.
 
     ``post`` sends a frame to a connection.
@@ -245,6 +247,7 @@ class _FrontEnd:
     def __init__(self, name: str, post: Callable[[bytes, bytes], None]) -> None:
         self.name = name
         self.epoch, self.registration, self.identity = "", 0, b""
+        self.former_epochs: deque[str] = deque(maxlen=_FORMER_EPOCHS)
         self.heard_s = self.spoken_s = float("-inf")
         self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.talk: Channel[m.SchedulerMessage, m.FrontEndMessage] = Channel("")
@@ -260,6 +263,7 @@ class _FrontEnd:
         if not self.epoch:
             event = Event.REGISTERS
         elif hello.epoch != self.epoch:
+            self.former_epochs.append(self.epoch)
             event = Event.RESTARTED
         elif hello.registration == self.registration:
             event = Event.REGISTER_RESENT
@@ -287,7 +291,7 @@ class FrontEndServer:
         self._timeout_s = timeout_s
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
-        self._front_ends: dict[str, _FrontEnd] = {}
+        self._front_ends: dict[str, _FrontEndState] = {}
         self._check_gap_s = timeout_s / CHECKS_PER_TIMEOUT
         self._stalls = OwnStalls(clock(), self._check_gap_s)
         self._loops = SessionLoops(socket, self._received)
@@ -337,11 +341,11 @@ class FrontEndServer:
             registry.adapters.known(),
         )
 
-    def _send(self, front_end: _FrontEnd, message: m.SchedulerMessage) -> None:
+    def _send(self, front_end: _FrontEndState, message: m.SchedulerMessage) -> None:
         if front_end.live:
             self._post(front_end, front_end.talk.send(message, self._clock()))
 
-    def _post(self, front_end: _FrontEnd, envelope: Envelope[m.SchedulerMessage]) -> None:
+    def _post(self, front_end: _FrontEndState, envelope: Envelope[m.SchedulerMessage]) -> None:
         front_end.spoken_s = self._clock()
         front_end.frames.add([envelope])
 
@@ -405,11 +409,13 @@ class FrontEndServer:
 
     def _register(self, identity: bytes, hello: m.FrontEndRegister) -> None:
         if (reason := self._refusal(hello)) is not None:
+            if self.refusals.complain(hello.name.encode(), self._clock()):
+                logger.warning("front end refused, further times are only counted: %s", reason)
             self._send_unnumbered(identity, Refused(reason))
             return
         front_end = self._front_ends.get(hello.name)
         if front_end is None:
-            front_end = _FrontEnd(hello.name, self._loops.post)
+            front_end = _FrontEndState(hello.name, self._loops.post)
             self._front_ends[hello.name] = front_end
         if (event := front_end.registers(hello)) is not None:
             front_end.identity = identity
@@ -421,7 +427,15 @@ class FrontEndServer:
                 f"front end {hello.name!r} speaks version {hello.version}, this scheduler "
                 f"{m.LINK_VERSION}; run the same dualpath version on both"
             )
-        if hello.name in self._front_ends or len(self._front_ends) < MOST_FRONT_ENDS:
+        known = self._front_ends.get(hello.name)
+        # Two processes of one name would otherwise end each other's sessions again and again.  Once
+        # the later one is lost, the earlier one may register.
+        if known is not None and known.live and hello.epoch in known.former_epochs:
+            return (
+                f"front end {hello.name!r} in epoch {hello.epoch} has been replaced by epoch "
+                f"{known.epoch}; give one of the two another --front-end-name, or stop it"
+            )
+        if known is not None or len(self._front_ends) < MOST_FRONT_ENDS:
             return None
         # Anyone can invent names: front ends that are gone are removed.
         self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}
@@ -432,7 +446,7 @@ class FrontEndServer:
             "start another scheduler for them"
         )
 
-    def _on(self, front_end: _FrontEnd, event: Event, reason: str = "") -> tuple[Action, ...]:
+    def _on(self, front_end: _FrontEndState, event: Event, reason: str = "") -> tuple[Action, ...]:
         actions = front_end.machine.on(event)
         for action in actions:
             match action:
@@ -455,17 +469,17 @@ class FrontEndServer:
     def _request_reregister(self, identity: bytes, session: str) -> None:
         self._send_unnumbered(identity, Refused("no such session", reregister=True), session)
 
-    def _send_registered(self, front_end: _FrontEnd) -> None:
+    def _send_registered(self, front_end: _FrontEndState) -> None:
         self._post(front_end, front_end.talk.send_lossy(Registered((), front_end.registration)))
 
-    def _join(self, front_end: _FrontEnd) -> None:
+    def _join(self, front_end: _FrontEndState) -> None:
         logger.info("front end %s joined (epoch %s)", front_end.name, front_end.epoch)
         front_end.session = FrontEndSession(
             self._scheduler, lambda message: self._send(front_end, message)
         )
         self._send(front_end, self._engines_update())
 
-    def _lose(self, front_end: _FrontEnd, reason: str) -> None:
+    def _lose(self, front_end: _FrontEndState, reason: str) -> None:
         session, front_end.session = front_end.session, None
         if session is not None:
             logger.warning("front end %s is lost: %s", front_end.name, reason)

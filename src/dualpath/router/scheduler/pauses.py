@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Pauses:
-    """Keeps ``EngineState.pauses`` and the scheduler in step.
+    """Notifies the scheduler of changes of ``EngineState.pauses``.
 
     A draining engine is notified when it has no requests left, so that it may leave: only the
     router knows of requests that were placed on it and have not reached it yet.  With one rank of a

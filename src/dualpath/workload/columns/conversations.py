@@ -28,8 +28,8 @@ class ConversationColumns(NamedTuple):
     ``first_round`` (C + 1) delimits the rounds of each conversation and ``first_conversation``
     (S + 1) the conversations of each session.  ``parent_round`` (C) is the round after which a
     sub-agent starts, -1 for a session's own conversation.  Arrays of size R: prompt and generated
-    tokens, recorded tool delay, and the longest prefix of the prompt, in tokens, whose KV exists
-    when the round is sent: ``own_reuse_tokens`` from the session's own earlier rounds,
+    tokens, recorded tool delay, and the longest prefix of the prompt, in tokens, that has KV when
+    the round is sent: ``own_reuse_tokens`` from the session's own earlier rounds,
     ``reuse_tokens`` from all sessions that share KV.
     """
 

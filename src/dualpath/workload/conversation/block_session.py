@@ -180,7 +180,7 @@ class BlockConversation(Conversation):
             yield Spans.of(self._content, first * block, stop * block)
 
     def _new_places(self, new_ids: Spans, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        """Yield the runs of blocks with ``start`` ≤ place < ``stop`` whose ids can be bound.
+        """Yield the runs of blocks with ``start`` ≤ place < ``stop`` that can be bound to ids.
 
         ``new_ids`` are the ids from ``start`` on.  The tokens of an id that was sent before are
         fixed.  An id that occurs twice cannot be bound, because its blocks would have to differ.

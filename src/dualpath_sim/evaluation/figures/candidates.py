@@ -276,37 +276,42 @@ def _small_table(found: list[SmallModel]) -> Table:
 
 TITLE = "What the model may lack"
 DISCUSSION = """\
-The columns are the online numbers that the model misses and the offline numbers that it was fitted
-to. "3,167 ?" stands in both offline columns because Table 3 does not name the length.
+The columns show the online numbers that the model misses and the offline numbers that it was
+fitted to. The paper's row has "3,167 ?" in both offline columns because Table 3 does not name the
+length.
 
-**Workload.** The spread of appends, which Table 2 does not give, moves Basic's capacity more than
-anything else that leaves DualPath alone. Larger first prompts do nearly as much and meet Basic's
-0.20. The distribution of turns does so a little. Nothing here lowers DualPath by more than 0.05.
+**Workload.** Table 2 does not give the spread of appends. Of all candidates that leave DualPath
+unchanged, this spread moves Basic's capacity most. Larger first prompts have nearly the same
+effect and meet Basic's 0.20; the distribution of turns has a small one. No candidate of the
+workload lowers DualPath's capacity by more than 0.05.
 
-**Generation.** If generated tokens do not all stay in the context (157 turns of 176 tokens are 1.7
-times what fits, see Fig. 11), completion times rise by 60 %; that explains most of the one at 0.45
-APS and overshoots the one at 0.1. Capacity hardly changes, since prefill sets it.
+**Generation.** If a part of the generated tokens does not stay in the context (157 turns of 176
+tokens are 1.7 times what fits, see Fig. 11), completion times rise by 60 %. That explains most of
+the completion time at 0.45 APS and is too much at 0.1 APS. Capacity hardly changes, since prefill
+determines it.
 
 **Delays.** A fetch interval or a request path of some tenths of a second is added to every TTFT
-and to nothing else. 0.7 s gives 1.6 s at 0.4 APS and no loss of capacity.
+and changes nothing else. 0.7 s gives a TTFT of 1.6 s at 0.4 APS and does not lower capacity.
 
-**Prefill.** Without a second micro-batch, exchange and computation add up: a tenth of capacity. A
-quota of 1 s costs a quarter, at a TTFT of 2.0 s, because long passes make every engine wait for
-the slowest. It nearly gives the paper's online numbers of DualPath, and none of its offline ones.
+**Prefill.** Without a second micro-batch, the times of exchange and computation add up; this costs
+a tenth of capacity. A quota of 1 s costs a quarter of capacity, at a TTFT of 2.0 s, because during
+long passes every engine waits for the slowest. It nearly gives the paper's online numbers of
+DualPath, and none of its offline ones.
 
-**A slower machine.** Both of the paper's systems serve fewer agents than the model's. Slowing
-prefill until DualPath's capacity is 0.45 takes a factor just below 1.6 and makes the offline JCT
-at 64K 4,800 s. If 3,167 s is 48K, a factor of 1.5 meets it, together with 0.48 APS and a TTFT near
-1.7 s. The speed-up at 64K falls to 1.5x by that, and storage NICs at 28 GB/s bring 1.87x back. So
-one machine, prefill 1.5 times slower and storage at 28 of 50 GB/s, meets JCT, largest speed-up,
-DualPath's capacity and its TTFT at once; only Basic's capacity is then a tenth too low. Against
-it: §7.2 says that 3FS saturates the NIC of 50 GB/s. For it: if 3,167 s is 48K, Basic's 1.87 times
-that is 37 GB/s read by two nodes, close to the 41 GB/s at which the paper's Basic fails online; at
-64K it is 71 GB/s, and that failure is unexplained. And Fig. 15 counts prompt tokens per second in
-units of 1e7, which suits 48K.
+**A slower machine.** Both of the paper's systems serve fewer agents than the model's. DualPath's
+capacity is 0.45 if prefill is slowed by a factor just below 1.6; the offline JCT at 64K is 4,800 s
+then. If 3,167 s is the JCT at 48K, a factor of 1.5 meets it, together with a capacity of 0.48 APS
+and a TTFT near 1.7 s. This factor lowers the speed-up at 64K to 1.5x, and storage NICs at 28 GB/s
+raise it to 1.87x again. So one machine, with prefill 1.5 times slower and storage at 28 of 50
+GB/s, meets JCT, largest speed-up, DualPath's capacity and its TTFT at once; only Basic's capacity
+is a tenth too low then. An argument against this machine: §7.2 says that 3FS saturates the NIC of
+50 GB/s. Arguments for it: if 3,167 s is at 48K, Basic takes 1.87 times as long and its two nodes
+read 37 GB/s, close to the 41 GB/s at which the paper's Basic fails online; at 64K they read 71
+GB/s, and that failure is unexplained. And Fig. 15 counts prompt tokens per second in units of 1e7,
+which suits 48K.
 
-**DS 27B.** All prefill times doubled in addition to the fitted factor (0.36 of the GPU's rates).
-No factor meets all numbers: those of Fig. 8 cannot all hold in one setting.
+**DS 27B.** All prefill times are doubled in addition to the fitted factor (0.36 of the GPU's
+rates). No factor meets all numbers: those of Fig. 8 cannot all hold in one setting.
 """
 #: Capacities on the paper's grid; mean completion times follow from §8.2 (Fig. 11).
 _PAPER = (

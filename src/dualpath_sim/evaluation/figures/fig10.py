@@ -15,30 +15,31 @@ TITLE = "Online serving: latency against arrival rate"
 SYSTEMS = (DS_27B, DS_660B)
 DISCUSSION = """\
 Both systems serve more agents in the model than in the paper, where the last rates that meet the
-SLO are about 0.2 (Basic) and 0.45 (DualPath) for DS 660B. The paper's ratio of 2.25 is read off a
-grid: with a spacing of 0.05 APS it may stand for anything between 1.8 and 2.5.
+SLO are about 0.2 (Basic) and 0.45 (DualPath) for DS 660B. The paper's ratio of 2.25 is read from a
+grid of rates: with a spacing of 0.05 APS the true ratio may be anything between 1.8 and 2.5.
 
-Findings, with the numbers in What the model may lack:
+The following findings have their numbers in What the model may lack:
 
-- How much appends vary decides when Basic fails. It batches without a quota, and every pass lasts
-  as long as its longest append takes on one GPU; attention of the slowest engine is 3 to 5 times
-  the average at low load. With the spread of real traces (a log-sigma of 1.4; the paper gives
-  means only) Basic fails at 0.24 APS, with mild spread (0.5) at 0.29.
+- The spread of appends decides when Basic fails. Basic batches without a quota, and every pass
+  lasts as long as its longest append takes on one GPU; attention of the slowest engine takes 3 to
+  5 times the average at low load. With the spread of real traces (a log-sigma of 1.4; the paper
+  gives means only) Basic fails at 0.24 APS, with a small spread (0.5) at 0.29.
 - The text attributes Basic's failure to storage. In the model two SNICs are half busy at 0.24 APS
-  and reading is a thirtieth of TTFT; at 28 GB/s in place of 50 Basic still serves 0.24.
+  and reading is a thirtieth of TTFT; with 28 GB/s instead of 50 Basic still serves 0.24.
 - DualPath fails where its prefill is always busy, near the offline throughput (2,048 agents in
-  3,167 s are 0.65 agents/s). The paper's DualPath stops at 0.45, with a third of its prefill time
-  to spare if 3,167 s is 64K. At 48K the GPUs are 1.5 times slower than fitted here: capacity is
-  then 0.48 and TTFT at 0.4 APS 1.6 s (paper 1.739), and 1.74 s with storage slow enough for 1.87x
-  at 64K.
-- Delays before the scheduler raise TTFT and leave capacity unchanged. 0.7 s would meet the paper's
-  TTFT; nothing in the text suggests it, and it is left at 0.
+  3,167 s are 0.65 agents/s). The paper's DualPath fails at 0.45, where a third of its prefill time
+  is unused if 3,167 s is at 64K. If it is at 48K, the GPUs are 1.5 times slower than fitted here:
+  capacity is 0.48 then, and TTFT at 0.4 APS is 1.6 s (paper 1.739), or 1.74 s with storage that is
+  slow enough for 1.87x at 64K.
+- Delays before the scheduler raise TTFT and do not change capacity. 0.7 s would meet the paper's
+  TTFT; nothing in the text suggests such a delay, so it is 0 here.
 
-Which reading is right cannot be told from the text: the figures use the model fitted at 64K, the
-second column the other.
+The text does not show which length is right: the figures use the model fitted at 64K, the second
+column the one fitted at 48K.
 
 TPOT of DS 27B: the text says that Basic and DualPath are far above Oracle, and attributes it to
-the transfer from prefill to decode. The model has no cost there that slows other requests' steps.
+the transfer from prefill to decode. In the model this transfer does not slow the steps of other
+requests.
 """
 
 Points = dict[tuple[System, Mode], list[tuple[float, OnlineRun]]]

@@ -13,24 +13,26 @@ SYSTEMS = (DS_27B, DS_660B)
 GIGABYTE = 1e9
 LOW_APS, HIGH_APS = 0.1, 0.45
 DISCUSSION = """\
-The quoted working sets fix mean completion times: with 40,016 bytes per token and 55,958 tokens
-per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. The model's TTFT is
-too short (Fig. 10), by two minutes per trajectory at 0.4 APS; for the rest there are two readings.
+The quoted working sets determine mean completion times: with 40,016 bytes per token and 55,958
+tokens per trajectory, 69 GB at 0.1 APS is 616 s and 681 GB at 0.45 APS is 1,352 s. The model's
+TTFT is too short (Fig. 10), by two minutes per trajectory at 0.4 APS. The rest of the difference
+has two possible explanations.
 
-Either the paper's trajectories generate more than their context holds. The longer time equals a
-product of means: 157 turns times (TTFT 1.739 s + 176 generated tokens times TPOT 0.039 s) is 1,351
-s. That is 27,600 generated tokens per trajectory, which with 157 x 429 appended ones exceed its
-55,958, so that part of them (reasoning, say) is not kept in context, or means were multiplied.
-Read as means over trajectories, as here, Table 2 gives 16,300. With 1.7 times the generation and
-slower prefill the model has 1,160 s at 0.45 APS, but then 870 s at 0.1 APS.
+First, the paper's trajectories may generate more tokens than their context holds. The longer time
+equals a product of means: 157 turns times (TTFT 1.739 s + 176 generated tokens times TPOT 0.039 s)
+is 1,351 s. That is 27,600 generated tokens per trajectory. Together with 157 x 429 appended tokens
+they exceed its 55,958 tokens, so either a part of them (for example reasoning) does not stay in
+the context, or the means must not be multiplied. If the means of Table 2 are means over
+trajectories, as assumed here, a trajectory generates 16,300 tokens. With 1.7 times the generation
+and slower prefill the model has 1,160 s at 0.45 APS, but then 870 s at 0.1 APS.
 
-Or 0.45 APS is the paper's limit. With 16,300 generated tokens 1,352 s is a TTFT near 4 s and 45 ms
-per token, as of a system at its capacity; the model's capacity is 0.76. At 0.1 APS that reading
-needs 32 ms per token; the model takes 27 (its TPOT of 33 ms is a mean over rounds, of which short
-ones wait longest per token).
+Second, 0.45 APS may be the paper's limit. With 16,300 generated tokens 1,352 s means a TTFT near
+4 s and 45 ms per token, as in a system at its capacity; the model's capacity is 0.76. At 0.1 APS
+this explanation needs 32 ms per token; the model takes 27 (its TPOT of 33 ms is a mean over
+rounds, and short rounds wait longest per token).
 
-Agents that arrived before an experiment's end are followed to their own end; counting only those
-that finished within it would favour short trajectories.
+Agents that arrived before an experiment's end are followed until they finish; counting only agents
+that finished before it would favour short trajectories.
 """
 
 Points = dict[tuple[System, Mode], list[tuple[float, OnlineRun]]]

@@ -18,15 +18,15 @@ DISCUSSION = """\
 Each step adds one technique; the compute quota belongs to the last (§A.4 sets it for DualPath and
 Oracle). The reductions are means of two percentages, as in the paper. All three were fitted,
 through the HBM and batch cap of Basic's prefill, the rate of a CNIC and the overhead of a pass.
-They fix how Basic's time is divided into waiting for HBM, for storage and for the slowest engine;
-they do not test it.
+They determine how much of Basic's time is spent waiting for HBM, for storage and for the slowest
+engine; they do not test this division.
 
-Parts of TTFT: scheduling is the interval in which groups fetch, reading an unloaded SNIC. As in
-the paper DualPath is stable, except for prefill, which doubles from a machine nearly idle at 0.05
-APS to one that has batches to fill. Basic's growth is in prefill too, including the wait for a
-pass to begin; the paper has it in queuing and attributes it to storage. In the model storage is no
-bottleneck at these rates (Fig. 10), and that may be where it is wrong: at the rate at which the
-paper's Basic fails, 0.2 APS, its agents need 41 GB/s of two SNICs of 50 GB/s each.
+Parts of TTFT: scheduling is the interval at which groups fetch; reading is that of an unloaded
+SNIC. DualPath is stable as in the paper, except for prefill, which doubles from a nearly idle
+machine at 0.05 APS to one with batches to fill. In the model the growth of Basic is in prefill as
+well, which includes the wait for a pass to begin; in the paper it is in queuing and attributed to
+storage. In the model storage is no bottleneck at these rates (Fig. 10), which may be its error: at
+0.2 APS, where the paper's Basic fails, its agents need 41 GB/s of two SNICs of 50 GB/s each.
 """
 
 Jcts = dict[int, dict[Mode, float]]

@@ -14,15 +14,15 @@ MODES = (Mode.ROUND_ROBIN, Mode.DUALPATH)
 BINS = 120
 DISCUSSION = """\
 The text measures "all storage NICs on three machines", while the ablation around it runs on six
-(2P4D). The literal reading, one prefill and two decode nodes (DS 27B, 1P2D), is compared with the
-paper; DS 660B on 2P4D is listed beside it. Round robin sends half of all reads to each side
-whatever the number of nodes there, so at P:D = 1:2 a prefill node carries 1.5 times the average,
-which is nearly the paper's 1.53 without any model.
+(2P4D). Taken literally, the figure is of one prefill and two decode nodes (DS 27B, 1P2D); these
+are compared with the paper, and DS 660B on 2P4D is listed beside them. Round robin sends half of
+all reads to each side whatever the number of nodes there, so at P:D = 1:2 a prefill node carries
+1.5 times the average. That is nearly the paper's 1.53, without any model.
 
 Nothing of this figure was fitted. Queue lengths are exact when a group fetches and a storage NIC
-always reads at its rate, so only the choice of sides is uneven. On 2P4D the ratio is larger: a
-read of 33K tokens of DS 660B is 1.3 GB, so that few reads per node fall into a second. The text
-gives no width for its "small time window"; the table shows several.
+always reads at its rate, so the choice of sides is the only cause of imbalance. On 2P4D the ratio
+is larger: a read of 33K tokens of DS 660B is 1.3 GB, so that only a few reads per node fit into a
+second. The text does not give the width of its "small time window"; the table has several.
 """
 
 

@@ -14,8 +14,8 @@ MODES = (Mode.ROUND_ROBIN, Mode.DUALPATH)
 FIRST_SHARE = 0.05
 DISCUSSION = """\
 At the start every engine has a full queue and fills its compute quota to within one chunk, so the
-model's ratio is nearer to 1 than a machine's, whose kernels also vary from GPU to GPU; the paper's
-1.06 includes that. Later the ratio grows as queues run short.
+model's ratio is nearer to 1 than a real machine's. On a real machine kernels also vary from GPU to
+GPU, which the paper's 1.06 includes. Later the ratio grows as queues become short.
 """
 
 

@@ -58,20 +58,20 @@ GENERATIONS = (
     ),
 )
 DISCUSSION = """\
-**Left.** The text gives one number, 14.4x, and no data. It is met by the peaks of the formats that
-each generation introduced for serving (FP16, FP8, FP4), dense, and one NIC per GPU as in NVIDIA's
-own nodes: 28.8 times the FLOP and 2.0 times the bytes. In FP16 alone (312 to 2,250 TFLOP/s) the
-decrease would be 3.6x.
+**Left.** The text gives one number, 14.4x, and no data. The peak rates of the formats that each
+generation introduced for serving (FP16, FP8, FP4; dense), with one NIC per GPU as in NVIDIA's own
+nodes, give this number: 28.8 times the FLOP and 2.0 times the bytes. In FP16 alone (312 to 2,250
+TFLOP/s) the decrease would be 3.6x.
 
-**What models ask for** is Table 1's cache-compute ratio, with the same request as on the right. A
-GPU whose NIC brings fewer bytes per PFLOP waits for storage at its peak; real kernels reach a
-third of the peak or less, which shifts the limit by as much.
+**What models need** is Table 1's cache-compute ratio, with the same request as on the right. A GPU
+that computes at its peak waits for storage if its NIC brings fewer bytes per PFLOP than this. Real
+kernels reach a third of the peak or less, which moves the limit by the same factor.
 
 **Right.** The paper does not name the model. Here a pass of one prefill engine takes the time that
 the simulator charges: kernels in proportion to tokens, and a fixed time per pass (launches,
-latency of the all-to-all). Kernels that are slower for small matrices are not modelled, so a real
-GPU's curve rises longer. The last column is how many requests fit HBM with all layers of their KV,
-as in Basic.
+latency of the all-to-all). The simulator does not model that kernels are slower for small
+matrices, so the curve of a real GPU rises longer. The last column is the number of requests that
+fit into HBM with all layers of their KV, as in Basic.
 """
 
 

@@ -9,21 +9,21 @@ from dualpath_sim.evaluation.speedups import JctTriple, jct_panel, jct_table, me
 
 TITLE = "Offline inference: agents and context length"
 DISCUSSION = """\
-DS 660B is bound by its two prefill SNICs in Basic and by computation in DualPath, so its largest
-speed-up is the ratio of those two bounds; the model was fitted to it.
+DS 660B is limited by its two prefill SNICs in Basic and by computation in DualPath, so its largest
+speed-up is the ratio of these two limits; the model was fitted to it.
 
-DS 27B has matrices a third as wide, which reach a smaller part of a GPU's peak. One factor on its
-kernels' rates (0.36) was fitted to its largest speed-up; its distance from Oracle, the largest
-speed-up of Fig. 8 and the balance in Fig. 13 then agree with the paper. A factor of 0.33 meets the
-speed-up as well (1.79x) and moves the pair DualPath 1P1D, Basic 2P1D in Fig. 8 from 1.04x to
-1.06x; that pair decided.
+DS 27B has matrices a third as wide, which reach a smaller part of a GPU's peak. One factor on the
+rates of its kernels (0.36) was fitted to its largest speed-up; its distance from Oracle, the
+largest speed-up of Fig. 8 and the balance in Fig. 13 then agree with the paper. A factor of 0.33
+meets the speed-up as well (1.79x), but moves the pair DualPath 1P1D, Basic 2P1D in Fig. 8 from
+1.04x to 1.06x; 0.36 was chosen for that pair.
 
-The paper quotes no number of Qwen 32B, so nothing was fitted to it. Its gain shrinks with length,
-against the paper's general remark: a DE of 80 GB holds one request of 64K, so that decode binds
-every system, Oracle included.
+The paper quotes no number of Qwen 32B, so nothing was fitted to it. Its gain becomes smaller with
+the length, although the paper says that longer agents gain more: a DE of 80 GB holds one request
+of 64K, so that decode limits every system, including Oracle.
 
-The paper names neither the batch sizes of Fig. 7 nor where its maxima are. The grid here ends at
-the 2,048 agents of §7.5 and Table 3; more agents would raise a maximum further.
+The paper names neither the batch sizes of Fig. 7 nor the places of its maxima. The grid here ends
+at the 2,048 agents of §7.5 and Table 3; with more agents a maximum would be higher.
 """
 
 

@@ -12,12 +12,12 @@ SHAPES = ((1, 1), (2, 1), (1, 2))
 WORKLOAD = "64K"
 DISCUSSION = """\
 The order of the shapes, the largest speed-up and two pairs of equal storage agree with the paper.
-The third pair misses because of the DE buffers: 80 GB per node (§A.4) hold about 110 prompts of
-this model, which is all that the single decode node of 2P1D can have in flight.
+The third pair differs because of the DE buffers: 80 GB per node (§A.4) hold about 110 prompts of
+this model, and the single decode node of 2P1D can have no more requests in flight.
 
 If the three pairs were exactly equal, the speed-up of 1P2D would be the product of the other two,
 so that with 2.46x for 1P2D the mean of the three could not be below 1.87x. A mean of 1.64x needs
-settings of smaller gain, which the text does not name; here the mean is over 64K and the batch
+settings with a smaller gain, which the text does not name; here the mean is over 64K and the batch
 sizes of §7.5.
 """
 

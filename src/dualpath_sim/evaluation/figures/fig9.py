@@ -12,13 +12,14 @@ TITLE = "Offline inference: append and generation length (DS 660B)"
 WORKLOAD = "64K"
 Kind = Literal["append", "generation"]
 DISCUSSION = """\
-In the model the gain falls as appends grow: DualPath is bound by computation, which grows with the
-append, while Basic waits for storage, which hardly does. The text says so too ("Basic performance
+In the model the gain falls as appends grow: DualPath is limited by computation, which grows with
+the append, while Basic waits for storage, which hardly grows. The text agrees ("Basic performance
 gradually approaches DualPath and Oracle"), but its range of 1.82 to 1.99 is narrow, and it does
-not name the factors. Factors below 1 do not help: cut at fewer tokens, trajectories end sooner,
-and at 1,024 agents the model gains 1.79x at 0.75 and 1.51x at 0.5. And 1.99x exceeds 1.87x, which
-§7.3 gives as the largest gain on DS 660B: some setting of Fig. 9 differs from Fig. 7. Storage
-slower than the 50 GB/s of §7.2 would raise the whole range (What the model may lack).
+not name the factors. Factors below 1 do not explain the range: as trajectories are cut at fewer
+tokens, they end sooner, and at 1,024 agents the model gains 1.79x at a factor of 0.75 and 1.51x at
+0.5. Also, 1.99x exceeds 1.87x, which §7.3 gives as the largest gain on DS 660B: Fig. 9 and Fig. 7
+must differ in some setting. Storage slower than the 50 GB/s of §7.2 would raise the whole range
+(What the model may lack).
 
 Factor 4 takes fewer seconds than factor 2 because scaled trajectories are cut at the maximum
 length and then have fewer turns.

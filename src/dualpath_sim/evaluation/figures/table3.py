@@ -43,15 +43,17 @@ ASSIGNMENTS_PER_CPU_S = 20_000.0
 #: Long enough for the termination rule to see a steady state, short enough for 44P88D.
 LARGE_HORIZON_S = 3000.0
 DISCUSSION = """\
-Offline, the large run is the small one 24 times over, so the model shows how well scheduling
-scales and little else: 48,000 agents are drawn from the same 500 trajectories, and the longest of
-them decides when either run ends. Online, TTFT is the residual; it is the same at both scales, as
-in the paper, and Fig. 10 discusses it. TTST and TPOT of 2P4D were fitted. The paper's large run
-has a TTST 15 % and a TPOT 8 % below its small one; the model's differ by chance only.
+Offline, the large run is the small one 24 times over. The model shows how well scheduling scales
+and not much more: 48,000 agents are drawn from the same 500 trajectories, and the longest of these
+determines when either run ends. Online, TTFT is the number that remains unexplained; it is the
+same at both scales, as in the paper, and Fig. 10 discusses it. TTST and TPOT of 2P4D were fitted.
+In the paper TTST is 15 % and TPOT 8 % lower in the large run than in the small one; in the model
+they differ only by chance.
 
-The scheduler's cores are assignments per second of the offline run over the 20,000 per CPU-second
-that one core has to reach in `lab/dualpath_lab/benchmarks/scheduler_speed.py`: arithmetic, not a
-measurement of this run. It covers the policy alone; the paper's cores also carry messages.
+The scheduler's cores are the assignments per second of the offline run, divided by the 20,000 per
+CPU-second that one core has to reach in `lab/dualpath_lab/benchmarks/scheduler_speed.py`. This is
+a calculation, not a measurement of this run. It covers the policy alone; the paper's cores also
+carry messages.
 """
 
 

@@ -68,7 +68,7 @@ def push(heap: IntArray, counters: IntArray, time_ns: int, kind: int, subject: i
 
 @lean
 def pop(heap: IntArray, counters: IntArray) -> int:
-    """Remove the next event, whose time the caller has read, and return the rest of it."""
+    """Remove the next event after the caller has read its time; return the rest of it."""
     first = heap[0, HEAP_REST]
     size = counters[PENDING] - 1
     counters[PENDING] = size

@@ -6,7 +6,7 @@ The rows are Mooncake's: one per turn, a hash id per block of tokens, ``delay`` 
 after the session's previous turn.  By default a row contains the appended tokens, and Dynamo
 prepends the earlier prompts and its generated tokens (``mooncake-delta``), as in a round (§A.3).
 Dynamo supports this format only with aggregated workers; with ``--cumulative`` a row contains the
-whole prompt (``mooncake``), whose generated part then has other ids.
+whole prompt (``mooncake``), and its generated part has other ids then.
 """
 
 import argparse

@@ -53,7 +53,7 @@ class LMCacheStack:
 
 
 class LMCacheDramStack(LMCacheStack):
-    """``LMCacheStack`` with L1 as a cache, for agents whose KV fits in the PEs' DRAM."""
+    """``LMCacheStack`` with L1 as a cache, for agents with KV that fits in the PEs' DRAM."""
 
     name = "vllm-nixl-lmcache-dram"
     policies = ("--l2-store-policy", "default", "--l2-prefetch-policy", "retain")

@@ -5,7 +5,7 @@ Three things differ from vLLM's connector:
 
 * Before storing, vLLM waits for a CUDA event, which torch without CUDA cannot create.  On a CPU the
   forward pass is complete when a connector is asked to store, so no wait is needed.
-* vLLM reads Mooncake's settings from a file whose path is in the environment.  Here they are
+* vLLM reads Mooncake's settings from a file; the environment has its path.  Here they are
   ``store`` of ``kv_connector_extra_config``, and this connector writes the file.
 * It reports no statistics: MultiConnector looks up the class that aggregates them by name among
   vLLM's connectors, does not find this one, and the API server would end.

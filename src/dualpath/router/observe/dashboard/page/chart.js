@@ -102,7 +102,7 @@ function line(series, xAt, yAt) {
     path += `${pen}${xAt(x).toFixed(1)} ${yAt(y).toFixed(1)}`;
     pen = "L";
   }
-  // Sparse traffic has points without neighbours, of which no line tells.
+  // Sparse traffic has points without neighbours, which no line connects.
   const alone = points.filter(([, y], index) =>
     known(y) && !known(points[index - 1]?.[1]) && !known(points[index + 1]?.[1]));
   return s("g", {},

@@ -1,9 +1,9 @@
 
-// The API key a router may ask for: from the address, `#key=…`, or typed in; kept for this tab only.
+// The API key a router may ask for: from the address, `#key=…`, or typed in; stored for this tab only.
 
 const KEY_ITEM = "dualpath-api-key";
 
-/** Takes the key out of the address, so that nobody copies it along with that. */
+/** Removes the key from the address, so that it is not copied with the address. */
 function keyFromAddress() {
   const given = new URLSearchParams(location.hash.slice(1)).get("key");
   if (given === null) return;

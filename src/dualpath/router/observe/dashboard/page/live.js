@@ -1,5 +1,5 @@
 
-// The running router: what `/dualpath/v1/dashboard` says, as a view.
+// The running router: the content of `/dualpath/v1/dashboard` as a view.
 
 const ADDRESS = "dualpath/v1/dashboard";
 const LIVE_SCHEMA = "dualpath.dashboard/1";
@@ -7,7 +7,7 @@ const SMOOTHED_SAMPLES = 5;
 /** Charts show the shortest of these spans that has all samples, or else the longest. */
 const SPANS_S = [60, 120, 300, 600];
 
-/** Samples of one router, kept as objects; another router's begin anew. */
+/** Samples of one router as objects; those of another router replace them. */
 class LiveHistory {
   constructor() {
     this.run = null;
@@ -240,7 +240,7 @@ function lostTable(engines) {
   return {
     title: "Lost engines",
     stacked: true,
-    empty: "None. Engines that said goodbye are not missed.",
+    empty: "None. Engines that have deregistered are not listed.",
     columns: [["engine", true], ["role", true], ...group(["group", true]), ["node", true],
       ["silent for", false]],
     rows: engines.map((engine) => [{ text: engine.engine_id, alarm: true }, engine.role,

@@ -107,7 +107,7 @@ function showRun(run, name, chosen) {
   try {
     view = views[schema]();
   } catch {
-    throw new Error(`it says ${schema} and lacks what belongs to it; write it again`);
+    throw new Error(`its schema is ${schema}, but a part of it is missing; write it again`);
   }
   state.file = true;
   clearTimeout(state.timer);

@@ -1,6 +1,6 @@
 
 // A view is plain data: {subject, tiles, tabs, picture, charts, tables, facts}. `Sections` draws it
-// and keeps elements where they are from one view to the next, so that scrolling and focus last.
+// and leaves elements in place from one view to the next, so that scrolling and focus last.
 
 function tile(entry) {
   const share = entry.share;
@@ -50,7 +50,7 @@ class Sections {
         h("summary", {}, "Every step as a table"), this.rates));
     this.charts = h("div", { class: "charts" });
     this.facts = h("p", { class: "facts full" });
-    this.kept = { charts: new Map(), tables: new Map() };
+    this.drawn = { charts: new Map(), tables: new Map() };
     this.width = 0;
     new ResizeObserver(() => this.resized()).observe(main);
   }
@@ -73,9 +73,9 @@ class Sections {
 
   arrange(view) {
     this.kind = view.kind;
-    this.kept = { charts: new Map(), tables: new Map() };
-    for (const chart of view.charts) this.kept.charts.set(chart.title, new Chart(chart.title));
-    this.charts.replaceChildren(...[...this.kept.charts.values()].map((chart) => chart.element));
+    this.drawn = { charts: new Map(), tables: new Map() };
+    for (const chart of view.charts) this.drawn.charts.set(chart.title, new Chart(chart.title));
+    this.charts.replaceChildren(...[...this.drawn.charts.values()].map((chart) => chart.element));
     const tables = view.tables.map((table) => this.frame(table));
     const beside = view.charts.length ? [this.charts] : [];
     this.main.replaceChildren(this.tiles, this.tabs, this.picture, ...beside, ...tables, this.facts);
@@ -85,12 +85,12 @@ class Sections {
     const wide = h("div", { class: "wide", tabindex: 0, role: "region", "aria-label": table.title });
     const heading = h("h2", {});
     const classes = ["panel", table.tone ?? "", table.half ? "half" : "full"].join(" ").trim();
-    this.kept.tables.set(table.title, { wide, heading });
+    this.drawn.tables.set(table.title, { wide, heading });
     return h("section", { class: classes }, heading, wide);
   }
 
   table(table) {
-    const { wide, heading } = this.kept.tables.get(table.title);
+    const { wide, heading } = this.drawn.tables.get(table.title);
     heading.replaceChildren(table.title, " ", h("small", {}, table.note ?? ""));
     wide.replaceChildren(table.rows.length ? tableOf(table) : h("p", { class: "quiet" }, table.empty));
   }
@@ -107,7 +107,7 @@ class Sections {
       rows: flows.map(([name, [tone]]) => [flowWords(picture, name),
         { pe: "PE", de: "DE", both: "both", write: NOTHING }[tone], picture.format(picture.flows[name])]),
     }));
-    for (const chart of charts) this.kept.charts.get(chart.title)?.update(chart);
+    for (const chart of charts) this.drawn.charts.get(chart.title)?.update(chart);
   }
 }
 

@@ -1,4 +1,4 @@
-"""Engines under suspicion and engines that drain: who gets what is new, what a failure costs."""
+"""Suspect and draining engines: which engine gets new requests, and what a failure costs."""
 
 import asyncio
 from typing import Any
@@ -28,7 +28,7 @@ async def until(made: Cluster, wanted: Any) -> None:
     await made.service.arrivals.until(wanted, 30.0)
 
 
-async def test_a_retry_goes_elsewhere_though_the_engine_that_failed_proves_that_it_lives() -> None:
+async def test_a_retry_goes_elsewhere_though_the_failed_engine_is_live() -> None:
     async with cluster(prefill=2) as made:
         made.calls.errors.extend([TransportError("once"), TransportError("twice")])
         assert await made.run(job("a", PROMPT)) == expected(PROMPT, 6)
@@ -40,7 +40,7 @@ async def test_a_retry_goes_elsewhere_though_the_engine_that_failed_proves_that_
         assert len(made.service.registry.alive()) == 3
 
 
-async def test_an_engine_whose_server_is_gone_is_lost_though_its_control_link_lives() -> None:
+async def test_an_engine_without_its_server_is_lost_though_its_control_link_lives() -> None:
     async with cluster(prefill=2) as made:
         made.calls.errors.append(EngineLostError("p0 refuses connections"))
         made.calls.deaf.add("p0")
@@ -92,7 +92,7 @@ async def test_a_prefill_given_up_since_a_transfer_failed_is_blamed_on_the_recei
         assert "the link to it stalls" in failure
 
 
-async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_left() -> None:
+async def test_a_draining_engine_finishes_its_requests_and_is_notified_when_none_is_left() -> None:
     async with cluster(prefill=2) as made:
         made.calls.gates["prefill"] = asyncio.Event()
         old = asyncio.create_task(made.run(job("old", PROMPT)))
@@ -114,7 +114,7 @@ async def test_a_draining_engine_ends_what_it_has_and_is_told_when_nothing_is_le
         assert made.service.status()["counters"]["retries"] == 0
 
 
-async def test_an_engine_that_drains_at_a_router_that_begins_anew_is_told_again() -> None:
+async def test_an_engine_that_drains_at_a_restarted_router_is_notified_again() -> None:
     async with cluster() as made:
         p0 = made.engines["p0"]
         p0.draining = "SIGTERM"
@@ -126,7 +126,7 @@ async def test_an_engine_that_drains_at_a_router_that_begins_anew_is_told_again(
         await p0.saw(control.Drained)
 
 
-async def test_an_operator_pauses_an_engine_and_lets_it_go_on() -> None:
+async def test_an_operator_pauses_and_resumes_an_engine() -> None:
     async with cluster(prefill=2) as made:
         assert made.service.scheduler.pause_engine("p0", paused=True)
         assert not made.service.scheduler.pause_engine("none", paused=True)
@@ -134,7 +134,7 @@ async def test_an_operator_pauses_an_engine_and_lets_it_go_on() -> None:
             await made.run(job(f"r{number}", PROMPT))
         assert made.calls.prefills == ["p1", "p1"]
         made.lose("p0")
-        await made.service.wait_ready(2, 1, 30.0)  # it greets anew and is paused still
+        await made.service.wait_ready(2, 1, 30.0)  # it registers again and is still paused
         assert paused(made) == {"p0": [Pause.ASKED]}
         assert made.service.scheduler.pause_engine("p0", paused=False)
         assert await made.run(job("last", PROMPT)) == expected(PROMPT, 6)

@@ -1,4 +1,4 @@
-"""What schedulers that take turns may expect, whatever decides whose turn it is."""
+"""Leadership among schedulers, by any kind of election."""
 
 import asyncio
 import contextlib
@@ -32,7 +32,7 @@ STORES = [pytest.param("etcd", marks=needs_etcd), "kubernetes"]
 
 
 class Store:
-    """A store whose connection a test may cut, and which says how often it was renewed."""
+    """A store with a connection that a test may cut; it counts renewals."""
 
     def __init__(self, inner: LeaseStore) -> None:
         self._inner = inner
@@ -46,10 +46,10 @@ class Store:
 
     async def renew(self) -> bool:
         self._reach()
-        kept = await self._inner.renew()
-        self.renewals += kept
+        renewed = await self._inner.renew()
+        self.renewals += renewed
         self.renewed.set()
-        return kept
+        return renewed
 
     async def release(self) -> None:
         self._reach()
@@ -64,25 +64,25 @@ class Store:
 
 
 class Schedulers:
-    """Makes turns that are the same one's."""
+    """Creates leaderships over one lock or lease."""
 
     def __init__(
-        self, turn: Callable[[str], Leadership], die: Callable[[Leadership], None]
+        self, leadership: Callable[[str], Leadership], die: Callable[[Leadership], None]
     ) -> None:
-        self.turn = turn
+        self.leadership = leadership
         self.die = die
 
 
 def leased(store: Callable[[], LeaseStore]) -> Schedulers:
-    def turn(holder: str) -> LeasedLeadership:
+    def leadership(holder: str) -> LeasedLeadership:
         return LeasedLeadership(Store(store()), "a lease", holder, time.monotonic, LEASE_S)
 
-    def die(turn: Leadership) -> None:
-        assert isinstance(turn, LeasedLeadership)
-        assert turn._renewing is not None
-        turn._renewing.cancel()
+    def die(leadership: Leadership) -> None:
+        assert isinstance(leadership, LeasedLeadership)
+        assert leadership._renewing is not None
+        leadership._renewing.cancel()
 
-    return Schedulers(turn, die)
+    return Schedulers(leadership, die)
 
 
 @contextlib.asynccontextmanager
@@ -113,18 +113,18 @@ async def leases(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
         yield leased(store)
 
 
-def held(*turns: Leadership) -> list[bool]:
-    return [turn.held for turn in turns]
+def held(*leaderships: Leadership) -> list[bool]:
+    return [leadership.held for leadership in leaderships]
 
 
-def store_of(turn: Leadership) -> Store:
-    assert isinstance(turn, LeasedLeadership)
-    assert isinstance(turn._store, Store)
-    return turn._store
+def store_of(leadership: Leadership) -> Store:
+    assert isinstance(leadership, LeasedLeadership)
+    assert isinstance(leadership._store, Store)
+    return leadership._store
 
 
-async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(schedulers: Schedulers) -> None:
-    first, second = (schedulers.turn(name) for name in "fs")
+async def test_one_of_many_leads_and_the_next_one_takes_over(schedulers: Schedulers) -> None:
+    first, second = (schedulers.leadership(name) for name in "fs")
     assert first.contended
     assert held(first, second) == [False, False]
     async with asyncio.timeout(GUARD_S):
@@ -140,8 +140,8 @@ async def test_one_of_many_has_the_turn_and_the_next_one_gets_it(schedulers: Sch
     await second.release()
 
 
-async def test_who_dies_without_a_word_is_followed(schedulers: Schedulers) -> None:
-    first, second = (schedulers.turn(name) for name in "fs")
+async def test_a_killed_leader_is_replaced(schedulers: Schedulers) -> None:
+    first, second = (schedulers.leadership(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
         await first.acquired()
         schedulers.die(first)
@@ -150,8 +150,8 @@ async def test_who_dies_without_a_word_is_followed(schedulers: Schedulers) -> No
     await asyncio.gather(first.release(), second.release())
 
 
-async def test_the_turn_lasts_for_as_long_as_it_is_renewed(leases: Schedulers) -> None:
-    first, second = (leases.turn(name) for name in "fs")
+async def test_leadership_lasts_as_long_as_it_is_renewed(leases: Schedulers) -> None:
+    first, second = (leases.leadership(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
         await first.acquired()
         waiting = asyncio.create_task(second.acquired())
@@ -164,8 +164,10 @@ async def test_the_turn_lasts_for_as_long_as_it_is_renewed(leases: Schedulers) -
     await asyncio.gather(first.release(), second.release())
 
 
-async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: Schedulers) -> None:
-    first, second = (leases.turn(name) for name in "fs")
+async def test_a_leader_that_cannot_renew_stops_before_the_next_one_begins(
+    leases: Schedulers,
+) -> None:
+    first, second = (leases.leadership(name) for name in "fs")
     async with asyncio.timeout(GUARD_S):
         await first.acquired()
         store_of(first).cut = True
@@ -175,7 +177,7 @@ async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: S
         assert not waiting.done()
         await waiting
         assert second.held
-        # It hears that it was too late, and takes nothing away.
+        # Its release comes too late and does not end the lease of the next one.
         store_of(first).cut = False
         assert not await store_of(first).renew()
         await first.release()
@@ -185,39 +187,39 @@ async def test_who_cannot_renew_has_stopped_before_the_next_one_begins(leases: S
 
 
 async def test_a_store_that_is_not_there_is_tried_again(leases: Schedulers) -> None:
-    turn = leases.turn("f")
-    store_of(turn).cut = True
+    leadership = leases.leadership("f")
+    store_of(leadership).cut = True
     async with asyncio.timeout(GUARD_S):
-        waiting = asyncio.create_task(turn.acquired())
+        waiting = asyncio.create_task(leadership.acquired())
         await asyncio.sleep(0)
-        store_of(turn).cut = False
+        store_of(leadership).cut = False
         await waiting
-    await turn.release()
+    await leadership.release()
 
 
-async def test_after_a_long_sleep_the_turn_is_not_believed_in(tmp_path: Path) -> None:
+async def test_after_a_long_sleep_leadership_is_lost(tmp_path: Path) -> None:
     now_s = 0.0
     async with stores("kubernetes", tmp_path) as store:
-        turn = LeasedLeadership(store(), "a lease", "f", lambda: now_s, LEASE_S)
-        await turn.acquired()
-        assert held(turn) == [True]
+        leadership = LeasedLeadership(store(), "a lease", "f", lambda: now_s, LEASE_S)
+        await leadership.acquired()
+        assert held(leadership) == [True]
         now_s += LEASE_S  # as after SIGSTOP, before anything else runs
-        assert held(turn) == [False]
-        assert "could not be renewed in time" in await turn.lost()
-        await turn.release()
+        assert held(leadership) == [False]
+        assert "could not be renewed in time" in await leadership.lost()
+        await leadership.release()
 
 
-async def test_a_lease_that_somebody_removed_is_over(tmp_path: Path) -> None:
+async def test_a_removed_lease_is_lost(tmp_path: Path) -> None:
     (tmp_path / "token").write_text(TOKEN)
     leases = LeasesOfKubernetes()
     async with kubernetes(leases) as url, asyncio.timeout(GUARD_S):
         store = KubernetesLease("default", "test", time.monotonic, url, tmp_path)
-        turn = LeasedLeadership(store, "a lease", "f", time.monotonic, LEASE_S)
-        await turn.acquired()
-        leases.forget()
-        assert "is another's" in await turn.lost()
-        assert held(turn) == [False]
-        await turn.release()
+        leadership = LeasedLeadership(store, "a lease", "f", time.monotonic, LEASE_S)
+        await leadership.acquired()
+        leases.remove()
+        assert "is another's" in await leadership.lost()
+        assert held(leadership) == [False]
+        await leadership.release()
 
 
 async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> None:
@@ -229,20 +231,20 @@ async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> 
         await store.close()
 
 
-async def test_without_others_it_is_always_ones_turn() -> None:
-    turn = open_leadership(RouterSettings())
-    assert isinstance(turn, SoleLeader)
-    await turn.acquired()
-    assert turn.held
-    assert not turn.contended
-    await turn.release()
+async def test_a_sole_scheduler_always_leads() -> None:
+    leadership = open_leadership(RouterSettings())
+    assert isinstance(leadership, SoleLeader)
+    await leadership.acquired()
+    assert leadership.held
+    assert not leadership.contended
+    await leadership.release()
 
 
 @pytest.mark.parametrize(
     ("lease", "why"),
     [
-        ("etcd://host/name", "give etcd://HOST:PORT/NAME"),
-        ("zookeeper://host:1/name", "give etcd://HOST:PORT/NAME"),
+        ("etcd://host/name", "give etcds://HOST:PORT/NAME"),
+        ("zookeeper://host:1/name", "give etcds://HOST:PORT/NAME"),
         ("kubernetes://default/name", "KUBERNETES_SERVICE_HOST is not set"),
     ],
 )

@@ -45,11 +45,11 @@ async def engine() -> EngineInfo:
         return made.service.registry.alive(Role.DECODE)[0]
 
 
-def test_without_a_scheduler_nothing_is_known_for_as_long_as_it_takes(engine: EngineInfo) -> None:
+def test_without_a_scheduler_no_orphan_is_declared_lost(engine: EngineInfo) -> None:
     assert Story(engine).after(100 * REGISTERED_AGAIN_S) == []
 
 
-def test_an_engine_that_is_back_and_then_is_not_is_lost(engine: EngineInfo) -> None:
+def test_an_engine_that_returns_and_leaves_again_is_lost(engine: EngineInfo) -> None:
     story = Story(engine)
     story.orphans.update(())
     story.orphans.update([engine])
@@ -60,20 +60,22 @@ def test_an_engine_that_is_back_and_then_is_not_is_lost(engine: EngineInfo) -> N
     assert len(story.orphan.broken) == 1
 
 
-def test_an_engine_that_does_not_come_back_is_lost_in_the_end(engine: EngineInfo) -> None:
+def test_an_engine_that_does_not_return_is_lost_after_the_time_out(engine: EngineInfo) -> None:
     story = Story(engine)
     story.orphans.update(())
     assert story.after(REGISTERED_AGAIN_S) == []
     assert "has not registered again within 30 s" in story.after(0.1)[0]
 
 
-def test_another_process_of_the_engine_says_that_the_former_is_gone(engine: EngineInfo) -> None:
+def test_another_process_of_the_engine_proves_that_the_former_has_exited(
+    engine: EngineInfo,
+) -> None:
     story = Story(engine)
     story.orphans.update([msgspec.structs.replace(engine, epoch="next")])
     assert "engine d0 is lost" in story.after(0.0)[0]
 
 
-def test_what_ends_by_itself_is_forgotten(engine: EngineInfo) -> None:
+def test_an_orphan_that_ends_by_itself_is_removed(engine: EngineInfo) -> None:
     story = Story(engine)
     story.orphans.update([engine])
     story.orphans.discard(cast(Any, story.orphan))

@@ -1,4 +1,4 @@
-"""A turn that is a lease, in a store that may fall silent."""
+"""Leadership by a lease in a store that may become silent."""
 
 import asyncio
 
@@ -22,7 +22,7 @@ class Store:
 
     async def renew(self) -> bool:
         await asyncio.sleep(self._late_s)
-        raise StorageError("the test says so")
+        raise StorageError("injected by the test")
 
     async def release(self) -> None:
         pass
@@ -32,12 +32,12 @@ class Store:
 
 
 @pytest.mark.parametrize("late_s", [0.5, 100.0])
-async def test_a_scheduler_ends_when_its_turn_does(late_s: float) -> None:
+async def test_a_scheduler_ends_with_its_leadership(late_s: float) -> None:
     now_s = asyncio.get_running_loop().time
-    turn = LeasedLeadership(Store(late_s), "a lease", "f", now_s, LEASE_S)
-    await turn.acquired()
+    leadership = LeasedLeadership(Store(late_s), "a lease", "f", now_s, LEASE_S)
+    await leadership.acquired()
     taken_s = now_s()
-    assert "could not be renewed in time" in await turn.lost()
-    # It must have stopped when others may begin; until it has it turns requests away.
+    assert "could not be renewed in time" in await leadership.lost()
+    # It must have stopped when others may begin; until then it refuses requests.
     assert now_s() - taken_s == pytest.approx(0.8 * LEASE_S)
-    await turn.release()
+    await leadership.release()

@@ -36,7 +36,7 @@ KEYS = prompt_keys(160)
 ORIGIN = BlockOrigin(chain_root(), "a" * 16)
 
 
-class Kept:
+class Maintained:
     """A ``MaintainedStorage`` over memory storage, and the tree of its journal."""
 
     def __init__(self, gate: WriteGate | None = None) -> None:
@@ -100,47 +100,47 @@ class Kept:
 
 
 def test_writes_uses_and_missing_blocks_are_journaled_with_their_chain() -> None:
-    kept = Kept()
-    assert kept.write(0, 2) == 2
-    kept.storage.used(KEYS[1])
-    kept.story.now_s += 1
-    kept.storage.used(KEYS[1])
-    kept.inner.drop(KEYS[0])
-    into = memoryview(bytearray(kept.inner.geometry.full_block_bytes))
-    assert kept.storage.read(KEYS[0], into).reason == "missing"
-    assert kept.storage.read(KEYS[1], into).is_good
-    kept.inner.corrupt(KEYS[1])
-    assert kept.storage.read(KEYS[1], into).reason == "checksum"
-    assert kept.journaled() == [
-        Written(1000.0, KEYS[0], chain_root(), "a" * 16, kept.block_bytes),
-        Written(1000.0, KEYS[1], KEYS[0], "a" * 16, kept.block_bytes),
+    maintained = Maintained()
+    assert maintained.write(0, 2) == 2
+    maintained.storage.used(KEYS[1])
+    maintained.story.now_s += 1
+    maintained.storage.used(KEYS[1])
+    maintained.inner.drop(KEYS[0])
+    into = memoryview(bytearray(maintained.inner.geometry.full_block_bytes))
+    assert maintained.storage.read(KEYS[0], into).reason == "missing"
+    assert maintained.storage.read(KEYS[1], into).is_good
+    maintained.inner.corrupt(KEYS[1])
+    assert maintained.storage.read(KEYS[1], into).reason == "checksum"
+    assert maintained.journaled() == [
+        Written(1000.0, KEYS[0], chain_root(), "a" * 16, maintained.block_bytes),
+        Written(1000.0, KEYS[1], KEYS[0], "a" * 16, maintained.block_bytes),
         Removed(1001.0, KEYS[0]),
         Removed(1001.0, KEYS[1]),
         Used(1001.0, KEYS[1]),
     ]
-    kept.maintenance.tick()
-    assert len(kept.journaled()) == 5  # nothing new, no segment
+    maintained.maintenance.tick()
+    assert len(maintained.journaled()) == 5  # nothing new, no segment
 
 
 def test_events_are_dropped_without_a_janitor() -> None:
-    kept = Kept()
-    kept.story.now_s += 4000
-    kept.write(0, 2)
-    assert kept.journaled() == []
-    kept.story.now_s -= 4000
-    assert kept.journaled() == []
-    kept.write(2, 3)
-    assert [news.key for news in kept.journaled()] == KEYS[2:3]
+    maintained = Maintained()
+    maintained.story.now_s += 4000
+    maintained.write(0, 2)
+    assert maintained.journaled() == []
+    maintained.story.now_s -= 4000
+    assert maintained.journaled() == []
+    maintained.write(2, 3)
+    assert [event.key for event in maintained.journaled()] == KEYS[2:3]
 
 
 def test_events_that_cannot_be_written_are_written_later() -> None:
-    kept = Kept()
-    kept.write(0, 2)
-    kept.tree.steps_left, kept.tree.refuses = 0, True
-    assert not kept.maintenance.journal.flush()
-    kept.tree.steps_left = None
-    kept.write(2, 3)
-    assert [news.key for news in kept.journaled()] == KEYS[:3]
+    maintained = Maintained()
+    maintained.write(0, 2)
+    maintained.tree.steps_left, maintained.tree.refuses = 0, True
+    assert not maintained.maintenance.journal.flush()
+    maintained.tree.steps_left = None
+    maintained.write(2, 3)
+    assert [event.key for event in maintained.journaled()] == KEYS[:3]
 
 
 def test_a_damaged_segment_is_rejected() -> None:
@@ -155,85 +155,93 @@ def test_a_damaged_segment_is_rejected() -> None:
 
 
 def test_nothing_is_written_beyond_the_quota_including_unapplied_writes() -> None:
-    kept = Kept()
-    kept.write(0, 4)
-    kept.publish_status(used_blocks=6, quota_blocks=12, applied=0)
+    maintained = Maintained()
+    maintained.write(0, 4)
+    maintained.publish_status(used_blocks=6, quota_blocks=12, applied=0)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
-    assert kept.inner.is_stored(KEYS[5])
-    assert not kept.inner.is_stored(KEYS[6])
-    assert kept.maintenance.stats.refused_blocks == 4
-    kept.publish_status(used_blocks=6, quota_blocks=12, applied=9)
+        maintained.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
+    assert maintained.inner.is_stored(KEYS[5])
+    assert not maintained.inner.is_stored(KEYS[6])
+    assert maintained.maintenance.stats.refused_blocks == 4
+    maintained.publish_status(used_blocks=6, quota_blocks=12, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(8, 9)  # there is room, but not for what lies behind a gap
-    assert kept.write(6, 8) == 2
-    assert kept.write(8, 9) == 1
+        maintained.write(8, 9)  # there is room, but not for blocks behind a gap
+    assert maintained.write(6, 8) == 2
+    assert maintained.write(8, 9) == 1
 
 
 def test_a_tenant_beyond_its_quota_is_declined_and_others_are_not() -> None:
-    kept = Kept()
+    maintained = Maintained()
     yours = BlockOrigin(chain_root(), "b" * 16)
-    kept.write(0, 4)
-    kept.publish_owners({"a" * 16: 6, "c" * 16: 12}, {}, applied=0)
+    maintained.write(0, 4)
+    maintained.publish_owners({"a" * 16: 6, "c" * 16: 12}, {}, applied=0)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
-    assert kept.inner.is_stored(KEYS[5])
-    assert not kept.inner.is_stored(KEYS[6])
-    assert kept.maintenance.stats.refused_blocks == 4
+        maintained.write(4, 10)  # 6 there, 4 journaled and not yet applied: 2 have room
+    assert maintained.inner.is_stored(KEYS[5])
+    assert not maintained.inner.is_stored(KEYS[6])
+    assert maintained.maintenance.stats.refused_blocks == 4
     others = prompt_keys(160, "another")
-    kept.storage.write(others[:5], [memoryview(full_block(key)) for key in others[:5]], yours)
-    kept.publish_owners({"a" * 16: 6}, {"place": 11}, applied=9)
+    maintained.storage.write(others[:5], [memoryview(full_block(key)) for key in others[:5]], yours)
+    maintained.publish_owners({"a" * 16: 6}, {"place": 11}, applied=9)
     with pytest.raises(DeclinedError, match="quota"):
-        kept.write(6, 8)  # the tenant has room for both, its namespace for one
-    assert [kept.inner.is_stored(key) for key in KEYS[6:8]] == [True, False]
+        maintained.write(6, 8)  # the tenant has room for both, its namespace for one
+    assert [maintained.inner.is_stored(key) for key in KEYS[6:8]] == [True, False]
 
 
 def test_nothing_is_declined_by_a_status_without_owners() -> None:
     """A status written before quotas of tenants applied to writers lacks two fields."""
-    kept = Kept()
-    kept.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
-    said = msgspec.json.decode(kept.tree.get(STATUS) or b"")
-    del said["fullest_tenants"], said["fullest_namespaces"]
-    kept.tree.replace(STATUS, msgspec.json.encode(said))
-    kept.maintenance.tick()
-    assert kept.maintenance.status is not None
-    assert kept.write(0, 9) == 9
+    maintained = Maintained()
+    maintained.publish_owners({"a" * 16: 99}, {"place": 99}, applied=0)
+    status = msgspec.json.decode(maintained.tree.get(STATUS) or b"")
+    del status["fullest_tenants"], status["fullest_namespaces"]
+    maintained.tree.replace(STATUS, msgspec.json.encode(status))
+    maintained.maintenance.tick()
+    assert maintained.maintenance.status is not None
+    assert maintained.write(0, 9) == 9
 
 
 def test_events_being_written_count_against_the_quota() -> None:
-    kept = Kept()
-    kept.publish_status(used_blocks=0, quota_blocks=3, applied=0)
+    maintained = Maintained()
+    maintained.publish_status(used_blocks=0, quota_blocks=3, applied=0)
     admitted: list[int] = []
-    telling = kept.tree.replace
+    replace = maintained.tree.replace
 
     def meanwhile(name: str, content: bytes) -> None:
-        admitted.append(kept.maintenance.admitted(KEYS[2:5], ORIGIN, kept.block_bytes)[0])
-        telling(name, content)
+        admitted.append(
+            maintained.maintenance.admitted(KEYS[2:5], ORIGIN, maintained.block_bytes)[0]
+        )
+        replace(name, content)
 
-    kept.write(0, 2)
-    kept.tree.replace = meanwhile  # type: ignore[method-assign]
-    kept.maintenance.tick()
+    maintained.write(0, 2)
+    maintained.tree.replace = meanwhile  # type: ignore[method-assign]
+    maintained.maintenance.tick()
     assert admitted == [1]
 
 
 def test_declined_blocks_are_not_cached_as_stored() -> None:
-    kept = Kept()
-    kept.publish_status(used_blocks=10, quota_blocks=12, applied=0)
-    storage = LookupCachingStorage(kept.storage, lambda: 0)
+    maintained = Maintained()
+    maintained.publish_status(used_blocks=10, quota_blocks=12, applied=0)
+    storage = LookupCachingStorage(maintained.storage, lambda: 0)
     with pytest.raises(DeclinedError):
         storage.write(KEYS[:5], [memoryview(full_block(key)) for key in KEYS[:5]], ORIGIN)
     assert storage.cached_head(KEYS) == 2
 
 
 def test_a_prefix_seen_once_is_not_written_with_the_filter() -> None:
-    kept = Kept(WriteGate(twice=True))
+    maintained = Maintained(WriteGate(twice=True))
     with pytest.raises(DeclinedError, match="once"):
-        kept.write(0, 3)
+        maintained.write(0, 3)
     with pytest.raises(DeclinedError, match="once"):
-        kept.write(0, 5)  # the first three for the second time
-    assert [kept.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
-    assert kept.write(0, 5) == 2
-    assert (kept.maintenance.stats.skipped_blocks, kept.maintenance.stats.refused_blocks) == (5, 0)
+        maintained.write(0, 5)  # the first three for the second time
+    assert [maintained.inner.is_stored(key) for key in KEYS[:5]] == [True] * 3 + [False] * 2
+    assert maintained.write(0, 5) == 2
+    assert (
+        maintained.maintenance.stats.skipped_blocks,
+        maintained.maintenance.stats.refused_blocks,
+    ) == (
+        5,
+        0,
+    )
 
 
 def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
@@ -246,10 +254,10 @@ def test_a_write_rate_lets_a_burst_pass_and_then_its_share() -> None:
 
 
 def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None:
-    kept = Kept()
-    kept.publish_status(used_blocks=9, quota_blocks=12, applied=0)
+    maintained = Maintained()
+    maintained.publish_status(used_blocks=9, quota_blocks=12, applied=0)
     counters, over = Counters(), threading.Event()
-    storage = LookupCachingStorage(kept.storage, lambda: 0)
+    storage = LookupCachingStorage(maintained.storage, lambda: 0)
     persister = Persister(storage, counters, TraceRecorder(None, "de-0"))
     step = step_of(PERSIST_PROMPT, storage.geometry, BlockRun(0, 5), slots=tuple(range(5)))
     sources = [memoryview(full_block(key)) for key in KEYS[:5]]
@@ -260,6 +268,6 @@ def test_a_persister_counts_what_is_written_and_drops_nothing_silently() -> None
     assert totals[Counter.PERSISTED_BLOCKS.value] == 3
     assert totals[Counter.PERSIST_DROPPED_BLOCKS.value] == 0
     assert totals[Counter.STORAGE_WRITE_BYTES.value] == 3 * storage.geometry.full_block_bytes
-    assert kept.maintenance.stats == msgspec.structs.replace(
-        kept.maintenance.stats, refused_blocks=2
+    assert maintained.maintenance.stats == msgspec.structs.replace(
+        maintained.maintenance.stats, refused_blocks=2
     )
