@@ -59,8 +59,11 @@ def log_folder(path: str | Path, name: str) -> Path:
 def open_log(path: str | Path) -> int:
     """Open a log of this user for appending, readable by this user only; return its descriptor.
 
-    Raises ``ConfigError`` for a link, for a file of another user, and for what is not a file.
+    Raises ``ConfigError`` for a link, for a file of another user, and for what is not a file,
+    except ``/dev/null``.
     """
+    if os.fspath(path) == os.devnull:
+        return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     try:
         descriptor = os.open(path, flags, 0o600)

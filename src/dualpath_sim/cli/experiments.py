@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from dualpath.cli.main import OutputFolder, Parser
 from dualpath.cli.output import print_progress, warn_if_no_plots
 from dualpath.cli.settings import Part, add_parts, add_settings, configuration, flag_settings
 from dualpath.cli.signals import sigterm_as_interrupt
@@ -44,7 +45,7 @@ class Entry(NamedTuple):
         return found
 
 
-class LazyParser(argparse.ArgumentParser):
+class LazyParser(Parser):
     """A parser whose arguments are added when it parses or is printed."""
 
     add_arguments: Callable[["LazyParser"], None] | None = None
@@ -266,7 +267,9 @@ def add_harness_flags(parser: argparse.ArgumentParser, name: str) -> None:
             default=name,
             help="name of the report and its files",
         )
-    parser.add_argument("--out", metavar="DIR", help="write table, plot and JSON there")
+    parser.add_argument(
+        "--out", type=OutputFolder, metavar="DIR", help="write table, plot and JSON there"
+    )
     parser.add_argument(
         "--resume",
         action="store_true",
