@@ -123,7 +123,7 @@ class FakeEngine:
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
-        self.assign_seq = self.report_seq = 0
+        self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
@@ -214,12 +214,13 @@ class FakeEngine:
         self.report_seq += 1
         return control.Report(
             report_seq=self.report_seq,
-            assign_seq=self.assign_seq,
-            unfinished_requests=len(self.tenants),
-            unfinished_tokens=sum(self.tenants.values()),
-            read_queue_tokens=0,
-            free_hbm_tokens=self.hbm_tokens,
-            free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            load=control.Load(
+                unfinished_requests=len(self.tenants),
+                unfinished_tokens=sum(self.tenants.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=self.hbm_tokens,
+                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            ),
             draining=self.draining,
             counters=self.counters,
         )
@@ -261,7 +262,6 @@ class FakeEngine:
             else:
                 self._free(request_id)
         self.tenants.clear()
-        self.assign_seq = 0
 
     def answer(self, message: Message) -> None:
         match message:
@@ -274,8 +274,6 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
-                assert message.assign_seq == self.assign_seq + 1
-                self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]

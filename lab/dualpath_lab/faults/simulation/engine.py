@@ -511,12 +511,12 @@ class SimEngine:
         manager = self.plane.manager
         report = manager.report()
         # Where a death cannot be proven, slots stay in quarantine, and these alone.
-        unproven = report.quarantined_buffer_tokens if self.shared.unproven else 0
+        unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
-            "requests": (report.unfinished_requests, 0),
-            "tokens to read": (report.read_queue_tokens, 0),
-            "free buffer": (report.free_buffer_tokens + unproven, manager.buffer_tokens),
+            "requests": (report.load.unfinished_requests, 0),
+            "tokens to read": (report.load.read_queue_tokens, 0),
+            "free buffer": (report.load.free_buffer_tokens + unproven, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),

@@ -25,7 +25,7 @@ from dualpath.engine.control.membership import Membership
 from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
-from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.layer_stream import LayerStream, RegionHandover
 from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
@@ -550,7 +550,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "next-pass-at-once": PlantedBug(
         "a pass loads its first layers before the last ones of the previous pass have been sent",
-        replaced(LayerStream, "when_left", lambda self, region, then: then()),
+        replaced(RegionHandover, "when_left", lambda self, region, then: then()),
     ),
     "no-pins": PlantedBug(
         "slots are not pinned while they are read or written",
