@@ -15,8 +15,8 @@ from dualpath.storage.s3_client import S3Location, parse_location
 from dualpath_lab.nodes.s3_server import S3Server, serve_folder
 
 #: Fault of one request: an error status, a connection closed before or during the response, no
-#: response, or a response one byte at a time.
-Fault = int | Literal["closed", "cut", "silent", "dripping"]
+#: response, a response one byte at a time, or one that announces 10^20 bytes and ends before.
+Fault = int | Literal["closed", "cut", "silent", "dripping", "endless"]
 
 BUCKET = "blocks"
 RCLONE = shutil.which("rclone") or shutil.which("rclone", path=sysconfig.get_path("scripts"))
@@ -172,11 +172,12 @@ def _handler(server: FaultyS3) -> type[BaseHTTPRequestHandler]:
         def answer(self, status: int, content: bytes, fault: Fault | None = None) -> None:
             self.send_response(status)
             if status != 204:
-                self.send_header("Content-Length", str(len(content)))
+                announced = 10**20 if fault == "endless" else len(content)
+                self.send_header("Content-Length", str(announced))
             self.end_headers()
             if self.command == "HEAD" or status == 204:
                 return
-            if fault == "cut":
+            if fault in ("cut", "endless"):
                 self.wfile.write(content[: len(content) // 2])
                 self.close_connection = True
             elif fault == "dripping":

@@ -23,6 +23,7 @@ OF_THE_MACHINE = (
 
 #: Files of these folders that share nothing of the machine: each test starts a server at most.
 OF_THEIR_PROCESS = (
+    "tests/contract/test_leadership_contract.py",
     "tests/contract/test_object_tree_contract.py",
     "tests/contract/test_scheduling_contract.py",
     "tests/e2e/test_control_reset.py",

@@ -49,16 +49,20 @@ def truth(agents: "list[list[Round]]", tmp_path_factory: pytest.TempPathFactory)
         return ask_truth(plain.url, agents)
 
 
-@pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> "Iterator[Reader]":
-    """A reader in a folder with a trace; the cluster is 1P1D and its router logs its events."""
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> "Iterator[Reader]":
+    """A reader in a folder with a trace; the cluster is 1P1D and its router logs its events.
+
+    It serves all tests of a module, which run in the reader's folder.
+    """
     pytest.importorskip("nixl_cu12")
     from tests.e2e.emulated_reader import Reader
 
     from dualpath.launch.process import Supervisor
 
-    monkeypatch.chdir(tmp_path)
-    with Supervisor() as processes:
-        found = Reader(tmp_path, processes)
+    folder = tmp_path_factory.mktemp("reader")
+    with pytest.MonkeyPatch.context() as patched, Supervisor() as processes:
+        patched.chdir(folder)
+        found = Reader(folder, processes)
         found.serves_one_of_each(["--event-log", "events.jsonl"])
         yield found

@@ -72,6 +72,7 @@ def stored(storage: Path) -> list[Path]:
     return [path for path in storage.rglob("*.kv") if "read-probe" not in str(path)]
 
 
+@pytest.mark.long
 def test_a_cluster_that_the_page_starts_serves_and_loads_what_it_stored(tmp_path: Path) -> None:
     page = TypedPages(tmp_path, str(tiny_model()))
     with Supervisor() as processes:

@@ -113,17 +113,11 @@ async def under_agents(folder: Path, processes: Processes) -> AsyncIterator[Rest
     assert ends["not answered"] <= restarts.counted["front end"], ends
 
 
-async def test_a_rolling_restart_of_front_ends_refuses_no_request(
+async def test_no_request_fails_while_front_ends_and_the_scheduler_are_restarted(
     tmp_path: Path, processes: Processes
 ) -> None:
     async with under_agents(tmp_path, processes) as restarts:
         await restarts.front_ends()
-
-
-async def test_requests_wait_for_the_scheduler_that_follows(
-    tmp_path: Path, processes: Processes
-) -> None:
-    async with under_agents(tmp_path, processes) as restarts:
         await restarts.scheduler()
 
 

@@ -87,6 +87,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield processes
 
 
+@pytest.mark.long
 async def test_no_request_fails_while_engines_change_their_role_and_back(
     tmp_path: Path,
     processes: Processes,

@@ -59,4 +59,5 @@ def test_a_config_is_refused_or_computed_with(
     ]
     assert all(math.isfinite(number) and number > 0 for number in numbers)
     assert math.isfinite(model.cache_compute_ratio(16384, 429))
-    assert model.block_geometry(64).layers == model.layers
+    stored = sum(run.layers * len(run.stored) for run in model.attention)
+    assert model.block_geometry(64).layers == stored

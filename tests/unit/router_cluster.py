@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator
 
+import msgspec
 from tests.control_network import Arrivals, ControlNetwork, Network, ZmqNetwork
 from tests.unit.router_fakes import GUARD_S, FakeCalls, FakeEngine
 
@@ -119,7 +120,8 @@ async def cluster(
     """Control connections are in memory, unless ``real_sockets``: then they are ZMQ's."""
     calls = FakeCalls()
     in_memory = None if real_sockets else network or ControlNetwork()
-    service = WatchedService(settings or RouterSettings(), calls, in_memory)
+    settings = msgspec.structs.replace(settings or RouterSettings(), exclusive_engine_ids=True)
+    service = WatchedService(settings, calls, in_memory)
     await service.start()
     made = Cluster(service, calls, in_memory or ZmqNetwork(service.scheduler.server.address))
     try:

@@ -102,7 +102,8 @@ class FakeEngine:
         self.steps = 0
         self.draining: str | None = None
         self._arrived = asyncio.Event()
-        self.process = HostProcess()
+        #: By default each process is in a container of its own.
+        self.process: HostProcess | None = None
         self.dp: GroupRank | None = None
         self.quarantined: dict[str, list[int]] = {}
         self.writers: dict[str, cluster.Writer] = {}
@@ -125,7 +126,7 @@ class FakeEngine:
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
-        self.assign_seq = self.report_seq = 0
+        self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
@@ -148,7 +149,7 @@ class FakeEngine:
                 epoch=self.epoch,
                 role=self.role,
                 agents=(cluster.AgentAddress(self.epoch, b"", ()),),
-                process=self.process,
+                process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
             api_url=f"http://{self.engine_id}",
@@ -217,12 +218,13 @@ class FakeEngine:
         self.steps += not self.core_hangs
         return control.Report(
             report_seq=self.report_seq,
-            assign_seq=self.assign_seq,
-            unfinished_requests=len(self.tenants),
-            unfinished_tokens=sum(self.tenants.values()),
-            read_queue_tokens=0,
-            free_hbm_tokens=self.hbm_tokens,
-            free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            load=control.Load(
+                unfinished_requests=len(self.tenants),
+                unfinished_tokens=sum(self.tenants.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=self.hbm_tokens,
+                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            ),
             draining=self.draining,
             counters=self.counters,
             steps=self.steps,
@@ -265,7 +267,6 @@ class FakeEngine:
             else:
                 self._free(request_id)
         self.tenants.clear()
-        self.assign_seq = 0
 
     def answer(self, message: Message) -> None:
         match message:
@@ -278,8 +279,6 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
-                assert message.assign_seq == self.assign_seq + 1
-                self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]

@@ -217,3 +217,20 @@ def test_a_capacity_has_no_number_of_agents(files, capsys):
     plan += ["--trace", "t.jsonl", "--agents", "6", "--core", "reference"]
     assert main([*plan, "--objective", "capacity"]) == 2
     assert "omit --agents" in capsys.readouterr().err
+
+
+def test_a_broken_line_is_skipped_and_shown_if_asked_for(files, capsys):
+    with Path("t.jsonl").open("a") as trace:
+        trace.write('{"session_id": "three", "rounds": [[5\n')
+    assert simulate() == 2
+    assert "t.jsonl, line 3: " in capsys.readouterr().err
+    assert simulate("--skip-broken") == 0
+    shown = capsys.readouterr()
+    assert "skipped: t.jsonl, line 3: " in shown.err
+    assert "2 agents" in shown.out
+
+
+def test_sessions_that_a_context_limit_drops_are_named(files, capsys):
+    assert simulate("--max-context-tokens", "1000") == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "1 of 2 sessions dropped, whose first prompt is longer: two" in text

@@ -39,15 +39,6 @@ def test_the_chart_ships_alerts_and_dashboard() -> None:
     assert [copy.name for copy in COPIES] == ["alerts.yaml", "grafana.json"]
 
 
-def test_the_text_of_a_link_is_distinguished_from_other_short_files(tmp_path: Path) -> None:
-    (tmp_path / "original").write_text("kept")
-    (tmp_path / "flattened").write_text(f"../{tmp_path.name}/original")
-    (tmp_path / "elsewhere").write_text("../nowhere/original")
-    (tmp_path / "link").symlink_to("../" + tmp_path.name + "/original")
-    found = {file.name for file in tmp_path.iterdir() if is_text_of_a_link(file)}
-    assert found == {"flattened"}
-
-
 def test_no_file_of_the_repository_is_the_text_of_a_link() -> None:
     if not (ROOT / ".git").exists():
         pytest.skip("not a checkout")

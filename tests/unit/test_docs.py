@@ -38,11 +38,8 @@ REFERENCE = ROOT / "docs" / "reference"
 #: First components of absolute paths that a reader may meet: routes of HTTP, and mount points.
 NEUTRAL_PATHS = {"v1", "dualpath", "dashboard", "health", "metrics", "inference", "mnt"} | {
     "dev", "tokenize", "detokenize", "generative_scoring", "invocations", "ping", "load", "version",
-    "sleep", "collective_rpc", "update_weights",
+    "sleep", "collective_rpc", "update_weights", "proc",
 }  # fmt: skip
-
-#: What `cli/main.py` gives a line; pages say TIME for when it was.
-LOG_LINE = re.compile(r"(TIME|\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) [A-Z]+ dualpath\.[\w.]+: ")
 
 
 def source(name: str) -> Path:
@@ -109,22 +106,6 @@ def test_symbols_of_the_paper_have_the_names_of_the_code() -> None:
     for _, _, names, _, file in rows:
         words = set(re.findall(r"\w+", source(file.strip("` |")).read_text(encoding="utf-8")))
         assert set(re.findall(r"`(\w+)`", names)) <= words, file
-
-
-#: Of §4.2, §6.1 with Algorithm 1, §6.2, §7, §8.2 and §A.5.
-PAPER_SYMBOLS = """
-P, D, g, B, s, M, T_p, T_c, CCR, α, β, Z, e, n(e), Q, G_PE, C_1, C_2, C_3, R, len_r, len(r),
-tokens(r), seq_e, tok_e, read_q, cached, bsz, compute quota, Leader Engine, APS, MAL, MaxLen, DPL,
-Sched, λ, T̄, total_len_avg, block_size, layer, bytes, Full Block, Layer Block
-"""  # noqa: RUF001
-
-
-def test_every_symbol_of_the_paper_is_in_the_table() -> None:
-    section = page("paper.md").split("## Words and symbols\n", 1)[1].split("\n## ", 1)[0]
-    rows = [line.strip("| ").split(" | ")[0] for line in section.splitlines() if ".py`" in line]
-    # "bytes (§A.5)" says where; "Layer, DPL, Sched (Fig. 12)" are several.
-    listed = {s for row in rows for s in re.sub(r" \((§|Fig)[^)]*\)", "", row).split(", ")}
-    assert listed >= set(re.split(r",\s+", PAPER_SYMBOLS.strip()))
 
 
 def test_names_of_the_python_api_can_be_imported_and_are_documented() -> None:
@@ -263,10 +244,3 @@ def test_every_event_of_a_schedulers_log_is_on_the_page_about_it() -> None:
     kinds = SchedulerEvent.__subclasses__()
     real = {kind.__struct_config__.tag for kind in kinds}
     assert set(re.findall(r"`(\w+)`", events)) == real
-
-
-def test_log_lines_that_a_page_quotes_begin_with_time_and_level() -> None:
-    for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        lines = re.findall(r"^.*\b(?:INFO|WARNING|ERROR) dualpath\.\S+: .*$", text, re.M)
-        assert not [line for line in lines if not LOG_LINE.match(line)], path

@@ -46,6 +46,18 @@ def test_without_retention_the_last_used_blocks_stay() -> None:
     assert Engine().left() == NEW
 
 
+def test_orders_that_are_renewed_or_withdrawn_leave_nothing_behind() -> None:
+    engine = Engine()
+    for number in range(1000):
+        engine.retain(OLD, 86_400.0, now_s=number)
+        engine.retain(NEW, 86_400.0 - number, now_s=number)
+        engine.retain(NEW, 0.0, now_s=number)
+    assert len(engine.retention._ends) <= 2 * engine.buffer.capacity
+    assert engine.left() == OLD
+    engine.retention.expire((86_400 + 999) * S)
+    assert engine.buffer.retained == 0
+
+
 def test_retained_blocks_stay() -> None:
     engine = Engine()
     engine.retain(OLD, 30.0)

@@ -163,12 +163,12 @@ def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
     assert pe.held.now == set(HBM_OF["b"])
     pe.command(Release(request_id="b", reason="failed"))
     assert pe.answers(Released) == []
-    assert pe.report().unfinished_requests == 1
+    assert pe.report().load.unfinished_requests == 1
     story.fabric.wake("de-1-epoch-1")
     pe.answer(Released, "b")
     pe.held.wait_for_none()
-    assert pe.report().unfinished_requests == 0
-    assert pe.report().free_buffer_tokens == pe.manager.buffer_tokens
+    assert pe.report().load.unfinished_requests == 0
+    assert pe.report().load.free_buffer_tokens == pe.manager.buffer_tokens
 
 
 def test_a_peer_that_joins_again_is_not_stalled(story: Story) -> None:
@@ -208,14 +208,14 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert de.report().counters[dropped] == 1
     de.hbm[:, 3] = 0xEE  # the engine writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
-    while de.manager._staging.free < 4:  # the late copy frees its slot
-        assert de.manager.drain(GUARD_S)
+    while de.manager.staging.free < 4:  # the late copy frees its slot
+        assert de.manager.persister.drain(GUARD_S)
     assert de.report().counters[dropped] == 4
     assert not any(storage.is_stored(key) for key in (stuck, beside, tried))
     for layer in range(GEOMETRY.layers):
         de.hbm[layer, 5] = np.frombuffer(kv_bytes(stuck, layer), np.uint8)
     de.manager.persist_generated([GeneratedBlock(5, stuck)])
-    assert de.manager.drain(GUARD_S)
+    assert de.manager.persister.drain(GUARD_S)
     assert storage.is_stored(stuck)
 
 

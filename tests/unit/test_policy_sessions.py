@@ -203,10 +203,27 @@ def test_tenants_do_not_share_names() -> None:
 
 
 def test_sessions_are_removed_beyond_the_bound() -> None:
-    router = Router(most_blocks=40)
+    router = Router(most_blocks=3 * (12 + 16))
     for agent in range(10):
         router.turn(agent, 0.0, 5.0)
-    assert len(router.warmth) == 3  # of 12 blocks
+    assert len(router.warmth) == 3  # of 12 blocks, and 16 for each session
+
+
+@pytest.mark.parametrize("session_id", ["", "named"])
+@pytest.mark.parametrize("kind", ["short", "failed", "not cached", "done"])
+def test_no_kind_of_traffic_grows_the_memory_without_a_bound(kind: str, session_id: str) -> None:
+    warmth = Router(most_blocks=160).warmth
+    for number in range(1000):
+        keys = () if kind == "short" else context(number, 2)
+        hints = SessionHints(
+            session_id=session_id and f"{session_id}-{number}", done=kind == "done", retain_s=5.0
+        )
+        name = warmth.turn_began("t", hints, keys, float(number))
+        if kind in ("short", "done"):
+            warmth.turn_ended(name, len(keys), keys, f"d{number}", float(number), BUFFERS)
+            warmth.engine_lost(f"d{number}")
+    assert len(warmth) <= 10
+    assert len(warmth._agenda) + len(warmth._retained) + len(warmth._memory._by_tail) < 100
 
 
 def test_outdated_plans_are_removed() -> None:

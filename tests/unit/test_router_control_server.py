@@ -168,7 +168,7 @@ class Listener:
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))
 
-    def on_message(self, info, message):
+    def on_message(self, info, message, received):
         self.events.append(("received", message))
 
     def in_doubt(self):
@@ -186,9 +186,9 @@ class Clock:
 class Watched:
     """A server without a socket, one engine's registrations and what it says in its session."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, exclusive_ids: bool = False) -> None:
         self.clock, self.listener = Clock(), Listener()
-        self.registry = Registry()
+        self.registry = Registry(exclusive_ids=exclusive_ids)
         self.server = ControlServer(self.registry, self.listener, self.clock, engine_timeout_s=5.0)
         self.engine = FakeEngine("p0", Role.PREFILL, set())
         self.engine.quarantined, self.engine.writers = {}, {}
@@ -231,13 +231,24 @@ def watched() -> Watched:
 
 REPORT = control.Report(
     report_seq=1,
-    assign_seq=0,
-    unfinished_requests=0,
-    unfinished_tokens=0,
-    read_queue_tokens=0,
-    free_hbm_tokens=1,
-    free_buffer_tokens=1,
+    load=control.Load(
+        unfinished_requests=0,
+        unfinished_tokens=0,
+        read_queue_tokens=0,
+        free_hbm_tokens=1,
+        free_buffer_tokens=1,
+    ),
 )
+
+
+async def test_a_report_that_a_later_one_has_overtaken_is_dropped(watched: Watched):
+    later = msgspec.structs.replace(REPORT, report_seq=2)
+    watched.say(later)
+    watched.say(REPORT)
+    assert watched.received == [later]
+    state = watched.registry.get("p0")
+    assert state is not None
+    assert state.report == later
 
 
 async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched: Watched):
@@ -314,8 +325,9 @@ async def test_the_end_of_a_process_is_proven_once_it_is_known(watched: Watched)
     assert watched.events[-1] == ("dead", "px", "9")
 
 
-async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(watched: Watched):
+async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended():
     """Two of one name may have been started by mistake, and the former may still be writing."""
+    watched = Watched(exclusive_ids=True)
     machine, first = "a machine", HostProcess("a machine", 1, 1)
     watched.engine.process = first
     watched.engine.generation = 1
@@ -334,10 +346,31 @@ async def test_a_process_beside_its_former_one_is_no_proof_that_this_has_ended(w
     assert dead == [("dead", "p0", "p0-0"), ("dead", "p0", "p0-1"), ("dead", "p0", "p0-1")]
 
 
-async def test_a_process_on_another_machine_takes_the_name_for_good(watched: Watched):
-    """No process of that machine can be asked; its operator starts one process of a name only."""
-    watched.engine.generation = 1
-    watched.engine.process = HostProcess("another machine", 1, 1)
-    watched.register()
+@pytest.mark.parametrize(
+    ("exclusive_ids", "former", "later", "is_proof"),
+    [
+        (True, "machine 1", "machine 2", True),
+        (True, "machine 1", "machine 1", False),
+        (True, "", "machine 2", False),
+        (True, "machine 1", "", False),
+        (True, "", "", False),
+        (False, "machine 1", "machine 2", False),
+        (False, "", "", False),
+    ],
+)
+async def test_a_successor_proves_a_death_only_elsewhere_and_where_ids_are_exclusive(
+    exclusive_ids: bool, former: str, later: str, is_proof: bool
+):
+    watched = Watched(exclusive_ids=exclusive_ids)
+    writers = []
+    for generation, host in ((1, former), (2, later)):
+        watched.engine.generation = generation
+        watched.engine.process = HostProcess(host, generation, generation)
+        watched.register()
+        writers.append(watched.engine.hello().address.writer)
     assert watched.events[-1] == ("joined", "p0")
-    assert ("dead", "p0", "p0-0") in watched.events
+    assert (("dead", "p0", "p0-1") in watched.events) == is_proof
+    assert watched.registry.is_dead(writers[0]) == is_proof
+    assert (writers[0] in watched.registry.unproven()) != is_proof
+    unheard_of = addresses.Writer("p0", "p0-9", HostProcess(former, 9, 9))
+    assert watched.registry.is_dead(unheard_of) == is_proof

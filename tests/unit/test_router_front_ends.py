@@ -333,3 +333,20 @@ async def test_an_engine_that_is_silent_for_a_front_ends_call_is_lost_for_all(si
         assert await run == expected(PROMPT, 6)
         assert await other.run("b") == expected(PROMPT, 6)
         assert first not in made.calls.decodes[1:]
+
+
+async def test_of_two_front_ends_of_one_name_the_later_serves_and_the_earlier_waits(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with cluster() as made, link_server(made.service.scheduler) as opened:
+        async with far(made, opened, "f") as earlier:
+            assert await earlier.run("first") == expected(PROMPT, 6)
+            async with far(made, opened, "f") as later:
+                await asyncio.sleep(3 * TIMEOUT_S)
+                for number in range(8):
+                    assert await later.run(f"later-{number}") == expected(PROMPT, 6)
+                refused = [r.message for r in caplog.records if "refuses" in r.message]
+                assert len(refused) == 1
+                assert "give one of the two another --front-end-name" in refused[0]
+            assert await earlier.run("again") == expected(PROMPT, 6)
+        await nothing_is_left(made)

@@ -106,7 +106,12 @@ def test_equal_seeds_with_leases_give_equal_runs() -> None:
         ("lease-outlived", "stop the router for longer than its lease", LeaderElection.KUBERNETES),
         ("lease-stolen", "reset a call to an engine", LeaderElection.KUBERNETES),
         # Found with different clocks by one in some hundred seeds, which change with the code.
-        ("lease-without-margin", "unreachable store of leases", LeaderElection.ETCD),
+        pytest.param(
+            "lease-without-margin",
+            "unreachable store of leases",
+            LeaderElection.ETCD,
+            marks=pytest.mark.long,
+        ),
     ],
 )
 def test_planted_bugs_of_leader_election_are_found(

@@ -346,3 +346,43 @@ def test_a_prefix_is_evicted_after_its_time_to_live() -> None:
     story.now_s += 1000
     janitor.step()
     assert (story.head(chain(1, 3)), story.head(chain(2, 3))) == (0, 3)
+
+
+@pytest.mark.parametrize("noticed_by", ["journal", "survey", "saved index"])
+def test_a_clock_that_was_ahead_makes_no_block_immortal(noticed_by: str) -> None:
+    month_s = 30 * 86400.0
+    story = Story(limits(10))
+    engine, janitor = story.engine(), story.janitor()
+    if noticed_by != "survey":
+        janitor.step()
+    story.now_s += month_s
+    engine.serve(chain(1, 8))
+    if noticed_by != "survey":
+        engine.journal.flush()
+    if noticed_by == "saved index":
+        janitor.step()
+        janitor.close()
+    story.now_s -= month_s  # the clock is put right
+    if noticed_by == "saved index":
+        janitor = story.janitor()
+    janitor.step()
+    for number in range(2, 5):
+        story.now_s += 10
+        engine.serve(chain(number, 5))
+        engine.journal.flush()
+        janitor.step()
+    assert [story.head(chain(number, 5)) for number in range(1, 5)] == [0, 0, 5, 5]
+
+
+def test_a_survey_is_due_again_after_a_clock_was_ahead() -> None:
+    story = Story(limits(10))
+    story.now_s += 30 * 86400.0
+    janitor = story.janitor()
+    janitor.step()
+    story.now_s -= 30 * 86400.0
+    story.engine().write(chain(1, 4))  # no event of it arrives
+    for _ in range(5):
+        story.now_s += janitor_module.SURVEY_S
+        janitor.step()
+    assert janitor.index is not None
+    assert janitor.index.blocks == 4

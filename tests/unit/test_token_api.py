@@ -147,5 +147,5 @@ async def answering(status, body):
     client = TokenApiClient()
     async with TestServer(app) as server:
         engine = SimpleNamespace(engine_id="pe-0", api_url=str(server.make_url("/")), dp=None)
-        yield lambda: client.open_calls(engine)
+        yield lambda: client.open_calls(engine)  # type: ignore[arg-type]
         await client.aclose()

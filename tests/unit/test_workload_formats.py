@@ -267,7 +267,7 @@ def test_unusable_files_are_refused_with_the_reason(
 
 
 def test_an_empty_folder_and_an_unknown_format_are_refused_with_the_reason(tmp_path: Path):
-    with pytest.raises(TraceError, match=r"has no \.jsonl or \.json file"):
+    with pytest.raises(TraceError, match=r"has no \.jsonl, \.json or \.csv file"):
         read_trace(tmp_path)
     with pytest.raises(TraceError, match="format 'csv' is unknown; give one of auto, rounds"):
         read_trace(write_lines(tmp_path / "t.jsonl", [[5, 1]]), "csv")

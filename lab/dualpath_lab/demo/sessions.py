@@ -1,6 +1,7 @@
 """The agents of the demo."""
 
 import importlib.util
+import logging
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -17,6 +18,7 @@ from dualpath.workload.conversation.spans import common_items
 from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats import read_trace
+from dualpath.workload.formats.lines import OnBroken, SkippedLines
 from dualpath_lab.demo.settings import DemoSettings
 
 # ------------------------------------------------------------------------------------------ midway
@@ -27,6 +29,9 @@ from dualpath_lab.demo.settings import DemoSettings
 # session.  The history is short: only the last tokens of the agent's context, as if older ones had
 # been trimmed.  The real context is many times longer, so turns that append much would lower the
 # hit rate below that of the session; so the windows of turns that append least are chosen.
+
+
+log = logging.getLogger(__name__)
 
 
 class MidSessionAgent(msgspec.Struct, frozen=True):
@@ -168,10 +173,10 @@ def _text_agent(
 SESSIONS_PACKAGE = "agentperf_local"
 
 
-def sessions_of(trace: str) -> tuple[list[Session], str]:
+def sessions_of(trace: str, on_broken: OnBroken | None) -> tuple[list[Session], str]:
     """Return the sessions to replay, of the trace or else of the package, and their source."""
     if trace:
-        return read_trace(trace), trace
+        return read_trace(trace, on_broken=on_broken), trace
     spec = importlib.util.find_spec(SESSIONS_PACKAGE)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(
@@ -186,7 +191,10 @@ def demo_agents(
     demo: DemoSettings, encode: Callable[[str], Sequence[int]]
 ) -> tuple[list[MidSessionAgent], str]:
     """Return the agents of the demo, and the source of their sessions."""
-    sessions, name = sessions_of(demo.trace)
+    skipped = SkippedLines()
+    sessions, name = sessions_of(demo.trace, skipped if demo.skip_broken else None)
+    for line in skipped.report():
+        log.warning("%s", line)
     return mid_session_agents(
         sessions, demo.agents, demo.max_turns, demo.history_tokens, encode
     ), name

@@ -12,6 +12,7 @@ from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.settings import Setting
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, SnicRate
 from dualpath.launch.settings import LocalClusterSettings
+from dualpath.workload.formats import SkipBroken
 
 SERVED_NAME = "SmolLM2-135M-Instruct"
 
@@ -44,6 +45,7 @@ class DemoSettings(NodesSettings, frozen=True, kw_only=True):
     trace: Annotated[
         str, Setting("other sessions to replay; empty: agentperf-local's", metavar="FILE")
     ] = ""
+    skip_broken: SkipBroken = False
 
     def check(self) -> None:
         """Raise ``ConfigError`` if the storage rate cannot be chosen."""

@@ -10,6 +10,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -19,7 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
-from dualpath.router.api_keys import engine_keys
+from dualpath.router.api_keys import engine_keys, server_hosts
 from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
@@ -175,6 +176,9 @@ class EngineServer:
     """The HTTP handlers of one engine; belongs to one event loop."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
+        settings = plane.settings
+        own = (settings.host, urlsplit(settings.engine.api_url).hostname or "")
+        self._keys = engine_keys(hosts=server_hosts(settings.engine.allowed_hosts, *own))
         self._admission = Admission(plane, engine)
         self._metrics = EngineMetrics(plane)
         self._bodies = ArrivingBodies(EngineBodies())
@@ -183,7 +187,7 @@ class EngineServer:
 
     def app(self) -> web.Application:
         """Return the application."""
-        app = web.Application(middlewares=[until_client_leaves, api_key_guard(engine_keys())])
+        app = web.Application(middlewares=[until_client_leaves, api_key_guard(self._keys)])
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get(OPEN_CALLS_PATH, self._open_calls)

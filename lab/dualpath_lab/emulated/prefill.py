@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import HitRun
-from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.threads import Thread
 from dualpath.plan.steps import chunk_of
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
@@ -315,7 +315,7 @@ class PrefillEngine:
     def _part(self, chunk: Chunk) -> PassPart:
         request = chunk.request
         blocks = chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
-        part = PromptPart(request.prefill_transfer, blocks, request.hbm_blocks)
+        part = PrefillChunk(request.prefill_transfer, blocks, request.hbm_blocks)
         return PassPart(part, request.prefix.seeds[: blocks.end])
 
     # ------------------------------------------------------------------ the thread that ends passes

@@ -9,6 +9,7 @@ Only token counts are taken from traces, of any format.  Turns only append: cont
 the trace drop (compactions, edits) is replayed.
 """
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, pairwise, starmap
 from pathlib import Path
@@ -18,13 +19,17 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
+from dualpath.node.output_files import write_whole
 from dualpath.workload.columns.generator import DATASETS, GeneratorSettings
 from dualpath.workload.columns.generator import generate as generate_rounds
 from dualpath.workload.columns.sessions_to_columns import as_lengths
-from dualpath.workload.conversation.sessions import AgentSettings
+from dualpath.workload.conversation.sessions import AgentSettings, Session
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats import read_trace
+from dualpath.workload.formats.lines import SkippedLines
 from dualpath_lab.experiments.settings import History, WindowSettings
+
+log = logging.getLogger(__name__)
 
 
 class Window(msgspec.Struct, frozen=True):
@@ -100,12 +105,12 @@ def _write(path: Path, rounds: Mapping[str, Sequence[object]]) -> None:
         msgspec.json.encode({"session_id": name, "rounds": listed})
         for name, listed in rounds.items()
     ]
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    write_whole(path, b"\n".join(lines) + b"\n")
 
 
 def _sessions(settings: WindowSettings) -> Iterable[TokenSession]:
     if settings.trace not in DATASETS:
-        return as_lengths(read_trace(settings.trace))
+        return as_lengths(_read(settings))
     spread = GeneratorSettings(trajectories=max(settings.agents, 10))
     if settings.even:
         spread = msgspec.structs.replace(
@@ -122,6 +127,15 @@ def _sessions(settings: WindowSettings) -> Iterable[TokenSession]:
         )
         for index, (start, end) in enumerate(pairwise(bounds))
     ]
+
+
+def _read(settings: WindowSettings) -> Sequence[Session]:
+    skipped = SkippedLines()
+    on_broken = skipped if settings.skip_broken else None
+    sessions = read_trace(settings.trace, on_broken=on_broken)
+    for line in skipped.report():
+        log.warning("%s", line)
+    return sessions
 
 
 def _window(session: TokenSession, agent: int, start: int, settings: WindowSettings) -> Window:

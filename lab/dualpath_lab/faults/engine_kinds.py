@@ -162,7 +162,7 @@ class EmulatedEngines:
             storage=str(at.storage),
             mode=DEFAULT_MODE,
             buffer_bytes=memory,
-            dram_bytes=int(own.shared_blocks * block_bytes),
+            dram_bytes=own.shared_bytes,
             # Beside the storage: faults of the disk must not hit memory.
             dram_dir=f"{at.storage}-dram" if own.shared_blocks else "",
             parallel_reads=own.parallel_reads,

@@ -2,8 +2,13 @@
 
 import argparse
 import sys
+from typing import TYPE_CHECKING
 
-from dualpath.report.files import as_json, no_plots_reason, require_writable, write_file
+from dualpath.cli.main import OutputPath
+from dualpath.report.files import as_json, no_plots_reason, write_file
+
+if TYPE_CHECKING:
+    from dualpath.workload.formats.lines import SkippedLines
 
 _STANDARD_OUTPUT = "-"
 
@@ -12,14 +17,10 @@ def add_json_argument(parser: argparse.ArgumentParser, content: str = "the outpu
     """Add ``--json``; ``content`` describes the document in the help."""
     parser.add_argument(
         "--json",
+        type=OutputPath,
         metavar="FILE.json",
         help=f"write {content} as JSON; {_STANDARD_OUTPUT}: print only the JSON",
     )
-
-
-def require_json_writable(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` before a long run if its file cannot be written."""
-    require_writable("--json", None if args.json == _STANDARD_OUTPUT else args.json)
 
 
 def wrote_json(args: argparse.Namespace, document: object) -> bool:
@@ -38,6 +39,12 @@ def wrote_json(args: argparse.Namespace, document: object) -> bool:
 def print_progress(text: str) -> None:
     """Print progress to standard error, apart from results."""
     print(f"dualpath: {text}", file=sys.stderr, flush=True)
+
+
+def print_skipped(skipped: "SkippedLines") -> None:
+    """Print to standard error which lines of a trace were left out."""
+    for line in skipped.report():
+        print(line, file=sys.stderr)
 
 
 def warn_if_no_plots(path: object) -> None:

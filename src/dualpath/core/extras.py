@@ -86,6 +86,12 @@ EXTRAS = (
         ),
         ("opentelemetry",),
     ),
+    Extra(
+        "zstd",
+        "agent traces compressed with Zstandard",
+        ("backports.zstd>=1",),
+        ("backports",),
+    ),
     Extra("chaos", "`chaos simulate`", ("greenlet>=3.5",), ("greenlet",)),
     Extra(
         "demo",

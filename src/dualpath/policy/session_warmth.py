@@ -65,8 +65,16 @@ class AgentSession:
         self.pauses: deque[float] = deque(maxlen=_RECENT_PAUSES)
 
 
+#: A session counts as this many blocks beside its own: its object is as large as their keys.
+_BLOCKS_PER_SESSION = 16
+
+
 class SessionMemory:
-    """The sessions used last, of at most ``most_blocks`` blocks together; one owner."""
+    """The sessions used last, of at most ``most_blocks`` blocks together; one owner.
+
+    A session counts as its blocks and ``_BLOCKS_PER_SESSION`` more, so that short prompts, and
+    turns that fail, are bounded as well.
+    """
 
     def __init__(self, most_blocks: int) -> None:
         self._most_blocks = most_blocks
@@ -118,7 +126,8 @@ class SessionMemory:
 
     def over_capacity(self) -> AgentSession | None:
         """Return the session to remove next, None while the capacity suffices."""
-        if self._blocks <= self._most_blocks or len(self._sessions) < 2:
+        count = len(self._sessions)
+        if self._blocks + _BLOCKS_PER_SESSION * count <= self._most_blocks or count < 2:
             return None
         return next(iter(self._sessions.values()))
 
@@ -171,8 +180,8 @@ class WarmthSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of remembered sessions and retained blocks.
 
     ``budget_share`` of a DE's buffer may be retained or prefetched, 0 to 1.  ``most_blocks`` of all
-    sessions' contexts are remembered, the latest used.  ``prefetch`` False: only a client's request
-    is prefetched.
+    sessions' contexts are remembered, the latest used; see ``SessionMemory``.  ``prefetch`` False:
+    only a client's request is prefetched.
     """
 
     budget_share: float
@@ -242,6 +251,7 @@ class SessionWarmth:
             self._memory.note_pause(session, max(now_s - session.ended_s, 0.0))
         self._end_pause(session)
         session.hints = hints
+        self._limit()
         return session.name
 
     def turn_ended(
@@ -269,8 +279,7 @@ class SessionWarmth:
         if session.hints.done:
             return orders + self.done(name)
         orders += self._hinted(session, now_s, buffers)
-        while (oldest := self._memory.over_capacity()) is not None:
-            self._remove(oldest)
+        self._limit()
         return orders
 
     def hint(
@@ -316,6 +325,8 @@ class SessionWarmth:
             if session.engine_id == engine_id:
                 self._count_out(session)
                 session.engine_id, session.fetch_s = "", None
+        self._retained.pop(engine_id, None)
+        del self._retained_blocks[engine_id]
 
     def _hinted(self, session: AgentSession, now_s: float, buffers: Buffers) -> list[Order]:
         """Retain a session by its hints, and plan its prefetch."""
@@ -399,6 +410,10 @@ class SessionWarmth:
         if len(self._agenda) > _FEW_PLANS + _PLANS_PER_SESSION * len(self._memory):
             self._agenda = [plan for plan in self._agenda if _still_holds(plan)]
             heapq.heapify(self._agenda)
+
+    def _limit(self) -> None:
+        while (oldest := self._memory.over_capacity()) is not None:
+            self._remove(oldest)
 
     def _remove(self, session: AgentSession) -> None:
         self._end_pause(session)

@@ -52,7 +52,9 @@ class LinkedFrontEnd(FrontEnd):
         epoch: str = "",
     ) -> None:
         self.scheduler_address = link.scheduler
-        self.name = link.front_end_name or f"{socket.gethostname()}-{os.getpid()}"
+        self.name = (
+            link.front_end_name or f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        )
         self.link = RemoteScheduling(
             connection or _over_zmq(settings, link),
             self.name,

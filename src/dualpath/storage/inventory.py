@@ -75,7 +75,8 @@ def load_or_survey(
     """
     saved = None if survey else janitor.load(tree)
     index, progress = saved or (ChainIndex(), janitor.Progress())
-    apply_events(tree, index, dict(progress.applied))
+    index.limit_times(now_s())
+    apply_events(tree, index, dict(progress.applied), now_s())
     if progress.surveyed_s is None:
         Survey(tree, index, now_s).run_to_end(report)
     return index

@@ -10,13 +10,13 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, TenantTag
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
 from dualpath.storage.chain_index import (
@@ -38,7 +38,14 @@ from dualpath.storage.journal import (
     segments,
 )
 from dualpath.storage.objects import ObjectInfo, ObjectTree
-from dualpath.storage.posix import TEMPORARY_FOLDER, key_of, object_name
+from dualpath.storage.posix import (
+    TEMPORARY_FOLDER,
+    is_folder_name,
+    is_namespace,
+    is_object_name,
+    key_of,
+    object_name,
+)
 from dualpath.storage.quotas import StorageLimits, StoredBytes
 
 # ------------------------------------------------------------------------------------------ survey
@@ -51,13 +58,7 @@ from dualpath.storage.quotas import StorageLimits, StoredBytes
 SURVEY_S = 24 * 3600.0
 #: A block written less than this ago may be missing in a listing.
 SETTLED_S = 60.0
-_NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
-
-
-def is_namespace(folder: str) -> bool:
-    """Whether a folder's name is that of a namespace; other folders are never touched."""
-    return _NAMESPACE.fullmatch(folder) is not None
 
 
 class Differences(msgspec.Struct):
@@ -70,7 +71,8 @@ class Differences(msgspec.Struct):
 class Survey:
     """Runs surveys one after another; ``surveyed_s`` is when the last complete one ended.
 
-    ``now_s`` is Unix time.
+    ``now_s`` is Unix time.  Times that other clocks, or this one before it was corrected, have
+    recorded after ``now_s`` count as ``now_s``.
     """
 
     def __init__(
@@ -122,10 +124,12 @@ class Survey:
     def _is_due(self) -> bool:
         if self.surveyed_s is None:
             return True
+        now_s = self._now_s()
+        self.surveyed_s, self._began_s = min(self.surveyed_s, now_s), min(self._began_s, now_s)
         if not self._folders:
-            return self._now_s() >= self.surveyed_s + self._period_s / 2
+            return now_s >= self.surveyed_s + self._period_s / 2
         # Wait for half of the period, survey during the other half.
-        passed_s = self._now_s() - self._began_s
+        passed_s = now_s - self._began_s
         return passed_s * 2 >= self._period_s * self.progress
 
     def _begin(self) -> None:
@@ -163,7 +167,8 @@ class Survey:
         header = decode_header(self._tree.get(info.name, HEADER_BYTES) or b"")
         # A block without a valid header is removed when it is read, or evicted as an unused one.
         origin = header.origin if header is not None and header.key == key else UNKNOWN_ORIGIN
-        self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, info.written_s)
+        written_s = min(info.written_s, self._now_s())
+        self._index.add(namespace, key, origin.parent, origin.tenant, info.bytes, written_s)
         self.differences.found_blocks += 1
 
 
@@ -183,7 +188,8 @@ _JANITOR = "janitor"
 def remove_stale_temporaries(tree: ObjectTree, now_s: float) -> int:
     """Remove temporary files older than ``STALE_S`` at ``now_s`` (Unix time); return how many.
 
-    Raises ``StorageError``.
+    So does one that is as far in the future: the clock of its writer was ahead.  Raises
+    ``StorageError``.
     """
     return tree.remove(
         [
@@ -191,7 +197,7 @@ def remove_stale_temporaries(tree: ObjectTree, now_s: float) -> int:
             for folder in tree.folders("")
             if folder == _JANITOR or is_namespace(folder)
             for info in tree.objects(f"{folder}/{TEMPORARY_FOLDER}/")
-            if info.written_s < now_s - STALE_S
+            if abs(now_s - info.written_s) > STALE_S
         ]
     )
 
@@ -220,9 +226,9 @@ class Progress(msgspec.Struct, frozen=True, rename={"applied": "taken"}):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=0)]
     namespaces: tuple[str, ...]
-    tenants: tuple[str, ...]
+    tenants: tuple[TenantTag, ...]
     progress: Progress
 
 
@@ -268,6 +274,8 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
     columns: dict[str, Any] = {}
     try:
         head = msgspec.json.decode(content[start:end], type=_Head)
+        if foreign := [name for name in head.namespaces if not is_folder_name(name)]:
+            raise ValueError(f"{foreign[0][:80]!r} is not the name of a namespace")
         for name, kind, width in COLUMNS:
             shape = (head.rows, *width)
             count = int(np.prod(shape))
@@ -407,7 +415,8 @@ _KINDS = {
 def pin_name(kind: str, *parts: str) -> str:
     """Return the object name of a pin; raises ``ConfigError`` if it is malformed."""
     name = "/".join((kind, *parts))
-    if kind not in _KINDS or not _KINDS[kind].fullmatch(name):
+    named = kind in _KINDS and _KINDS[kind].fullmatch(name) is not None
+    if not (named and is_object_name(name)):
         raise ConfigError(
             f"{name!r} cannot be pinned; give a namespace's folder, a tenant's tag of 16 hex "
             "digits, or a folder and a key of 64 hex digits"
@@ -620,6 +629,7 @@ class _JanitorTerm:
         self._tree, self._lease, self._limits, self._totals = tree, lease, limits, totals
         self._now_s, self._steady_s = now_s, steady_s
         self.index, progress = load(tree) or (ChainIndex(), Progress())
+        self.index.limit_times(now_s())
         self.survey = Survey(tree, self.index, now_s, progress.surveyed_s)
         self._applied = dict(progress.applied)
         self._last_event_s: dict[str, float] = dict.fromkeys(self._applied, steady_s())
@@ -675,7 +685,7 @@ class _JanitorTerm:
 
     def _apply_events(self) -> None:
         before = dict(self._applied)
-        touched, count = apply_events(self._tree, self.index, self._applied)
+        touched, count = apply_events(self._tree, self.index, self._applied, self._now_s())
         now_s = self._steady_s()
         self._last_event_s |= {w: now_s for w, n in self._applied.items() if before.get(w) != n}
         self._events += count
@@ -709,6 +719,7 @@ class _JanitorTerm:
         # Measure only the planning itself: with the time to read pins included, a slow storage
         # would stay above its quota for many times that long.
         begun_s = self._steady_s()
+        self.index.limit_times(self._now_s())
         rows = victims(self.index, self._limits, pins, self._now_s()).tolist()
         self._plan, self._planned = deque(rows), set(rows)
         if not rows:
@@ -761,9 +772,11 @@ class _JanitorTerm:
 
 
 def apply_events(
-    tree: ObjectTree, index: ChainIndex, applied: dict[str, int]
+    tree: ObjectTree, index: ChainIndex, applied: dict[str, int], now_s: float
 ) -> tuple[set[int], int]:
     """Apply all journal segments after ``applied`` (last segment by writer), which is updated.
+
+    Events of writers with clocks ahead of ``now_s`` (Unix time) count as of ``now_s``.
 
     Returns the rows of blocks written or used, including the parents of written ones, and the
     number of events.  Raises ``StorageError`` if a segment cannot be read; then none is applied.
@@ -784,14 +797,13 @@ def apply_events(
     events.sort(key=lambda item: item[1].time_s)
     touched: set[int] = set()
     for namespace, item in events:
+        time_s = min(item.time_s, now_s)
         match item:
             case Written():
-                row = index.add(
-                    namespace, item.key, item.parent, item.tenant, item.bytes, item.time_s
-                )
+                row = index.add(namespace, item.key, item.parent, item.tenant, item.bytes, time_s)
                 touched |= {row, int(index.tables().parents[row])}
             case Used():
-                touched.add(index.use(namespace, item.key, item.time_s))
+                touched.add(index.use(namespace, item.key, time_s))
             case Removed():
-                index.remove(namespace, item.key, item.time_s)
+                index.remove(namespace, item.key, time_s)
     return touched, len(events)

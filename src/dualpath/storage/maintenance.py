@@ -59,6 +59,7 @@ class StorageMaintenance:
         self._janitor = janitor
         self._now_s = now_s
         self._steady_s = steady_s
+        self._status_changed_s, self._status_changes = steady_s(), 0
         self._lock = threading.Lock()
         self._stats = MaintenanceStats()
 
@@ -73,6 +74,20 @@ class StorageMaintenance:
                 evicted_bytes=totals.evicted_bytes if totals else 0,
             )
 
+    @property
+    def status_age_s(self) -> float | None:
+        """For how long the storage's status has been the same, in s; None without a status.
+
+        By this process's clock, as the janitor's may be wrong; but a status that was already old
+        when this process started is as old as it states.
+        """
+        if self.status is None:
+            return None
+        unchanged_s = self._steady_s() - self._status_changed_s
+        if self._status_changes > 1:
+            return unchanged_s
+        return max(unchanged_s, self._now_s() - self.status.time_s)
+
     def tick(self) -> None:
         """Write the journal, do a janitor step while holding the lease, read the storage's status.
 
@@ -84,7 +99,7 @@ class StorageMaintenance:
         try:
             self._janitor.step()
         finally:
-            self.status = read_status(self._tree)
+            self._read_status()
 
     def close(self) -> None:
         """Write the rest of the journal and release the janitor's lease."""
@@ -119,14 +134,21 @@ class StorageMaintenance:
         """Record that a block is missing."""
         self.journal.removed(key, self._now_s())
 
+    def _read_status(self) -> None:
+        status = read_status(self._tree)
+        if status is not None and (self.status is None or status.time_s != self.status.time_s):
+            self._status_changed_s = self._steady_s()
+            self._status_changes += 1
+        self.status = status
+
     def _write_journal(self) -> None:
         """Write new events, or drop them if the storage has had no janitor for long.
 
         An engine that is a candidate always writes them: it may apply them itself.
         """
         if self._janitor is None:
-            self.status = read_status(self._tree)
-            if self.status is None or self._now_s() - self.status.time_s > _UNHEARD_S:
+            self._read_status()
+            if (age_s := self.status_age_s) is None or age_s > _UNHEARD_S:
                 self.journal.discard_pending()
                 return
         self.journal.flush()

@@ -2,10 +2,12 @@
 
 An engine is a complete vLLM server, but it serves only the router:
 
-- If the server has API keys, all but a few paths require one (``router.api_keys``).
+- If the server has API keys, all but a few paths require one (``router.api_keys``); without keys,
+  requests that a foreign web page may have sent are refused (``router.foreign_pages``).
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
+- Connections and heads are bounded as at a router, since vLLM's server keeps each one for ever.
 - Routes that change weights or move KV memory are refused: the namespace of stored KV is derived
   from the weights at start (``model_identity``), and peers write to the registered memory.
 
@@ -20,15 +22,18 @@ import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
-from dualpath.router.api_keys import ApiKeys, engine_keys
+from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
-from dualpath.router.requests.limits import refusal
+from dualpath.router.connections import Connections, uvicorn_protocol
+from dualpath.router.foreign_pages import AllowedHosts
+from dualpath.router.requests.limits import refusal, server_limits
 from dualpath.router.token_api.open_calls import (
     CALL_HEADER,
     OPEN_CALLS_PATH,
@@ -96,12 +101,17 @@ class EngineGuard:
         """Forward the call or refuse it."""
         if scope["type"] == "lifespan":
             self._drain_on_sigterm(scope["app"].state.args)
+            _bound_connections(scope["app"].state)
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
         path = own_path(scope)
         method = scope.get("method", "")  # a web socket has no method
-        refused = None if keys.admit_call(scope) else _no_key(path)
+        refused: tuple[int, str] | None = None
+        if not keys.admit_call(scope):
+            refused = _no_key(path)
+        elif role is not None:
+            refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
             refused = _refused_path(role, path)
@@ -144,7 +154,7 @@ class EngineGuard:
         """Return the engine's role, None if it is not a DualPath engine, and its API keys."""
         if self._known is None:
             args = scope["app"].state.args
-            self._known = _role(args), engine_keys(args.api_key or ())
+            self._known = _role(args), engine_keys(args.api_key or (), _hosts(args))
         return self._known
 
     @staticmethod
@@ -168,6 +178,20 @@ class EngineGuard:
             return arrived.pop() if arrived else await receive()
 
         await self._app(scope, receive_again, send)
+
+
+def _bound_connections(state: Any) -> None:  # noqa: ANN401 - Starlette's
+    """Bound connections and heads of vLLM's server, which has no bounds of its own.
+
+    uvicorn calls the lifespan before it listens, and reads the protocol at each connection.  Web
+    sockets, which the router does not use, would leave these bounds: there are none.
+    """
+    server = getattr(state, "server", None)
+    if server is None or _role(state.args) is None:
+        return
+    make = server.config.http_protocol_class
+    server.config.http_protocol_class = uvicorn_protocol(Connections(server_limits()), make)
+    server.config.ws_protocol_class = None
 
 
 def _no_key(path: str) -> tuple[int, str]:
@@ -208,6 +232,15 @@ def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command lin
         return None
     extra = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     return Role(engine_values(extra, os.environ)["role"])
+
+
+def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command line
+    """Return the hosts by which an engine may be called."""
+    if _role(args) is None:
+        return AllowedHosts()
+    values = engine_values(args.kv_transfer_config.kv_connector_extra_config, os.environ)
+    own = getattr(args, "host", None), urlsplit(str(values.get("api_url", ""))).hostname
+    return server_hosts(values.get("allowed_hosts", ()), *filter(None, own))
 
 
 async def _body(receive: Receive) -> bytes | None:

@@ -236,15 +236,16 @@ class GenerateClient:
         max_logprobs: int,
         headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
+        ca_file: str = "",
     ) -> None:
         """Create a client; ``max_logprobs`` is the engines' ``--max-logprobs``.
 
         ``headers`` are sent with every call.  ``stream_interval`` is the router's: how many tokens
-        are sent as one chunk, at least 1.
+        are sent as one chunk, at least 1.  ``ca_file`` has the authorities of engines with HTTPS.
         """
         self._max_logprobs = max_logprobs
         self._stream_interval = stream_interval
-        self._api = TokenApiClient(headers)
+        self._api = TokenApiClient(headers, ca_file)
 
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer

@@ -24,9 +24,9 @@ from dualpath.vllm.profile_settings import Measurement, PassTime, StepTime
 from dualpath_sim.catalog.families import KvCacheDtype
 from dualpath_sim.catalog.geometry import (
     FLOP_PER_PARAMETER,
-    Attention,
-    LatentAttention,
+    Kernel,
     ModelGeometry,
+    StateAttention,
 )
 from dualpath_sim.catalog.gpu import AttentionRates, GpuRates, PrefillRates
 from dualpath_sim.catalog.load import load_described, load_gpu
@@ -103,9 +103,10 @@ def model_costs(geometry: ModelGeometry, gpu: GpuRates, cluster: ClusterSettings
 def _window_layers(geometry: ModelGeometry) -> tuple[WindowLayers, ...]:
     by_window: dict[int, float] = {}
     for part in geometry.attention:
-        if window := part.stored_tokens:
-            held = part.layers * part.kv_bytes_per_token
-            by_window[window] = by_window.get(window, 0.0) + held
+        for stored in part.stored:
+            if window := stored.window_tokens:
+                held = part.layers * sum(stored.part_bytes)
+                by_window[window] = by_window.get(window, 0.0) + held
     return tuple(
         WindowLayers(window_tokens=window, kv_bytes_per_token=held)
         for window, held in sorted(by_window.items())
@@ -215,37 +216,56 @@ def _attention_times(
     token_s = pair_s = index_s = full_s = 0.0
     window = 0
     for part in geometry.attention:
-        per_pair = part.layers * part.pair_flop / _flop_per_s(part, rates) / gpus
-        if memory_bytes_per_s is not None:
-            slice_bytes = part.layers * part.attended_bytes / part.slices(gpus)
-            read_s = slice_bytes / memory_bytes_per_s
-            per_pair = max(per_pair, read_s)
-        if isinstance(part, LatentAttention) and part.indexer is not None:
-            if window and window != part.window_tokens:
-                raise ConfigError(
-                    f"indexers select {window} and {part.window_tokens} tokens; "
-                    "the simulator takes one number, make them equal"
-                )
-            window = part.window_tokens
-            pair_s += per_pair
-            scan_s = part.layers * part.indexer_pair_flop / rates.indexer_flop_per_s
+        if isinstance(part, StateAttention):
+            token_s += _state_s(part, rates, gpus, memory_bytes_per_s)
+        for scan in part.scans:
+            # Each GPU has a whole indexer.
+            shares = (1, 1) if scan.kernel == "indexer" else (gpus, part.slices(gpus))
+            per_pair = part.layers * scan.flop / _flop_per_s(scan.kernel, rates) / shares[0]
             if memory_bytes_per_s is not None:
-                key_s = part.layers * part.indexer.key_bytes / memory_bytes_per_s
-                scan_s = max(scan_s, key_s)
-            index_s += scan_s
-        elif part.window_tokens:
-            token_s += per_pair * part.window_tokens
-        else:
-            full_s += per_pair
+                read_s = part.layers * scan.read_bytes / shares[1] / memory_bytes_per_s
+                per_pair = max(per_pair, read_s)
+            if scan.kernel == "indexer":
+                index_s += per_pair
+            elif scan.selected:
+                if window and window != scan.window_tokens:
+                    raise ConfigError(
+                        f"indexers select {window} and {scan.window_tokens} tokens; "
+                        "the simulator takes one number, make them equal"
+                    )
+                window = scan.window_tokens
+                pair_s += per_pair
+            elif scan.window_tokens:
+                token_s += per_pair * scan.window_tokens
+            else:
+                full_s += per_pair
     if window:
         return _Attention(token_s, pair_s, index_s + full_s, window)
     return _Attention(token_s, full_s, 0.0, 0)
 
 
-def _flop_per_s(part: Attention, rates: AttentionRates) -> float:
-    if not isinstance(part, LatentAttention):
-        return rates.grouped_query_flop_per_s
-    return rates.sparse_latent_flop_per_s if part.indexer else rates.latent_flop_per_s
+def _state_s(
+    part: StateAttention, rates: AttentionRates, gpus: int, memory_bytes_per_s: float | None
+) -> float:
+    """Return the seconds of a token in layers with a state, which a decode step reads and writes.
+
+    States are computed at the rate of grouped-query attention: an assumption.
+    """
+    computed_s = part.layers * part.token_flop / rates.grouped_query_flop_per_s / gpus
+    if memory_bytes_per_s is None:
+        return computed_s
+    moved_bytes = 2 * part.layers * part.state_bytes / part.slices(gpus)
+    return max(computed_s, moved_bytes / memory_bytes_per_s)
+
+
+def _flop_per_s(kernel: Kernel, rates: AttentionRates) -> float:
+    by_kernel: dict[Kernel, float] = {
+        "grouped": rates.grouped_query_flop_per_s,
+        "latent": rates.latent_flop_per_s,
+        "sparse": rates.sparse_latent_flop_per_s,
+        "indexer": rates.indexer_flop_per_s,
+    }
+    return by_kernel[kernel]
 
 
 def _prefill_costs(

@@ -30,7 +30,7 @@ def model_table(model: "ModelGeometry") -> Table:
         for context in paper.contexts_tokens
     ]
     columns = (
-        *("model", "parameters (B)", "N (B)", "KV (bytes/token)", "of it in windows"),
+        *("model", "parameters (B)", "N (B)", "KV (bytes/token)", "of it in windows and states"),
         *(f"GB/PFLOP at {context // 1024}K" for context in paper.contexts_tokens),
         "MTP layers",
     )
@@ -45,6 +45,22 @@ def model_table(model: "ModelGeometry") -> Table:
         f"{model.draft_layers}" if model.draft_layers else NOTHING,
     )
     return Table("", columns, (row,))
+
+
+def kv_table(model: "ModelGeometry") -> Table:
+    """Return what the layers of each kind store, per token or per sequence."""
+    rows = tuple(
+        (
+            kind.kind,
+            f"{kind.layers}",
+            f"{kind.token_bytes:,.0f}",
+            f"{kind.window_tokens:,}" if kind.window_tokens else "all",
+            f"{kind.sequence_bytes / 1e6:,.1f}" if kind.sequence_bytes else NOTHING,
+        )
+        for kind in model.kv_by_kind()
+    )
+    columns = ("layers with", "number", "stored (bytes/token)", "of a hit moves (tokens)")
+    return Table(f"KV of {model.title}", (*columns, "per sequence (MB)"), rows)
 
 
 def needs_blocks(needs: "tuple[RoleNeeds, ...]", name: str) -> tuple[Block, ...]:

@@ -3,14 +3,14 @@
 import argparse
 from typing import TYPE_CHECKING, Annotated
 
-from dualpath.cli.output import add_json_argument, print_progress, require_json_writable, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import NOTHING, Block, Notes, Table
-from dualpath_sim.cli.model_tables import link_table, model_table, needs_blocks
+from dualpath_sim.cli.model_tables import kv_table, link_table, model_table, needs_blocks
 from dualpath_sim.cli.simulation_inputs import (
     Trace,
     add_machine_arguments,
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.text import print_blocks
     from dualpath_sim.evaluation.planner import make_plan
 
-    require_json_writable(args)
     settings = flag_settings(args, PlanSettings)
     inputs = _Inputs(args, settings)
     if settings.objective == "capacity" and inputs.trace.settings.agents is not None:
@@ -138,7 +137,7 @@ class _Inputs:
         loads = plan_bytes_per_s(shape, model.block_geometry(1), hits, misses)
         title = f"Links of {name} with all storage NICs saturated, {hits:,} hits, {misses} misses"
         links = link_table(title, shape, loads, 1e-9)
-        return (model_table(model), *needs_blocks(needs, name), *links)
+        return (model_table(model), kv_table(model), *needs_blocks(needs, name), *links)
 
     def agents(self, agents_per_s: float | None) -> "AgentTable":
         """Return the agents of one run: all at once, or those that arrive until the horizon."""

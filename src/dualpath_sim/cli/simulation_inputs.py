@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
+from dualpath.cli.output import print_skipped
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import NodesSettings, Role
 from dualpath.core.errors import ConfigError
@@ -164,6 +165,7 @@ class Trace(NamedTuple):
         from dualpath.workload.columns.generator import DATASETS
         from dualpath.workload.conversation.prompts import load_encoder
         from dualpath.workload.formats import read_trace
+        from dualpath.workload.formats.lines import SkippedLines
 
         asked = flag_settings(args, TraceSettings)
         dataset = DATASETS.get(asked.trace.upper())
@@ -180,7 +182,12 @@ class Trace(NamedTuple):
             tool_delay_scale=1.0 if delays is ToolDelays.RECORDED else 0.0,
             block_tokens=cluster.block_tokens,
         )
-        sessions = read_trace(asked.trace, asked.trace_format) if dataset is None else []
+        skipped = SkippedLines()
+        sessions: Sequence[Session] = ()
+        if dataset is None:
+            on_broken = skipped if asked.skip_broken else None
+            sessions = read_trace(asked.trace, asked.trace_format, on_broken=on_broken)
+        print_skipped(skipped)
         encode = load_encoder(asked.tokenizer) if asked.tokenizer else None
         return cls(asked, sessions, dataset, settings, encode)
 
@@ -197,6 +204,23 @@ class Trace(NamedTuple):
             return generate_agents(self.dataset, number, self.settings.seed, workload=self.settings)
         settings = msgspec.structs.replace(self.settings, agents=wanted)
         return agents_from_sessions(self.sessions, settings, encode=self.encode)
+
+    def dropped(self) -> str:
+        """Return which sessions ``max_context_tokens`` leaves out, empty if none."""
+        from dualpath.workload.columns.sessions_to_columns import dropped_sessions
+
+        names = dropped_sessions(self.sessions, self.settings, encode=self.encode)
+        if not names:
+            return ""
+        more = f" and {len(names) - _NAMES_SHOWN:,} more" if len(names) > _NAMES_SHOWN else ""
+        return (
+            f"{len(names):,} of {len(self.sessions[: self.settings.agents]):,} sessions dropped, "
+            f"whose first prompt is longer: {', '.join(names[:_NAMES_SHOWN])}{more}"
+        )
+
+
+#: Names of dropped sessions in a note.
+_NAMES_SHOWN = 10
 
 
 def arriving(agents: "AgentTable", agents_per_s: float | None, seed: int) -> "AgentTable":
@@ -228,6 +252,7 @@ def workload_note(trace: Trace, agents: "AgentTable", agents_per_s: float | None
         f"generation x{settings.scale_generate:g}" if settings.scale_generate != 1 else "",
         f"at most {settings.max_turns} turns" if settings.max_turns else "",
         f"cut at {settings.max_context_tokens} tokens" if settings.max_context_tokens else "",
+        trace.dropped(),
         ""
         if settings.share_across_sessions == "none"
         else f"blocks shared across sessions ({settings.share_across_sessions})",

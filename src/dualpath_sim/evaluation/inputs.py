@@ -18,6 +18,7 @@ from dualpath.workload.columns.sessions_to_columns import (
 )
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.formats import read_trace
+from dualpath.workload.formats.lines import OnBroken
 from dualpath_sim.catalog.costs import (
     DEFAULT_GPU,
     load_model_costs,
@@ -37,8 +38,10 @@ class CatalogInputs:
         tail: Tail = "gamma",
         traces: Mapping[str, Path] | None = None,
         calibration: Calibration = AS_WRITTEN,
+        on_broken: OnBroken | None = None,
     ) -> None:
         """``traces`` gives names to trace files, beside the datasets of Table 2."""
+        self._on_broken = on_broken
         self._calibration = calibration
         self._generator = GeneratorSettings(tail=tail)
         self._traces = dict(traces or {})
@@ -91,7 +94,9 @@ class CatalogInputs:
 
     def _trace_agents(self, spec: RunSpec, seed: int) -> AgentTable:
         if spec.workload not in self._sessions:
-            self._sessions[spec.workload] = read_trace(self._traces[spec.workload])
+            self._sessions[spec.workload] = read_trace(
+                self._traces[spec.workload], on_broken=self._on_broken
+            )
         limit = self.setup(spec).model.context_limit_tokens
         workload = self._workload(spec, seed, limit)
         return agents_from_sessions(self._sessions[spec.workload], workload)

@@ -71,7 +71,7 @@ def messages(registration: control.Register) -> list[control.EngineMessage]:
     """Return one valid message of each kind that the engine of a registration may send."""
     return [
         registration,
-        control.Report(1, 0, 0, 0, 0, 100, 100, counters={"storage_read_bytes": 3.0}),
+        control.Report(1, control.Load(0, 0, 0, 100, 100), {"storage_read_bytes": 3.0}),
         control.CacheUpdate((b"8 bytes.",), (b"of a key",), in_node=True),
         control.ConfirmedDead(writer=registration.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),

@@ -1,5 +1,6 @@
 """Malformed files: traces and settings."""
 
+import bz2
 import contextlib
 import gzip
 import io
@@ -117,9 +118,10 @@ _LINES: tuple[object, ...] = (
         ],
     },
 )
+_TABLE = b"TIMESTAMP,ContextTokens,GeneratedTokens"
 _TRACE_NAMES = (
     *("t.jsonl", "t.jsonl", "t.json", "t.jsonl.gz", "t.jsonl.xz", "t.tar", "t.tar.gz"),
-    *("t.tgz", "t.zip", "t.whl"),
+    *("t.tgz", "t.zip", "t.whl", "t.csv", "t.jsonl.bz2", "t"),
 )
 
 
@@ -131,6 +133,8 @@ class TraceSubject(FolderSubject):
         valid = inputs.one_of(_LINES)
         lines = [inputs.json(valid) for _ in range(inputs.random.randrange(1, 4))]
         name = inputs.one_of(_TRACE_NAMES)
+        if name.endswith(".csv"):
+            lines = [_TABLE, *(inputs.damaged(b"2023-11-16 18:15:46,%d,3" % n) for n in (1, 700))]
         packed = _packed(name, b"\n".join(lines) + b"\n")
         broken = inputs.chance(0.3) if name.endswith("l") else inputs.chance(0.6)
         return name, inputs.damaged(packed) if broken else packed, inputs.chance(0.5)
@@ -156,6 +160,8 @@ class TraceSubject(FolderSubject):
 def _packed(name: str, text: bytes) -> bytes:
     if name.endswith(".jsonl.gz"):
         return gzip.compress(text, 1)
+    if name.endswith(".bz2"):
+        return bz2.compress(text, 1)
     if name.endswith(".xz"):
         return lzma.compress(text, preset=0)
     if name.endswith((".zip", ".whl")):
@@ -182,7 +188,12 @@ _SETTINGS: dict[str, Any] = {
     "endpoint": {"model": "m", "port": 8000, "served_model_names": ["m"], "block_tokens": 64},
 }
 _ENGINE: dict[str, Any] = {
-    **{"role": "decode", "engine_id": "d", "router": "tcp://127.0.0.1:5700", "api_url": "u"},
+    **{
+        "role": "decode",
+        "engine_id": "d",
+        "router": "tcp://127.0.0.1:5700",
+        "api_url": "http://h:1",
+    },
     **{"storage": "kv", "buffer_bytes": 1 << 30, "nixl_engine_config": {"A": "b"}},
 }
 

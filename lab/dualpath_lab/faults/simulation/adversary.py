@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dualpath.core.cluster import Role
 from dualpath_lab.faults.simulation.clients import Clients
 from dualpath_lab.faults.simulation.cluster import Cluster
 from dualpath_lab.faults.simulation.connections import Connection
@@ -25,6 +26,15 @@ _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
 #: Longer than the deadline of requests.
 _OUTLASTS_S = 170.0
+#: Share of resets of control connections that lose frames in one direction only.
+_ONE_WAY = 1 / 3
+#: How long others are stopped while a DE restarts, less than an engine may be silent, and the delay
+#: until the DE is started.
+_UNNOTICED_S = (0.2, 0.5, 1.0, 1.5)
+_RESTARTED_EARLY_S = 0.02
+#: How often, and at most how many times, the adversary looks for a call to a PE.
+_CALL_POLL_S = 0.001
+_CALL_POLLS = 1000
 
 
 class ClusterFeature(enum.Enum):
@@ -119,6 +129,33 @@ class Adversary:
         """SIGSTOP, later SIGCONT."""
         return self.stop(self.cluster.engines[self._some_engine()].process)
 
+    def restart_engine_unnoticed(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL and an early restart of a DE while a front end calls a PE; both are stopped.
+
+        When the PE is resumed, it may serve a request that was placed on the DE's former process,
+        as the front end has not ended the request yet.
+        """
+        engines = [engine for _, engine in sorted(self.cluster.engines.items())]
+        decoding = [e for e in engines if e.settings.engine.role is Role.DECODE and e.serves]
+        callers = {one.loop: one.process for one in self.cluster.front_ends.alive}
+        called = [
+            (engine.process, callers[call.caller])
+            for call in self.cluster.shared.http.calls
+            for engine in engines
+            if engine.settings.engine.role is Role.PREFILL
+            and call.server is engine
+            and call.caller in callers
+            and call._abort is None
+        ]
+        if not (decoding and called):
+            if polls:
+                again = functools.partial(self.restart_engine_unnoticed, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        for process in self.world.pick(called):
+            self.world.after(self.world.pick(_UNNOTICED_S), self.stop(process))
+        self.cluster.restart_engine(self.world.pick(decoding).engine_id, _RESTARTED_EARLY_S)
+
     def kill_rank(self) -> None:
         """SIGKILL of a follower rank: its engine ends, and the supervisor restarts it."""
         if (follower := self._some_follower()) is not None:
@@ -172,10 +209,21 @@ class Adversary:
     # ------------------------------------------------------------------ connections
 
     def reset_control(self) -> None:
-        """Reset a control connection."""
+        """Reset a control connection, in some runs in one direction."""
+        if self.world.chance.random() < _ONE_WAY:
+            self._reset_control_one_way()
+            return
         if (connection := self._some_connection()) is not None:
             self.world.note(connection.process.name, "its control connection is reset")
             connection.reset()
+
+    def _reset_control_one_way(self) -> None:
+        """Lose what is sent in one direction of a control connection, until its ends notice it."""
+        if (connection := self._some_connection()) is not None:
+            to_router = self.world.chance.random() < 1 / 2
+            connection.reset_one_way(self._pause_s(), to_router=to_router)
+            direction = "to" if to_router else "from"
+            self.world.note(connection.process.name, f"its frames {direction} the router are lost")
 
     def stall_control(self) -> None:
         """Delay the frames of a control connection for a while, in both directions or in one."""
@@ -325,6 +373,11 @@ FAULT_KINDS = (
         "terminate a front end", Adversary.terminate_front_end, needs=ClusterFeature.FRONT_ENDS
     ),
     FaultKind("stop a front end", Adversary.stop_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind(
+        "restart a decode engine unnoticed",
+        Adversary.restart_engine_unnoticed,
+        needs=ClusterFeature.FRONT_ENDS,
+    ),
     FaultKind("reset a control connection", Adversary.reset_control),
     FaultKind("stall a control connection", Adversary.stall_control),
     FaultKind("duplicate control messages", Adversary.duplicate_control),

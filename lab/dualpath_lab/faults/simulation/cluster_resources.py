@@ -1,10 +1,15 @@
 """Resources shared by the processes of a simulated cluster: networks, storage, memory owners."""
 
 from collections import defaultdict
+from collections.abc import Mapping
+from enum import Enum
+from random import Random
 from typing import TYPE_CHECKING
 
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
+from dualpath.node import host_process
+from dualpath.node.host_process import Sight
 from dualpath.transport.in_process import InProcessFabric
 from dualpath_lab.faults.simulation.connections import Network, WireFaults
 from dualpath_lab.faults.simulation.disk import Disk, StorageFaults
@@ -18,11 +23,74 @@ if TYPE_CHECKING:
     from dualpath_lab.faults.simulation.engine import SimEngine
 
 
+# ---------------------------------------------------------------------------------- process tables
+# What the processes of a machine see of each other.
+
+#: The share of numbers of dead processes that the kernel gives to other processes.
+_REUSED = 0.2
+
+
+class ProcView(Enum):
+    """What ``/proc`` shows on a machine.
+
+    ``HIDDEN``: processes of the own user alone.  ``FOREIGN``: the table of another PID namespace,
+    in which the same numbers belong to other processes.
+    """
+
+    COMPLETE = "complete"
+    HIDDEN = "hidden"
+    FOREIGN = "foreign"
+
+
+NO_VIEWS: Mapping[str, ProcView] = {}
+
+
+class SimProcessTable:
+    """``host_process.ProcessTable`` of a simulated machine, as all of its processes see it."""
+
+    def __init__(self, host: str, view: ProcView, processes: dict[int, Process], seed: int) -> None:
+        self._host = host
+        self._view = view
+        self._processes = processes
+        self._seed = seed
+
+    def host(self) -> str:
+        """See ``ProcessTable``."""
+        return "" if self._view is ProcView.FOREIGN else self._host
+
+    def sight(self, pid: int) -> Sight:
+        """See ``ProcessTable``."""
+        process = self._processes.get(pid)
+        if process is None:
+            return Sight.ABSENT
+        if not process.has_exited or self._is_reused(pid):
+            return Sight.ALIVE
+        return Sight.EXITED if pid % 2 else Sight.ABSENT
+
+    def start_ticks(self, pid: int) -> int | None:
+        """See ``ProcessTable``."""
+        if self._view is ProcView.HIDDEN or self.sight(pid) is not Sight.ALIVE:
+            return None
+        if self._view is ProcView.FOREIGN:
+            return None if pid % 2 else pid - 1
+        return pid + 1_000_000 * self._is_reused(pid)
+
+    def runs(self, pid: int) -> bool:
+        """Whether a process has this number, as signal 0 finds out."""
+        return self.sight(pid) is Sight.ALIVE
+
+    def _is_reused(self, pid: int) -> bool:
+        # It does not take from the random source of the run: asking changes nothing.
+        chance = Random(f"number {pid} of {self._seed}")
+        return self._processes[pid].has_exited and chance.random() < _REUSED
+
+
 class ClusterResources:
     """Networks, storage and processes; ``agents`` are engines by the name of their agent.
 
     ``links``: whether the storage's file system supports hard links.  Its janitor must not evict
-    blocks used in the last ``protect_s``.  ``election`` decides which scheduler leads.
+    blocks used in the last ``protect_s``.  ``election`` decides which scheduler leads.  ``views``
+    are what ``/proc`` shows on machines, by name; by default it is complete.
     """
 
     def __init__(
@@ -32,6 +100,7 @@ class ClusterResources:
         links: bool = True,
         protect_s: float = 0.0,
         election: LeaderElection = LeaderElection.ONE,
+        views: Mapping[str, ProcView] = NO_VIEWS,
     ) -> None:
         self.world = world
         self.wire_faults = WireFaults()
@@ -49,6 +118,11 @@ class ClusterResources:
         #: Namespaces of all stored blocks.
         self.namespaces: dict[StoreNamespace, None] = {}
         self._processes: dict[int, Process] = {}
+        self._views = views
+        self._tables: dict[str, SimProcessTable] = {}
+        self._on_host: dict[str, dict[int, Process]] = defaultdict(dict)
+        #: Whether a process has exited without proof on its own machine.
+        self.unproven = ProcView.FOREIGN in views.values()
         self.leadership = SchedulerLeadership(world, election)
 
     def process(self, name: str, host: str) -> tuple[Process, HostProcess]:
@@ -57,20 +131,33 @@ class ClusterResources:
         number = len(self._processes) + 1
         known = HostProcess(host=host, pid=number, start_ticks=number)
         self._processes[number] = process
+        self._on_host[host][number] = process
         return process, known
 
+    def table(self, host: str) -> SimProcessTable:
+        """Return what the processes of a machine see of each other."""
+        if host not in self._tables:
+            view = self._views.get(host, ProcView.COMPLETE)
+            self._tables[host] = SimProcessTable(host, view, self._on_host[host], self.world.seed)
+        return self._tables[host]
+
+    def identity(self, known: HostProcess) -> HostProcess:
+        """Return the identity that a process reports: empty where it cannot be established."""
+        return known if self.table(known.host).host() else HostProcess()
+
     def has_exited(self, host: str, process: HostProcess) -> bool:
-        """Whether a machine can confirm that a process and all its ranks have exited.
+        """Return the answer of ``host_process.has_exited`` on a machine, and check it."""
+        answer = host_process.has_exited(process, self.table(host))
+        every = (process, *process.ranks)
+        exited = all(p.pid in self._processes and self._processes[p.pid].has_exited for p in every)
+        if answer and not exited:
+            self.world.problem(f"{host} takes process {process.pid} for dead, which is alive")
+        self.unproven |= exited and not answer and host == process.host
+        return answer
 
-        False for a process of another machine.
-        """
-        exited = process.host == host and self._processes[process.pid].has_exited
-        return exited and all(self.has_exited(host, rank) for rank in process.ranks)
-
-    def runs(self, process_id: int) -> bool:
-        """Whether a process has this number."""
-        process = self._processes.get(process_id)
-        return process is not None and not process.has_exited
+    def runs(self, host: str, process_id: int) -> bool:
+        """Whether a machine has a process of this number."""
+        return self.table(host).runs(process_id)
 
     def owner_of(self, agent: str, region: str, piece: int) -> str | None:
         """Return the owner of a piece of an agent's memory."""

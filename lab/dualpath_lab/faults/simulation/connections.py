@@ -137,9 +137,24 @@ class Connection(ABC):
         if self._identity is not None and self.socket is not None:
             self.socket.by_identity.pop(self._identity, None)
         self._identity = self.socket = None
-        self.to_router.cut()
-        self.from_router.cut()
+        for wire in (self.to_router, self.from_router):
+            wire.cut()
+            wire.loses = False
         self._world.after(_RECONNECT_S, self._connect)
+
+    def reset_one_way(self, for_s: float, *, to_router: bool) -> None:
+        """Lose all frames in one direction; after a while both ends notice it and reconnect."""
+        if self._identity is None:
+            return
+        identity, wire = self._identity, self.to_router if to_router else self.from_router
+        wire.cut()
+        wire.loses = True
+
+        def notice() -> None:
+            if self._identity == identity:
+                self.reset()
+
+        self._world.after(for_s, notice)
 
     def close(self) -> None:
         """Send the queued frames and no others."""
@@ -215,9 +230,13 @@ class Wire:
         self.stalled_until_s = 0.0
         self._free_s = 0.0
         self._cuts = 0
+        #: Whether frames that are sent now are lost, until the connection is reset.
+        self.loses = False
 
     def put(self, frame: bytes) -> None:
         """Send a frame."""
+        if self.loses:
+            return
         world = self._connection._world
         cuts = self._cuts
         earliest_s = world.now_s + self._connection.delay_s()

@@ -26,6 +26,10 @@ _FOLDER = stat.S_IFDIR | 0o770
 _FILE = stat.S_IFREG | 0o660
 
 
+#: The writer of files in /proc, which are read without faults.
+_KERNEL = "kernel"
+
+
 class File:
     """A file; ``writer`` is the process that created it."""
 
@@ -244,7 +248,8 @@ class Space(NamedTuple):
 class DiskCalls:
     """``node.system_calls.SystemCalls`` of a process without faults.
 
-    ``runs`` returns whether a process with a given number exists.
+    ``runs`` returns whether its machine has a process with a given number.  All machines have one
+    name, as clones of a machine do; their boot IDs differ.
     """
 
     def __init__(
@@ -253,7 +258,7 @@ class DiskCalls:
         self.disk = disk
         self.world = world
         self._known = known
-        self._runs = runs
+        self.runs = runs
         self._open: dict[int, File] = {}
         self._opened = 2
 
@@ -264,7 +269,10 @@ class DiskCalls:
 
     def open(self, path: str, flags: int, mode: int = 0o777, /) -> int:
         """Create a file, or open an existing one."""
-        if flags & os.O_CREAT:
+        if path.startswith("/proc/"):
+            file = File(_KERNEL, 0.0)
+            file.content += self._known.host.encode()
+        elif flags & os.O_CREAT:
             self._step(changes=True)
             file = File(self.writer, self.world.now_s)
             self.disk.create(path, file)
@@ -292,8 +300,10 @@ class DiskCalls:
 
     def read(self, descriptor: int, max_bytes: int, /) -> bytes:
         """Read the file's first bytes; callers read a file only once."""
-        self._step()
-        return bytes(self._open[descriptor].content[:max_bytes])
+        file = self._open[descriptor]
+        if file.writer != _KERNEL:
+            self._step()
+        return bytes(file.content[:max_bytes])
 
     def preadv(self, descriptor: int, buffers: Sequence[memoryview], offset: int, /) -> int:
         """Fill buffers."""
@@ -380,7 +390,7 @@ class DiskCalls:
 
     def uname(self) -> Uname:
         """Return the name of the machine."""
-        return Uname(self._known.host)
+        return Uname("machine")
 
     def getpid(self) -> int:
         """Return the process's number."""
@@ -388,7 +398,7 @@ class DiskCalls:
 
     def kill(self, process_id: int, number: int, /) -> None:
         """Check that a process exists, as signal 0 does."""
-        if not self._runs(process_id):
+        if not self.runs(process_id):
             raise ProcessLookupError(errno.ESRCH, os.strerror(errno.ESRCH))
 
     def urandom(self, count: int, /) -> bytes:

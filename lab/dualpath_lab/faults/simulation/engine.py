@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import decode_engine_message, decode_router_message
-from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
@@ -240,7 +240,8 @@ class EngineFiles:
         known: HostProcess,
         check: Callable[[memoryview], None],
     ) -> None:
-        context = (threads, shared.storage_faults, known, shared.runs)
+        runs = functools.partial(shared.runs, known.host)
+        context = (threads, shared.storage_faults, known, runs)
         self._shared = shared
         self._block_calls = SimCalls(shared.disk, *context)
         self._object_calls = CheckedCalls(shared.janitor_checker, shared.disk, *context)
@@ -261,21 +262,16 @@ class EngineFiles:
         )
 
     def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        """Open the storage without faults: a fault at this moment only restarts the engine."""
+        """Open the storage; raises ``ConfigError`` if a system call fails."""
         self._shared.namespaces[namespace] = None
-        self._block_calls.reliable = True
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
-        self._block_calls.reliable = False
         return SimStorage(inner, self._shared.disk, self._pace, self._check)
 
     def open_node_dram(
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
         """Open the DRAM that engines of the machine share; None without shared DRAM."""
-        self._dram_calls.reliable = True
-        dram = open_node_dram(settings, namespace, self._dram_calls)
-        self._dram_calls.reliable = False
-        return dram
+        return open_node_dram(settings, namespace, self._dram_calls)
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
         """Open the objects that are stored with the blocks."""
@@ -290,7 +286,8 @@ _POLL_S = 0.05
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``; the other ranks are ``followers``.
+    Its first rank runs in ``process``; the other ranks are ``followers``.  ``start_failed`` is
+    called if it has ended because it cannot use its storage.
     """
 
     def __init__(
@@ -299,9 +296,11 @@ class SimEngine:
         settings: EmulatedSettings,
         start: int,
         host: str,
-        dp: GroupRank | None = None,
+        dp: GroupRank | None,
+        start_failed: Callable[[], None],
     ) -> None:
         self.settings = settings
+        self._start_failed = start_failed
         self._dp = dp
         self.shared = shared
         self.engine_id = settings.engine.engine_id
@@ -337,7 +336,7 @@ class SimEngine:
             connect=self._connect,
             listens=lambda url: self.serves,
             new_epoch=lambda: self.name,
-            this_process=lambda: self._known,
+            this_process=lambda: self.shared.identity(self._known),
             has_exited=functools.partial(self.shared.has_exited, self.host),
             end_process=self._exit,
         )
@@ -346,6 +345,11 @@ class SimEngine:
         except EngineLostError as error:
             self.shared.world.note(self.name, f"ends: {error}")
             self.kill()
+            return
+        except (ConfigError, StorageError) as error:
+            self.shared.world.note(self.name, f"cannot start: {error}")
+            self.kill()
+            self._start_failed()
             return
         self._watch_hbm(plane)
         self.plane = plane
@@ -533,11 +537,13 @@ class SimEngine:
             return [f"{self.name} has not come up"]
         manager = self.plane.manager
         report = manager.report()
+        # Where a death cannot be proven, slots stay in quarantine, and these alone.
+        unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
-            "requests": (report.unfinished_requests, 0),
-            "tokens to read": (report.read_queue_tokens, 0),
-            "free buffer": (report.free_buffer_tokens, manager.buffer_tokens),
+            "requests": (report.load.unfinished_requests, 0),
+            "tokens to read": (report.load.read_queue_tokens, 0),
+            "free buffer": (report.load.free_buffer_tokens + unproven, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),

@@ -127,7 +127,7 @@ class SimFollower:
             threads=self._threads,
             open_transport=self._open_transport,
             new_epoch=lambda: engine.name,
-            this_process=lambda: self._known,
+            this_process=lambda: self._shared.identity(self._known),
             end_process=self._exit,
         )
         size = engine.settings.tensor_parallel_size

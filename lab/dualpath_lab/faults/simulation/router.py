@@ -455,7 +455,7 @@ class SimRouter(ClientEndpoint):
         found = {
             "waiting requests": status["waiting"],
             "running requests": status["running"],
-            "releases held": scheduler.releases.held,
+            "releases held": 0 if self._shared.unproven else scheduler.releases.held,
             "loads recorded by the scheduler": int(not scheduler.idle),
             "attempts": len(scheduler.exchange),
             "clients": self.clients,

@@ -12,6 +12,7 @@ from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.node_dram import page_rounded
 from dualpath_lab.emulated.settings import EmulatedSettings, Verify, part_geometry
+from dualpath_lab.faults.simulation.cluster_resources import ProcView
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT
 from dualpath_lab.faults.simulation.leadership import LeaderElection
 from dualpath_lab.faults.simulation.world import World
@@ -78,6 +79,9 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     another role; some of these also change the size of a group.  The engines of each machine share
     ``node_dram_blocks`` if it is above 0.  Each run draws its number of agents from ``agents``,
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
+    ``salts`` are the agents' cache salts, in turn; with several of them every two agents send the
+    same prompts.  ``tenant_quota_blocks`` above 0 limits the stored blocks of each salt.
+    ``proc`` is what ``/proc`` shows on the first machine, where the router is.
     """
 
     mode: Mode
@@ -99,9 +103,17 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     front_ends: int = 0
     role_switches: int = 0
     node_dram_blocks: int = 0
+    proc: ProcView = ProcView.COMPLETE
     agents: tuple[int, ...] = (2, 3, 4)
     turns: tuple[int, ...] = (1, 2, 3)
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
+    salts: tuple[str | None, ...] = (None,)
+    tenant_quota_blocks: int = 0
+
+    @property
+    def has_quota(self) -> bool:
+        """Whether the storage has a quota, and thus a janitor."""
+        return self.quota_blocks > 0 or self.tenant_quota_blocks > 0
 
     def usual_ranks(self, role: Role) -> int:
         """Engines of a group of a role, unless another number was requested."""
@@ -125,6 +137,7 @@ def engine_settings(
         parallel_reads=2,
         drain_timeout_s=30.0,
         storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
+        storage_tenant_quota=cluster.tenant_quota_blocks * stored_bytes(cluster.geometry),
         storage_protect_s=PROTECT_S,
         dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
         dram_bytes=cluster.node_dram_blocks * page_rounded(stored_bytes(cluster.geometry)),
@@ -163,6 +176,8 @@ _TENSOR_PARALLEL = tuple(
     for prefill, decode in ((2, 1), (1, 2), (2, 2))
     for heads in (1, 2)
 )
+
+_LARGE_BUFFER_BLOCKS = 192
 
 #: An engine counts as lost if it is not back within this time during a role switch.
 _SWITCH_S = 30.0
@@ -207,11 +222,16 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         links=world.seed % 5 != 0,
         front_ends=front_ends,
         node_dram_blocks=_node_dram_blocks(world.seed),
+        proc=_proc(world.seed),
     )
     if faults <= 1 and world.seed % 5 == 1:
         settings = msgspec.structs.replace(settings, costs=SLOW_COSTS)
+    if settings.proc is ProcView.FOREIGN:  # Slots of dead writers are never free again.
+        settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
+    if world.seed % 5 == 3:
+        settings = _with_tenants(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
@@ -248,10 +268,37 @@ def _node_dram_blocks(seed: int) -> int:
     return Random(f"shared DRAM of {seed}").choice((6, 12, 24)) if seed % 5 == 2 else 0
 
 
+def _proc(seed: int) -> ProcView:
+    """In every third cluster ``/proc`` hides processes or shows those of another namespace."""
+    other = (ProcView.HIDDEN, ProcView.FOREIGN)
+    return Random(f"/proc of {seed}").choice(other) if seed % 3 == 1 else ProcView.COMPLETE
+
+
 def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
     """Let agents pause for tools while others need the buffers, which hold about one context."""
     return msgspec.structs.replace(
         settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
+    )
+
+
+#: Salts of agents where tenants have no quotas; the first two differ, as do the next two.
+_SALTS = (("red", "blue"), (None, "red"), ("red", None, "blue", "red"))
+#: Salts where they have: the first tenant has most agents and exceeds its quota.
+_QUOTA_SALTS = ("red", "blue", "red", "red", "red", "red")
+
+
+def _with_tenants(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let agents be of several tenants; without a quota of all blocks, tenants have quotas."""
+    chance = Random(f"tenants of {seed}")
+    settings = msgspec.structs.replace(settings, agents=(4, 6), turns=(2, 3))
+    if settings.quota_blocks or chance.random() < 1 / 4:
+        return msgspec.structs.replace(settings, salts=chance.choice(_SALTS))
+    return msgspec.structs.replace(
+        settings,
+        salts=_QUOTA_SALTS,
+        tenant_quota_blocks=chance.choice((16, 24, 32)),
+        turns=(3,),
+        pauses_s=(0.0, 0.1, 0.5),
     )
 
 

@@ -517,6 +517,11 @@ class SlotPool:
         """Requests with slots in quarantine."""
         return tuple(self._quarantine)
 
+    @property
+    def quarantined_slots(self) -> int:
+        """Number of slots in quarantine."""
+        return sum(map(len, self._quarantine.values()))
+
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots: its writer is confirmed dead or has finished."""
         for slot in self._quarantine.pop(request_id, ()):
@@ -604,17 +609,14 @@ class BlockBuffer:
         memory: RegisteredMemory | None = None,
     ) -> None:
         self.geometry = geometry
+        #: Number of slots.
+        self.capacity = slots
         self._granted = granted
         self._lock = threads.lock()
         self._pool = SlotPool(slots)
         size_bytes = max(slots, 1) * geometry.full_block_bytes
         self._memory = memory or allocate_registered(size_bytes)
         self._view = self._memory.view(0, self._memory.size_bytes)
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        return self._pool.capacity
 
     @property
     def free(self) -> int:
@@ -789,6 +791,11 @@ class BlockBuffer:
         """Return the requests with slots in quarantine."""
         with self._lock:
             return self._pool.quarantined
+
+    def quarantined_slots(self) -> int:
+        """Return the number of slots in quarantine."""
+        with self._lock:
+            return self._pool.quarantined_slots
 
     def end_quarantine(self, request_id: str) -> None:
         """Free a request's quarantined slots."""

@@ -43,7 +43,8 @@ class Retention:
         self._fetch = fetch
         self._cancel_fetch = cancel_fetch
         self._until_ns: dict[BlockKey, int] = {}
-        self._ends: list[tuple[int, tuple[BlockKey, ...]]] = []
+        #: A heap; a renewed or withdrawn retention leaves its former end until it is rebuilt.
+        self._ends: list[tuple[int, BlockKey]] = []
 
     def apply(self, message: Retain, now_ns: int) -> None:
         """Retain blocks, or make them the first to be evicted."""
@@ -57,8 +58,13 @@ class Retention:
         room = self._buffer.capacity - len(self._until_ns)
         retained = [key for key in keys if key in self._until_ns]
         retained += [key for key in keys if key not in self._until_ns][: max(room, 0)]
-        self._until_ns.update({key: max(until_ns, self._until_ns.get(key, 0)) for key in retained})
-        heapq.heappush(self._ends, (until_ns, tuple(retained)))
+        for key in retained:
+            if self._until_ns.get(key, -1) < until_ns:
+                self._until_ns[key] = until_ns
+                heapq.heappush(self._ends, (until_ns, key))
+        if len(self._ends) > 2 * self._buffer.capacity:
+            self._ends = [(end_ns, key) for key, end_ns in self._until_ns.items()]
+            heapq.heapify(self._ends)
         self._buffer.retain(retained, now_ns + round(message.expected_s * _NS_PER_S))
         if message.fetch:
             # A chain is useful only from its first block on, up to the first block not retained.
@@ -66,9 +72,12 @@ class Retention:
 
     def expire(self, now_ns: int) -> None:
         """End the retention of blocks when its time is over."""
+        over = []
         while self._ends and self._ends[0][0] <= now_ns:
-            _, keys = heapq.heappop(self._ends)
-            over = [key for key in keys if self._until_ns.get(key, now_ns + 1) <= now_ns]
+            _, key = heapq.heappop(self._ends)
+            if self._until_ns.get(key, now_ns + 1) <= now_ns:
+                over.append(key)
+        if over:
             self._remove(over)
             self._buffer.unretain(over)
 

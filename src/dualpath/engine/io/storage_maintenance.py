@@ -87,7 +87,6 @@ class MaintenanceThread:
         gate = WriteGate(settings.storage_write_bytes_per_s, twice=settings.storage_write_twice)
         self.maintenance = StorageMaintenance(tree, journal, gate, janitor, now_s, steady_s)
         self.storage = MaintainedStorage(inner, self.maintenance)
-        self._now_s = now_s
         self._closing = threads.event()
         self._thread: Thread | None = threads.start("storage-maintenance", self._run)
 
@@ -103,14 +102,14 @@ class MaintenanceThread:
 
     def use(self) -> StorageUse | None:
         """Return how full the storage is, None without the status of a janitor."""
-        status = self.maintenance.status
-        if status is None:
+        status, age_s = self.maintenance.status, self.maintenance.status_age_s
+        if status is None or age_s is None:
             return None
         return StorageUse(
             used_bytes=status.used_bytes,
             quota_bytes=status.limits.quota_bytes,
             blocks=status.blocks,
-            age_s=max(self._now_s() - status.time_s, 0.0),
+            age_s=age_s,
             surveyed=status.surveyed_s is not None,
         )
 

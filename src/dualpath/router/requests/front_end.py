@@ -131,7 +131,10 @@ class FrontEnd:
         """
         self._draining, self._refusing = True, clients_gone is None
         limit_s = self.settings.drain_timeout_s
-        logger.warning("draining: %d requests may take %g s more", len(self._lives), limit_s)
+        if self._lives:
+            logger.info("draining: waiting up to %g s for %d requests", limit_s, len(self._lives))
+        else:
+            logger.info("draining: no request is under way")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 if clients_gone is not None:

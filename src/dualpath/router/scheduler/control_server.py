@@ -20,7 +20,7 @@ from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
 from dualpath.core.sessions import HEARTBEAT_S, Action, Event
 from dualpath.node.cluster_secret import ClusterSecret
-from dualpath.node.host_process import has_exited
+from dualpath.node.host_process import THIS_MACHINE, has_exited
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 from dualpath.router.scheduler.control_socket import (
@@ -53,8 +53,11 @@ class ControlListener(Protocol):
     def on_dead(self, writer: Writer) -> None:
         """A process is proven to be dead, or to have ended its transfers for good."""
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        """A live engine sent a message other than its registration or deregistration."""
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
+        """A live engine sent a message other than its registration or deregistration.
+
+        It had received the router's messages up to this number.
+        """
 
     def in_doubt(self) -> Iterable[Writer]:
         """Return the processes that would free slots by their death."""
@@ -91,6 +94,25 @@ class LivenessProbes:
             elif (neighbour := self._neighbour(writer)) is not None:
                 self._send(neighbour, LivenessProbe(writer))
         return gone
+
+    def outlook(self, writer: Writer) -> str:
+        """Return what will show whether a process is dead, for operators."""
+        name, process = f"{writer.engine_id} (epoch {writer.epoch})", writer.process
+        if not process.host:
+            return (
+                f"{name} cannot be identified, as its /proc is that of another PID namespace: this "
+                "ends when that process registers again, or when this engine restarts"
+            )
+        where = f"process {process.pid} on {process.host.split('/')[0]}"
+        if (neighbour := self._neighbour(writer)) is not None:
+            return f"{name}: this ends when {neighbour} reports that {where} has exited"
+        if process.host == THIS_MACHINE.host():
+            return f"{name}: this ends when {where} has exited, or when it registers again"
+        return (
+            f"{name}: no live engine can look at {where}; this ends when an engine registers "
+            "there and reports that it has exited, when that process registers again, or when "
+            "this engine restarts"
+        )
 
     def _neighbour(self, writer: Writer) -> str | None:
         host = writer.process.host
@@ -227,7 +249,7 @@ class ControlServer:
         self.loops = SessionLoops(socket or ZmqControlSocket(), self._handle)
         self._epoch = epoch or uuid.uuid4().hex
         self._sessions = itertools.count(1)
-        self._probes = LivenessProbes(registry, self.send, has_exited)
+        self.probes = LivenessProbes(registry, self.send, has_exited)
         self._teardown = Teardown(registry, listener, self.send, clock)
         self.address = ""
 
@@ -254,9 +276,16 @@ class ControlServer:
         A message to an engine without a session is dropped: the engine drops all its requests when
         it registers again.
         """
+        self.send_numbered(engine_id, message)
+
+    def send_numbered(self, engine_id: str, message: control.RouterMessage) -> int | None:
+        """Send as ``send``; return the message's number in the session, None without a session."""
         engine = self._registry.get(engine_id)
-        if engine is not None and engine.has_session:
-            self._post(engine, engine.talk.send(message, self._clock()))
+        if engine is None or not engine.has_session:
+            return None
+        envelope = engine.talk.send(message, self._clock())
+        self._post(engine, envelope)
+        return envelope.number
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session, if it has one."""
@@ -290,7 +319,7 @@ class ControlServer:
 
     def _probe_in_doubt(self) -> None:
         in_doubt = {w.id: w for w in (*self._listener.in_doubt(), *self._registry.unproven())}
-        for writer in self._probes.ask(in_doubt.values()):
+        for writer in self.probes.ask(in_doubt.values()):
             self.declare_dead(writer)
 
     def _acknowledge(self) -> None:
@@ -345,9 +374,9 @@ class ControlServer:
             for resent in again:
                 self._post(engine, resent)
             if message is not None:
-                self._take(engine, message)
+                self._take(engine, message, envelope.received)
 
-    def _take(self, engine: EngineState, message: control.EngineMessage) -> None:
+    def _take(self, engine: EngineState, message: control.EngineMessage, received: int) -> None:
         if isinstance(message, control.Deregister):
             self._deregister(engine, message)
             return
@@ -355,11 +384,13 @@ class ControlServer:
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
+            if engine.report is not None and message.report_seq < engine.report.report_seq:
+                return  # A later report has overtaken it on another connection.
             if message.unhealthy is not None:
                 self._on(engine, Event.FAILED, in_one_line(message.unhealthy))
                 return
             engine.reports(message, self._clock())
-        self._listener.on_message(engine.info, message)
+        self._listener.on_message(engine.info, message, received)
 
     def _deregister(self, engine: EngineState, goodbye: control.Deregister) -> None:
         engine.left = True

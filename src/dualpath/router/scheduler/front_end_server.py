@@ -8,6 +8,7 @@ import asyncio
 import itertools
 import logging
 import uuid
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -235,8 +236,9 @@ class FrontEndSession:
 
 
 _DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
-#: Front ends that are remembered by name.
+#: Front ends that are remembered by name, and their former processes.
 MOST_FRONT_ENDS = 1024
+_FORMER_EPOCHS = 64
 
 
 class _FrontEndState:
@@ -248,6 +250,7 @@ class _FrontEndState:
     def __init__(self, name: str, post: Callable[[bytes, bytes], None]) -> None:
         self.name = name
         self.epoch, self.registration, self.identity = "", 0, b""
+        self.former_epochs: deque[str] = deque(maxlen=_FORMER_EPOCHS)
         self.heard_s = self.spoken_s = float("-inf")
         self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.talk: Channel[m.SchedulerMessage, m.FrontEndMessage] = Channel("")
@@ -263,6 +266,7 @@ class _FrontEndState:
         if not self.epoch:
             event = Event.REGISTERS
         elif hello.epoch != self.epoch:
+            self.former_epochs.append(self.epoch)
             event = Event.RESTARTED
         elif hello.registration == self.registration:
             event = Event.REGISTER_RESENT
@@ -408,6 +412,8 @@ class FrontEndServer:
 
     def _register(self, identity: bytes, hello: m.FrontEndRegister) -> None:
         if (reason := self._refusal(hello)) is not None:
+            if self.refusals.complain(hello.name.encode(), self._clock()):
+                logger.warning("front end refused, further times are only counted: %s", reason)
             self._send_unnumbered(identity, Refused(reason))
             return
         front_end = self._front_ends.get(hello.name)
@@ -424,7 +430,15 @@ class FrontEndServer:
                 f"front end {hello.name!r} speaks version {hello.version}, this scheduler "
                 f"{m.LINK_VERSION}; run the same dualpath version on both"
             )
-        if hello.name in self._front_ends or len(self._front_ends) < MOST_FRONT_ENDS:
+        known = self._front_ends.get(hello.name)
+        # Two processes of one name would otherwise end each other's sessions again and again.  Once
+        # the later one is lost, the earlier one may register.
+        if known is not None and known.live and hello.epoch in known.former_epochs:
+            return (
+                f"front end {hello.name!r} in epoch {hello.epoch} has been replaced by epoch "
+                f"{known.epoch}; give one of the two another --front-end-name, or stop it"
+            )
+        if known is not None or len(self._front_ends) < MOST_FRONT_ENDS:
             return None
         # Anyone can invent names: front ends that are gone are removed.
         self._front_ends = {n: f for n, f in self._front_ends.items() if f.live}

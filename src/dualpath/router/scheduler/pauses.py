@@ -237,7 +237,7 @@ class SuspectList:
     def _idle(self, engine: EngineInfo) -> bool:
         state = self._registry.get(engine.engine_id)
         report = state.report if state is not None and not state.pauses else None
-        return report is not None and report.unfinished_requests == 0
+        return report is not None and report.load.unfinished_requests == 0
 
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""

@@ -14,7 +14,7 @@ its ``engine_id``.
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -24,6 +24,7 @@ from dualpath.core.cluster import GroupRank, Role, Writer
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Register, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
+from dualpath.core.names import in_one_line
 from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState, StateMachine
 from dualpath.router.engines import EngineInfo
@@ -61,7 +62,7 @@ class EngineState:
         self.left = self.drained = False
         self.group_left_s = float("-inf")
         self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
-        #: Former processes on the machine of their successor that are not proven dead.
+        #: Former processes that are not proven dead.
         self.unproven: dict[str, Writer] = {}
         self.report: Report | None = None
         self.pauses: set[Pause] = set()
@@ -117,15 +118,15 @@ class EngineState:
         """A former process is confirmed dead; return whether this was not known before."""
         return self.unproven.pop(writer.epoch, None) is not None
 
-    def restart(self, info: EngineInfo) -> None:
+    def restart(self, info: EngineInfo, *, exclusive: bool) -> None:
         """Take the info of another process; the counters of the former one stay in the totals.
 
-        A new process proves the death of the former one, unless both are on one machine, which can
-        be probed.  A process that had been replaced before proves nothing.
+        ``exclusive``: see ``Registry``.  A process that had been replaced before proves nothing.
         """
         dead = self.machine.state is RouterSideState.DEAD
         returns = info.epoch in self.former_epochs
-        if not dead and (returns or same_machine(self.info.writer, info.writer)):
+        proves = exclusive and not returns and _elsewhere(self.info.writer, info.writer)
+        if not dead and not proves:
             self.unproven[self.info.epoch] = self.info.writer
         if returns:
             self.former_epochs.remove(info.epoch)
@@ -135,15 +136,16 @@ class EngineState:
         self.pauses.clear()
         self.former_epochs.append(self.info.epoch)
         if len(self.unproven) > _EPOCHS_KEPT:
-            # A process of the same machine that is no longer remembered does not count as dead.
+            # A process that is no longer remembered does not count as dead.
             known = set(self.former_epochs)
             self.unproven = {e: w for e, w in self.unproven.items() if e in known}
         self.info = info
 
 
-def same_machine(one: Writer, other: Writer) -> bool:
-    """Whether two processes are known to be on one machine."""
-    return bool(one.process.host) and one.process.host == other.process.host
+def _elsewhere(one: Writer, other: Writer) -> bool:
+    """Whether two processes are known to be on two machines, or in two containers."""
+    hosts = one.process.host, other.process.host
+    return all(hosts) and hosts[0] != hosts[1]
 
 
 _MOST_NAMED = 16
@@ -288,13 +290,35 @@ def _check_place(name: str, hello: Register, engines: "Collection[EngineState]")
 
 
 def _differences(theirs: StoreNamespace, ours: StoreNamespace) -> str:
-    return ", ".join(
-        f"{field} = {getattr(theirs, field)!r} where this router has {getattr(ours, field)!r}"
-        for field in StoreNamespace.__struct_fields__
-        if getattr(theirs, field) != getattr(ours, field)
-    )
+    """Return the fields that differ, a geometry with hundreds of layers in a few words."""
+    found = list(_unequal("", theirs, ours))
+    more = f" and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
+    return ", ".join(found[:MOST_DIFFERENCES]) + more
 
 
+def _unequal(name: str, theirs: object, ours: object) -> Iterator[str]:
+    """Yield the fields of two values that differ; of two sequences their first different item."""
+    if theirs == ours:
+        return
+    if isinstance(theirs, msgspec.Struct) and type(theirs) is type(ours):
+        for field in theirs.__struct_fields__:
+            own = f"{name}.{field}" if name else field
+            yield from _unequal(own, getattr(theirs, field), getattr(ours, field))
+        return
+    if isinstance(theirs, tuple) and isinstance(ours, tuple) and theirs and ours:
+        if len(theirs) != len(ours):
+            theirs, ours = f"{len(theirs)} items", f"{len(ours)}"
+        else:
+            pairs = zip(theirs, ours, strict=True)
+            index = next(i for i, (one, other) in enumerate(pairs) if one != other)
+            yield from _unequal(f"{name}[{index}]", theirs[index], ours[index])
+            return
+    shown = [in_one_line(str(value), 80) if value != "" else "empty" for value in (theirs, ours)]
+    yield f"{name} = {shown[0]} where this router has {shown[1]}"
+
+
+#: Differences of a refused engine that are named.
+MOST_DIFFERENCES = 4
 #: Engines with a session, or waiting for one, at a time.
 MOST_ENGINES = 4096
 #: Other engines that are remembered; no process of a removed engine counts as dead.
@@ -310,9 +334,20 @@ class Admission(msgspec.Struct, frozen=True):
 
 
 class Registry:
-    """All engines known; the first one fixes namespace, mode and adapters' weights."""
+    """All engines known; the first one fixes namespace, mode and adapters' weights.
 
-    def __init__(self, mode: Mode | None = None, adapters: ServedAdapters | None = None) -> None:
+    ``exclusive_ids``: an orchestrator ends a process before it starts another one of the same
+    ``engine_id``, so that a registration from another machine proves the former process's death.
+    """
+
+    def __init__(
+        self,
+        mode: Mode | None = None,
+        adapters: ServedAdapters | None = None,
+        *,
+        exclusive_ids: bool = False,
+    ) -> None:
+        self._exclusive_ids = exclusive_ids
         self.mode = mode
         self.adapters = adapters or ServedAdapters({})
         self.namespace: StoreNamespace | None = None
@@ -368,7 +403,7 @@ class Registry:
                 "two or give it an engine_id of its own",
             )
         if former.epoch != info.epoch:
-            engine.restart(info)
+            engine.restart(info, exclusive=self._exclusive_ids)
             event = Event.REPLACED if former.epoch in engine.unproven else Event.RESTARTED
         elif hello.registration > engine.registration:
             engine.info = info
@@ -406,9 +441,8 @@ class Registry:
     def is_dead(self, writer: Writer) -> bool:
         """Whether a process is known to be dead.
 
-        One process at a time has an ``engine_id``, so the registration of another one proves the
-        death of the former.  But two may be started by mistake: if their machine can be probed, the
-        probe decides.
+        What is unknown does not count as dead: the registration of another process with its
+        ``engine_id`` is a proof only where ids are exclusive and the two are on two machines.
         """
         engine = self._engines.get(writer.engine_id)
         if engine is None:
@@ -417,10 +451,10 @@ class Registry:
             return engine.machine.state is RouterSideState.DEAD
         if writer.epoch in engine.former_epochs:
             return writer.epoch not in engine.unproven
-        return not same_machine(writer, engine.info.writer)
+        return self._exclusive_ids and _elsewhere(writer, engine.info.writer)
 
     def unproven(self) -> list[Writer]:
-        """Return former processes that can be probed on their machine."""
+        """Return former processes that are not proven dead."""
         return [w for engine in self._engines.values() for w in engine.unproven.values()]
 
     def all(self) -> list[EngineState]:

@@ -15,7 +15,9 @@ restarted router nor a restarted DE remembers them.
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
 
 from dualpath.core.cluster import Writer
 from dualpath.core.control import Release, RouterMessage
@@ -34,11 +36,24 @@ class _Slots:
         self.writers = {writer.id: writer for writer in writers}
         #: Reason of the release; None while the attempt goes on.
         self.reason: str | None = None
-        self.quarantined = False
+        #: When the quarantine began, by the scheduler's clock; None before it does.
+        self.quarantined_s: float | None = None
+
+
+class Quarantine(NamedTuple):
+    """Slots at engine ``holder`` that processes ``writers`` may still write to since ``since_s``.
+
+    ``since_s`` is by the scheduler's clock, and at the earliest its start.
+    """
+
+    attempt_id: str
+    holder: str
+    writers: tuple[Writer, ...]
+    since_s: float
 
 
 class Releases:
-    """Sends every ``Release``; ``wait_s`` bounds how long one is delayed.
+    """Sends every ``Release``; ``wait_s`` bounds how long one is delayed by ``clock``.
 
     ``is_dead`` returns whether this router has proof of a process's death already: a DE that was
     disconnected meanwhile may still name such a process.
@@ -49,7 +64,9 @@ class Releases:
         send: Callable[[str, RouterMessage], None],
         wait_s: float,
         is_dead: Callable[[Writer], bool] = lambda writer: False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._send = send
         self._is_dead = is_dead
         self._wait_s = wait_s
@@ -61,6 +78,13 @@ class Releases:
     def held(self) -> int:
         """Releases that wait for a proof."""
         return sum(slots.reason is not None for slots in self._slots.values())
+
+    def quarantines(self) -> Iterator[Quarantine]:
+        """Yield the attempts with slots in quarantine, by the order of their assignment."""
+        for attempt_id, slots in self._slots.items():
+            if slots.quarantined_s is not None:
+                writers = tuple(slots.writers.values())
+                yield Quarantine(attempt_id, slots.holder, writers, slots.quarantined_s)
 
     def in_doubt(self) -> list[Writer]:
         """Return the processes that are not live and hold slots until they are confirmed dead."""
@@ -105,6 +129,9 @@ class Releases:
                 settled = writer.id == info.writer.id and attempt_id not in info.unsettled
                 if settled or self._is_dead(writer):
                     self.writer_done(attempt_id, writer)
+            if slots.holder == info.engine_id and attempt_id not in info.quarantined:
+                # The engine names all slots that it does not reuse; a new process has none.
+                self.writer_done(attempt_id)
         for attempt_id in info.quarantined:
             self._adopt(attempt_id, info)
 
@@ -134,7 +161,9 @@ class Releases:
             )
         elif slots.reason is None:
             return  # The attempt is breaking; its end releases them.
-        slots.reason, slots.quarantined = slots.reason or _FORMER, True
+        slots.reason = slots.reason or _FORMER
+        if slots.quarantined_s is None:
+            slots.quarantined_s = self._clock()
         self._release_if_safe(attempt_id, slots)
 
     def _may_write(self, writer: Writer, attempt_id: str) -> bool:
@@ -153,7 +182,7 @@ class Releases:
             self.release(slots.holder, attempt_id, slots.reason)
 
     def _late(self, attempt_id: str, slots: _Slots) -> None:
-        if self._slots.get(attempt_id) is slots and not slots.quarantined:
+        if self._slots.get(attempt_id) is slots and slots.quarantined_s is None:
             logger.warning(
                 "engines %s have not confirmed the release of %s within %g s; slots at %s stay in "
                 "quarantine until they do",
@@ -163,8 +192,8 @@ class Releases:
             self._quarantine(attempt_id, slots)
 
     def _quarantine(self, attempt_id: str, slots: _Slots) -> None:
-        if not slots.quarantined:
-            slots.quarantined = True
+        if slots.quarantined_s is None:
+            slots.quarantined_s = self._clock()
             assert slots.reason is not None
             release = Release(attempt_id, slots.reason, writer_certain=False)
             self._send(slots.holder, release)

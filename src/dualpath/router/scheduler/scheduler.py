@@ -29,7 +29,7 @@ from dualpath.router.engines import EngineInfo, Membership, geometry, missing_en
 from dualpath.router.hit_account import SeenBlocks
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.observe.status import status_report
+from dualpath.router.observe.status import quarantine_report, status_report
 from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.cached_blocks import CachedBlockIndex, ChainWriters, serves
 from dualpath.router.scheduler.control_server import ControlServer
@@ -100,7 +100,11 @@ class Scheduler:
         timeout_s = settings.engine_timeout_s
         #: Whether this process is the leader of the standby schedulers and may place requests.
         self.is_leader: Callable[[], bool] = lambda: True
-        self.registry = Registry(settings.mode, ServedAdapters(adapter_paths or {}))
+        self.registry = Registry(
+            settings.mode,
+            ServedAdapters(adapter_paths or {}),
+            exclusive_ids=settings.exclusive_engine_ids,
+        )
         self.server = ControlServer(
             self.registry,
             self,
@@ -116,7 +120,7 @@ class Scheduler:
         self.membership = Membership(self.registry)
         # Attempts, and what the scheduler knows of engines' blocks and slots.
         self.exchange = Exchange()
-        self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead)
+        self.releases = Releases(self.send, settings.release_wait_s, self.registry.is_dead, clock)
         self.cached = CachedBlockIndex()
         self.seen_blocks = SeenBlocks()
         self.writers = ChainWriters()
@@ -129,7 +133,7 @@ class Scheduler:
             self.metrics.session_ordered,
             lambda: self.thresholds.read_tokens_per_s,
         )
-        self._arrivals, self._lookups = itertools.count(), itertools.count()
+        self._lookups = itertools.count()
         # Placement.
         self.thresholds = ClusterThresholds()
         self.event_log: EventLogWriter | None = None
@@ -207,7 +211,7 @@ class Scheduler:
 
     def begin(self, order: RequestOrder) -> "ArrivedRequest":
         """Register a request that has arrived."""
-        return ArrivedRequest(self, next(self._arrivals), self.sessions.began(order))
+        return ArrivedRequest(self, self.sessions.began(order))
 
     def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
         """Something failed on an engine."""
@@ -261,8 +265,9 @@ class Scheduler:
             waiting=waiting,
             running=running,
             thresholds=self.thresholds,
-            assignments=self._dispatch.recent if self._dispatch is not None else (),
+            placements=self._dispatch.recent if self._dispatch is not None else (),
             roles=self.roles.report(),
+            quarantine=quarantine_report(self.releases, self.server.probes, self.clock()),
         )
 
     def _load(self) -> Load:
@@ -341,7 +346,7 @@ class Scheduler:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (attempt := self.exchange.get(assignment.request_id)) is not None:
-            attempt.depends_on(assignment.prefill_engine, assignment.decode_engine)
+            attempt.engines.update((assignment.prefill_engine, assignment.decode_engine))
 
     # ------------------------------------------------------------------ ControlListener
 
@@ -387,11 +392,11 @@ class Scheduler:
         """Called by the control server."""
         return self.releases.in_doubt()
 
-    def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: EngineMessage, received: int) -> None:
         """Called by the control server."""
         if isinstance(message, Report):
             self.pauses.reported(info, message)
-            self.dispatch.report(info.engine_id, message)
+            self.dispatch.report(info.engine_id, message.load, received)
             self.roles.poll()
             if self.role_policy is not None:
                 self.role_policy.tick(self.dispatch.queue)
@@ -420,7 +425,6 @@ class Scheduler:
             RequestScheduler(settings),
             self.event_log,
             self._bytes_per_token(),
-            self.block_tokens,
             self._assigned,
             self.metrics.scheduled,
             self.role_policy,
@@ -449,14 +453,13 @@ class Scheduler:
 class ArrivedRequest:
     """The ``ScheduledRequest`` of the scheduler's own process."""
 
-    def __init__(self, scheduler: Scheduler, arrival_seq: int, session: SessionName) -> None:
+    def __init__(self, scheduler: Scheduler, session: SessionName) -> None:
         self._scheduler = scheduler
-        self._arrival_seq = arrival_seq
         self._session: SessionName | None = session
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> EngineAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        return EngineAttempt(self._scheduler, order, self._arrival_seq, listener)
+        return EngineAttempt(self._scheduler, order, listener)
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""

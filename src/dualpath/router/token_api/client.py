@@ -17,6 +17,8 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
+from dualpath.node.certificates import trusting
+from dualpath.node.http_client import client_session, sent
 from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallsAnswer, call_header
@@ -32,10 +34,6 @@ from dualpath.router.token_api.wire import (
 
 #: An engine on a cluster network answers a connection attempt in far less.
 CONNECT_TIMEOUT_S = 5.0
-
-#: Shorter than the 5 s after which vLLM's server closes an idle connection: a connection must
-#: not be picked for a new request in the event the other end closes it.
-IDLE_CONNECTION_S = 3.0
 
 _ERROR_TEXT_BYTES = 300
 
@@ -78,13 +76,16 @@ class TokenApi(Protocol):
 class TokenApiClient:
     """Calls engines; used on one event loop, ``aclose`` at the end.
 
-    ``headers`` go with every call, a job's trace headers with its own.  All calls raise
+    ``headers`` go with every call, a job's trace headers with its own.  ``ca_file`` has the
+    authorities of engines with HTTPS, empty for the system's; raises ``ConfigError`` for a file
+    without certificates.  All calls raise
     ``EngineLostError`` for an engine that does not answer, ``BadRequestError`` if it refuses the
     request itself, and ``IncompatibleError`` if it is not set up for this API.
     """
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, headers: Mapping[str, str] | None = None, ca_file: str = "") -> None:
         self._headers = dict(headers or {})
+        self._tls = trusting(ca_file, "engine_ca_file")
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
@@ -162,8 +163,11 @@ class TokenApiClient:
         }
         url = engine.api_url.rstrip("/") + GENERATE_PATH
         try:
-            async with self._open_session().post(
-                url, data=msgspec.json.encode(request), headers=headers
+            async with sent(
+                self._open_session(),
+                *("POST", url),
+                data=msgspec.json.encode(request),
+                headers=headers,
             ) as response:
                 if response.status != 200:
                     message = _error_text(await response.read())
@@ -179,9 +183,9 @@ class TokenApiClient:
     def _open_session(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running loop."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            self._session = client_session(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                tls=self._tls,
             )
         return self._session
 

@@ -281,6 +281,27 @@ def agents_from_sessions(
     return _finished(_columns(chosen, settings, encode or approximate_encode), settings)
 
 
+def dropped_sessions(
+    sessions: Sequence[Session],
+    settings: WorkloadSettings,
+    *,
+    encode: _Encode | None = None,
+) -> list[str]:
+    """Return the ids of the sessions without rounds after truncation (``max_context_tokens``).
+
+    Not even one generated token fits behind the first prompt of such a session.
+    """
+    if settings.max_context_tokens is None:
+        return []
+    contents = Contents(Vocabulary(seed=settings.seed, encode=encode or approximate_encode))
+    dropped = []
+    for session in sessions[: settings.agents]:
+        conversation = session.start(settings, contents)
+        if conversation.next_turn() is None and conversation.truncated:
+            dropped.append(session.session_id)
+    return dropped
+
+
 def agents_from_rounds(
     columns: RoundColumns, settings: WorkloadSettings | None = None
 ) -> AgentTable:

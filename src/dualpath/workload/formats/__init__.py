@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 from dualpath.core.errors import TraceError
 from dualpath.core.settings import Setting, Settings
+from dualpath.node.output_files import OutputFile
 from dualpath.workload.formats.lines import Document, OnBroken, documents
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ FORMATS: dict[str, Kind | None] = {
     "lmcache": "text",
     "mooncake": "blocks",
     "mini-swe": None,
+    "requests": None,
 }
 AUTO = "auto"
 #: Kinds by class name of sessions.
@@ -81,13 +83,14 @@ def write_trace(sessions: "Sequence[Session]", path: str | Path, format: str) ->
             f"{place}: sessions of {' and '.join(sorted(kinds)) or 'nothing'} cannot be written as "
             f"{format}; {f'set {{format}} to {known}' if known else 'there is nothing to write'}"
         )
-    partial = place.with_name(f".{place.name}.partial")
     try:
-        with partial.open("wb") as file:
-            file.writelines(line + b"\n" for line in module.write(sessions))
-        partial.replace(place)
+        with OutputFile(place) as file:
+            for line in module.write(sessions):
+                file.write(line + b"\n")
     except OSError as error:
-        raise TraceError(f"{place}: cannot be written ({error}); check folder and disk") from None
+        raise TraceError(
+            f"{place}: cannot be written ({error.strerror}); check folder and disk"
+        ) from None
 
 
 def read_trace(
@@ -128,6 +131,7 @@ def _detected(
 ) -> tuple[str, Iterator[Document]]:
     """Return the format of the first document that parses, and all documents."""
     seen: list[Document] = []
+    unknown: TraceError | None = None
     for document in texts:
         seen.append(document)
         try:
@@ -139,11 +143,19 @@ def _detected(
         for name in FORMATS:
             if _format(name).looks_like(parsed):
                 return name, chain(seen, texts)
-        raise TraceError(
-            f"{document.source}, line {document.line}: the format is not recognised; give it with "
-            f"--trace-format ({', '.join(FORMATS)})"
-        )
-    raise TraceError(f"{place}: has no readable JSON; check the path")
+        error = _not_recognised(document, parsed)
+        if on_broken is None:
+            raise error
+        unknown = unknown or error
+    raise unknown or TraceError(f"{place}: has no readable JSON; check the path")
+
+
+def _not_recognised(document: Document, parsed: object) -> TraceError:
+    keys = f" by {', '.join(list(parsed)[:10])}" if isinstance(parsed, dict) else ""
+    return TraceError(
+        f"{document.source}, line {document.line}: the format is not recognised{keys}; give it "
+        f"with --trace-format ({', '.join(FORMATS)})"
+    )
 
 
 def _format(name: str) -> TraceFormat:
@@ -162,6 +174,9 @@ def _unique(sessions: "Iterable[Session]") -> "list[Session]":
     return unique
 
 
+SkipBroken = Annotated[bool, Setting("skip and count invalid trace lines")]
+
+
 class TraceSettings(Settings, frozen=True, kw_only=True):
     """The source of the agents."""
 
@@ -176,3 +191,4 @@ class TraceSettings(Settings, frozen=True, kw_only=True):
     tokenizer: Annotated[
         str, Setting("tokenizer for text traces; empty: 4 bytes are a token", metavar="FOLDER")
     ] = ""
+    skip_broken: SkipBroken = False

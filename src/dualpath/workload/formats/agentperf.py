@@ -13,11 +13,18 @@ import msgspec
 from dualpath.workload.conversation.prompts import BYTES_PER_TOKEN
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.text_session import RawMessage, TextSession, TextTurn, flatten
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    Id,
+    OnBroken,
+    each,
+)
 
 
 class _Line(msgspec.Struct):
-    conversation_id: str
+    conversation_id: Id
     conversation_idx: Annotated[int, msgspec.Meta(ge=0)]
     messages: Annotated[list[RawMessage], msgspec.Meta(min_length=1)]
     target_output_tokens: Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
@@ -41,10 +48,11 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     """Yield one session per conversation, in order of appearance."""
     current: _Conversation | None = None
     for line in each(documents, _parse, on_broken):
-        if current is None or current.session_id != line.conversation_id:
+        name = str(line.conversation_id)
+        if current is None or current.session_id != name:
             if current is not None:
                 yield _session(current)
-            current = _Conversation(line.conversation_id)
+            current = _Conversation(name)
         current.lines.append(line)
     if current is not None:
         yield _session(current)

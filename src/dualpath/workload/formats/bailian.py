@@ -22,11 +22,21 @@ from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.formats.block_requests import (
     ListedRequest,
     Thread,
+    consistent,
     each_id,
     thread_sessions,
     timed_turns,
 )
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    Id,
+    OnBroken,
+    by_file,
+    each,
+    report,
+)
 
 BLOCK_TOKENS = 16
 _ROOT = -1
@@ -40,7 +50,7 @@ class _Line(msgspec.Struct):
     hash_ids: list[int]
     parent_chat_id: int = _ROOT
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = BLOCK_TOKENS
-    session_id: str | None = None
+    session_id: Id | None = None
 
 
 class _Chat(msgspec.Struct):
@@ -55,7 +65,18 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield one session per first turn, named by its ``chat_id``."""
-    chats = sorted(each(documents, _parse, on_broken), key=lambda chat: chat.line.timestamp)
+    for prefix, of_file in by_file(documents):
+        yield from _read_file(of_file, prefix, on_broken)
+
+
+def _read_file(
+    documents: Iterable[Document], prefix: str, on_broken: OnBroken | None
+) -> Iterator[Session]:
+    parsed = list(each(documents, _parse, on_broken))
+    block_tokens, chats = consistent(
+        parsed, _facts, {chat.line.block_size for chat in parsed}, on_broken
+    )
+    chats.sort(key=lambda chat: chat.line.timestamp)
     begun_s = chats[0].line.timestamp if chats else 0.0
     threads: list[Thread] = []
     #: For each chat: its thread, its position there and the time at which it was sent.
@@ -63,10 +84,7 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     for chat in chats:
         line = chat.line
         if line.chat_id in placed:
-            error = chat.document.error(f"chat_id {line.chat_id} occurs twice")
-            if on_broken is None:
-                raise error
-            on_broken(error)
+            report(chat.document.error(f"chat_id {line.chat_id} occurs twice"), on_broken)
             continue
         parent = placed.get(line.parent_chat_id)
         delay_s = 0.0 if parent is None else min(line.timestamp - parent[2], MAX_DELAY_S)
@@ -82,23 +100,23 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
                 start_s=line.timestamp - begun_s,
             )
         )
-    yield from thread_sessions(threads, {chat.line.block_size for chat in chats})
+    for thread in threads:
+        thread.name = f"{prefix}{thread.name}"
+    yield from thread_sessions(threads, block_tokens)
 
 
 def _thread_of(line: _Line, threads: list[Thread], parent: tuple[int, int, float] | None) -> int:
     """Return the index of the thread that a turn continues, or of a new one."""
+    named = None if line.session_id in (None, "") else str(line.session_id)
     if parent is None:
-        threads.append(Thread(line.session_id or str(line.chat_id)))
+        threads.append(Thread(named or str(line.chat_id)))
         return len(threads) - 1
     number, turn, _ = parent
     thread = threads[number]
-    if line.session_id is None:
-        continues = turn + 1 == len(thread.requests)
-    else:
-        continues = line.session_id == thread.name
+    continues = turn + 1 == len(thread.requests) if named is None else named == thread.name
     if continues:
         return number
-    name = line.session_id or f"{thread.name}/{line.chat_id}"
+    name = named or f"{thread.name}/{line.chat_id}"
     threads.append(Thread(name, [], number, turn))
     return len(threads) - 1
 
@@ -119,6 +137,10 @@ def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
             "session_id": timed.conversation_id,
         }
         yield msgspec.json.encode(line)
+
+
+def _facts(chat: _Chat) -> tuple[Document, int, Sequence[int]]:
+    return chat.document, chat.line.input_length, chat.line.hash_ids
 
 
 def _parse(document: Document) -> _Chat:

@@ -5,14 +5,15 @@ that starts after a request of another thread.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from itertools import pairwise
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from dualpath.core.errors import TraceError
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
-from dualpath.workload.formats.lines import MAX_TURN_TOKENS, Document
+from dualpath.workload.formats.lines import MAX_TURN_TOKENS, Document, OnBroken, report
 
 # --------------------------------------------------------------------------------------- block ids
 # Block ids of requests in traces, and the number of tokens of a block.
@@ -50,6 +51,13 @@ def count_ids(runs: Runs) -> int:
     return sum(last - first + 1 for first, last in runs)
 
 
+def too_many(blocks: int, prompt_tokens: int, block_tokens: int) -> str:
+    """Return what is wrong with so many ids for a prompt, empty if nothing is."""
+    if blocks * block_tokens < prompt_tokens + block_tokens:
+        return ""
+    return f"{blocks} blocks of {block_tokens} tokens exceed its prompt of {prompt_tokens} tokens"
+
+
 def full_blocks(
     document: Document, where: str, runs: Runs, prompt_tokens: int, block_tokens: int
 ) -> Runs:
@@ -58,12 +66,8 @@ def full_blocks(
     Most exporters also list an id for the partial last block.  That id changes when the next turn
     fills the block, so it can never be hit.  Raises ``TraceError`` for more ids than that.
     """
-    blocks = count_ids(runs)
-    if blocks * block_tokens >= prompt_tokens + block_tokens:
-        raise document.error(
-            f"{where}: {blocks} blocks of {block_tokens} tokens exceed its prompt of "
-            f"{prompt_tokens} tokens"
-        )
+    if fault := too_many(count_ids(runs), prompt_tokens, block_tokens):
+        raise document.error(f"{where}: {fault}")
     full: list[tuple[int, int]] = []
     left = prompt_tokens // block_tokens
     for first, last in runs:
@@ -74,31 +78,115 @@ def full_blocks(
     return tuple(full)
 
 
-def block_size(place: str, counted: Iterable[tuple[int, int]]) -> int:
-    """Return the tokens of a block, derived from each request's (prompt tokens, number of ids).
+_T = TypeVar("_T")
+
+
+def consistent(
+    items: Sequence[_T],
+    facts: Callable[[_T], tuple[Document, int, Sequence[int]]],
+    stated_block_tokens: Set[int | None],
+    on_broken: OnBroken | None,
+) -> tuple[int, list[_T]]:
+    """Return the tokens of a block, and the requests whose ids and length agree with it.
+
+    ``facts`` returns a request's document, prompt tokens and block ids.  The size of blocks is the
+    one that the requests state, else it is derived from them (``block_size``).  Requests that
+    contradict it are reported to ``on_broken``, or the first one raises ``TraceError``.
+    """
+    listed = [facts(item) for item in items]
+    stated = stated_block_tokens - {None}
+    # A request may state fewer ids than blocks, but not where all others have one per block.
+    derived = None
+    block_tokens = next(iter(stated), None) if len(stated) == 1 else None
+    if block_tokens is None:
+        place = listed[0][0].source if listed else ""
+        derived = block_size(place, [(tokens, len(ids)) for _, tokens, ids in listed])
+        block_tokens = derived.tokens
+    found: list[_T] = []
+    for item, (document, tokens, ids) in zip(items, listed, strict=True):
+        if derived is None or derived.fits(tokens, len(ids)):
+            fault = too_many(len(ids), tokens, block_tokens)
+        else:
+            fault = (
+                f"hash_ids has {len(ids)} ids for a prompt of {tokens} tokens, while blocks have "
+                f"{block_tokens} tokens by the other lines"
+            )
+        if fault:
+            report(document.error(fault), on_broken)
+        else:
+            found.append(item)
+    return block_tokens, found
+
+
+class BlockSize(NamedTuple):
+    """The tokens of a block; ``partial``: the partial last block of a prompt has an id as well."""
+
+    tokens: int
+    partial: bool
+
+    def fits(self, prompt_tokens: int, ids: int) -> bool:
+        """Return whether a prompt has this number of ids; a prompt without ids says nothing."""
+        low, high = _sizes(prompt_tokens, ids, self.partial) if ids else (1, MAX_TURN_TOKENS)
+        return low <= self.tokens <= high
+
+
+def _sizes(prompt_tokens: int, ids: int, partial: bool) -> tuple[int, int]:
+    """Return the least and the largest size of blocks with which a prompt has so many ids."""
+    if partial:
+        # ids - 1 < tokens / size ≤ ids
+        high = (prompt_tokens - 1) // (ids - 1) if ids > 1 else MAX_TURN_TOKENS
+        return -(-prompt_tokens // ids), high
+    # ids ≤ tokens / size < ids + 1
+    return prompt_tokens // (ids + 1) + 1, prompt_tokens // ids
+
+
+def block_size(place: str, counted: Sequence[tuple[int, int]]) -> BlockSize:
+    """Return the size of blocks, derived from each request's (prompt tokens, number of ids).
 
     Mooncake's format does not contain it.  With an id for the partial last block, n ids stand for
     more than n - 1 and at most n blocks of tokens; without one, for at least n and less than n + 1.
-    The result is 512, the size in Mooncake's own traces, if it fits, else the smallest power of two
-    that fits.  Raises ``TraceError`` if no size fits all requests.
+    Of the sizes that fit most requests the result is 512, the size in Mooncake's own traces, else
+    the smallest power of two, else the smallest.  Raises ``TraceError`` if none fits more than
+    half of the requests.
     """
     some = [(tokens, ids) for tokens, ids in counted if ids]
-    for partial in (1, 0):
-        least, below = 1, MAX_TURN_TOKENS
-        for tokens, ids in some:
-            # ids - partial < tokens / size ≤ ids, or ids ≤ tokens / size < ids + 1.
-            low = -(-tokens // ids) if partial else tokens // (ids + 1) + 1
-            high = -(-tokens // (ids - 1)) if partial and ids > 1 else tokens // ids + 1
-            least = max(least, low)
-            below = min(below, MAX_TURN_TOKENS if partial and ids == 1 else high)
-        if least < below:
+    if not some:
+        return BlockSize(USUAL_BLOCK_TOKENS, partial=True)
+    best, fitting = BlockSize(USUAL_BLOCK_TOKENS, partial=True), 0
+    for partial in (True, False):
+        fits, least, most = _most_fitting([_sizes(*one, partial) for one in some])
+        if fits > fitting:
             power = 1 << (least - 1).bit_length()
-            fits = least <= USUAL_BLOCK_TOKENS < below
-            return USUAL_BLOCK_TOKENS if fits else power if power < below else least
-    raise TraceError(
-        f"{place}: no block size fits the prompt lengths and numbers of block ids of all requests; "
-        "list an id for every block of a prompt, with blocks of one size"
-    )
+            size = power if power <= most else least
+            usual = least <= USUAL_BLOCK_TOKENS <= most
+            best, fitting = BlockSize(USUAL_BLOCK_TOKENS if usual else size, partial), fits
+    if 2 * fitting <= len(some):
+        raise TraceError(
+            f"{place}: no block size fits the prompt lengths and numbers of block ids of most "
+            "requests; list an id for every block of a prompt, with blocks of one size"
+        )
+    return best
+
+
+def _most_fitting(sizes: Sequence[tuple[int, int]]) -> tuple[int, int, int]:
+    """Return how many intervals of sizes have a common part at most, and its two ends.
+
+    Of several such parts it is the one that contains 512, else the first.
+    """
+    # +1 where an interval begins, -1 behind its end.
+    changes: Counter[int] = Counter()
+    for low, high in sizes:
+        if low <= high:
+            changes[low] += 1
+            changes[high + 1] -= 1
+    places = sorted(changes)
+    best, fits = (0, 1, 1), 0
+    for place, after in pairwise([*places, MAX_TURN_TOKENS + 1]):
+        fits += changes[place]
+        usual = place <= USUAL_BLOCK_TOKENS < after
+        if fits > best[0] or (fits == best[0] and usual):
+            best = fits, place, after - 1
+    return best
 
 
 class ListedRequest(NamedTuple):
@@ -121,23 +209,15 @@ class Thread(msgspec.Struct):
     after_turn: int = -1
 
 
-def thread_sessions(
-    threads: Sequence[Thread], stated_block_tokens: Set[int | None]
-) -> Iterator[BlockSession]:
+def thread_sessions(threads: Sequence[Thread], block_tokens: int) -> Iterator[BlockSession]:
     """Yield the sessions of threads that share one space of block ids.
 
-    Unless the requests state exactly one block size, it is derived from them.  Raises
-    ``TraceError`` if ids and lengths are inconsistent.
+    Their requests are ``consistent`` with the size of blocks.
     """
     requests = [request for thread in threads for request in thread.requests]
     if not requests:
         return
     place = requests[0].document.source
-    stated = stated_block_tokens - {None}
-    counted = ((request.prompt_tokens, len(request.hash_ids)) for request in requests)
-    block_tokens = next(iter(stated), None) if len(stated) == 1 else None
-    if block_tokens is None:
-        block_tokens = block_size(place, counted)
     small = _small_ids(requests)
     turns = [
         tuple(_turn(request, block_tokens, small) for request in thread.requests)

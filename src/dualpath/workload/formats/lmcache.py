@@ -5,7 +5,9 @@ one text.  ``timestamp`` is the time at which it was sent, in microseconds since
 since the start of the trace; lines of a session may be out of order.  Shared prefixes are found in
 the text, as in the repository's own analysis; recorded answers do not occur in later prompts.
 
-The delay before a turn is the time since the previous turn was sent, including that turn's time.
+Lines with an empty ``input``, as in the repository's ``magagent`` traces, are requests whose prompt
+was not recorded; they are passed over.  The delay before a turn is the time since the previous turn
+was sent, including that turn's time.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,15 +17,15 @@ import msgspec
 
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.text_session import Message, TextSession, TextTurn
-from dualpath.workload.formats.lines import MAX_DELAY_S, Document, OnBroken, each
+from dualpath.workload.formats.lines import MAX_DELAY_S, Document, Id, OnBroken, each
 
 #: Timestamps below the first are seconds, below the second milliseconds, others microseconds.
 _MOST_S, _MOST_MS = 1e11, 1e14
 
 
 class _Line(msgspec.Struct):
-    session_id: str
-    input: Annotated[str, msgspec.Meta(min_length=1)]
+    session_id: Id
+    input: str
     output: str = ""
     timestamp: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
@@ -44,7 +46,8 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     """Yield the sessions in order of appearance, their turns in order of time."""
     sessions: dict[str, list[_Line]] = {}
     for line in each(documents, _parse, on_broken):
-        sessions.setdefault(line.session_id, []).append(line)
+        if line.input:
+            sessions.setdefault(str(line.session_id), []).append(line)
     for name, lines in sessions.items():
         yield TextSession(name, tuple(_turns(sorted(lines, key=lambda line: line.at_s))))
 

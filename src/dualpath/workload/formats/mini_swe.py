@@ -19,7 +19,7 @@ from dualpath.workload.conversation.text_session import (
     TextTurn,
     flatten,
 )
-from dualpath.workload.formats.lines import Document, OnBroken, each
+from dualpath.workload.formats.lines import Document, Id, OnBroken, each
 
 #: Role of a message that the agent writes after its last answer; it is never sent to a model.
 _EXIT_ROLE = "exit"
@@ -27,8 +27,8 @@ _EXIT_ROLE = "exit"
 
 class _Line(msgspec.Struct):
     messages: Annotated[list[RawMessage], msgspec.Meta(min_length=2)]
-    session_id: str | None = None
-    instance_id: str | None = None
+    session_id: Id | None = None
+    instance_id: Id | None = None
 
 
 def looks_like(parsed: object) -> bool:
@@ -51,5 +51,5 @@ def _session(document: Document) -> Session:
     ]
     if not turns:
         raise document.error("there is no turn: no assistant message follows a prompt")
-    session_id = line.session_id or line.instance_id or document.stem
-    return TextSession(session_id, tuple(turns))
+    given = (one for one in (line.session_id, line.instance_id) if one not in (None, ""))
+    return TextSession(str(next(given, document.stem)), tuple(turns))

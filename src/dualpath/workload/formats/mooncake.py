@@ -7,10 +7,12 @@ FAST25-release).  The block size (512 there) is not in the lines; it is derived 
 numbers of ids unless lines have a field ``block_size``.
 
 Lines with the same ``session_id`` are consecutive turns, each sent ``delay`` (or ``delay_ms``) plus
-``tool_wait_ms`` milliseconds after the previous answer.  A session is a sub-agent of another one
-if its first line waits for a request of that session (``wait_for``).  Lines may have
-``messages`` or ``text_input`` in place of a length (aiperf): all messages so far, or only the new
-ones with ``message_mode`` "delta".
+``tool_wait_ms`` milliseconds after the previous answer.  Where no line of a file names a session or
+a request, sessions are found by block ids: a request continues the latest earlier one whose full
+blocks all begin its own ids (``_chained``).  A session whose first line waits for a
+request of another session (``wait_for``) is its sub-agent.  Lines may have ``messages`` or
+``text_input`` in place of a length (aiperf): all messages so far, or only the new ones with
+``message_mode`` "delta".
 
 In lines with lengths, aiperf takes each length as *new* tokens unless ``context_mode`` is set,
 Dynamo as the whole prompt.  Here this is decided by content: whole prompts begin with the ids of an
@@ -36,11 +38,21 @@ from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats.block_requests import (
     ListedRequest,
     Thread,
+    consistent,
     each_id,
     thread_sessions,
     timed_turns,
 )
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    Id,
+    OnBroken,
+    by_file,
+    each,
+    report,
+)
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=1e16)]
@@ -63,9 +75,9 @@ class _Line(msgspec.Struct):
     delay: _Delay | None = None
     delay_ms: _Delay | None = None
     tool_wait_ms: _Delay = 0.0
-    session_id: str | int | None = None
-    request_id: str | int | None = None
-    wait_for: list[str | int] = []
+    session_id: Id | None = None
+    request_id: Id | None = None
+    wait_for: list[Id] = []
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] | None = None
 
     @property
@@ -92,22 +104,37 @@ def looks_like(parsed: object) -> bool:
 
 def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> Iterator[Session]:
     """Yield the sessions in order of appearance; raises ``TraceError`` if no block size fits."""
+    for prefix, of_file in by_file(documents):
+        yield from _read_file(of_file, prefix, on_broken)
+
+
+def _read_file(
+    documents: Iterable[Document], prefix: str, on_broken: OnBroken | None
+) -> Iterator[Session]:
     threads: dict[str, list[_Request]] = {}
     for request in each(documents, _parse, on_broken):
         session_id = request.line.session_id
         name = f"request-{request.document.line}" if session_id is None else str(session_id)
-        threads.setdefault(name, []).append(request)
-    _set_times(threads.values())
-    whole: dict[str, list[_Request]] = {}
+        threads.setdefault(f"{prefix}{name}", []).append(request)
+    kept: list[tuple[str, _Request]] = []
     for name, requests in threads.items():
         if requests[0].line.input_length is None:
-            yield _text_session(name, requests)
+            _set_times([requests])
+            yield _text_session(name, requests, on_broken)
         elif _appends(requests):
+            _set_times([requests])
             yield _token_session(name, requests)
         else:
-            whole[name] = requests
-    sizes = {r.line.block_size for requests in whole.values() for r in requests}
-    yield from thread_sessions(_block_threads(whole), sizes)
+            kept += [(name, request) for request in requests]
+    sizes = {request.line.block_size for _, request in kept}
+    block_tokens, kept = consistent(kept, _facts, sizes, on_broken)
+    whole: dict[str, list[_Request]] = {}
+    for name, request in kept:
+        whole.setdefault(name, []).append(request)
+    if all(_is_unnamed(request.line) for _, request in kept):
+        whole = _chained(kept, block_tokens)
+    _set_times(whole.values())
+    yield from thread_sessions(_block_threads(whole), block_tokens)
 
 
 def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:
@@ -152,6 +179,72 @@ def _parse(document: Document) -> _Request:
     return _Request(document, line)
 
 
+def _facts(named: tuple[str, _Request]) -> tuple[Document, int, Sequence[int]]:
+    request = named[1]
+    return request.document, request.line.input_length or 1, request.line.hash_ids or ()
+
+
+def _is_unnamed(line: _Line) -> bool:
+    return line.session_id is None and line.request_id is None and not line.wait_for
+
+
+def _chained(named: Sequence[tuple[str, _Request]], block_tokens: int) -> dict[str, list[_Request]]:
+    """Return the sessions of requests that name none, by the full blocks that their prompts share.
+
+    A request continues the latest earlier one, not yet continued, whose full blocks begin its own,
+    if the prompt is longer and all longer prompts of the file go on with the same block.  Where
+    they differ, the common blocks are a text that many prompts begin with, such as a system prompt.
+    """
+    tree = _PrefixTree()
+    placed = [
+        (name, one, tree.add((one.line.hash_ids or [])[: _tokens(one) // block_tokens]))
+        for name, one in named
+    ]
+    if all(request.line.at_s is not None for _, request in named):
+        placed.sort(key=lambda one: one[1].line.at_s or 0.0)
+    sessions: dict[str, list[_Request]] = {}
+    #: The sessions that end with the blocks of a node of the tree, the latest last.
+    ending: dict[int, list[list[_Request]]] = {}
+    for name, request, nodes in placed:
+        for node in reversed(nodes):
+            ended = ending.get(node)
+            if ended and tree.branches[node] <= 1 and _tokens(ended[-1][-1]) < _tokens(request):
+                session = ended.pop()
+                session.append(request)
+                break
+        else:
+            session = sessions[name] = [request]
+        if nodes:
+            ending.setdefault(nodes[-1], []).append(session)
+    return sessions
+
+
+def _tokens(request: _Request) -> int:
+    return request.line.input_length or 1
+
+
+class _PrefixTree:
+    """Sequences of ids as paths; a node stands for the ids up to it."""
+
+    def __init__(self) -> None:
+        """Start without sequences."""
+        self._after: dict[tuple[int, int], int] = {}
+        #: For each node, how many different ids follow it.
+        self.branches: list[int] = [0]
+
+    def add(self, ids: Sequence[int]) -> list[int]:
+        """Add a sequence and return the nodes of its ids."""
+        node, path = 0, []
+        for one in ids:
+            found = self._after.get((node, one))
+            if found is None:
+                found = self._after[node, one] = len(self.branches)
+                self.branches[node] += 1
+                self.branches.append(0)
+            path.append(node := found)
+        return path
+
+
 def _set_times(threads: Iterable[Sequence[_Request]]) -> None:
     """Set delays, from timestamps if no others are given, and times since the first request."""
     begun_s = min((r.line.at_s for t in threads for r in t if r.line.at_s is not None), default=0.0)
@@ -192,15 +285,17 @@ def _token_session(name: str, requests: Sequence[_Request]) -> TokenSession:
     return TokenSession(Trajectory(name, rounds))
 
 
-def _text_session(name: str, requests: Sequence[_Request]) -> TextSession:
+def _text_session(
+    name: str, requests: Sequence[_Request], on_broken: OnBroken | None
+) -> TextSession:
     turns: list[TextTurn] = []
     before: tuple[Message, ...] = ()
     for request in requests:
         line = request.line
         if line.input_length is not None:
-            raise request.document.error(
-                f"session {name} has text in other lines and a length here; use one form in all"
-            )
+            fault = f"session {name} has text in other lines and a length here; use one form in all"
+            report(request.document.error(fault), on_broken)
+            continue
         raw = line.messages or [RawMessage("user", line.text_input)]
         messages = tuple(
             flatten(one, line.tools if place == 0 else None) for place, one in enumerate(raw)

@@ -32,6 +32,7 @@ from dualpath.workload.formats.block_requests import (
     ListedRequest,
     Thread,
     TimedTurn,
+    consistent,
     each_id,
     thread_sessions,
     timed_turns,
@@ -163,7 +164,7 @@ def _request(document: Document, span: _Span) -> SpanRequest | None:
     start_ns = number("startTimeUnixNano", Value(int_value=span.start_time_unix_nano), 0, 1 << 63)
     return SpanRequest(
         document=document,
-        session=conversation or span.trace_id or f"{document.stem}-{document.line}",
+        session=conversation or span.trace_id or f"{document.source}-{document.line}",
         span_id=span.span_id,
         parent_id=span.parent_span_id,
         start_ns=start_ns,
@@ -214,19 +215,28 @@ def read(documents: Iterable[Document], on_broken: OnBroken | None = None) -> It
     requests = sorted(
         chain.from_iterable(each(documents, span_requests, on_broken)), key=lambda one: one.start_ns
     )
-    sessions: dict[str, list[SpanRequest]] = {}
-    for request in requests:
-        sessions.setdefault(request.session, []).append(request)
-    hashed: dict[str, list[SpanRequest]] = {}
-    for name, ones in sessions.items():
+    hashed: list[SpanRequest] = []
+    for name, ones in _by_session(requests).items():
         if all(one.block_ids is not None for one in ones):
-            hashed[name] = ones
+            hashed += ones
         elif all(one.messages for one in ones):
             yield _text_session(name, ones)
         else:
             yield _token_session(name, ones)
-    sizes = {one.block_tokens or None for ones in hashed.values() for one in ones}
-    yield from thread_sessions(_threads(hashed), sizes)
+    sizes = {one.block_tokens or None for one in hashed}
+    block_tokens, hashed = consistent(hashed, _facts, sizes, on_broken)
+    yield from thread_sessions(_threads(_by_session(hashed)), block_tokens)
+
+
+def _by_session(requests: Iterable[SpanRequest]) -> dict[str, list[SpanRequest]]:
+    sessions: dict[str, list[SpanRequest]] = {}
+    for request in requests:
+        sessions.setdefault(request.session, []).append(request)
+    return sessions
+
+
+def _facts(request: SpanRequest) -> tuple[Document, int, Sequence[int]]:
+    return request.document, request.input_tokens, request.block_ids or ()
 
 
 def write(sessions: Sequence[BlockSession]) -> Iterator[bytes]:

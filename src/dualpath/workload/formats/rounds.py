@@ -16,7 +16,14 @@ import msgspec
 from dualpath.core.request import Round, Trajectory
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.conversation.token_session import TokenSession
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    Id,
+    OnBroken,
+    each,
+)
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _Seconds = Annotated[float, msgspec.Meta(ge=0, le=MAX_DELAY_S)]
@@ -36,7 +43,7 @@ _Rounds = Annotated[list[_Pair | _RoundObject], msgspec.Meta(min_length=1)]
 
 class _Line(msgspec.Struct):
     rounds: _Rounds
-    session_id: str | None = None
+    session_id: Id | None = None
 
 
 def looks_like(parsed: object) -> bool:
@@ -78,7 +85,8 @@ def _session(document: Document) -> Session:
         line = _Line(document.decode(_Rounds))
     else:
         line = document.decode(_Line)
-    session_id = line.session_id or f"{document.stem}-{document.line}"
+    named = line.session_id
+    session_id = f"{document.stem}-{document.line}" if named in (None, "") else str(named)
     rounds: list[Round] = []
     retained: list[int | None] = []
     total_tokens = 0

@@ -16,7 +16,14 @@ import msgspec
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
 from dualpath.workload.conversation.sessions import Session
 from dualpath.workload.formats.block_requests import full_blocks, id_runs
-from dualpath.workload.formats.lines import MAX_DELAY_S, MAX_TURN_TOKENS, Document, OnBroken, each
+from dualpath.workload.formats.lines import (
+    MAX_DELAY_S,
+    MAX_TURN_TOKENS,
+    Document,
+    Id,
+    OnBroken,
+    each,
+)
 
 _Tokens = Annotated[int, msgspec.Meta(ge=0, le=MAX_TURN_TOKENS)]
 _SUB_AGENT = "subagent"
@@ -30,12 +37,12 @@ class _Entry(msgspec.Struct):
     # and a tuple of fixed length.
     hash_ids: list[int | tuple[int, int]] = []
     think_time: Annotated[float, msgspec.Meta(ge=0, le=MAX_DELAY_S)] | None = None
-    agent_id: str | None = None
+    agent_id: Id | None = None
     requests: list["_Entry"] = []
 
 
 class _Line(msgspec.Struct):
-    id: str
+    id: Id
     requests: Annotated[list[_Entry], msgspec.Meta(min_length=1)]
     block_size: Annotated[int, msgspec.Meta(ge=1, le=1 << 16)] = 64
 
@@ -95,7 +102,8 @@ def _entries(session: BlockSession, begun_s: float) -> list[dict[str, Any]]:
 
 def _top_session(document: Document) -> Session:
     line = document.decode(_Line)
-    return _session(document, line.id, line.id, line.block_size, line.requests)
+    name = str(line.id)
+    return _session(document, name, name, line.block_size, line.requests)
 
 
 def _session(

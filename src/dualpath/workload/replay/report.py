@@ -73,6 +73,8 @@ def _ceiling(name: str, basic_s: float, jct_s: float, oracle_s: float) -> tuple[
 
 MEGA = 1e6
 
+#: Names of agents in a warning.
+_NAMES_SHOWN = 10
 _Rows = SideBySide[ReplayResult]
 
 
@@ -428,10 +430,15 @@ def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
             error = next(turn.error for turn in result.turns if turn.error)
             warnings.append(f"{label}: {summary.turns_failed} turns failed, the first: {error}")
         if summary.sessions_without_turn:
+            silent = [one.session_id for one in result.sessions if not one.turns]
+            more = f" and {len(silent) - _NAMES_SHOWN} more" if len(silent) > _NAMES_SHOWN else ""
             warnings.append(
                 f"{label}: {summary.sessions_without_turn} agents sent nothing, their first "
-                f"prompt exceeds {result.setting.max_context_tokens} tokens"
+                f"prompt exceeds {result.setting.max_context_tokens} tokens: "
+                f"{', '.join(silent[:_NAMES_SHOWN])}{more}"
             )
+        if result.interrupted:
+            warnings.append(f"{label}: interrupted; only turns that had ended are counted")
         if result.setting.broken_lines:
             warnings.append(f"{label}: {result.setting.broken_lines} broken trace lines left out")
     return tuple(warnings)
