@@ -3,19 +3,21 @@
     python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
     python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
 
-The prose of a page is written by hand.  A table stands between two marks,
+The prose of a page is written by hand.  A table, or the lines on how to repeat its runs, stands
+between two marks,
 
     <!-- drawn: KIND NAME… -->
     <!-- end -->
 
-and is drawn from ``docs/evaluation/lab/NAME.json``, or from ``docs/evaluation/peers`` where a name
-begins with ``peers-matrix``.  ``DRAWN`` lists the kinds.
+and is drawn from ``docs/evaluation/lab/NAME.json``, ``peers-matrix`` from the files of runs in
+``docs/evaluation/peers/cells``.  ``DRAWN`` lists the kinds.
 """
 
 import re
 import shlex
 import sys
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +27,13 @@ import msgspec
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
 from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath_lab.experiments.jct import merged_by_role
-from dualpath_lab.experiments.report import ExperimentReport, as_report
+from dualpath_lab.benchmarks.peers.comparison import stacks
+from dualpath_lab.benchmarks.peers.matrix import read_regimes
+from dualpath_lab.cli.chaos import CHAOS
+from dualpath_lab.cli.lab import BENCH
+from dualpath_lab.experiments.runs import merged_by_role
+from dualpath_sim.harness.experiment import KeyResult, Page, tolerance_text
+from dualpath_sim.harness.files import read as read_page
 
 EVALUATION = Path(__file__).parent / "evaluation"
 LAB = EVALUATION / "lab"
@@ -82,13 +89,12 @@ def label(name: str) -> str:
     return LABELS.get(name, name)
 
 
-def read(name: str) -> ExperimentReport:
-    """Return a stored experiment."""
-    folder = EVALUATION / "peers" if name.startswith("peers-matrix") else LAB
-    return msgspec.json.decode((folder / f"{name}.json").read_bytes(), type=ExperimentReport)
+def read(name: str) -> Page:
+    """Return the page of a stored experiment."""
+    return read_page(LAB / f"{name}.json")
 
 
-def stored_table(report: ExperimentReport, title: str) -> Table:
+def stored_table(report: Page, title: str) -> Table:
     """Return the experiment's one table whose title contains ``title``."""
     (found,) = (one for one in report.tables if title in one.title)
     return found
@@ -171,7 +177,7 @@ def jct(*names: str) -> Table:
     return Table("", heads, tuple(rows))
 
 
-def _jct_table(report: ExperimentReport) -> Table:
+def _jct_table(report: Page) -> Table:
     return stored_table(report, "x is ideal")
 
 
@@ -198,7 +204,7 @@ def targets(*names: str) -> Table:
             "yes" if one.met else "no",
         )
         for name in names
-        for one in read(name).targets
+        for one in read(name).results
     ]
     heads = ("run", "what", "measured", "target", "met")
     if len(names) == 1:
@@ -212,7 +218,7 @@ def campaigns(*names: str) -> Table:
     for name in names:
         report = read(name)
         counts = column(stored_table(report, "Requests and blocks"), "number")
-        found = {target.what: f"{target.measured:g}" for target in report.targets}
+        found = {target.what: f"{target.measured:g}" for target in report.results}
         made = re.search(r"([\d,]+) faults in", " ".join(report.settings))
         assert made is not None
         rows.append(
@@ -236,14 +242,11 @@ def campaigns(*names: str) -> Table:
     return Table("", heads, tuple(rows))
 
 
-def matrix(name: str) -> Table:
+def matrix(_: str) -> Table:
     """Every regime beside every stack: job completion times, the best one bold."""
-    report = read(name)
-    winners = stored_table(report, "Who wins where")
-    cells = [one for one in report.tables if one is not winners]
-    stacks = {
-        "DualPath (`split`)": "split",
-        "… with recomputation": "split-recompute",
+    own = {
+        "DualPath (`split`)": "dualpath-split",
+        "… with recomputation": "dualpath-split-recompute",
         "LMCache": "vllm-nixl-lmcache",
         "vLLM's offloading": "vllm-nixl-offloading",
         "Mooncake Store": "vllm-nixl-mooncake",
@@ -251,20 +254,21 @@ def matrix(name: str) -> Table:
     turns = {"short": "8", "long": "60"}
     nics = {"storage": "20 MB/s", "balanced": "48 MB/s", "compute": "400 MB/s"}
     fits = {"all": "all", "quarter": "a quarter", "nothing": "one context"}
-    tools = {"none": "none", "pauses": "1 s a turn"}
     rows = []
-    for winner, cell in zip(winners.rows, cells, strict=True):
-        times = {row[0].removeprefix(_OWN_STACKS): row[2] for row in cell.rows}
-        found = [_stack_time(times, stack) for stack in stacks.values()]
-        best = min(float(one) for one in found if one)
-        rows.append(
-            (
-                *(turns[winner[0]], nics[winner[1]], fits[winner[2]], tools[winner[3]]),
-                "EPYC" if "EPYC" in winner[4] else "Xeon",
-                *(f"**{one}**" if one and float(one) == best else one or NOTHING for one in found),
+    for regime, found in read_regimes(EVALUATION / "peers" / "cells").items():
+        for raw in found:
+            times = {one.name: f"{one.jct_s:.1f}" for one in stacks(raw.results)}
+            shown = [_stack_time(times, name) for name in own.values()]
+            best = min(float(one) for one in shown if one)
+            rows.append(
+                (
+                    *(turns[regime.agents], nics[regime.bound], fits[regime.fits]),
+                    "1 s a turn" if regime.pauses else "none",
+                    "EPYC" if raw.machine and "EPYC" in raw.machine.cpu_model else "Xeon",
+                    *(f"**{t}**" if t and float(t) == best else t or NOTHING for t in shown),
+                )
             )
-        )
-    heads = ("turns", "storage NICs", "DRAM per node holds", "tools", "cores", *stacks)
+    heads = ("turns", "storage NICs", "DRAM per node holds", "tools", "cores", *own)
     return Table("", heads, tuple(rows), align="lllllrrrrr")
 
 
@@ -274,8 +278,47 @@ def _stack_time(times: Mapping[str, str], stack: str) -> str:
     return found[0] if found else ""
 
 
+def check(experiment: str, *names: str) -> str:
+    """How an experiment's runs are repeated, and what of them is compared."""
+    group, word = (CHAOS, "run") if experiment == "chaos-run" else (BENCH, experiment)
+    entry = group.entries[word].load()
+    results = []
+    for name in names:
+        stored = read(name)
+        raw = group.raw_data(entry, stored)
+        page = entry.page(raw, stored.name, stored.command)
+        results += [(one, raw.machine is not None) for one in page.results]
+    results.sort(key=lambda found: (found[0].tolerance is None, not found[0].any_machine))
+    allowed = Counter(_allowed(one, has_processor) for one, has_processor in results)
+    file = names[0] if len(names) == 1 else "NAME"
+    numbers = [f"{count} {words}" for words, count in allowed.items()]
+    command = "dualpath chaos run" if group is CHAOS else f"dualpath lab bench {experiment}"
+    return textwrap.fill(
+        f"`{command} --check docs/evaluation/lab/{file}.json` repeats a run and compares its key "
+        f"results: {', '.join(numbers)}.",
+        width=105,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _allowed(result: KeyResult, has_processor: bool) -> str:
+    """Return how a rerun's number is compared; times only if the runs' processor is recorded."""
+    if result.tolerance is None:
+        return "must meet a limit"
+    words = tolerance_text(result.tolerance)
+    if result.any_machine:
+        return f"{words} on any machine"
+    return (
+        f"{words} on the same processor"
+        if has_processor
+        else "not compared (processor not recorded)"
+    )
+
+
 #: What stands between marks, by the first word of the mark.
-DRAWN: dict[str, Callable[..., Table]] = {
+DRAWN: dict[str, Callable[..., Table | str]] = {
+    "check": check,
     "commands": commands,
     "ratios": ratios,
     "jct": jct,
@@ -305,11 +348,13 @@ def legible_table(content: Table) -> Table:
 
 
 def with_tables(page: str) -> str:
-    """Return a page with its tables as the data says."""
+    """Return a page with its tables and lines as the data says."""
 
     def redrawn(found: re.Match[str]) -> str:
         kind, *words = shlex.split(found[2])
-        return f"{found[1]}\n{as_markdown(legible_table(DRAWN[kind](*words)))}\n\n{found[3]}"
+        content = DRAWN[kind](*words)
+        text = content if isinstance(content, str) else as_markdown(legible_table(content))
+        return f"{found[1]}\n{text}\n\n{found[3]}"
 
     return _MARK.sub(redrawn, page)
 
@@ -327,10 +372,10 @@ def current() -> bool:
 
 def draw(path: Path) -> None:
     """Write the picture of one experiment; medians get the spread of their runs, if stored."""
-    stored = msgspec.json.decode(path.read_bytes(), type=ExperimentReport)
+    stored = read_page(path)
     panels = tuple(_with_spread(_legible(p), _jcts_s(stored.data)) for p in stored.panels)
-    report = as_report(msgspec.structs.replace(stored, panels=panels))
-    for picture in drawn(report).values():
+    page = msgspec.structs.replace(stored, panels=panels)
+    for picture in drawn(page.report()).values():
         path.with_suffix(".png").write_bytes(picture)
 
 

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from dualpath.cli.main import command_module, subcommands
 from dualpath.cli.settings import SECTIONS, SettingAction
-from dualpath.core.settings import Declared, declared
+from dualpath.core.settings import Declared, declared, with_flags
+from dualpath_sim.cli.experiments import LazyParser
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -37,6 +38,13 @@ One page for each subcommand; `dualpath SUBCOMMAND --help` prints the same.
 | 1 | a defect of dualpath, a failed turn in a replay or demo, or errors found by `doctor` |
 | 2 | invalid input or a fault outside dualpath, reported in one line on standard error |
 | 130 | interrupted |
+| 141 | the reader of standard output has gone, as behind `… \\| head` |
+
+Every subcommand has `--log-level debug|info|warning|error` (default: `DUALPATH_LOG_LEVEL` of the
+environment, else `info`), which holds for the processes that it starts as well. Amounts may have a
+unit (`512MiB`, `25GB`, `100Gbit`), and so may times (`90s`, `15m`, `12h`, `7d`). Files are written
+beside their place and renamed when complete; devices, pipes and the targets of links are written
+into.
 
 | subcommand | purpose |
 |---|---|
@@ -76,7 +84,8 @@ def _setting_row(field: Declared) -> str:
     several = f"list of {values}" if field.is_list and values else "list" if field.is_list else ""
     limits = ", ".join(filter(None, (field.unit, field.limits, several or values)))
     no_flag = "" if field.setting.flag else "; has no flag"
-    return f"| `{field.name}` | {default} | {limits} | {_cell(field.setting.help + no_flag)} |"
+    meaning = _cell(with_flags(field.setting.help) + no_flag)
+    return f"| `{field.name}` | {default} | {limits} | {meaning} |"
 
 
 def current(pages: dict[Path, str]) -> bool:
@@ -107,6 +116,8 @@ def _page(name: str, purpose: str) -> str:
 
 def _parser_parts(parser: argparse.ArgumentParser, heading: str) -> Iterator[str]:
     """Yield the paragraphs about `parser`; `heading` is the mark of its sections."""
+    if isinstance(parser, LazyParser):
+        parser.complete()
     yield f"```text\n{_synopsis(parser)}\n```"
     if parser.description:
         yield " ".join(parser.description.split())
@@ -176,7 +187,7 @@ def _row(action: argparse.Action) -> str:
 
 def _setting_argument_row(action: SettingAction) -> str:
     field = action.declared
-    words = [field.setting.help, field.limits if field.limits else ""]
+    words = [with_flags(field.setting.help), field.limits if field.limits else ""]
     words += [", ".join(f"`{choice}`" for choice in field.choices)]
     default = f"`{action.shown_default}`" if action.shown_default else ""
     default = "required" if action.shown_default == "required" else default

@@ -6,6 +6,7 @@ numba's cache on disk stores what was compiled, as it does for the simulator its
 compiles only what has changed.
 """
 
+from dualpath.policy.accounts import IntArray
 from dualpath_sim.simulator.compiled import scheduler
 from dualpath_sim.simulator.compiled.jit import cached, hold
 from dualpath_sim.simulator.compiled.tables import SchedulerState
@@ -45,12 +46,10 @@ def finished(state: SchedulerState, request: int) -> None:
 def report(
     state: SchedulerState,
     engine: int,
-    assign_seq: int,
+    left_out: IntArray,
     requests: int,
     tokens: int,
     read_tokens: int,
     free_hbm_tokens: int,
 ) -> None:
-    scheduler.report(
-        hold(state), engine, assign_seq, requests, tokens, read_tokens, free_hbm_tokens
-    )
+    scheduler.report(hold(state), engine, left_out, requests, tokens, read_tokens, free_hbm_tokens)

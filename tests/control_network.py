@@ -187,8 +187,8 @@ class Arrivals:
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), LOOK_S)
 
-    def _message(self, info: EngineInfo, message: EngineMessage) -> None:
-        self._on_message(info, message)
+    def _message(self, info: EngineInfo, message: EngineMessage, received: int) -> None:
+        self._on_message(info, message, received)
         self.messages.append(message)
         self._changed.set()
 

@@ -71,7 +71,7 @@ class Cluster:
     async def stored(self) -> None:
         """Wait until all blocks are stored."""
         for engine in self.engines.values():
-            assert await asyncio.to_thread(engine.plane.manager.drain, GUARD_S)
+            assert await asyncio.to_thread(engine.plane.manager.persister.drain, GUARD_S)
 
     def counts(self, column: int) -> int:
         """Sum of verified (0) or wrong (1) Layer Blocks over all engines and places."""
@@ -85,9 +85,9 @@ class Cluster:
     def _idle(self) -> bool:
         managers = [engine.plane.manager for engine in self.engines.values()]
         capacities = [(0, m.buffer_tokens, m.hbm_tokens) for m in managers]
-        reports = [m.report() for m in managers]
+        loads = [m.report().load for m in managers]
         return capacities == [
-            (r.unfinished_requests, r.free_buffer_tokens, r.free_hbm_tokens) for r in reports
+            (r.unfinished_requests, r.free_buffer_tokens, r.free_hbm_tokens) for r in loads
         ]
 
 

@@ -168,7 +168,6 @@ class ToyEngine:
             holder=self.held,
         )
         self._kept: list[Message] = []
-        self._seq = 0
 
     def command(self, message: RouterMessage) -> None:
         """Give the traffic manager a command of the router."""
@@ -201,12 +200,7 @@ class ToyEngine:
 
     def assign(self, request_id: str, tokens: int, blocks: int) -> None:
         """Assign a request and ask for buffer."""
-        self._seq += 1
-        self.command(
-            Assign(
-                assign_seq=self._seq, request_id=request_id, tokens=tokens, reserve_blocks=blocks
-            )
-        )
+        self.command(Assign(request_id=request_id, tokens=tokens, reserve_blocks=blocks))
 
     def report(self) -> Report:
         """Return the current load."""
@@ -214,7 +208,7 @@ class ToyEngine:
 
     def slot_bytes(self, slot: int) -> bytes:
         """Return a buffer slot's content."""
-        return bytes(self.manager._buffer.view(slot))
+        return bytes(self.manager.buffer.view(slot))
 
 
 class ToyCluster:
@@ -337,16 +331,16 @@ class ToyCluster:
         """Run one forward pass; per request (transfer, keys, chunk, HBM blocks)."""
         chunks = [
             PrefillChunk(
-                prefill_transfer=prefill_transfer,
+                transfer=prefill_transfer,
                 chunk=chunk,
                 hbm_blocks=tuple(hbm),
-                decode_agents=self.pe.manager.decode_agents(
+                decode_agents=self.pe.manager.peers.agents_of(
                     prefill_transfer.decode_engine, prefill_transfer.decode_epoch
                 ),
             )
             for prefill_transfer, _, chunk, hbm in work
         ]
-        stream = self.pe.manager.begin_prefill(chunks, self.layers)
+        stream = self.pe.manager.passes.begin(chunks, self.layers)
         for layer in range(self.geometry.layers):
             size = self.geometry.bytes_of(layer)
             region = self.pe.hbm[layer % self.pe.regions][:, :size]
@@ -366,7 +360,7 @@ class ToyCluster:
                     found = region[hbm[block]].tobytes()
                     assert found == kv_bytes(keys[block], layer, size), (layer, block)
             stream.computed(layer)
-        return self.pe.manager.end_prefill(stream)
+        return self.pe.manager.passes.end(stream)
 
     def hand_to_decode(
         self, prefill_transfer: PrefillTransfer, keys: list[BlockKey], hbm: Sequence[int]

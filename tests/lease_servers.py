@@ -1,11 +1,14 @@
 """Stores that grant leases: an etcd of this machine, and what of Kubernetes' API leases need."""
 
 import asyncio
+import base64
 import contextlib
 import itertools
 import os
 import shutil
-from collections.abc import AsyncIterator
+import ssl
+import subprocess
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +23,80 @@ ETCD = shutil.which("etcd")
 TOKEN = "a service account's"
 
 
+def certificates(folder: Path) -> None:
+    """Make an authority (ca.pem), and what it signs: etcd.pem, client.pem; keys are NAME.key.
+
+    Their subjects have no common name: with users, etcd's gateway refuses such certificates.
+    """
+
+    def openssl(*words: str) -> None:
+        subprocess.run(("openssl", *words), check=True, cwd=folder, capture_output=True)
+
+    made = ("-newkey", "rsa:2048", "-nodes", "-days", "2")
+    openssl("req", "-x509", *made, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca")
+    (folder / "names").write_text(
+        "subjectAltName=IP:127.0.0.1\nextendedKeyUsage=serverAuth,clientAuth\n"
+    )
+    for name in ("etcd", "client"):
+        subject = ("-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/O={name}")
+        openssl("req", *made[:3], *subject)
+        signed = ("-in", f"{name}.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial")
+        openssl("x509", "-req", *signed, "-out", f"{name}.pem", "-days", "2", "-extfile", "names")
+
+
 @contextlib.asynccontextmanager
-async def etcd(folder: Path) -> AsyncIterator[str]:
-    """Run Debian's etcd; yields its URL."""
+async def guarded_etcd(folder: Path, *, user: str, password: str) -> AsyncIterator[str]:
+    """Run an etcd with `certificates` of this folder: TLS, clients' certificates, one user."""
+    certificates(folder)
+    files = ("--cert-file", "etcd.pem", "--key-file", "etcd.key", "--trusted-ca-file", "ca.pem")
+    context = ssl.create_default_context(cafile=str(folder / "ca.pem"))
+    context.load_cert_chain(str(folder / "client.pem"), str(folder / "client.key"))
+    async with etcd(folder, (*files, "--client-cert-auth"), context) as url:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=context)) as http:
+            everything = {"permType": "READWRITE", "key": _base64("dualpath/")}
+            for method, body in (
+                ("auth/user/add", {"name": "root", "password": "root's"}),
+                ("auth/role/add", {"name": "root"}),
+                ("auth/user/grant", {"user": "root", "role": "root"}),
+                ("auth/user/add", {"name": user, "password": password}),
+                ("auth/role/add", {"name": "dualpath"}),
+                (
+                    "auth/role/grant",
+                    {"name": "dualpath", "perm": {**everything, "range_end": _base64("dualpath0")}},
+                ),
+                ("auth/user/grant", {"user": user, "role": "dualpath"}),
+                ("auth/enable", {}),
+            ):
+                async with http.post(f"{url}/v3/{method}", json=body) as answer:
+                    assert answer.status == 200, (method, await answer.text())
+        yield url
+
+
+def _base64(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+@contextlib.asynccontextmanager
+async def etcd(
+    folder: Path, more: Sequence[str] = (), context: ssl.SSLContext | None = None
+) -> AsyncIterator[str]:
+    """Run Debian's etcd, with TLS if there is a ``context`` for it; yields its URL."""
     assert ETCD is not None
-    url, peers = (f"http://127.0.0.1:{claim_port()}" for _ in range(2))
+    peers = f"http://127.0.0.1:{claim_port()}"
+    url = f"{'https' if context else 'http'}://127.0.0.1:{claim_port()}"
     words = (
+        *more,
         *("--data-dir", str(folder / "etcd"), "--unsafe-no-fsync"),
         *("--listen-client-urls", url, "--advertise-client-urls", url),
         *("--listen-peer-urls", peers, "--initial-advertise-peer-urls", peers),
         *("--initial-cluster", f"default={peers}"),
     )
-    process = SpawnedProcess("etcd", (ETCD, *words), folder / "etcd.log", dict(os.environ))
+    process = SpawnedProcess(
+        "etcd", (ETCD, *words), folder / "etcd.log", dict(os.environ), folder=folder
+    )
     try:
-        async with asyncio.timeout(GUARD_S), aiohttp.ClientSession() as http:
+        connector = aiohttp.TCPConnector(ssl=context if context is not None else True)
+        async with asyncio.timeout(GUARD_S), aiohttp.ClientSession(connector=connector) as http:
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with http.get(f"{url}/health") as answer:

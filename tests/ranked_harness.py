@@ -23,10 +23,10 @@ from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.passes.device import HostDevice
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import HbmLayout, HbmPart
-from dualpath.engine.passes.step_transfers import Replica
+from dualpath.engine.passes.step_transfers import PrefillChunk, Replica
 from dualpath.engine.ranks.follower import FollowedPass, Follower
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -241,7 +241,7 @@ class RankedEngine(ToyEngine):
         here = self.hbms[rank][layer % self.regions][block]
         return bytes(here.tobytes()) == self.slice_of(rank, content)
 
-    def begin_pass(self, rank: int, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+    def begin_pass(self, rank: int, parts: Sequence[PrefillChunk]) -> ForwardPass | FollowedPass:
         """Begin a pass at one rank, on the thread of the rank."""
         if rank:
             return self.followers[rank - 1].begin_pass(parts)
@@ -310,7 +310,7 @@ class RankedCluster(ToyCluster):
         They include each request that a rank computed without having its stored KV.
         """
         wrong: list[tuple[str, int, int]] = []
-        parts = [PromptPart(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
+        parts = [PrefillChunk(transfer, chunk, tuple(hbm)) for transfer, _, chunk, hbm in work]
 
         def run(rank: int) -> dict[str, str]:
             engine = self.prefill

@@ -243,8 +243,8 @@ async def test_a_sole_scheduler_always_leads() -> None:
 @pytest.mark.parametrize(
     ("lease", "why"),
     [
-        ("etcd://host/name", "give etcd://HOST:PORT/NAME"),
-        ("zookeeper://host:1/name", "give etcd://HOST:PORT/NAME"),
+        ("etcd://host/name", "give etcds://HOST:PORT/NAME"),
+        ("zookeeper://host:1/name", "give etcds://HOST:PORT/NAME"),
         ("kubernetes://default/name", "KUBERNETES_SERVICE_HOST is not set"),
     ],
 )

@@ -79,11 +79,16 @@ class Reader:
         return sorted(engine["role"] for engine in engines if engine["alive"])
 
     def _missing(self) -> str:
+        """Return what is not up yet: ``/health`` is 200 from one engine of each role on."""
         try:
             status, text = self._get("/health")
+            registered = len(self.alive()) if status == 200 else 0
         except OSError as error:
             return f"no server answers ({error})"
-        return "" if status == 200 else text
+        if status != 200:
+            return text
+        started = len(self.engines)
+        return "" if registered >= started else f"{registered} of {started} engines registered"
 
     def _get(self, path: str) -> tuple[int, str]:
         connection = http.client.HTTPConnection(urlsplit(self.pages.endpoint).netloc, timeout=5)

@@ -31,7 +31,7 @@ from dualpath.launch.fork_server import ForkedProcess
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.policy.events import Assignment
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
@@ -179,8 +179,8 @@ class EngineCluster:
         states = [s for s in self.service.registry.all() if s.alive]
         return all(
             s.report is not None
-            and s.report.unfinished_requests == 0
-            and s.report.free_buffer_tokens == s.info.buffer_tokens
+            and s.report.load.unfinished_requests == 0
+            and s.report.load.free_buffer_tokens == s.info.buffer_tokens
             for s in states
         )
 
@@ -188,9 +188,10 @@ class EngineCluster:
         """Wait until every engine has freed all buffers and HBM."""
         until(self.idle, "engines idle with free buffers")
 
-    def assignments(self) -> list[AssignmentNote]:
+    def assignments(self) -> list[Assignment]:
         """Decisions since ``forget_assignments``."""
-        return list(self.service.scheduler.dispatch.recent)[self._forgotten :]
+        placed = list(self.service.scheduler.dispatch.recent)[self._forgotten :]
+        return [placement.assignment for placement in placed if placement.assignment is not None]
 
     def forget_assignments(self) -> None:
         """Begin a new list of decisions."""

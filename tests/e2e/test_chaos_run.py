@@ -1,6 +1,7 @@
 """A small campaign on real processes: the command, its report, and the errors that it finds."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -13,13 +14,20 @@ pytestmark = pytest.mark.nixl
 CAMPAIGN = ("chaos", "run", "--agents", "4", "--seed", "1")
 
 
+def result(folder: Path) -> dict[str, Any]:
+    """Return the recorded result of a campaign."""
+    document = msgspec.json.decode((folder / "chaos-run.json").read_bytes())
+    found: dict[str, Any] = document["data"]["runs"][0]["result"]
+    return found
+
+
 def test_corrupted_blocks_are_detected_and_all_tokens_are_right(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     without = "full,EIO,slow,read-only,removed"
     arguments = (*CAMPAIGN, "--components", "storage", "--without", without, "--faults", "20")
     assert main([*arguments, "--out", str(tmp_path), "--leave-share", "0"]) == 0
-    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    found = result(tmp_path)
     assert found["faults"] == 20
     assert set(found["outcomes"]) == {"well"}
     assert found["loaded_blocks"] > 0 < found["damaged_blocks"]
@@ -38,7 +46,7 @@ def test_engines_are_killed_and_stopped_and_all_tokens_are_right(
     group = ("--prefill", "2", "--prefill-dp", "2", "--decode-tp", "2")
     shared = ("--shared-blocks", "200", "--logs", str(tmp_path / "logs"))
     assert main([*CAMPAIGN, *arguments, *group, *shared, "--out", str(tmp_path)]) == 0
-    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    found = result(tmp_path)
     assert sum(cell["made"] for cell in found["matrix"]) == 4
     assert found["outcomes"]["well"] > 0
     assert 0 < len(list(tmp_path.glob("logs/kv-dram/*/???/*.kv"))) <= 200
@@ -51,7 +59,7 @@ def test_front_ends_are_killed_and_engines_change_their_role_and_all_tokens_are_
     arguments = ("--components", "front end,DE", "--without", "SIGTERM,SIGSTOP", "--faults", "2")
     campaign = (*CAMPAIGN[:-1], "116", *arguments, "--front-ends", "1")
     assert main([*campaign, "--out", str(tmp_path)]) == 0
-    found = msgspec.json.decode((tmp_path / "chaos-run.json").read_bytes())["data"]
+    found = result(tmp_path)
     made = {(cell["component"], cell["fault"]) for cell in found["matrix"] if cell["made"]}
     assert made == {("front end", "SIGKILL"), ("DE", "other role")}
     assert found["outcomes"]["well"] > 0

@@ -44,7 +44,7 @@ class Router:
     def on_dead(self, writer: cluster.Writer) -> None:
         self.events.put_nowait("dead")
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         if isinstance(message, request_messages.Released):
             self.received.append(message.request_id)
             if message.request_id == "last":
@@ -59,7 +59,7 @@ def engine_link(address: str, take: Callable[[control.RouterMessage], None]) -> 
     return ControlLink(
         ZmqRouterConnection(f"tcp://{address}"),
         FakeEngine("p0", Role.PREFILL, set()).hello,
-        lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+        lambda: control.Report(1, control.Load(0, 0, 0, 1, 1)),
         take,
         lambda reason: None,
         lambda now_ns: None,

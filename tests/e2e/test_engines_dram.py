@@ -154,7 +154,8 @@ def say(cluster: EngineCluster, session: str, **hints: object) -> None:
     """Send session hints while the agent's tool runs."""
     body = json.dumps({"cache_salt": session, **hints}).encode()
     url = f"{cluster.url}/dualpath/v1/sessions/{session}"
-    with urllib.request.urlopen(url, body, timeout=GUARD_S) as response:
+    asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(asked, timeout=GUARD_S) as response:
         assert response.status == 200
 
 
@@ -174,7 +175,7 @@ def test_what_a_client_asks_for_in_a_pause_is_in_dram_for_its_next_turn(served: 
     answer = cluster.ask(agent.prompt, GENERATE, "paused")
     assert answer == (agent.answer, len(agent.keys) * BLOCK_TOKENS)
     (note,) = cluster.assignments()
-    assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
+    assert (note.read_reason, [run.side for run in note.reads]) == ("kept", ["decode"])
     cluster.wait_idle()
     assert cluster.total("storage_read_bytes") == read_bytes
     assert cluster.total("dram_hit_blocks", "de-0") == hits + len(agent.keys)
@@ -197,7 +198,7 @@ def test_engines_read_from_the_dram_that_they_share_what_has_left_their_buffers(
         assert answer == (agent.answer, len(agent.keys) * BLOCK_TOKENS)
         # The router knows the block.
         (note,) = cluster.assignments()
-        assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
+        assert (note.read_reason, [run.side for run in note.reads]) == ("kept", ["decode"])
         cluster.wait_idle()
         shared_bytes = cluster.total("node_dram_read_bytes", "de-0")
         assert shared_bytes == cluster.total("node_dram_read_bytes")

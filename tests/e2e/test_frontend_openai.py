@@ -239,6 +239,7 @@ def call(endpoint, method, session_id, body):
     request = urllib.request.Request(
         f"{endpoint.url}/dualpath/v1/sessions/{session_id}",
         json.dumps(body).encode(),
+        {"Content-Type": "application/json"},
         method=method,
     )
     try:

@@ -8,12 +8,13 @@ from tests.e2e.test_lab_network import classes
 
 from dualpath.core.errors import ConfigError
 from dualpath.plan.traffic_class import INFERENCE_CLASS, KV_CLASS
-from dualpath_lab.experiments.isolation import measure_isolation
+from dualpath_lab.experiments.isolation import ISOLATION, draw
 from dualpath_lab.experiments.isolation_settings import Case, IsolationSettings, Leg
 from dualpath_lab.nodes.cluster import lab_status
 from dualpath_lab.nodes.machine import find_machine, find_remains, prefix
 from dualpath_lab.nodes.settings import Shaping
 from dualpath_lab.nodes.steps import CNIC
+from dualpath_sim.harness.run import measure
 
 NAME = f"iso{os.getpid()}"
 #: An upper bound of all bytes besides the bulk: messages, replies, connections.
@@ -52,7 +53,7 @@ class Lanes:
         self.seen: list[dict[str, int]] = []
 
     def look(self, line: str) -> None:
-        device = "lo" if line.startswith(Leg.LOOPBACK.value) else CNIC
+        device = "lo" if Leg.LOOPBACK.value in line else CNIC
         sent = classes(lab_status(NAME), f"{prefix(NAME)}de0", device)
         self.seen.append({lane: sent[lane]["sent"] for lane in (INFERENCE_CLASS, KV_CLASS)})
 
@@ -63,17 +64,16 @@ class Lanes:
 def test_bulk_delays_inference_only_without_qos(leg: Leg) -> None:
     lanes = Lanes()
     settings = msgspec.structs.replace(SETTINGS, legs=(leg,))
-    report = measure_isolation(settings, lanes.look)
+    raw = measure(ISOLATION, settings, lanes.look)
     alone, no_qos, qos = lanes.seen
     assert 0 < alone[INFERENCE_CLASS] < BULK_BYTES
     assert no_qos[INFERENCE_CLASS] - alone[INFERENCE_CLASS] > BULK_BYTES
     assert alone[KV_CLASS] == no_qos[KV_CLASS] == 0
     assert qos[KV_CLASS] > BULK_BYTES
-    runs = report.data["runs"]
-    assert [run["case"] for run in runs] == list(Case)
-    assert all(run["rounds"] > 0 for run in runs)
-    assert report.targets[-1].met
-    assert [check["blocks"] for check in report.data["bulk_checks"]] == [
+    assert [run.case for run in raw.results] == list(Case)
+    assert all(run.rounds > 0 for run in raw.results)
+    assert draw(raw).results[-1].met
+    assert [run.checked_blocks for run in raw.results[1:]] == [
         settings.blocks * settings.in_flight * (1 if leg is Leg.CNIC else 2)
     ] * 2
     assert find_remains(NAME).is_empty
@@ -85,5 +85,5 @@ def test_the_lab_of_an_interrupted_experiment_is_removed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        measure_isolation(SETTINGS, interrupt)
+        measure(ISOLATION, SETTINGS, interrupt)
     assert find_remains(NAME).is_empty

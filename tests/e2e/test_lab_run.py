@@ -21,13 +21,14 @@ from dualpath.workload.replay.client import ReplayOptions
 from dualpath_lab.emulated.settings import Verify
 from dualpath_lab.experiments.dram_tier import dram_share
 from dualpath_lab.experiments.engine_nodes import EmulatedEngines
-from dualpath_lab.experiments.jct import measure_jct
-from dualpath_lab.experiments.report import write_experiment
+from dualpath_lab.experiments.jct import JCT
 from dualpath_lab.experiments.runs import LabRun
 from dualpath_lab.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
 from dualpath_lab.experiments.workload import windows
 from dualpath_lab.nodes.machine import find_machine, find_remains
 from dualpath_lab.nodes.settings import LabSettings, Shaping
+from dualpath_sim.harness.files import write
+from dualpath_sim.harness.run import measure
 
 NAME = f"run{os.getpid()}"
 NODES = EmulatedNodes(
@@ -40,8 +41,6 @@ NODES = EmulatedNodes(
 )
 WINDOWS = WindowSettings(agents=4, turns=2, scale=0.03)
 LAB = LabSettings(name=NAME, snic_bytes_per_s=20e6, cnic_bytes_per_s=100e6, image_bytes=64 << 20)
-#: A busy machine affects only times, which are not asserted here.
-ANY_LOAD = 1.0
 
 
 def why_not() -> str:
@@ -67,7 +66,7 @@ def nothing_left() -> Iterator[None]:
 
 def lab_run(prefill: int, decode: int) -> LabRun:
     lab = msgspec.structs.replace(LAB, nodes=nodes_text(prefill, decode))
-    return LabRun(lab, EmulatedEngines(NODES), windows(WINDOWS), busy_limit=ANY_LOAD)
+    return LabRun(lab, EmulatedEngines(NODES), windows(WINDOWS))
 
 
 @pytest.mark.usefixtures("nothing_left")
@@ -97,7 +96,7 @@ def test_one_prefill_and_one_decode_node_read_over_both_paths() -> None:
 @pytest.mark.usefixtures("nothing_left")
 def test_the_ranks_of_groups_send_the_planned_bytes_over_their_nodes_link() -> None:
     groups = EmulatedEngines(msgspec.structs.replace(NODES, dp=2))
-    with LabRun(LAB, groups, windows(WINDOWS), busy_limit=ANY_LOAD) as made:
+    with LabRun(LAB, groups, windows(WINDOWS)) as made:
         measured = made.run(Mode.BASIC, ReplayOptions())
     assert not any(measured.client.wrong.values())
     # With Basic all KV of every prompt goes from the PEs to the DEs, once.
@@ -116,7 +115,7 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
     nodes = replace(NODES, dram_tier=True, dram_bytes=48 << 20)
     without = EmulatedEngines(replace(nodes, dram_tier=False))
     sealed = EmulatedEngines(replace(nodes, dram_tier=False, storage_protection="encrypted"))
-    lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True, busy_limit=ANY_LOAD)
+    lab = LabRun(LAB, EmulatedEngines(nodes), windows(WINDOWS), warm=True)
     with lab as made:
         cached = made.run(Mode.DUALPATH, ReplayOptions())
         others = [
@@ -136,9 +135,8 @@ def test_engines_of_one_lab_cache_histories_or_seal_blocks() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("nothing_left")
-def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
+def test_the_page_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
     settings = JctSettings(
-        name="small",
         nodes=("1P2D",),
         mode=(Mode.BASIC, Mode.DUALPATH),
         repeat=1,
@@ -146,17 +144,22 @@ def test_the_report_has_every_mode_of_two_decode_nodes(tmp_path: Path) -> None:
         windows=WINDOWS,
         lab=LAB,
         emulated=NODES,
+        # A busy machine affects only times, which are not asserted here.
+        busy_limit=1.0,
     )
-    messages: list[str] = []
-    report = measure_jct(settings, "dualpath lab bench jct", messages.append)
-    assert [row[0] for row in report.tables[0].rows] == ["basic", "dualpath"]
-    assert any("none wrong" in line for line in report.settings)
-    runs = report.data["jobs"][0]["runs"]
-    assert runs["basic"][0]["storage_bytes"] > 0
-    assert runs["basic"][0]["summary"].hit_tokens == runs["dualpath"][0]["summary"].hit_tokens
-    paths = write_experiment(report, tmp_path)
+    said: list[str] = []
+    raw = measure(JCT, settings, said.append)
+    page = JCT.page(raw, "small", "dualpath lab bench jct")
+    assert [row[0] for row in page.tables[0].rows] == ["basic", "dualpath"]
+    assert any("none wrong" in line for line in page.settings)
+    basic, dualpath = raw.of("1P2D basic")[0], raw.of("1P2D dualpath")[0]
+    assert basic.storage_bytes > 0
+    assert basic.summary is not None
+    assert dualpath.summary is not None
+    assert basic.summary.hit_tokens == dualpath.summary.hit_tokens
+    paths = write(page, tmp_path)
     assert [path.name for path in paths] == ["small.json", "small.md", "small.png"]
-    assert any("lab of 1P2D is up" in line for line in messages)
+    assert any("lab of 1P2D is up" in line for line in said)
 
 
 @pytest.mark.usefixtures("nothing_left")

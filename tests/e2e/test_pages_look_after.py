@@ -68,6 +68,7 @@ def test_agents_are_replayed_and_their_runs_compared(
 def test_a_janitor_begins_before_there_is_a_storage(tmp_path: Path) -> None:
     pages = TypedPages(tmp_path)
     (words,) = pages.commands("storage.md", types("dualpath", "storage", "janitor"))
+    (tmp_path / "kv").mkdir()
     with Supervisor() as processes:
         janitor = processes.add(pages.spawn("janitor", words))
         line = janitor.wait_for_line("this process is the janitor", GUARD_S)

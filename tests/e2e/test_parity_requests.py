@@ -152,4 +152,6 @@ def test_a_client_that_leaves_frees_both_engines(case: Case, servers: Servers) -
 def free_hbm_tokens(cluster: EngineCluster) -> dict[str, int]:
     """Return the free HBM that each engine last reported."""
     reports = {state.info.engine_id: state.report for state in cluster.service.registry.all()}
-    return {name: report.free_hbm_tokens for name, report in reports.items() if report is not None}
+    return {
+        name: report.load.free_hbm_tokens for name, report in reports.items() if report is not None
+    }

@@ -6,6 +6,7 @@ that a recorded log can be played to it and its answers compared whole.
 
 import heapq
 
+import numpy as np
 from tests import compiled_scheduler as scheduler
 
 from dualpath.core.cluster import Role
@@ -15,7 +16,6 @@ from dualpath.policy.events import (
     DE_REASONS,
     NO_EFFECTS,
     PE_REASONS,
-    READ_REASONS,
     Assignment,
     Effects,
     EngineJoined,
@@ -33,7 +33,7 @@ from dualpath.policy.events import (
     SlotsGranted,
     Submitted,
 )
-from dualpath.policy.read_side import hit_runs
+from dualpath.policy.read_side import READ_REASONS, hit_runs
 from dualpath_sim.simulator.compiled import tables
 
 
@@ -101,14 +101,16 @@ class CompiledScheduler:
         self._state = self._state._replace(rules=rules)
 
     def _report(self, report: EngineReport) -> None:
+        numbers = (self._numbers.get(request_id) for request_id in report.uncounted)
+        left_out = [number for number in numbers if number is not None]
         scheduler.report(
             self._state,
             self._engines[report.engine_id],
-            report.assign_seq,
-            report.unfinished_requests,
-            report.unfinished_tokens,
-            report.read_queue_tokens,
-            report.free_hbm_tokens,
+            np.array(left_out, np.int64),
+            report.load.unfinished_requests,
+            report.load.unfinished_tokens,
+            report.load.read_queue_tokens,
+            report.load.free_hbm_tokens,
         )
 
     def _submit(self, request: Request) -> None:
@@ -140,8 +142,6 @@ class CompiledScheduler:
             request_id=self._names[number],
             prefill_engine=self._specs[row[tables.A_PE]].engine_id,
             decode_engine=self._specs[row[tables.A_DE]].engine_id,
-            prefill_assign_seq=row[tables.A_PE_SEQ],
-            decode_assign_seq=row[tables.A_DE_SEQ],
             reads=hit_runs(0, 0, head, tail, self._block_tokens),
             pe_reason=PE_REASONS[row[tables.A_PE_REASON]],
             de_reason=DE_REASONS[row[tables.A_DE_REASON]],

@@ -175,8 +175,6 @@ OTHER = {
     "request_id": "r999",
     "prefill_engine": "pe-9",
     "decode_engine": "de-9",
-    "prefill_assign_seq": 99,
-    "decode_assign_seq": 99,
     "reads": (HitRun(Role.PREFILL, BlockRun(0, 1)),),
     "pe_reason": "round-robin",
     "de_reason": "round-robin",
@@ -207,7 +205,8 @@ def test_a_changed_decision_is_found(field):
 def test_a_changed_load_is_found():
     def overloaded(entry: Entry) -> Entry:
         if isinstance(entry.event, EngineReport) and entry.event.engine_id == "pe-0":
-            return Entry(msgspec.structs.replace(entry.event, unfinished_tokens=1_000_000))
+            load = msgspec.structs.replace(entry.event.load, unfinished_tokens=1_000_000)
+            return Entry(msgspec.structs.replace(entry.event, load=load))
         return entry
 
     tampered = changed(before_losses(LOGS["dualpath"]), overloaded)

@@ -158,7 +158,7 @@ class Engine:
         for when the one before is computed.
         """
         for chunk, _ in work:
-            computed_before = chunk.chunk.first > chunk.prefill_transfer.hit_blocks
+            computed_before = chunk.chunk.first > chunk.transfer.hit_blocks
             resident = chunk.chunk.first if computed_before and not layers.overlap else 0
             for layer in range(GEOMETRY.layers):  # another pass, still under way
                 for block in chunk.hbm_blocks[resident:]:
@@ -194,7 +194,7 @@ class Engine:
     def attention(self, stream: WorldLayerStream, work: Batch, layer: int) -> None:
         """Read the KV of requests that have not failed."""
         for chunk, keys in work:
-            if chunk.prefill_transfer.request_id not in stream.failures:
+            if chunk.transfer.request_id not in stream.failures:
                 for block in range(chunk.chunk.end):
                     self.kernel_reads(layer, chunk.hbm_blocks[block], kv_bytes(keys[block], layer))
 
@@ -256,7 +256,7 @@ def test_kv_is_there_when_attention_reads_it_and_is_sent_as_computed(
         if first == end:
             continue
         chunk = PrefillChunk(
-            prefill_transfer=prefill_transfer,
+            transfer=prefill_transfer,
             chunk=BlockRun(first, end - first),
             hbm_blocks=tuple(range(len(keys)))[::-1][:end],
             decode_agents=("de",),
@@ -371,7 +371,7 @@ def test_a_pass_begins_in_the_one_before_and_no_region_has_two_users(
     assert engine.wrong == []
     assert [stream.failures for stream in streams] == [{}] * 3
     for chunk, keys in (long[2], *others):
-        for slot, key in zip(chunk.prefill_transfer.de_slots, keys, strict=True):
+        for slot, key in zip(chunk.transfer.de_slots, keys, strict=True):
             assert engine.de_buffer.view(slot).tobytes() == full_block(key), slot
 
 

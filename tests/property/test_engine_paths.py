@@ -52,14 +52,14 @@ def run_prompt(cluster: ToyCluster, prompt: tuple[int, int, int, tuple[int, ...]
             if is_seen(geometry, layer, block, tokens - 1):
                 assert found == kv_bytes(key, layer, size)
     cluster.release("r")
-    assert cluster.de.manager.drain(20)
+    assert cluster.de.manager.persister.drain(20)
     full = new_full_blocks(0, tokens, geometry.block_tokens)
     read_back = [bytearray(geometry.full_block_bytes) for _ in range(full)]
     outcome = read_run(cluster.storage, keys[:full], [memoryview(b) for b in read_back])
     assert outcome.good_blocks == full
     assert [bytes(b) for b in read_back] == [full_block(key, geometry) for key in keys[:full]]
     for engine in (cluster.pe, cluster.de):
-        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+        assert engine.report().load.free_buffer_tokens == engine.manager.buffer_tokens
 
 
 @settings(max_examples=60, deadline=None)

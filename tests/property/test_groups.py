@@ -53,7 +53,7 @@ class Listener:
     def on_dead(self, writer: Writer) -> None:
         pass
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         pass
 
     def in_doubt(self) -> list[Writer]:

@@ -88,7 +88,7 @@ def run_traced(
             assert cluster.forward([(transfer, keys, chunk, hbm)], computed) == {}
         assert cluster.hand_to_decode(transfer, keys, hbm) is None
         cluster.release("r")
-        assert cluster.de.manager.drain(GUARD_S)
+        assert cluster.de.manager.persister.drain(GUARD_S)
         counters = Tally(cluster.pe.report().counters) + Tally(cluster.de.report().counters)
     finally:
         cluster.close()
@@ -135,7 +135,7 @@ def test_a_generated_block_leaves_hbm_before_it_is_written(tmp_path: Path) -> No
     cluster = ToyCluster(trace_out=str(tmp_path / "trace"))
     since_ns = cluster.de.manager.trace.now_ns()
     cluster.de.manager.persist_generated([GeneratedBlock(9, prompt_keys(GEOMETRY.block_tokens)[0])])
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     cluster.close()
     executed = traced(tmp_path / "trace.de")
     plan = list(steps.generated_steps(GEOMETRY, slot=0))

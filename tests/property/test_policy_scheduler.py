@@ -5,6 +5,7 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
@@ -31,28 +32,27 @@ DECODE_HBM_TOKENS = 1300
 
 
 class Engine:
-    """What a real engine would know: the assignments it was sent."""
+    """The assignments of an engine that have not ended there, and those that it has received."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.last_seq = 0
         self.tokens: dict[str, int] = {}
         self.reads: dict[str, int] = {}
-
-    def add(self, seq: int, request_id: str, tokens: int) -> None:
-        assert seq == self.last_seq + 1, "assignments reach an engine in order, without gaps"
-        self.last_seq = seq
-        self.tokens[request_id] = tokens
+        self.received: set[str] = set()
 
     def report(self) -> EngineReport:
+        counted = {r: tokens for r, tokens in self.tokens.items() if r in self.received}
+        tokens = sum(counted.values())
         return EngineReport(
-            engine_id=self.spec.engine_id,
-            assign_seq=self.last_seq,
-            unfinished_requests=len(self.tokens),
-            unfinished_tokens=sum(self.tokens.values()),
-            read_queue_tokens=sum(self.reads.values()),
-            free_hbm_tokens=self.spec.hbm_tokens - sum(self.tokens.values()),
-            free_buffer_tokens=0,
+            self.spec.engine_id,
+            Load(
+                unfinished_requests=len(counted),
+                unfinished_tokens=tokens,
+                read_queue_tokens=sum(self.reads.get(r, 0) for r in counted),
+                free_hbm_tokens=self.spec.hbm_tokens - tokens,
+                free_buffer_tokens=0,
+            ),
+            uncounted=tuple(r for r in self.tokens if r not in self.received),
         )
 
 
@@ -98,6 +98,7 @@ class Cluster(RuleBasedStateMachine):
         self.requests: dict[str, Request] = {}
         self.assigned: dict[str, Assignment] = {}
         self.count = 0
+        self.reports: dict[str, EngineReport] = {}
         for spec in specs():
             self.join(spec)
 
@@ -112,8 +113,8 @@ class Cluster(RuleBasedStateMachine):
         assert not self.paused & {assignment.prefill_engine, assignment.decode_engine}
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
-        prefill.add(assignment.prefill_assign_seq, assignment.request_id, assignment.prefill_tokens)
-        decode.add(assignment.decode_assign_seq, assignment.request_id, assignment.decode_tokens)
+        prefill.tokens[assignment.request_id] = assignment.prefill_tokens
+        decode.tokens[assignment.request_id] = assignment.decode_tokens
         expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
         position = 0
         read_tokens = {
@@ -138,6 +139,7 @@ class Cluster(RuleBasedStateMachine):
         for engine in self.engines.values():
             engine.tokens.pop(request_id, None)
             engine.reads.pop(request_id, None)
+            engine.received.discard(request_id)
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
@@ -158,7 +160,7 @@ class Cluster(RuleBasedStateMachine):
             if round(part * blocks)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, self.count, cached))
+        self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))
@@ -167,10 +169,38 @@ class Cluster(RuleBasedStateMachine):
             self.accept(assignment)
 
     @rule(data=st.data())
+    @precondition(lambda self: self.assigned)
+    def send(self, data: st.DataObject) -> None:
+        """An engine receives an assignment, in whatever order they were decided."""
+        assignment = self.assigned[data.draw(st.sampled_from(sorted(self.assigned)))]
+        engine_id = data.draw(
+            st.sampled_from([assignment.prefill_engine, assignment.decode_engine])
+        )
+        if assignment.request_id in self.engines[engine_id].tokens:
+            self.engines[engine_id].received.add(assignment.request_id)
+
+    @rule(data=st.data(), resent=st.booleans())
     @precondition(lambda self: self.engines)
-    def report(self, data: st.DataObject) -> None:
+    def report(self, data: st.DataObject, resent: bool) -> None:
+        """An engine reports; the report before it comes late, if it is ``resent``."""
         engine_id = data.draw(st.sampled_from(sorted(self.engines)))
-        self.scheduler.apply(self.engines[engine_id].report())
+        report = self.engines[engine_id].report()
+        before, self.reports[engine_id] = self.reports.get(engine_id, report), report
+        self.scheduler.apply(report)
+        loads = self.scheduler.loads()
+        live = self.engines[engine_id].received
+        if resent and live & set(before.uncounted):
+            self.scheduler.apply(before)
+            assert self.scheduler.loads() == loads, "a late report changes nothing"
+        if resent:
+            self.scheduler.apply(report)
+            assert self.scheduler.loads() == loads, "a report may come twice"
+        (load,) = [load for load in loads if load.engine_id == engine_id]
+        mine = self.engines[engine_id].tokens
+        held = load.unfinished_tokens - sum(mine.values())
+        assert held >= 0, "each assigned request counts, received or not"
+        if len(self.assigned) == len(self.requests):
+            assert (held, load.unfinished_requests) == (0, len(mine)), "and it counts once"
 
     @rule(data=st.data(), steps=st.integers(1, 3))
     @precondition(lambda self: self.assigned)
@@ -187,6 +217,7 @@ class Cluster(RuleBasedStateMachine):
             prefill = self.engines.get(self.assigned[request_id].prefill_engine)
             if prefill is not None:
                 prefill.tokens.pop(request_id, None)
+                prefill.received.discard(request_id)
         if steps > 2:
             self.scheduler.apply(Finished(request_id))
             self.remove(request_id)
@@ -262,8 +293,7 @@ class Cluster(RuleBasedStateMachine):
             if mine <= self.paused:
                 self.scheduler.apply(EngineResumed(min(mine)))
                 self.paused.remove(min(mine))
-        for engine in self.engines.values():
-            self.scheduler.apply(engine.report())
+        self.report_all()
         while self.requests:
             before = len(self.requests)
             for group in sorted({spec.group for spec in specs()}):
@@ -271,8 +301,7 @@ class Cluster(RuleBasedStateMachine):
                     self.accept(assignment)
             for request_id in sorted(self.assigned):
                 self.advance(request_id, 3)
-            for engine in self.engines.values():
-                self.scheduler.apply(engine.report())
+            self.report_all()
             assert len(self.requests) < before or not self.requests, "no progress: deadlock"
         for load in self.scheduler.loads():
             assert load.unfinished_tokens == 0
@@ -281,6 +310,11 @@ class Cluster(RuleBasedStateMachine):
             assert load.free_hbm_tokens == self.engines[load.engine_id].spec.hbm_tokens
         assert self.scheduler.waiting == 0
         assert self.scheduler.queue_lengths().decode == 0
+
+    def report_all(self) -> None:
+        for engine in self.engines.values():
+            engine.received.update(engine.tokens)
+            self.scheduler.apply(engine.report())
 
 
 TestCluster = Cluster.TestCase

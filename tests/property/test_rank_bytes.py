@@ -58,13 +58,13 @@ def run_prompt(cluster: RankedCluster, prompt: Prompt) -> None:
     full = new_full_blocks(0, tokens, GEOMETRY.block_tokens)
     check_stored(cluster, [*keys[:full], *generated])
     for engine in (cluster.pe, cluster.de):
-        assert engine.report().free_buffer_tokens == engine.manager.buffer_tokens
+        assert engine.report().load.free_buffer_tokens == engine.manager.buffer_tokens
 
 
 def check_stored(cluster: RankedCluster, keys: list[bytes]) -> None:
-    while cluster.serving.manager._staging.free < 4:
-        assert cluster.de.manager.drain(20)
-    assert cluster.de.manager.drain(20)
+    while cluster.serving.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(20)
+    assert cluster.de.manager.persister.drain(20)
     for key in keys:
         block = bytearray(GEOMETRY.full_block_bytes)
         assert read_run(cluster.storage, [key], [memoryview(block)]).good_blocks == 1

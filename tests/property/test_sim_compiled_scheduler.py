@@ -3,27 +3,27 @@
 from typing import Any
 
 import hypothesis.strategies as st
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.accounts import (
-    EXTRA_TOKENS,
     FREE_HBM,
     HELD_TOKENS,
     NODE,
     READS,
-    REPORTED_SEQ,
     SEQ,
     TOK,
+    UNCOUNTED_TOKENS,
 )
 from dualpath.policy.events import (
     DE_REASONS,
     PE_REASONS,
-    READ_REASONS,
     Assignment,
     EngineJoined,
     EngineReport,
@@ -35,6 +35,7 @@ from dualpath.policy.events import (
     SchedulerSettings,
     Submitted,
 )
+from dualpath.policy.read_side import READ_REASONS
 from dualpath.policy.scheduler import RequestScheduler
 
 pytest.importorskip("numba")
@@ -82,26 +83,24 @@ def specs(draw: Any, shape: Any, interleaved: bool) -> list[EngineSpec]:
 
 
 class Engine:
-    """What an engine was assigned and has not finished, by assignment number."""
+    """What an engine was assigned and has not finished: tokens and reads of requests."""
 
     def __init__(self, spec: EngineSpec) -> None:
         self.spec = spec
-        self.last_seq = 0
-        self.assigned: dict[str, tuple[int, int, int]] = {}
+        self.assigned: dict[str, tuple[int, int]] = {}
 
-    def report(self, seq: int) -> EngineReport:
-        """The truth as it was when assignment ``seq`` was the last the engine knew of."""
-        known = [entry for entry in self.assigned.values() if entry[0] <= seq]
-        tokens = sum(tokens for _, tokens, _ in known)
-        return EngineReport(
-            engine_id=self.spec.engine_id,
-            assign_seq=seq,
+    def report(self, uncounted: tuple[str, ...] = ()) -> EngineReport:
+        """The truth, without the requests that the engine does not count yet."""
+        known = [entry for name, entry in self.assigned.items() if name not in uncounted]
+        tokens = sum(tokens for tokens, _ in known)
+        load = Load(
             unfinished_requests=len(known),
             unfinished_tokens=tokens,
-            read_queue_tokens=sum(reads for _, _, reads in known),
+            read_queue_tokens=sum(reads for _, reads in known),
             free_hbm_tokens=self.spec.hbm_tokens - tokens,
             free_buffer_tokens=0,
         )
+        return EngineReport(self.spec.engine_id, load, uncounted)
 
 
 class Twins(RuleBasedStateMachine):
@@ -197,8 +196,6 @@ class Twins(RuleBasedStateMachine):
             PE_REASONS.index(assignment.pe_reason),
             DE_REASONS.index(assignment.de_reason),
             READ_REASONS.index(assignment.read_reason),
-            assignment.prefill_assign_seq,
-            assignment.decode_assign_seq,
         ]
 
     def accept(self, assignment: Assignment) -> None:
@@ -207,35 +204,30 @@ class Twins(RuleBasedStateMachine):
         self.reading.add(request_id)
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
-        prefill.last_seq, decode.last_seq = prefill.last_seq + 1, decode.last_seq + 1
         at_prefill, at_decode = assignment.prefill_read_tokens, assignment.decode_read_tokens
-        prefill.assigned[request_id] = prefill.last_seq, assignment.prefill_tokens, at_prefill
-        decode.assigned[request_id] = decode.last_seq, assignment.decode_tokens, at_decode
+        prefill.assigned[request_id] = assignment.prefill_tokens, at_prefill
+        decode.assigned[request_id] = assignment.decode_tokens, at_decode
         line: tuple[str, ...] = (decode.spec.group,)
         if not self.by_load:
             line = assignment.prefill_engine, assignment.decode_engine
         assert self.submitted[request_id] > self.latest_in_line.get(line, -1), "first come first"
         self.latest_in_line[line] = self.submitted[request_id]
 
-    @rule(data=st.data(), lag=st.sampled_from([0, 0, 0, 1, 2, 5]), true=st.booleans())
-    def report(self, data: st.DataObject, lag: int, true: bool) -> None:
-        """One engine reports the truth of a while ago, or anything at all."""
+    @rule(data=st.data(), true=st.booleans())
+    def report(self, data: st.DataObject, true: bool) -> None:
+        """One engine reports the truth, late or without some requests, or anything at all."""
         engine = self.engines[data.draw(st.sampled_from(sorted(self.engines)))]
-        seq = max(engine.last_seq - lag, 0)
+        # A request that was counted in makes the report a late one; others have ended here.
+        names = st.sampled_from(sorted(self.assigned) or [""])
+        uncounted = tuple(data.draw(st.lists(names, max_size=3, unique=True)))
+        if not self.assigned:
+            uncounted = ()
         amount = st.integers(0, 1500)
-        load = [data.draw(amount) for _ in range(4)]
+        load = Load(*(data.draw(amount) for _ in range(5)))
         self.take(
-            engine.report(seq)
+            engine.report(uncounted)
             if true
-            else EngineReport(
-                engine_id=engine.spec.engine_id,
-                assign_seq=seq,
-                unfinished_requests=load[0],
-                unfinished_tokens=load[1],
-                read_queue_tokens=load[2],
-                free_hbm_tokens=load[3],
-                free_buffer_tokens=0,
-            )
+            else EngineReport(engine.spec.engine_id, load, uncounted)
         )
 
     @rule(data=st.data())
@@ -244,7 +236,7 @@ class Twins(RuleBasedStateMachine):
         group = data.draw(st.sampled_from(self.groups))
         for engine in self.engines.values():
             if engine.spec.group == group:
-                self.take(engine.report(engine.last_seq))
+                self.take(engine.report())
         self.fetch_group(group)
 
     def take(self, report: EngineReport) -> None:
@@ -252,11 +244,11 @@ class Twins(RuleBasedStateMachine):
         scheduler.report(
             self.tables,
             self.numbers[report.engine_id],
-            report.assign_seq,
-            report.unfinished_requests,
-            report.unfinished_tokens,
-            report.read_queue_tokens,
-            report.free_hbm_tokens,
+            np.array([int(name) for name in report.uncounted], np.int64),
+            report.load.unfinished_requests,
+            report.load.unfinished_tokens,
+            report.load.read_queue_tokens,
+            report.load.free_hbm_tokens,
         )
 
     @rule(data=st.data(), steps=st.integers(1, 3))
@@ -272,7 +264,7 @@ class Twins(RuleBasedStateMachine):
         for engine_id in (assignment.prefill_engine, assignment.decode_engine):
             assigned = self.engines[engine_id].assigned
             if request_id in assigned:
-                assigned[request_id] = *assigned[request_id][:2], 0
+                assigned[request_id] = assigned[request_id][0], 0
         if steps > 1:
             self.live.apply(PrefillEnded(request_id))
             scheduler.prefill_done(self.tables, int(request_id))
@@ -310,19 +302,19 @@ class Twins(RuleBasedStateMachine):
             assert nodes[tables.READ_Q, engines[NODE, number]] == load.read_queue_tokens
 
     @invariant()
-    def pending_lists_hold_live_requests_in_order(self) -> None:
+    def uncounted_tokens_are_those_of_uncounted_requests(self) -> None:
         if not hasattr(self, "tables"):
             return
         engines, requests = self.tables.engines, self.tables.requests
         for number, spec in enumerate(self.specs):
             role = tables.PREFILL if spec.role is Role.PREFILL else tables.DECODE
-            seq, request = engines[REPORTED_SEQ, number], engines[tables.FIRST_PENDING, number]
-            while request != tables.NONE:
-                assert str(request) in self.assigned
-                assert requests[request, tables.ENGINE + role] == number
-                assert requests[request, tables.ASSIGN_SEQ + role] > seq
-                seq = requests[request, tables.ASSIGN_SEQ + role]
-                request = requests[request, tables.PENDING_AFTER + role]
+            rows = [requests[int(name)] for name in self.engines[spec.engine_id].assigned]
+            uncounted = [
+                int(row[tables.CHARGE + role])
+                for row in rows
+                if row[tables.NOT_IN_REPORT + role] == engines[tables.REPORTS, number]
+            ]
+            assert engines[UNCOUNTED_TOKENS, number] == sum(uncounted)
 
     def teardown(self) -> None:
         """With honest reports everything is served in the end, and nothing stays on the tables."""
@@ -339,18 +331,17 @@ class Twins(RuleBasedStateMachine):
             self.loads_are_the_same()
             assert len(self.submitted) < before, "no progress: starvation"
         engines, groups = self.tables.engines, self.tables.groups
-        for row in (TOK, SEQ, READS, HELD_TOKENS, EXTRA_TOKENS):
+        for row in (TOK, SEQ, READS, HELD_TOKENS, UNCOUNTED_TOKENS):
             assert not engines[row].any()
         assert (engines[FREE_HBM] == engines[tables.HBM]).all()
         assert not groups[tables.PRIVATE_TOKENS].any()
         assert not self.tables.nodes[tables.READ_Q].any()
         ends = self.tables.queues[:, [tables.QUEUE_FIRST, tables.QUEUE_LAST]]
         assert (ends == tables.NONE).all()
-        assert (engines[[tables.FIRST_PENDING, tables.LAST_PENDING]] == tables.NONE).all()
 
     def report_the_truth(self) -> None:
         for engine in self.engines.values():
-            self.take(engine.report(engine.last_seq))
+            self.take(engine.report())
 
 
 TestTwins = Twins.TestCase

@@ -5,12 +5,15 @@ from typing import Any
 
 from tests.unit.router_fakes import NAMESPACE
 
+from dualpath.core import control
 from dualpath.core.cluster import AgentAddress, EngineAddress, GroupRank, Role
 from dualpath.core.control import PROTOCOL_VERSION, Register, Report
+from dualpath.core.request import Request
+from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
+from dualpath.policy.events import Assignment
 from dualpath.router.observe.dashboard.board import Dashboard, Load
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.scheduler.dispatch import AssignmentNote
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.settings import RouterSettings
 from dualpath.router.stages import RequestRecord
@@ -26,7 +29,7 @@ class ReportedCluster:
         self.registry = Registry()
         self.metrics = RouterMetrics(self.registry, dict, self.clock)
         self.open: list[RequestRecord] = []
-        self.assignments: list[AssignmentNote] = []
+        self.placements: list[Any] = []
         self.dashboard = Dashboard(self.registry, self.metrics, self.clock, self.load)
         self.service: Any = SimpleNamespace(
             registry=self.registry,
@@ -39,7 +42,7 @@ class ReportedCluster:
         return self.now_s
 
     def load(self) -> Load:
-        return Load(self.open, waiting=2, running=len(self.open), assignments=self.assignments)
+        return Load(self.open, waiting=2, running=len(self.open), placements=self.placements)
 
     def join(
         self,
@@ -84,12 +87,13 @@ class ReportedCluster:
         state.heard_s = self.now_s
         state.report = Report(
             report_seq=1,
-            assign_seq=0,
-            unfinished_requests=3,
-            unfinished_tokens=600,
-            read_queue_tokens=read_queue_tokens,
-            free_hbm_tokens=3000,
-            free_buffer_tokens=free_buffer_tokens,
+            load=control.Load(
+                unfinished_requests=3,
+                unfinished_tokens=600,
+                read_queue_tokens=read_queue_tokens,
+                free_hbm_tokens=3000,
+                free_buffer_tokens=free_buffer_tokens,
+            ),
             counters={name: float(value) for name, value in counted.items()},
         )
 
@@ -109,19 +113,17 @@ class ReportedCluster:
         self.dashboard.ended(record)
 
     def assign(self, request_id: str, prefill: str, decode: str) -> None:
-        self.assignments.append(
-            AssignmentNote(
-                request_id=request_id,
-                prompt_tokens=100,
-                hit_tokens=80,
-                prefill_engine=prefill,
-                decode_engine=decode,
-                reads=({"side": "decode", "first_token": 0, "tokens": 80},),
-                pe_reason="short-queue",
-                de_reason="low-token min-seq",
-                read_reason="shorter-queue",
-            )
+        assignment = Assignment(
+            request_id=request_id,
+            prefill_engine=prefill,
+            decode_engine=decode,
+            reads=(HitRun(Role.DECODE, BlockRun(0, 5)),),
+            pe_reason="short-queue",
+            de_reason="low-token min-seq",
+            read_reason="shorter-queue",
         )
+        request = Request(request_id, prompt_tokens=100, hit_tokens=80, max_new_tokens=1)
+        self.placements.append(SimpleNamespace(request=request, assignment=assignment))
 
 
 def large_cluster(nodes: int, engines_per_node: int) -> ReportedCluster:

@@ -7,8 +7,9 @@ test.
 """
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
 from tests.control_network import Network
@@ -23,7 +24,7 @@ from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.rates import Rates
 from dualpath.core.sessions import REGISTER_INTERVAL_S
 from dualpath.engine.control.link import RouterSession
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 
 M = TypeVar("M", bound=Message)
@@ -97,6 +98,8 @@ class FakeEngine:
         #: ``KvInHbm`` is late: the router has it only with the answer to its next ``Sync``.
         self.tokens_come_first = False
         self.counters: dict[str, float] = {}
+        self.core_hangs = False
+        self.steps = 0
         self.draining: str | None = None
         self._arrived = asyncio.Event()
         #: By default each process is in a container of its own.
@@ -123,7 +126,7 @@ class FakeEngine:
         self.kv_in_hbm: set[str] = set()
         self.withheld: deque[request_messages.KvInHbm] = deque()
         self.persisted: set[str] = set()
-        self.assign_seq = self.report_seq = 0
+        self.report_seq = 0
         self.writers = {}
         self.connection = network.connect()
         self.session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
@@ -212,16 +215,19 @@ class FakeEngine:
 
     def load(self) -> control.Report:
         self.report_seq += 1
+        self.steps += not self.core_hangs
         return control.Report(
             report_seq=self.report_seq,
-            assign_seq=self.assign_seq,
-            unfinished_requests=len(self.tenants),
-            unfinished_tokens=sum(self.tenants.values()),
-            read_queue_tokens=0,
-            free_hbm_tokens=self.hbm_tokens,
-            free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            load=control.Load(
+                unfinished_requests=len(self.tenants),
+                unfinished_tokens=sum(self.tenants.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=self.hbm_tokens,
+                free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+            ),
             draining=self.draining,
             counters=self.counters,
+            steps=self.steps,
         )
 
     def idle(self) -> bool:
@@ -261,7 +267,6 @@ class FakeEngine:
             else:
                 self._free(request_id)
         self.tenants.clear()
-        self.assign_seq = 0
 
     def answer(self, message: Message) -> None:
         match message:
@@ -274,8 +279,6 @@ class FakeEngine:
                 self._say_withheld()
                 self.send(control.Synced(call_id=message.call_id))
             case request_messages.Assign():
-                assert message.assign_seq == self.assign_seq + 1
-                self.assign_seq = message.assign_seq
                 self.tenants[message.request_id] = message.tokens
                 if message.reserve_blocks > self.buffer_blocks:
                     del self.tenants[message.request_id]
@@ -402,6 +405,11 @@ class FakeCalls:
         self.send_failure: str | None = None
         #: Engines without their HTTP server, though their control link lives.
         self.deaf: set[str] = set()
+        #: Engines with an HTTP server that accepts connections and never answers.
+        self.mute: set[str] = set()
+        #: Calls that each engine's server has, and for how long it has sent nothing of them.
+        self.open: dict[str, dict[str, float | None]] = {}
+        self.inquiries: list[str] = []
         self.transfers: list[transfers.PrefillTransfer] = []
         self.prefills: list[str] = []
         self.decodes: list[str] = []
@@ -415,7 +423,8 @@ class FakeCalls:
         if self.errors:
             raise self.errors.popleft()
         here, there = self.engines[engine.engine_id], self.engines[prefill_transfer.decode_engine]
-        await self._pass("prefill", here)
+        with self._listed(engine, prefill_transfer.request_id):
+            await self._pass("prefill", here)
         if there.dead.is_set() or there.epoch != prefill_transfer.decode_epoch:
             raise TransportError(f"{there.engine_id} is gone")
         self._check_alive(here, engine)
@@ -456,14 +465,16 @@ class FakeCalls:
             wanted = job.keys[block] if block < len(job.keys) else b"partial"
             assert here.content[slot] == wanted
         if self.gate_after_tokens == 0:
-            await self._pass("decode", here)
+            with self._listed(engine, decode_transfer.request_id):
+                await self._pass("decode", here)
         self._check_alive(here, engine)
         here.decode_transfer(decode_transfer.request_id)
         tokens = [*job.prompt_token_ids, *prior]
         left = job.max_new_tokens - len(prior)
         for number in range(left):
             if number and number == self.gate_after_tokens:
-                await self._pass("decode", here)
+                with self._listed(engine, decode_transfer.request_id):
+                    await self._pass("decode", here)
             await self.pause()
             self._check_alive(here, engine)
             tokens.append(next_token(tokens))
@@ -471,9 +482,25 @@ class FakeCalls:
             yield TokenEvent(token_ids=(tokens[-1],), finish_reason="length" if last else None)
 
     async def answers(self, engine: EngineInfo) -> None:
+        if engine.engine_id in self.mute:
+            await asyncio.Event().wait()
         if engine.engine_id in self.deaf:
             raise EngineLostError(f"{engine.engine_id} refuses connections")
         self._check_alive(self.engines[engine.engine_id], engine)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        self.inquiries.append(engine.engine_id)
+        await self.answers(engine)
+        return dict(self.open.get(engine.engine_id, {}))
+
+    @contextlib.contextmanager
+    def _listed(self, engine: EngineInfo, call_id: str) -> Iterator[None]:
+        calls = self.open.setdefault(engine.engine_id, {})
+        calls[call_id] = None
+        try:
+            yield
+        finally:
+            calls.pop(call_id, None)
 
     def _check_alive(self, here: FakeEngine, info: EngineInfo) -> None:
         if here.dead.is_set() or here.epoch != info.epoch:

@@ -14,7 +14,7 @@ from dualpath_lab.faults.matrix import (
     cells_of,
     planned_faults,
 )
-from dualpath_lab.faults.summary import Cell, RouterRecovery, summarize
+from dualpath_lab.faults.summary import RouterRecovery, summarize
 
 CAST = ProcessNames("router", ("pe-0", "pe-1"), ("de-0",))
 RANKS = ProcessNames("router", ("pe-0",), ("de-0",), ("pe-0/1",), ("de-0/1",))
@@ -85,8 +85,9 @@ def test_components_and_faults_may_be_left_out() -> None:
 def test_a_request_counts_in_the_cells_of_the_faults_it_overlapped() -> None:
     turns = [turn(9, 11, Outcome.WELL), turn(11, 21, Outcome.WELL), turn(30, 31, Outcome.WELL)]
     found = summarize(turns, [KILLED_PE, KILLED_ROUTER], DEADLINE_S)
-    pe = found.cells[Cell(Component.PREFILL, Step.READING, Fault.KILL)]
-    router = found.cells[Cell(Component.ROUTER, Step.READING, Fault.KILL)]
+    cells = {(cell.component, cell.step, cell.fault): cell for cell in found.matrix}
+    pe = cells[Component.PREFILL, Step.READING, Fault.KILL]
+    router = cells[Component.ROUTER, Step.READING, Fault.KILL]
     assert (pe.made, pe.outcomes) == (1, {Outcome.WELL: 2})
     assert router.outcomes == {Outcome.WELL: 1}
     assert found.outcomes == {Outcome.WELL: 3}
@@ -119,14 +120,14 @@ def test_an_error_after_one_fault_of_one_engine_is_a_lost_request() -> None:
 
 def test_recovery_of_a_router_ends_with_the_first_token_of_a_request_sent_after_the_kill() -> None:
     turns = [turn(19, 21, Outcome.WELL, 20.5), turn(21, 30, Outcome.WELL, 22.5)]
-    (back,) = summarize(turns, [KILLED_ROUTER], DEADLINE_S).router_recoveries
+    (back,) = summarize(turns, [KILLED_ROUTER], DEADLINE_S).router_back
     assert back == RouterRecovery(answers_s=3, engines_s=3, asked_s=1, token_s=2.5)
 
 
 def test_when_the_next_router_is_killed_before_it_served_only_the_last_kill_counts() -> None:
     again = made(Component.ROUTER, Fault.KILL, 24, 25)
     turns = [turn(23.5, 24, Outcome.CUT), turn(26, 30, Outcome.WELL, 27)]
-    found = summarize(turns, [KILLED_ROUTER, again, KILLED_PE], DEADLINE_S).router_recoveries
+    found = summarize(turns, [KILLED_ROUTER, again, KILLED_PE], DEADLINE_S).router_back
     assert [back.token_s for back in found] == [3]
 
 

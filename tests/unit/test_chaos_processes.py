@@ -12,6 +12,7 @@ from tests.guard import GUARD_S
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import factory
+from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.posix import PosixStorage
 from dualpath_lab.faults.cluster import Relay
 from dualpath_lab.faults.engine_kinds import EmulatedEngines
@@ -26,6 +27,22 @@ from dualpath_lab.faults.tested_process import BlockCounter, FaultyDisk, loaded_
 GEOMETRY = BlockGeometry.uniform(layers=2, block_tokens=4, layer_block_bytes=512)
 KEYS = block_keys(range(16), 4)
 DATA = [memoryview(bytes([i]) * GEOMETRY.full_block_bytes) for i in range(4)]
+
+
+# ---------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("block_tokens", [1, 16, 40])
+def test_shared_dram_holds_as_many_blocks_as_the_option_says(
+    tmp_path: Path, block_tokens: int
+) -> None:
+    settings = EmulatedEnginesSettings(shared_blocks=1, block_tokens=block_tokens, layers=1)
+    block_bytes = int(block_tokens * settings.kv_bytes_per_token)
+    geometry = BlockGeometry.uniform(1, block_tokens, block_bytes)
+    dram = NodeDram(tmp_path, StoreNamespace("m", "f", "l", geometry), settings.shared_bytes)
+    block = memoryview(bytes(block_bytes))
+    dram.add(KEYS[0], block)
+    assert dram.read(KEYS[0], memoryview(bytearray(block_bytes)), whole=True) is not None
 
 
 # ---------------------------------------------------------------------- steps

@@ -133,12 +133,20 @@ def test_a_run_leaves_nothing_in_memory() -> None:
         ("session-end-keeps", "stall a control connection"),
         ("no-quarantine", "hanging transfers"),
         ("checksum-ignored", "rotting storage"),
+        ("call-silence-ignored", "lose a call to an engine"),
+        ("call-silence-ignored", "silence an HTTP server"),
+        ("core-silence-ignored", "hang a core"),
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
         assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
+
+
+def test_a_router_that_breaks_off_slow_calls_is_found_without_any_fault() -> None:
+    with planted("slow-calls-broken-off"):
+        assert any(run_seed(seed, kinds=()).problems for seed in range(1, 60, 5))
 
 
 def test_an_unknown_bug_cannot_be_planted() -> None:

@@ -143,7 +143,7 @@ def test_removing_a_tenant_includes_blocks_that_inherit_it(
     [
         (("rm", "."), "no blocks are selected"),
         (("rm", ".", "--namespace", "wrong_0123456789abcdef"), "has no blocks in this storage"),
-        (("rm", ".", "--unused-for", "soon"), "a time such as 12h"),
+        (("rm", ".", "--unused-for", "soon"), "--unused-for is 'soon'; give a time such as"),
         (("pin", ".", "--chain", "ab"), "--chain needs --namespace"),
         (("pin", ".", "--tenant", "../x"), "cannot be pinned"),
         (("janitor", ".", "--once"), "no limit is given"),

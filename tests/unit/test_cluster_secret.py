@@ -79,7 +79,7 @@ class Router:
     def in_doubt(self) -> list[cluster.Writer]:
         return []
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
         pass
 
 
@@ -93,7 +93,7 @@ class Engine(FakeEngine):
         self.link = ControlLink(
             ZmqRouterConnection(router, secret),
             self.hello,
-            lambda: control.Report(1, 0, 0, 0, 0, 1, 1),
+            lambda: control.Report(1, control.Load(0, 0, 0, 1, 1)),
             self.receive,
             lambda reason: None,
             lambda now_ns: None,
@@ -209,7 +209,7 @@ async def test_a_reachable_control_address_needs_a_secret():
     server = ControlServer(Registry(), Router(), lambda: 0.0, 1000.0)
     for host in ("0.0.0.0", "10.0.0.1", "*", "router.example"):
         with pytest.raises(
-            ConfigError, match=r"no cluster secret.*use 127.0.0.1, or create a secret"
+            ConfigError, match=r"no cluster secret.*use 127.0.0.1 or ::1, or create a secret"
         ):
             await server.start(host, 0)
     with pytest.raises(ConfigError, match=r"10\.0\.0\.1.*DUALPATH_CLUSTER_SECRET"):
@@ -265,6 +265,6 @@ def test_invalid_secrets_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"cannot be read.*openssl rand"):
         load_secret(str(tmp_path / "none"))
     (tmp_path / "empty").touch()
-    with pytest.raises(ConfigError, match="has 0 characters"):
+    with pytest.raises(ConfigError, match="is empty; create a secret with"):
         load_secret(str(tmp_path / "empty"))
     assert len(new_secret()) > MIN_SECRET_CHARACTERS

@@ -163,7 +163,7 @@ def test_a_command_line_built_from_settings_is_equivalent(settings):
         ({"prat": {}}, r"c\.toml: unknown section \[prat\]; did you mean part\?"),
         ({"part": {"cuont": 1}}, r"c\.toml \[part\] cuont: unknown key; did you mean count\?"),
         ({"part": {"count": 0}}, r"c\.toml \[part\] count is 0; it must be at least 1; correct it"),
-        ({"part": {"count": "1"}}, r"count is '1': Expected `int`, got `str`"),
+        ({"part": {"count": "1"}}, r"count is '1'; give a whole number, without quotes"),
         ({"part": {"colour": "rde"}}, r"colour is 'rde'; it must be one of red; did you mean red"),
         ({"part": 3}, r"write \[part\] above it"),
     ],
@@ -177,7 +177,7 @@ def test_a_file_is_refused_by_place(tables, message):
     ("name", "text", "message"),
     [
         ("DUALPATH_PRAT_COUNT", "1", r"is unknown; did you mean DUALPATH_PART_COUNT\?"),
-        ("DUALPATH_PART_COUNT", "many", r"DUALPATH_PART_COUNT is 'many': Expected `int`"),
+        ("DUALPATH_PART_COUNT", "many", r"DUALPATH_PART_COUNT is 'many'; give a whole number"),
         ("DUALPATH_PART_NAMES", "[", "DUALPATH_PART_NAMES is '\\['"),
     ],
 )

@@ -1,6 +1,7 @@
 """What reaches a server before there is a request: bounded in number, in time and in bytes."""
 
 import asyncio
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +11,16 @@ from tests.emulated_cluster import Cluster, cluster
 from tests.guard import GUARD_S
 
 from dualpath.core.modes import Mode
+from dualpath.router import connections as guard
 from dualpath.router.connections import (
+    CROWDED_S,
     LARGEST_HEAD_BYTES,
     ConnectionLimits,
     Connections,
     GuardedConnection,
     Progress,
 )
+from dualpath.router.requests import limits
 from dualpath.router.requests.limits import ArrivingBodies, ArrivingBody, BodyRefusedError
 from dualpath.router.settings import RouterSettings
 
@@ -92,6 +96,47 @@ async def test_one_connection_too_many_gets_an_error():
     first.connection_lost(None)
     _, wire = connect(connections)
     assert not wire.is_closing()
+
+
+@pytest.mark.virtual_time
+async def test_half_heads_of_a_full_server_make_room_for_others():
+    connections = Connections(ConnectionLimits(most=4, quiet_s=30.0))
+    busy, working = connect(connections)
+    idle, keeps_alive = connect(connections)
+    with idle.request():
+        pass
+    with busy.request():
+        half_heads = [connect(connections)[1] for _ in range(2)]
+        _, refused = connect(connections)
+        assert refused.written.startswith(b"HTTP/1.1 429 ")  # they may still send their requests
+        await asyncio.sleep(CROWDED_S + 0.1)
+        for half_head in half_heads:
+            _, admitted = connect(connections)
+            assert half_head.is_closing()
+            assert admitted.written == b""
+        assert not keeps_alive.is_closing()
+        await asyncio.sleep(CROWDED_S + 0.1)
+        for _ in range(3):
+            connect(connections)
+        assert keeps_alive.is_closing()
+        assert not working.is_closing()
+        _, refused = connect(connections)
+        assert refused.written.startswith(b"HTTP/1.1 429 ")
+        assert len(connections) == 4
+
+
+@pytest.mark.virtual_time
+async def test_half_bodies_of_a_full_server_make_room_after_half_heads():
+    connections = Connections(ConnectionLimits(most=3))
+    (half, half_body), (whole, working) = connect(connections), connect(connections)
+    with half.request(lambda: True), whole.request(lambda: False):
+        _, half_head = connect(connections)
+        await asyncio.sleep(CROWDED_S + 0.1)
+        for closed in (half_head, half_body):
+            _, admitted = connect(connections)
+            assert closed.is_closing()
+            assert admitted.written == b""
+        assert not working.is_closing()
 
 
 class Server(asyncio.Protocol):
@@ -196,12 +241,49 @@ async def sent(url: str, request: bytes) -> bytes:
 
 def post(*headers: bytes, path: bytes = b"/v1/completions", body: bytes = b"12345") -> bytes:
     head = b"POST %s HTTP/1.1\r\nHost: x\r\nConnection: close\r\n" % path
+    head += b"Content-Type: application/json\r\n"
     more = b"".join(header + b"\r\n" for header in headers)
     return head + more + b"Content-Length: %d\r\n\r\n" % len(body) + body
 
 
 async def served_as_before(made: Cluster) -> None:
     assert (await made.post(PROMPT, 1))[0] == 200
+
+
+async def halves(url: str, half: bytes, count: int) -> list[asyncio.StreamWriter]:
+    """Open connections that send half a request, as a stranger without a key can."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    opened = []
+    for _ in range(count):
+        _, writer = await asyncio.open_connection(host, int(port))
+        writer.write(half)
+        opened.append(writer)
+    return opened
+
+
+async def test_an_emulated_engine_serves_among_thousands_of_half_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 256))
+    monkeypatch.setattr(guard, "CROWDED_S", 0.0)
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        opened = []
+        post = b"POST /inference/v1/generate HTTP/1.1\r\nContent-Type: application/json\r\n"
+        half_body = post + b"Host: x\r\nContent-Length: 1000000\r\n\r\n{"
+        for role in ("decode-0", "prefill-0"):
+            for half in (b"GET / HTTP/1.1\r\nHost: x\r\nX: ", half_body):
+                opened += await halves(made.engines[role].api_url, half, 1000)
+                for _ in range(3):
+                    await served_as_before(made)
+        for writer in opened:
+            writer.close()
+        await served_as_before(made)
+
+
+def test_a_server_leaves_half_of_its_files_to_its_process(monkeypatch):
+    for files, most in ((1024, 512), (1 << 20, 16384), (resource.RLIM_INFINITY, 16384)):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, files=files: (files, files))
+        assert limits.server_limits() == ConnectionLimits(most=most)
 
 
 async def test_a_body_may_be_large_and_come_fast(tmp_path: Path) -> None:
@@ -220,7 +302,10 @@ async def test_connections_of_a_light_router_end_by_themselves(tmp_path: Path) -
         await served_as_before(made)
 
 
-async def test_a_light_router_refuses_connections_beyond_its_limit(tmp_path: Path) -> None:
+async def test_a_light_router_refuses_connections_beyond_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guard, "CROWDED_S", 10 * GUARD_S)  # both connections are kept
     settings = RouterSettings(mode=Mode.DUALPATH, max_connections=2)
     async with cluster(tmp_path, Mode.DUALPATH, router=settings) as made:
         host, _, port = made.endpoint.removeprefix("http://").partition(":")

@@ -38,6 +38,7 @@ CLUSTERS = {
         *("monitoring.dashboard.enabled=true", "storage.key.existingSecret=sealed"),
     ],
     "a router that stands by": ["model.name=big", "frontEnds.replicas=2", "router.standby=true"],
+    "IPv6": ["model.name=big", "listenHost=::", "frontEnds.replicas=2"],
     "file of settings": ["model.name=big", "config=[router]\nengine_wait_s = 30.0\n"],
 }
 #: The oldest Kubernetes that the chart takes, and the newest that the installed schemas know.
@@ -139,6 +140,19 @@ def test_clients_are_sent_to_front_ends_if_there_are_any():
 
     assert front() == "router"
     assert front("frontEnds.replicas=3") == "frontend"
+
+
+@pytest.mark.parametrize("kind", ["vllm", "emulated"])
+def test_every_process_listens_on_the_host_of_the_settings(kind):
+    emulated = ["kind=emulated", "prefill.deviceResource=", "decode.deviceResource="]
+    found = rendered(
+        *("model.name=qwen2.5-32b", "listenHost=::", "frontEnds.replicas=1"),
+        *(emulated if kind == "emulated" else ()),
+    )
+    words = [word for text in map(yaml.safe_dump, found) for word in text.split()]
+    assert [word for word in words if "0.0.0.0" in word] == []
+    assert sum("--host=::" in word for word in words) == 4
+    assert sum("--control-host=::" in word for word in words) == 1
 
 
 def test_a_rank_in_its_own_pod_requests_only_its_own_devices():

@@ -17,6 +17,7 @@ import pytest
 from tests.docs_blocks import PAGES, ROOT, Block, blocks, commands, marks
 
 from dualpath.cli.main import command_module, main, subcommands
+from dualpath_sim.cli.experiments import LazyParser
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
 CONSOLE = [block for block in BLOCKS if block.language in ("console", "bash", "sh", "shell")]
@@ -43,7 +44,15 @@ def folder(tmp_path, monkeypatch):
     Path("events.jsonl").write_bytes(lzma.decompress(log.read_bytes()))
     Path("storage.key").write_text("0" * 64)
     Path("storage.key").chmod(0o600)
+    for name in ("sql", "chat"):
+        Path("mnt", "adapters", name).mkdir(parents=True)
+        Path("mnt", "adapters", name, "adapter_config.json").write_text("{}")
     return tmp_path
+
+
+def here(words: list[str]) -> list[str]:
+    """Return a command's words with a reader's own numbers, and with /mnt below this directory."""
+    return [NUMBERS.get(word, word).replace("/mnt/", f"{Path.cwd()}/mnt/") for word in words]
 
 
 @functools.cache
@@ -102,7 +111,7 @@ def test_commands_run(block, folder, capsys):
         assert words[0] == "dualpath", f"say above the block why {words[0]!r} is not run"
         safe = words[1] in SAFE or {"--dry-run", "--help"} & set(words)
         assert safe, f"say above the block why 'dualpath {words[1]}' is not run"
-        assert main([*words[1:], *block.run_with.split()]) == 0
+        assert main([*here(words[1:]), *block.run_with.split()]) == 0
         assert capsys.readouterr().out
 
 
@@ -111,8 +120,7 @@ def test_a_page_that_serves_starts_commands_that_can_be_printed(block, folder, c
     for words in commands(block):
         # The lines of the page on GPUs name devices, which few machines have.
         if words[:2] == ["dualpath", "serve"] and "--devices" not in words:
-            options = [NUMBERS.get(word, word) for word in words[2:]]
-            assert main(["serve", "--dry-run", *options]) == 0
+            assert main(["serve", "--dry-run", *here(words[2:])]) == 0
             assert "dualpath router" in capsys.readouterr().out
 
 
@@ -142,6 +150,8 @@ def option_names(parser, words):
     """Options of a parser and of its subcommands that ``words`` name; of all where a word stands
     for any of them.
     """
+    if isinstance(parser, LazyParser):
+        parser.complete()
     yield from parser._option_string_actions
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):

@@ -213,6 +213,7 @@ def test_storage_is_judged_by_rate_direct_io_and_space():
 
 
 def test_a_measurement_writes_and_reads_and_leaves_nothing(tmp_path):
+    (tmp_path / "kv").mkdir()
     measured = storage.measure(tmp_path / "kv", 2 << 20)
     assert measured.size_bytes == 2 << 20
     assert measured.read_bytes_per_s > 0

@@ -159,8 +159,9 @@ async def test_the_router_plans_with_the_blocks_that_a_node_shares(
             second,
             HIT_BLOCKS * GEOMETRY.block_tokens,
         )
-        (note,) = made.service.scheduler.dispatch.recent
-        assert (note.read_reason, [run["side"] for run in note.reads]) == ("kept", ["decode"])
+        (note,) = made.service.status()["assignments"]
+        sides = [run["side"] for run in note["reads"]]
+        assert (note["read_reason"], sides) == ("kept", ["decode"])
         await made.idle()
         sources = Counter.STORAGE_READ_BYTES, Counter.NODE_DRAM_READ_BYTES
         read_bytes = {source: total(made, source) for source in sources}
@@ -245,7 +246,7 @@ async def test_agents_in_a_buffer_for_two_of_them_evict_each_other() -> None:
         assert made.service.metrics.retries == 0
         for engine in made.engines.values():
             report = engine.plane.manager.report()
-            assert report.cached_buffer_tokens <= blocks * GEOMETRY.block_tokens
+            assert report.load.cached_buffer_tokens <= blocks * GEOMETRY.block_tokens
 
 
 async def test_wrong_bytes_in_a_cached_slot_are_found() -> None:
@@ -278,10 +279,10 @@ async def test_a_router_with_caching_disabled_gets_an_empty_buffer(tmp_path: Pat
     async with cluster(tmp_path, Mode.DUALPATH) as made:
         await two_turns(made)
         manager = made.engines["decode-0"].plane.manager
-        assert manager.report().cached_buffer_tokens > 0
+        assert manager.report().load.cached_buffer_tokens > 0
         manager.end_session("the router is gone")
         manager.handle(Registered(peers=(), enable_caching=False))
-        assert manager.report().cached_buffer_tokens == 0
+        assert manager.report().load.cached_buffer_tokens == 0
         assert manager.buffer.free == manager.buffer.capacity
         assert manager.settings.role is Role.DECODE
 

@@ -47,6 +47,24 @@ async def test_two_turns_of_agents_hit_all_that_is_stored_and_every_byte_is_righ
         assert (made.counts(0) > 0) == mode.moves_bytes
 
 
+async def test_reports_count_the_steps_of_a_core_and_none_while_it_is_idle(tmp_path: Path) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH) as made:
+        planes = [engine.plane for engine in made.engines.values()]
+
+        def steps() -> list[int]:
+            return [plane.manager.report().steps for plane in planes]
+
+        idle = steps()
+        for prompt in range(1, 5):
+            await made.ask([prompt, *PROMPT], 9)
+        await made.idle()
+        busy = steps()
+        assert any(new > old for new, old in zip(busy, idle, strict=True))
+        by_role = {plane.settings.engine.role for plane, n in zip(planes, busy, strict=True) if n}
+        assert by_role == set(Role)
+        assert steps() == busy
+
+
 async def test_all_modes_give_the_same_answers_whatever_their_salt(tmp_path: Path) -> None:
     answers = []
     for mode in (Mode.BASIC, Mode.SPLIT, Mode.ORACLE):

@@ -10,11 +10,11 @@ from tests.unit.test_emulated_rank_bytes import agents, moved
 
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.modes import Mode
-from dualpath.core.runs import BlockRun, HitRun
+from dualpath.core.request import Request
 from dualpath.engine.counters import BYTES_OF, Counter
 from dualpath.plan.movements import Place
 from dualpath.plan.steps import PromptLayout, Step, whole_plan
-from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.policy.events import Assignment
 from dualpath.router.settings import RouterSettings
 from dualpath_lab.emulated import process
 from dualpath_lab.emulated.settings import EmulatedSettings
@@ -32,14 +32,9 @@ def join_group(settings: EmulatedSettings) -> GroupRank:
     return GroupRank(group, "start", int(rank), RANKS)
 
 
-def steps_of(note: AssignmentNote) -> list[Step]:
+def steps_of(request: Request, assignment: Assignment) -> list[Step]:
     """The plan of a prompt, which is computed in one pass."""
-    block = GEOMETRY.block_tokens
-    hits = tuple(
-        HitRun(Role(str(read["side"])), BlockRun(0, int(str(read["tokens"])) // block))
-        for read in note.reads
-    )
-    return list(whole_plan(PromptLayout(GEOMETRY, note.prompt_tokens, hits)))
+    return list(whole_plan(PromptLayout(GEOMETRY, request.prompt_tokens, assignment.reads)))
 
 
 @pytest.mark.parametrize("mode", [Mode.BASIC, Mode.ROUND_ROBIN])
@@ -59,10 +54,12 @@ async def test_each_rank_of_a_group_moves_the_planned_bytes_of_its_prompts(
                 context = [*context, *tokens, 7]
         await made.idle()
         planned: dict[str, Tally[str]] = {name: Tally() for name in made.engines}
-        for note in made.service.scheduler.dispatch.recent:
-            for step in steps_of(note):
+        for placed in made.service.scheduler.dispatch.recent:
+            assignment = placed.assignment
+            assert assignment is not None
+            for step in steps_of(placed.request, assignment):
                 at_prefill = {step.source, step.destination} & AT_PREFILL
-                engine = note.prefill_engine if at_prefill else note.decode_engine
+                engine = assignment.at(Role.PREFILL if at_prefill else Role.DECODE).engine_id
                 planned[engine].update(dict.fromkeys(BYTES_OF[step.label], step.bytes))
         for name, running in made.engines.items():
             counted = running.plane.manager.counters.snapshot()

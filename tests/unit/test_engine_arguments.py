@@ -1,6 +1,9 @@
 """A vLLM command line is completed for a DualPath engine; explicit arguments are not changed."""
 
+import logging
+import os
 import socket
+import sys
 from argparse import Namespace
 from types import SimpleNamespace
 
@@ -108,6 +111,34 @@ def test_data_parallel_ranks_may_share_a_server_or_have_one_each(own):
     assert engine_arguments.complete(typed(data_parallel_size=2, **own))
 
 
+def test_kv_memory_in_bytes_overrides_the_variable_of_vllms_cpu_build(monkeypatch, caplog):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "40")
+    engine_arguments.ignore_kv_space_variable(None)
+    assert os.environ["VLLM_CPU_KVCACHE_SPACE"] == "40"
+    engine_arguments.complete(typed(kv_cache_memory_bytes=1 << 30))
+    assert "VLLM_CPU_KVCACHE_SPACE" not in os.environ
+    assert "VLLM_CPU_KVCACHE_SPACE=40 (GiB) of the environment is ignored" in caplog.text
+
+
+def test_a_log_level_reaches_engines_whatever_vllms_level_is(monkeypatch, capsys):
+    theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setLevel(logging.INFO)  # as vLLM sets it
+    monkeypatch.setattr(theirs, "handlers", [handler])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    for name in ("handlers", "level", "propagate"):
+        monkeypatch.setattr(ours, name, getattr(ours, name))
+    monkeypatch.setenv("DUALPATH_LOG_LEVEL", "debug")
+    engine_arguments.join_vllm_logging()
+    logging.getLogger("dualpath.engine").debug("a detail")
+    assert "a detail" in capsys.readouterr().err
+    assert handler.level == logging.INFO
+    monkeypatch.setenv("DUALPATH_LOG_LEVEL", "error")
+    engine_arguments.join_vllm_logging()
+    logging.getLogger("dualpath.engine").warning("a warning")
+    assert capsys.readouterr().err == ""
+
+
 def test_other_servers_are_left_alone():
     for args in (typed(connector="NixlConnector"), Namespace(), typed(connector=None)):
         before = dict(vars(args))
@@ -137,6 +168,15 @@ def test_an_explicit_host_is_in_the_url(host, url):
     args = typed(host=host)
     engine_arguments.complete(args)
     assert settings_of(args).api_url == url
+
+
+def test_an_engine_with_a_certificate_is_reached_over_https():
+    args = typed(ssl_certfile="c.pem", ssl_keyfile="k.pem")
+    engine_arguments.complete(args)
+    assert settings_of(args).api_url == "https://127.0.0.1:8001"
+    args = typed(EXTRA | {"api_url": "http://gateway:1"}, ssl_certfile="c.pem")
+    with pytest.raises(ConfigError, match=r"api_url is 'http://gateway:1'; write https://"):
+        engine_arguments.complete(args)
 
 
 def test_values_given_elsewhere_have_no_defaults(monkeypatch, tmp_path):

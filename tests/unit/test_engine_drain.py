@@ -32,7 +32,7 @@ async def test_under_load_an_engine_drains_without_a_retry(role: Role, tmp_path:
         async with asyncio.timeout(GUARD_S):
             await draining
         assert attempts(made) == {1}
-        assert engine.plane.manager.report().unfinished_requests == 0
+        assert engine.plane.manager.report().load.unfinished_requests == 0
 
         await asyncio.to_thread(engine.plane.membership.leave)
         gone = lambda: len(made.service.registry.alive()) == 3  # noqa: E731
@@ -53,16 +53,16 @@ async def test_an_engine_without_a_router_drains_at_once(tmp_path: Path) -> None
 async def test_pausing_over_http(tmp_path: Path) -> None:
     async with cluster(tmp_path, Mode.DUALPATH, prefill=2) as made:
         url = f"{made.endpoint}/dualpath/v1/engines/prefill-0/pause"
-        async with made.http.post(url) as answer:
+        async with made.http.post(url, json={}) as answer:
             assert (answer.status, await answer.json()) == (
                 200,
                 {"engine_id": "prefill-0", "paused": True},
             )
         for number in range(3):
             await made.ask([number + 1, *PROMPT], 2)
-        used = {note.prefill_engine for note in made.service.scheduler.dispatch.recent}
+        used = {note["prefill_engine"] for note in made.service.status()["assignments"]}
         assert used == {"prefill-1"}
         async with made.http.delete(url) as answer:
             assert (await answer.json())["paused"] is False
-        async with made.http.post(url.replace("prefill-0", "nobody")) as answer:
+        async with made.http.post(url.replace("prefill-0", "nobody"), json={}) as answer:
             assert answer.status == 404

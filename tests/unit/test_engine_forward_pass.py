@@ -10,7 +10,8 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
+from dualpath.engine.passes.step_transfers import PrefillChunk
 
 TOKENS = 3 * GEOMETRY.block_tokens
 BLOCKS = 3
@@ -23,13 +24,13 @@ def cluster() -> Iterator[ToyCluster]:
     made.close()
 
 
-def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PromptPart:
+def part(transfer: PrefillTransfer, chunk: BlockRun, number: int = 0) -> PrefillChunk:
     """``number`` separates the HBM of several requests."""
-    return PromptPart(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
+    return PrefillChunk(transfer, chunk, tuple(range(number * BLOCKS, (number + 1) * BLOCKS)))
 
 
 def run(
-    cluster: ToyCluster, *parts: PromptPart, drafts: Sequence[int] = (), **wrong: str
+    cluster: ToyCluster, *parts: PrefillChunk, drafts: Sequence[int] = (), **wrong: str
 ) -> tuple[dict[str, str], list[str]]:
     """Run a pass; return failures, and the requests reported as ended.
 
@@ -58,7 +59,7 @@ def test_a_prefill_is_confirmed_with_its_last_chunk(cluster: ToyCluster) -> None
 
 
 def pass_with_silence(
-    cluster: ToyCluster, *parts: PromptPart, unwaited: Sequence[int] = (), silent: Sequence[int]
+    cluster: ToyCluster, *parts: PrefillChunk, unwaited: Sequence[int] = (), silent: Sequence[int]
 ) -> dict[str, str]:
     """Run a pass of a model that does not announce some layers, or does not wait for their KV."""
     forward = ForwardPass(cluster.pe.manager, lambda message: None, parts)

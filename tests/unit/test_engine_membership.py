@@ -140,7 +140,25 @@ def test_an_engine_reports_until_it_deregisters(router: Router) -> None:
     assert router.heard_nothing()
 
 
-def test_an_engine_that_has_lost_a_data_plane_thread_ends_its_process(router: Router) -> None:
+def test_an_idle_engine_that_drains_leaves_a_router_that_has_ended(router: Router) -> None:
+    member = membership(router, "router ended")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        member.join(f"http://127.0.0.1:{server.getsockname()[1]}")
+        assert isinstance(router.next(), Register)
+        router.welcome()
+        while isinstance(router.next(), Register):
+            pass
+        drained = threading.Event()
+        member.drain("its process got SIGTERM", drained.set)  # The router sends nothing any more.
+        assert drained.wait(GUARD_S)
+        member.leave()
+    while isinstance(message := router.next(), Report):
+        pass
+    # Only an engine with a session deregisters: it did not wait until the session timed out.
+    assert message == Deregister(reason="engine shuts down")
+
+
+def test_an_engine_whose_data_plane_has_lost_a_thread_ends_its_process(router: Router) -> None:
     ended = threading.Event()
     member = membership(router, "broken", ended.set)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -17,7 +17,7 @@ from dualpath.core.errors import ConfigError, EngineLostError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.counters import Counter
-from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.group import ONE_RANK, RankBoard, RankWork, TimedGroup
 from dualpath.engine.threads import Health
 from dualpath.node.host_process import has_exited, this_process
@@ -177,7 +177,7 @@ def test_a_follower_with_a_model_that_bypasses_the_connector_ends_the_engine(
     cluster: RankedCluster,
 ) -> None:
     transfer = cluster.load("r", KEYS, TOKENS, 0, 0)
-    parts = [PromptPart(transfer, BlockRun(0, BLOCKS), tuple(range(BLOCKS)))]
+    parts = [PrefillChunk(transfer, BlockRun(0, BLOCKS), tuple(range(BLOCKS)))]
 
     def run(rank: int) -> None:
         forward = cluster.prefill.begin_pass(rank, parts)
@@ -202,14 +202,14 @@ def test_slots_are_held_until_the_last_rank_has_copied_them(cluster: RankedClust
     cluster.fabric.stall(DE_FOLLOWER)
     over = take_over(cluster, transfer)
     assert over[0].get(timeout=GUARD_S) is None
-    free = cluster.de.report().free_buffer_tokens
+    free = cluster.de.report().load.free_buffer_tokens
     assert free == cluster.de.manager.buffer_tokens - TOKENS
     assert cluster.de.answers(KvInHbm) == []
     cluster.fabric.wake(DE_FOLLOWER)
     assert over[1].get(timeout=GUARD_S) is None
     cluster.de.answer(KvInHbm, "r")
     cluster.release("r")
-    assert cluster.de.report().free_buffer_tokens == cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens == cluster.de.manager.buffer_tokens
 
 
 def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
@@ -219,8 +219,8 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
     cluster.fabric.fail_next(agent=DE_FOLLOWER)
     cluster.generate([(1, lost)])
     cluster.generate([(2, whole)])
-    while cluster.de.manager._staging.free < 4:
-        assert cluster.de.manager.drain(GUARD_S)
+    while cluster.de.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(GUARD_S)
     assert not cluster.storage.is_stored(lost)
     stored = bytearray(GEOMETRY.full_block_bytes)
     assert cluster.storage.is_stored(whole)
@@ -231,14 +231,14 @@ def test_a_generated_block_that_one_rank_could_not_copy_is_not_stored(
 
 def test_without_free_staging_slots_all_ranks_drop_the_same_blocks(cluster: RankedCluster) -> None:
     keys = prompt_keys(6 * GEOMETRY.block_tokens, "generated")
-    taken = [cluster.de.manager._staging.allocate() for _ in range(3)]
+    taken = [cluster.de.manager.staging.allocate() for _ in range(3)]
     cluster.generate(list(enumerate(keys[:2])))
     for slot in taken:
         assert slot is not None
-        cluster.de.manager._staging.free_slot(slot)
+        cluster.de.manager.staging.free_slot(slot)
     cluster.generate(list(enumerate(keys[2:5])))
-    while cluster.de.manager._staging.free < 4:
-        assert cluster.de.manager.drain(GUARD_S)
+    while cluster.de.manager.staging.free < 4:
+        assert cluster.de.manager.persister.drain(GUARD_S)
     stored = [cluster.storage.is_stored(key) for key in keys]
     assert stored == [True, False, True, True, True, False]
 

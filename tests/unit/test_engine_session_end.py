@@ -38,7 +38,8 @@ def whole(cluster: ToyCluster) -> list[bool]:
     """Whether each engine, PE and DE, has its whole buffer and no request."""
     reports = [(engine.manager, engine.report()) for engine in (cluster.pe, cluster.de)]
     return [
-        report.free_buffer_tokens == manager.buffer_tokens and report.unfinished_requests == 0
+        report.load.free_buffer_tokens == manager.buffer_tokens
+        and report.load.unfinished_requests == 0
         for manager, report in reports
     ]
 
@@ -49,7 +50,7 @@ def test_a_request_that_only_waits_leaves_no_state(cluster: ToyCluster) -> None:
     cluster.de.answer(Reserved, "first")
     cluster.de.assign("second", TOKENS, BLOCKS)
     cluster.de.manager.end_session(OVER)
-    assert cluster.de.report().unfinished_requests == 0
+    assert cluster.de.report().load.unfinished_requests == 0
     assert cluster.de.manager.in_doubt().quarantined == ("first",)
     cluster.de.command(Release(request_id="first", reason="no writer is left"))
     assert whole(cluster) == [True, True]
@@ -63,14 +64,14 @@ def test_a_request_that_decodes_goes_on_and_counts_until_it_ends(cluster: ToyClu
     assert cluster.fill(transfer, HBM) is None
     for _ in range(2):  # the second scheduler is lost as well
         manager.end_session(OVER)
-        assert manager.decodes_without_session
+        assert manager.active.any_detached
         report = cluster.de.report()
-        assert (report.unfinished_requests, report.unfinished_tokens) == (1, TOKENS)
-        assert report.free_buffer_tokens == manager.buffer_tokens
+        assert (report.load.unfinished_requests, report.load.unfinished_tokens) == (1, TOKENS)
+        assert report.load.free_buffer_tokens == manager.buffer_tokens
         assert manager.in_doubt()[:2] == ((), ())
         cluster.de.command(Registered(peers=()))
-    manager.decode_ended("r")
-    assert not manager.decodes_without_session
+    manager.active.ended("r")
+    assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
 
 
@@ -80,10 +81,10 @@ def test_an_ended_request_does_not_count_as_decoding(cluster: ToyCluster) -> Non
     slots = cluster.de.answer(Reserved, "r").slots
     transfer = DecodeTransfer(request_id="r", prompt_tokens=TOKENS, slots=slots)
     assert cluster.fill(transfer, HBM) is None
-    manager.decode_ended("r")
-    assert cluster.de.report().unfinished_requests == 1  # until the router releases it
+    manager.active.ended("r")
+    assert cluster.de.report().load.unfinished_requests == 1  # until the router releases it
     manager.end_session(OVER)
-    assert not manager.decodes_without_session
+    assert not manager.active.any_detached
     assert whole(cluster) == [True, True]
 
 
@@ -109,7 +110,7 @@ def test_the_name_of_an_in_doubt_request_is_not_reused(cluster: ToyCluster) -> N
     """Else the end of the former request's quarantine would free the slots of this one."""
     cluster.load("r", prompt_keys(TOKENS), TOKENS, 0, 0)
     cluster.de.manager.end_session(OVER)
-    cluster.de.command(Assign(assign_seq=1, request_id="r", tokens=TOKENS, reserve_blocks=1))
+    cluster.de.command(Assign(request_id="r", tokens=TOKENS, reserve_blocks=1))
     assert "has not left the engine" in cluster.de.answer(Failed, "r").reason
 
 
@@ -124,7 +125,7 @@ def test_a_pass_under_way_goes_on_and_its_end_is_reported_in_the_next_session(
         if layer == 1:
             manager.end_session(OVER)
             assert manager.in_doubt().unsettled == ("r",)
-            assert not manager.is_active("r")
+            assert not manager.active.is_active("r")
 
     cluster.forward([(transfer, keys, BlockRun(0, BLOCKS), HBM)], lose_router)
     cluster.pe.answer(Released, "r")  # it was sent while no session was open, and lost

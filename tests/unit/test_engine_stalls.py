@@ -93,6 +93,17 @@ def test_a_stalled_peer_costs_one_deadline_and_its_own_requests(
     story.assert_complete(mine)
 
 
+def test_a_core_that_waits_for_a_stalled_peer_does_not_seem_to_hang(story: Story) -> None:
+    mine, theirs = story.load("a"), story.load("b")
+    story.fabric.stall("de-1-epoch-1")
+    before = story.cluster.pe.report().steps
+    story.forward(mine, theirs)
+    passed = story.cluster.pe.report().steps - before
+    # Each layer is a step, and so is each poll of the wait.
+    assert passed >= GEOMETRY.layers + len(story.waits.passed_s)
+    assert story.cluster.pe.report().steps == before + passed
+
+
 def test_the_next_pass_does_not_wait_for_it_again_until_it_moves(story: Story) -> None:
     transfers = {name: story.load(name) for name in "abcd"}
     story.fabric.stall("de-1-epoch-1")
@@ -152,12 +163,12 @@ def test_what_a_late_transfer_may_write_belongs_to_its_request_until_it_is_over(
     assert pe.held.now == set(HBM_OF["b"])
     pe.command(Release(request_id="b", reason="failed"))
     assert pe.answers(Released) == []
-    assert pe.report().unfinished_requests == 1
+    assert pe.report().load.unfinished_requests == 1
     story.fabric.wake("de-1-epoch-1")
     pe.answer(Released, "b")
     pe.held.wait_for_none()
-    assert pe.report().unfinished_requests == 0
-    assert pe.report().free_buffer_tokens == pe.manager.buffer_tokens
+    assert pe.report().load.unfinished_requests == 0
+    assert pe.report().load.free_buffer_tokens == pe.manager.buffer_tokens
 
 
 def test_a_peer_that_joins_again_is_not_stalled(story: Story) -> None:
@@ -197,14 +208,14 @@ def test_a_generated_block_that_left_hbm_too_late_is_never_stored(story: Story) 
     assert de.report().counters[dropped] == 1
     de.hbm[:, 3] = 0xEE  # the engine writes another request's KV there
     story.fabric.wake("de-0-epoch-1")
-    while de.manager._staging.free < 4:  # the late copy frees its slot
-        assert de.manager.drain(GUARD_S)
+    while de.manager.staging.free < 4:  # the late copy frees its slot
+        assert de.manager.persister.drain(GUARD_S)
     assert de.report().counters[dropped] == 4
     assert not any(storage.is_stored(key) for key in (stuck, beside, tried))
     for layer in range(GEOMETRY.layers):
         de.hbm[layer, 5] = np.frombuffer(kv_bytes(stuck, layer), np.uint8)
     de.manager.persist_generated([GeneratedBlock(5, stuck)])
-    assert de.manager.drain(GUARD_S)
+    assert de.manager.persister.drain(GUARD_S)
     assert storage.is_stored(stuck)
 
 

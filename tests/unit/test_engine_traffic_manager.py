@@ -55,9 +55,9 @@ def four_hits(slots: Sequence[int]) -> HitRun:
 def assert_whole(cluster: ToyCluster) -> None:
     for engine in (cluster.pe, cluster.de):
         report = engine.report()
-        assert report.free_buffer_tokens == engine.manager.buffer_tokens
-        assert (report.unfinished_requests, report.unfinished_tokens) == (0, 0)
-        assert report.read_queue_tokens == 0
+        assert report.load.free_buffer_tokens == engine.manager.buffer_tokens
+        assert (report.load.unfinished_requests, report.load.unfinished_tokens) == (0, 0)
+        assert report.load.read_queue_tokens == 0
 
 
 def test_a_look_up_returns_the_longest_stored_prefix(cluster: ToyCluster) -> None:
@@ -147,7 +147,7 @@ def test_a_sync_waits_for_no_look_up() -> None:
     cluster.de.assign("r", TOKENS, 0)
     cluster.de.command(Sync(call_id=99))
     assert cluster.de.answer(Synced) == Synced(call_id=99)
-    assert cluster.de.report().assign_seq == 1
+    assert cluster.de.report().load.unfinished_requests == 1
     assert cluster.de.answers(LookupDone) == []
     gate.set()
     cluster.close()
@@ -217,7 +217,7 @@ def test_a_read_past_its_deadline_is_answered_and_its_late_bytes_are_dropped() -
     assert done.slots[:2] == before[:2]
     assert not set(done.slots) & set(before[2:4])
     cluster.de.command(Release(request_id="r", reason="test"))
-    free_tokens = cluster.de.report().free_buffer_tokens
+    free_tokens = cluster.de.report().load.free_buffer_tokens
     assert free_tokens == cluster.de.manager.buffer_tokens - 2 * GEOMETRY.block_tokens
     gate.set()
     cluster.close()
@@ -242,7 +242,7 @@ def test_a_release_in_mid_read_frees_the_slots_when_the_read_is_over() -> None:
     assert entered.wait(GUARD_S)
     cluster.de.command(Release(request_id="r", reason="client left"))
     cluster.de.answer(Released, "r")
-    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
     gate.set()
     cluster.close()
     assert cluster.de.answers(ReadDone) == []
@@ -259,7 +259,7 @@ def test_a_prefill_engine_confirms_a_release_only_after_its_forward_pass(
         if layer == 2:
             cluster.pe.command(Release(request_id="r", reason="client left"))
             assert cluster.pe.answers(Released) == []
-            assert not cluster.pe.manager.is_active("r")
+            assert not cluster.pe.manager.active.is_active("r")
 
     cluster.forward([(prefill_transfer, keys, BlockRun(0, BLOCKS), HBM)], release)
     cluster.pe.answer(Released, "r")
@@ -309,7 +309,7 @@ def test_a_lost_decode_engine_fails_transfers_under_way_and_is_disconnected(
     assert set(failures) == {"r"}
     cluster.pe.command(PeerDown(engine_id="de-0", epoch="epoch-1", certain=True))
     with pytest.raises(TransportError, match="lost or restarted"):
-        cluster.pe.manager.decode_agents("de-0", "epoch-1")
+        cluster.pe.manager.peers.agents_of("de-0", "epoch-1")
 
 
 def test_slots_of_a_lost_writer_are_quarantined_until_it_is_confirmed_dead(
@@ -320,7 +320,7 @@ def test_slots_of_a_lost_writer_are_quarantined_until_it_is_confirmed_dead(
     cluster.de.command(Release(request_id="r", reason="PE lost", writer_certain=False))
     held_tokens = BLOCKS * GEOMETRY.block_tokens
     whole_tokens = cluster.de.manager.buffer_tokens
-    assert cluster.de.report().free_buffer_tokens == whole_tokens - held_tokens
+    assert cluster.de.report().load.free_buffer_tokens == whole_tokens - held_tokens
     cluster.de.command(Release(request_id="r", reason="PE is dead"))
     assert_whole(cluster)
 
@@ -345,10 +345,10 @@ def test_the_buffer_waits_for_the_prompts_persist_order(cluster: ToyCluster) -> 
     )
     cluster.de.manager.fill_hbm(decode_transfer, HBM, lambda error: over.set())
     assert over.wait(GUARD_S)
-    assert cluster.de.report().free_buffer_tokens < cluster.de.manager.buffer_tokens
+    assert cluster.de.report().load.free_buffer_tokens < cluster.de.manager.buffer_tokens
     cluster.de.command(Persist(request_id="r", first_block=0, keys=tuple(keys[:5])))
     cluster.release("r")
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     assert stored_head(cluster.storage, keys[:5]) == 5
     assert_whole(cluster)
 
@@ -360,7 +360,7 @@ def test_generated_blocks_are_stored_as_in_hbm(cluster: ToyCluster) -> None:
         piece = full_block(keys[0])[start : start + GEOMETRY.bytes_of(0)]
         cluster.de.hbm[layer][9] = list(piece)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[0])])
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     destination = bytearray(GEOMETRY.full_block_bytes)
     assert read_run(cluster.storage, [keys[0]], [memoryview(destination)]).good_blocks == 1
     assert bytes(destination) == full_block(keys[0])
@@ -377,7 +377,7 @@ def test_generated_blocks_have_tenant_and_parent(
 
     monkeypatch.setattr(cluster.storage, "write", write)
     cluster.de.manager.persist_generated([GeneratedBlock(9, keys[1], keys[0], "a" * 16)])
-    assert cluster.de.manager.drain(GUARD_S)
+    assert cluster.de.manager.persister.drain(GUARD_S)
     assert written == [(keys[1], BlockOrigin(keys[0], "a" * 16))]
 
 

@@ -26,7 +26,6 @@ from dualpath_sim.evaluation.report import (
     REASONS,
     Compared,
     FigureReport,
-    as_report,
     comparison_table,
     missed,
     quantity,
@@ -127,7 +126,7 @@ def test_files_carry_setting_and_seed_and_the_papers_numbers(
     reports: list[FigureReport],
 ) -> None:
     for report in reports:
-        text = markdown.page(as_report(report))
+        text = markdown.page(report.report())
         assert "Seed 3." in text
         assert "gamma" in text
         assert not report.compared or "errors mean nothing" in text
@@ -368,3 +367,13 @@ def test_wrong_settings_are_refused_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert "it must be" in error
+
+
+def test_a_rerun_must_give_exactly_the_recorded_numbers(tmp_path: Path) -> None:
+    assert main(["eval", "fig3", "--seed", "7", "--out", str(tmp_path)]) == 0
+    file = tmp_path / "fig3.json"
+    assert json.loads(file.read_text())["targets"][0]["tolerance"] == 0.0
+    assert main(["eval", "fig3", "--check", str(file)]) == 0
+    assert main(["eval", "fig7", "--check", str(file)]) == 2
+    file.write_text(file.read_text().replace('"measured": 1.0', '"measured": 0.0'))
+    assert main(["eval", "fig3", "--check", str(file)]) == 1

@@ -6,9 +6,17 @@ import pytest
 
 from dualpath.core.errors import ConfigError
 from dualpath.report import markdown
-from dualpath_lab.experiments.data_plane import data_plane_report, measure_data_plane
-from dualpath_lab.experiments.report import as_report, write_experiment
+from dualpath_lab.experiments.data_plane import (
+    DATA_PLANE,
+    POSTS,
+    STORAGE,
+    DataPlaneResult,
+    draw,
+)
 from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
+from dualpath_sim.harness.experiment import RawData, Run
+from dualpath_sim.harness.files import write
+from dualpath_sim.harness.run import measure
 
 
 @pytest.mark.parametrize(
@@ -25,20 +33,29 @@ def test_missing_sizes_are_refused(changes: dict[str, object], message: str) -> 
         DataPlaneSettings(**{"storage": "kv", **changes})  # type: ignore[arg-type]
 
 
-def rates(*mb_per_s: float, cpu_s_per_gb: float = 0.5) -> list[Rate]:
-    return [Rate(speed * 1e6, cpu_s_per_gb) for speed in mb_per_s]
+def result(mb_per_s: float, leg: str, cpu_s_per_gb: float = 0.5) -> DataPlaneResult:
+    return DataPlaneResult(busy=0.5, rates={leg: Rate(mb_per_s * 1e6, cpu_s_per_gb)})
 
 
 def test_the_target_is_the_median_ratio_to_a_baseline_of_the_same_round() -> None:
     # The medians alone would be 97 to 100.
-    reads = {Reader.NIXL: rates(50, 100, 300), Reader.READ_QUEUE: rates(48, 97, 288)}
-    moves = {(leg, mover): rates(200) for leg in Leg for mover in Mover}
-    moves[Leg.DE_TO_PE, Mover.TRAFFIC_MANAGER] = rates(170, cpu_s_per_gb=0.8)
-    posts = [PostCost(1, 9e-6, 9e-6, 9e-6), PostCost(100, 30e-6, 20e-6, 1.0)]
-    settings = DataPlaneSettings(storage="kv")
-    report = data_plane_report(settings, "command", reads, moves, posts, 0.5)
+    reads = {Reader.NIXL: (50, 100, 300), Reader.READ_QUEUE: (48, 97, 288)}
+    runs = [
+        Run(cell=reader.value, round=number, result=result(speed, STORAGE))
+        for reader, speeds in reads.items()
+        for number, speed in enumerate(speeds)
+    ]
+    for mover in Mover:
+        slow = mover is Mover.TRAFFIC_MANAGER
+        made = result(170 if slow else 200, Leg.DE_TO_PE.value, 0.8 if slow else 0.5)
+        both = made.rates | {Leg.PE_TO_DE.value: Rate(200e6, 0.5)}
+        moved = DataPlaneResult(busy=0.5, rates=both)
+        runs.append(Run(cell=mover.value, round=0, result=moved))
+    posts = (PostCost(1, 9e-6, 9e-6, 9e-6), PostCost(100, 30e-6, 20e-6, 1.0))
+    runs.append(Run(cell=POSTS, round=0, result=DataPlaneResult(busy=0.5, posts=posts)))
+    page = draw(RawData(experiment="data-plane", settings=DataPlaneSettings(), runs=runs))
 
-    found = {target.what: (target.measured, target.met) for target in report.targets}
+    found = {target.what: (target.measured, target.met) for target in page.results}
     assert found == {
         f"storage reads, relative to {Reader.NIXL}": (pytest.approx(0.96), True),
         f"{Leg.DE_TO_PE}, relative to raw NIXL": (pytest.approx(0.85), False),
@@ -47,7 +64,7 @@ def test_the_target_is_the_median_ratio_to_a_baseline_of_the_same_round() -> Non
         f"{Leg.PE_TO_DE}, CPU s/GB of both ends": (0.5, True),
         "checks and handle of one of 100 descriptors, µs": (pytest.approx(0.5), True),
     }
-    assert "fio, which is not installed" in markdown.page(as_report(report))
+    assert "fio, which is not installed" in markdown.page(page.report())
 
 
 @pytest.mark.nixl
@@ -65,12 +82,11 @@ def test_every_reader_and_mover_transfers_real_bytes(tmp_path: Path) -> None:
         descriptor_counts=(1, 3),
         repeat=1,
     )
-    report = measure_data_plane(settings)
-    assert set(report.data["reads"]) >= {Reader.NIXL, Reader.READ_QUEUE}
-    for found in (*report.data["reads"].values(), *report.data["moves"].values()):
-        for one in found if isinstance(found, list) else [r for v in found.values() for r in v]:
-            assert one["bytes_per_s"] > 0
-    assert [cost["pieces"] for cost in report.data["posts"]] == [1, 3]
+    raw = measure(DATA_PLANE, settings)
+    assert set(raw.cells) >= {Reader.NIXL, Reader.READ_QUEUE, *Mover, POSTS}
+    for run in raw.results:
+        assert all(rate.bytes_per_s > 0 for rate in run.rates.values())
+    assert [cost.pieces for cost in raw.of(POSTS)[0].posts] == [1, 3]
     assert list(tmp_path.iterdir()) == []
-    written = write_experiment(report, tmp_path)
+    written = write(DATA_PLANE.page(raw, "data-plane", "command"), tmp_path)
     assert {path.suffix for path in written} == {".json", ".md", ".png"}

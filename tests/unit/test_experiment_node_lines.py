@@ -1,7 +1,7 @@
 """Plots of links of many nodes."""
 
 from dualpath.report.model import Series
-from dualpath_lab.experiments.jct import merged_by_role
+from dualpath_lab.experiments.runs import merged_by_role
 
 
 def line(name: str, *y: float | None) -> Series:

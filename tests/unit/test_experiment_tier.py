@@ -4,18 +4,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from tests.unit.test_experiments import SNIC_BYTES_PER_S, measured, turn
+from tests.unit.test_experiments import LINKS, SNIC_BYTES_PER_S, measured, turn
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats import read_trace
-from dualpath.workload.replay.client import ReplayOptions
 from dualpath.workload.replay.result import ServerCounters, ToolDelays
-from dualpath_lab.experiments.dram_tier import Share, TierJob, dram_share, tier_report
+from dualpath_lab.experiments.dram_tier import TierResult, dram_share, tier_result
+from dualpath_lab.experiments.dram_tier import draw as draw_tier
 from dualpath_lab.experiments.engine_nodes import EmulatedEngines, simulated_setup
-from dualpath_lab.experiments.runs import Measured, Variant, paired_ratio, run_interleaved
-from dualpath_lab.experiments.sealed_blocks import KINDS, cpu_s_per_gb, sealed_table
+from dualpath_lab.experiments.runs import Measured
+from dualpath_lab.experiments.sealed_blocks import KINDS, SEALED, sealed_result
+from dualpath_lab.experiments.sealed_blocks import draw as draw_sealed
 from dualpath_lab.experiments.settings import (
     EmulatedNodes,
     History,
@@ -29,8 +30,8 @@ from dualpath_lab.experiments.workload import (
     write_histories,
     write_rounds,
 )
-from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.harness.experiment import KeyResult, Page, RawData, Run
 from dualpath_sim.simulator.derived import buffer_bytes, has_dram_tier
 
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
@@ -93,33 +94,6 @@ def test_blocks_of_one_kind_are_stored_once() -> None:
     assert EmulatedEngines(plain).stored_kind(Mode.ORACLE) == "lengths"
 
 
-class _Recorder:
-    """A lab that records its runs."""
-
-    settings = LAB
-
-    def __init__(self) -> None:
-        self.ran: list[tuple[Mode, object]] = []
-
-    def run(self, mode: Mode, _: ReplayOptions, engines: object) -> Measured:
-        self.ran.append((mode, engines))
-        return measured(mode, 1.0 + len(self.ran), dict.fromkeys(NODES, 1.0))
-
-
-def test_variants_run_interleaved_and_are_compared_within_a_round() -> None:
-    lab, engines = _Recorder(), EmulatedEngines(EmulatedNodes())
-    variants = [Variant("a", Mode.DUALPATH, engines), Variant("b", Mode.ORACLE, engines)]
-    messages: list[str] = []
-    runs = run_interleaved(lab, variants, 3, ReplayOptions(), messages.append)  # type: ignore[arg-type]
-    assert [mode for mode, _ in lab.ran] == [Mode.DUALPATH, Mode.ORACLE] * 3
-    assert len(messages) == 6
-    # 2 to 3, 4 to 5, 6 to 7.
-    assert paired_ratio(runs, "a", "b") == pytest.approx(4 / 5)
-    runs["b"] = [runs["b"][2], *runs["b"][:2]]
-    # 2 to 7, 4 to 3, 6 to 5: not the median of one to that of the other.
-    assert paired_ratio(runs, "a", "b") == pytest.approx(6 / 5)
-
-
 def run_of(jct_s: float, read_bytes: float = 0.0, cached_bytes: int = 0) -> Measured:
     """Return a run in which nodes read ``read_bytes`` and a DE had ``cached_bytes`` in DRAM."""
     made = measured(Mode.DUALPATH, jct_s, dict.fromkeys(NODES, read_bytes / 3 / jct_s))
@@ -129,16 +103,24 @@ def run_of(jct_s: float, read_bytes: float = 0.0, cached_bytes: int = 0) -> Meas
     return msgspec.structs.replace(made, client=msgspec.structs.replace(made.client, replay=replay))
 
 
-def tier_job(settings: TierSettings, runs: dict[str, list[Measured]]) -> TierJob:
-    return TierJob(
-        settings=settings,
-        lab=LAB,
-        links=(LinkReport("SNIC", SNIC_BYTES_PER_S, True, "cgroup"),),
-        working_set_bytes=4e8,
-        agents=9,
-        shares=[Share(1.0, 200_000_000), Share(0.25, 50_000_000), Share(0.0, 0)],
-        runs=runs,
+def raw_data(
+    settings: TierSettings, runs: dict[str, list[Measured]]
+) -> RawData[TierSettings, TierResult]:
+    jct = msgspec.structs.replace(settings.jct, agents_per_node=3, lab=LAB)
+    own = msgspec.structs.replace(settings, jct=jct)
+    return RawData(
+        experiment="dram",
+        settings=own,
+        runs=[
+            Run(cell=name, round=number, result=tier_result(run, own, LAB, LINKS, 4e8))
+            for name, done in runs.items()
+            for number, run in enumerate(done)
+        ],
     )
+
+
+def targets(page: Page) -> list[KeyResult]:
+    return [result for result in page.results if result.limit is not None]
 
 
 def test_each_share_has_its_own_target() -> None:
@@ -151,14 +133,15 @@ def test_each_share_has_its_own_target() -> None:
         "0%, tier": [run_of(20.2, 6e8)],
         "oracle": [run_of(10.0)],
     }
-    report = tier_report(tier_job(TierSettings(), runs), "c")
-    fits, part, nothing = report.targets
-    assert [target.met for target in report.targets] == [True, False, True]
+    page = draw_tier(raw_data(TierSettings(), runs))
+    fits, part, nothing = targets(page)
+    assert [target.met for target in targets(page)] == [True, False, True]
     assert fits.measured == pytest.approx(1.04)
     assert part.measured == pytest.approx(1.25)
     assert nothing.measured == pytest.approx(1.01)
     assert dram_share(runs["25%, tier"][0]) == pytest.approx(0.25)
-    assert [row[1] for row in report.tables[1].rows] == ["0%", "100%", "0%", "25%", "0%", "0%"]
+    assert [row[1] for row in page.tables[1].rows] == ["0%", "100%", "0%", "25%", "0%", "0%"]
+    assert "additional DRAM, with and without a tier: 100%: 200 MB" in page.settings[4]
 
 
 def test_only_turns_after_long_enough_pauses_count() -> None:
@@ -178,24 +161,33 @@ def test_only_turns_after_long_enough_pauses_count() -> None:
         for share in ("100%", "25%", "0%")
         for kind in ("no tier", "tier")
     }
-    report = tier_report(tier_job(settings, {**runs, "oracle": [oracle]}), "c")
-    assert [target.measured for target in report.targets] == [pytest.approx(1.05)] * 3
-    assert all(target.limit == 1.1 for target in report.targets)
-    assert any("1 of 2" in line for line in report.settings)
+    page = draw_tier(raw_data(settings, {**runs, "oracle": [oracle]}))
+    assert [target.measured for target in targets(page)] == [pytest.approx(1.05)] * 3
+    assert all(target.limit == 1.1 for target in targets(page))
+    assert any("1 of 2" in line for line in page.settings)
 
 
 def test_the_cost_of_sealing_is_cpu_time_per_stored_byte() -> None:
     """Engines of ``measured`` took 4 CPU-s, for 1 GB written and the bytes read."""
-    runs = {
-        "dualpath, none": [run_of(10.0, 1e9)],
-        "dualpath, authenticated": [run_of(10.5, 1e9)],
-        "dualpath, encrypted": [run_of(11.0, 3e9)],
+    results = {
+        "dualpath, none": sealed_result(run_of(10.0, 1e9), LAB, LINKS),
+        "dualpath, authenticated": sealed_result(run_of(10.5, 1e9), LAB, LINKS),
+        "dualpath, encrypted": sealed_result(run_of(11.0, 3e9), LAB, LINKS),
     }
-    assert cpu_s_per_gb(runs["dualpath, none"][0]) == pytest.approx(2.0, rel=0.01)
-    plain, authenticated, encrypted = sealed_table([Mode.DUALPATH], runs).rows
+    assert results["dualpath, none"].cpu_s_per_gb == pytest.approx(2.0, rel=0.01)
+    raw = RawData(
+        experiment="sealed",
+        settings=SEALED.settings,
+        runs=[Run(cell=name, round=0, result=result) for name, result in results.items()],
+    )
+    page = draw_sealed(raw)
+    plain, authenticated, encrypted = page.tables[0].rows
     assert plain[4:8:3] == ("1.000", "-")
     assert authenticated[4] == "1.050"
     assert encrypted[7] == "-1.00"
+    assert {result.what: result.measured for result in page.results[1:]} == pytest.approx(
+        {"dualpath, authenticated: JCT / plain": 1.05, "dualpath, encrypted: JCT / plain": 1.1}
+    )
 
 
 def test_an_experiment_on_a_tier_needs_one_cluster_and_a_share() -> None:

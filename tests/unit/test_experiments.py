@@ -27,24 +27,26 @@ from dualpath.workload.replay.result import (
 )
 from dualpath_lab.experiments.client import ClientResult
 from dualpath_lab.experiments.engine_nodes import scaled_costs, simulated_setup
-from dualpath_lab.experiments.jct import jct_report
+from dualpath_lab.experiments.jct import JCT, cell_of, draw_jct
 from dualpath_lab.experiments.metered_replay import (
     NodeBytes,
     Sample,
     parse_devices,
     parse_read_bytes,
 )
-from dualpath_lab.experiments.report import ExperimentReport, Target, as_report, write_experiment
-from dualpath_lab.experiments.runs import Job, Measured
-from dualpath_lab.experiments.settings import EmulatedNodes, WindowSettings
+from dualpath_lab.experiments.runs import LabResult, Measured, lab_result
+from dualpath_lab.experiments.settings import EmulatedNodes, JctSettings, WindowSettings
 from dualpath_lab.experiments.simulator_comparison import agent_table, predicted_jct_s
 from dualpath_lab.experiments.workload import Window, windows, write_histories, write_rounds
 from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.harness.experiment import KeyResult, Page, RawData, Run
+from dualpath_sim.harness.files import read, stored, write
 from dualpath_sim.simulator.run import simulate
 
 SNIC_BYTES_PER_S = 50e6
 LAB = LabSettings(name="paper", nodes="1P2D", snic_bytes_per_s=SNIC_BYTES_PER_S)
+LINKS = (LinkReport("SNIC", SNIC_BYTES_PER_S, True, "cgroup"),)
 SETTING = ReplaySetting(
     label="",
     endpoint="http://host",
@@ -125,18 +127,17 @@ def measured(
     )
 
 
-def test_a_report_has_the_bytes_over_each_ranks_cnic() -> None:
-    two = msgspec.structs.replace(job(3.0, 1.0, 1.0), lab=LabSettings(nodes="1P1D", cnics=2))
+def test_a_page_has_the_bytes_over_each_ranks_cnic() -> None:
     nothing = NodeBytes(snic=0, cnic_out=0, cnic_in=0, loopback=0, rails=((0, 0), (5, 5)))
     moved = msgspec.structs.replace(nothing, snic=9, rails=((2_000_000, 10), (3_000_005, 5)))
     run = msgspec.structs.replace(
         measured(Mode.DUALPATH, 1.0, {"pe0": 1e6}),
         samples=[Sample(0.0, {"pe0": nothing}), Sample(1.0, {"pe0": moved})],
     )
-    two = msgspec.structs.replace(two, runs={Mode.DUALPATH: [run]})
+    lab = msgspec.structs.replace(LAB, cnics=2)
     (table,) = (
         t
-        for t in jct_report("x", "", (), [two]).tables
+        for t in draw_jct(raw_data([run], lab=lab, nodes="1P1D")).tables
         if t.title == "1P1D: bytes over the CNIC of each rank"
     )
     assert table.rows == (
@@ -145,7 +146,7 @@ def test_a_report_has_the_bytes_over_each_ranks_cnic() -> None:
     )
 
 
-def test_a_report_has_the_cpu_time_of_dualpaths_engines_by_thread() -> None:
+def test_a_page_has_the_cpu_time_of_dualpaths_engines_by_thread() -> None:
     first = measured(Mode.DUALPATH, 1.0, {"pe0": 1e9})
     assert not thread_rows(first)
     client = msgspec.structs.replace(first.client, thread_cpu_s={"MainThread": 1.0, "native": 3.0})
@@ -155,8 +156,7 @@ def test_a_report_has_the_cpu_time_of_dualpaths_engines_by_thread() -> None:
 
 
 def thread_rows(run: Measured) -> list[tuple[tuple[str, ...], ...]]:
-    one = msgspec.structs.replace(job(3.0, 1.0, 1.0), runs={Mode.DUALPATH: [run]})
-    tables = jct_report("x", "", (), [one]).tables
+    tables = draw_jct(raw_data([run])).tables
     return [t.rows for t in tables if t.columns == ("thread", "CPU-s per GB read")]
 
 
@@ -260,92 +260,113 @@ def test_use_and_balance_of_storage_nics_are_computed_from_the_samples() -> None
     assert even.snic_balance(1.0) == pytest.approx(1.0)
 
 
-def job(basic_s: float, dualpath_s: float, oracle_s: float) -> Job:
-    full = dict.fromkeys(("pe0", "de0", "de1"), SNIC_BYTES_PER_S)
-    nothing = dict.fromkeys(full, 0.0)
-    return Job(
-        lab=LAB,
-        links=(LinkReport("SNIC", SNIC_BYTES_PER_S, True, "cgroup"),),
-        agents=windows(WindowSettings(agents=3, turns=1)),
-        runs={
-            Mode.BASIC: [measured(Mode.BASIC, basic_s, {**nothing, "pe0": SNIC_BYTES_PER_S})],
-            Mode.DUALPATH: [measured(Mode.DUALPATH, dualpath_s, full)],
-            Mode.ORACLE: [measured(Mode.ORACLE, oracle_s, nothing)],
-        },
+def raw_data(
+    runs: list[Measured], lab: LabSettings = LAB, nodes: str = "1P2D"
+) -> RawData[JctSettings, LabResult]:
+    """Return the data of one run per mode on a cluster."""
+    modes = tuple(run.mode for run in runs)
+    settings = JctSettings(nodes=(nodes,), mode=modes, agents_per_node=1, lab=lab)
+    return RawData(
+        experiment="jct",
+        settings=settings,
+        runs=[
+            Run(cell=cell_of(nodes, run.mode), round=0, result=lab_result(run, lab, LINKS))
+            for run in runs
+        ],
     )
 
 
+def job(basic_s: float, dualpath_s: float, oracle_s: float) -> list[Measured]:
+    full = dict.fromkeys(("pe0", "de0", "de1"), SNIC_BYTES_PER_S)
+    nothing = dict.fromkeys(full, 0.0)
+    return [
+        measured(Mode.BASIC, basic_s, {**nothing, "pe0": SNIC_BYTES_PER_S}),
+        measured(Mode.DUALPATH, dualpath_s, full),
+        measured(Mode.ORACLE, oracle_s, nothing),
+    ]
+
+
+def targets(page: Page) -> list[KeyResult]:
+    return [result for result in page.results if result.limit is not None]
+
+
 def test_the_target_of_an_io_bound_job_is_the_ratio_of_all_nics_to_those_of_prefill() -> None:
-    report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
-    ratio, use = report.targets
+    page = draw_jct(raw_data(job(30.0, 10.0, 1.0)))
+    ratio, use = targets(page)
     assert ratio.what == "1P2D: Basic / DualPath, I/O-bound"
     assert ratio.measured == pytest.approx(3.0)
     assert ratio.limit == pytest.approx(2.91)
     assert ratio.met
     assert use.measured == pytest.approx(1.0)
-    assert [row[:4] for row in report.tables[0].rows] == [
+    assert [row[:4] for row in page.tables[0].rows] == [
         ("basic", "30.00", "30.00 - 30.00", "1.00"),
         ("dualpath", "10.00", "10.00 - 10.00", "3.00"),
         ("oracle", "1.00", "1.00 - 1.00", "30.00"),
     ]
-    assert not report.too_busy
+    assert not page.too_busy
+
+
+def test_a_rerun_is_compared_by_times_and_by_ratios_to_basic_and_oracle() -> None:
+    found = {
+        result.what: (result.measured, result.tolerance, result.any_machine)
+        for result in draw_jct(raw_data(job(30.0, 10.0, 1.0))).results
+        if result.limit is None
+    }
+    # Twice the tolerances of medians of three runs.
+    assert found["1P2D dualpath: JCT, s"] == (10.0, 0.2, False)
+    assert found["1P2D dualpath: Basic / JCT"] == (3.0, 0.1, True)
+    assert "1P2D basic: Basic / JCT" not in found
 
 
 def test_where_storage_suffices_the_target_is_oracle() -> None:
-    report = jct_report("jct", "c", (), [job(30.0, 20.0, 25.0)])
-    (target,) = report.targets
+    (target,) = targets(draw_jct(raw_data(job(30.0, 20.0, 25.0))))
     assert target.what == "1P2D: DualPath / Oracle, SNICs suffice"
     assert target.met
     assert "80%" in target.note
-    between = jct_report("jct", "c", (), [job(30.0, 20.0, 15.0)])
-    assert between.targets == ()
+    assert targets(draw_jct(raw_data(job(30.0, 20.0, 15.0)))) == []
 
 
 def test_the_target_is_oracle_also_where_basic_was_not_run() -> None:
-    full = job(30.0, 20.0, 25.0)
-    runs = {mode: full.runs[mode] for mode in (Mode.DUALPATH, Mode.ORACLE)}
-    (target,) = jct_report("jct", "c", (), [msgspec.structs.replace(full, runs=runs)]).targets
+    (target,) = targets(draw_jct(raw_data(job(30.0, 20.0, 25.0)[1:])))
     assert target.measured == pytest.approx(0.8)
 
 
 def test_split_reads_have_targets_with_or_without_the_papers_rule() -> None:
-    full = job(30.0, 20.0, 25.0)
-    both = {**full.runs, Mode.SPLIT: full.runs[Mode.DUALPATH]}
-    alone = {mode: both[mode] for mode in (Mode.SPLIT, Mode.ORACLE)}
+    basic, dualpath, oracle = job(30.0, 20.0, 25.0)
+    split = msgspec.structs.replace(dualpath, mode=Mode.SPLIT)
     for runs, titles in (
-        (both, ["1P2D: DualPath / Oracle", "1P2D: DualPath, split read / Oracle"]),
-        (alone, ["1P2D: DualPath, split read / Oracle"]),
+        (
+            [basic, dualpath, oracle, split],
+            ["1P2D: DualPath / Oracle", "1P2D: DualPath, split read / Oracle"],
+        ),
+        ([oracle, split], ["1P2D: DualPath, split read / Oracle"]),
     ):
-        report = jct_report("jct", "c", (), [msgspec.structs.replace(full, runs=runs)])
-        assert [target.what.removesuffix(", SNICs suffice") for target in report.targets] == titles
+        found = targets(draw_jct(raw_data(runs)))
+        assert [target.what.removesuffix(", SNICs suffice") for target in found] == titles
 
 
-def test_a_report_is_written_as_files(tmp_path: Path) -> None:
-    report = jct_report("jct", "dualpath lab bench jct", ("Seed 0.",), [job(30.0, 10.0, 1.0)])
-    names = [path.name for path in write_experiment(report, tmp_path / "new")]
+def test_a_page_is_written_as_files(tmp_path: Path) -> None:
+    page = JCT.page(stored(JCT, raw_data(job(30.0, 10.0, 1.0))), "jct", "dualpath lab bench jct")
+    names = [path.name for path in write(page, tmp_path / "new")]
     assert names == ["jct.json", "jct.md", "jct.png"]
     text = (tmp_path / "new" / "jct.md").read_text()
     assert "Measured by `dualpath lab bench jct`." in text
     assert "≥ 2.91" in text
     assert "![Job completion time on shaped links](jct.png)" in text
-    written = msgspec.json.decode((tmp_path / "new" / "jct.json").read_bytes())
-    assert written["data"]["jobs"][0]["runs"]["basic"][0]["jct_s"] == 30.0
+    recorded = read(tmp_path / "new" / "jct.json")
+    raw = JCT.recorded(recorded.data)
+    assert raw is not None
+    assert raw.of("1P2D basic")[0].jct_s == 30.0
+    assert JCT.page(raw, recorded.name, recorded.command) == page
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
-        write_experiment(report, tmp_path / "file")
+        write(page, tmp_path / "file")
 
 
 def test_a_missed_target_is_shown_as_no() -> None:
-    report = ExperimentReport(
-        name="x",
-        title="X",
-        command="c",
-        settings=(),
-        tables=(),
-        targets=(Target("ratio", 1.8, 1.9, True), Target("cost", 0.6, 0.7, False)),
-    )
-    assert [target.met for target in report.targets] == [False, True]
-    assert "| no " in markdown.page(as_report(report))
+    page = Page(results=(KeyResult("ratio", 1.8, 1.9), KeyResult("cost", 0.6, 0.7, at_least=False)))
+    assert [target.met for target in page.results] == [False, True]
+    assert "| no " in markdown.page(page.report())
 
 
 def test_the_simulator_gets_the_settings_of_the_lab() -> None:

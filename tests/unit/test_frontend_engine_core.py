@@ -86,6 +86,20 @@ async def test_tokens_are_output_with_their_finish_reason():
     assert failures == []
 
 
+@pytest.mark.parametrize(
+    "fields", [{"extra_args": {"a": "\ud800"}}, {"bad_words": ["\ud800"]}, {"stop": ["\udfff"]}]
+)
+async def test_a_lone_surrogate_is_the_clients_mistake(fields):
+    service = ListedService(r=[TokenEvent((5,), finish_reason="length")])
+    core, failures = core_of(service)
+    await core.add_request_async(request("r", sampling_params=SamplingParams(**fields)))
+    await outputs_until_idle(core)
+    ((_, error),) = failures
+    assert isinstance(error, BadRequestError)
+    assert "lone surrogate" in str(error)
+    assert service.jobs == []
+
+
 async def test_the_first_output_reports_cached_tokens():
     service = ListedService(r=[TokenEvent((5,), finish_reason="length", cached_tokens=64)])
     core, _ = core_of(service)

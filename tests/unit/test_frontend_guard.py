@@ -171,7 +171,11 @@ async def test_one_of_each_refusal_is_counted_also_by_layers_that_are_vllms(guar
         if sample.name == "dualpath:http_refusals_total"
     ]
     counted = {sample.labels["reason"]: sample.value for sample in samples}
-    assert counted == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.OVERLOADED: 2}
+    assert counted == {
+        **dict.fromkeys(HttpRefusal, 1),
+        HttpRefusal.OVERLOADED: 2,
+        HttpRefusal.FOREIGN_PAGE: 0,  # no page has the key
+    }
 
 
 async def test_every_route_of_vllms_server_requires_a_key():
@@ -191,6 +195,29 @@ async def test_every_route_of_vllms_server_requires_a_key():
     answers = {(m, p): (await client.request(m, p)).status_code for m, p in asked if p not in OPEN}
     assert {status for status in answers.values()} == {401}
     assert (await client.get("/no-such-path")).status_code == 401
+
+
+async def test_no_route_of_vllms_server_serves_a_foreign_page():
+    args = parse_front_end_arguments(FrontEndSettings(model="m"))
+    args.middleware = middleware_names()
+    app = build_app(args, ("generate",))
+    with_state(app, Service())
+    transport = httpx.ASGITransport(app)
+    attacks = (
+        {"Host": "evil.example", "Origin": "http://evil.example"},
+        {"Origin": "http://evil.example"},
+        {"Origin": "null"},
+    )
+    async with httpx.AsyncClient(transport=transport, base_url="http://router") as client:
+        for route in app.routes:
+            path = getattr(route, "path", "")
+            for method in getattr(route, "methods", None) or ("GET", "POST"):
+                for headers in attacks if path not in OPEN else ():
+                    answer = await client.request(method, path, headers=headers)
+                    assert answer.status_code == 403, (method, path, headers)
+        # A browser asks before it sends JSON from elsewhere; CORS of vLLM would allow it.
+        asked = {"Origin": "http://evil.example", "Access-Control-Request-Method": "POST"}
+        assert (await client.options("/v1/completions", headers=asked)).status_code == 403
 
 
 @pytest.mark.parametrize("field", ["structured_outputs", "response_format", "stream_options"])

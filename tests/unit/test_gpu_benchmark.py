@@ -1,6 +1,5 @@
 """The GPU benchmark on a CPU: streamed and unstreamed results are equal; times are not checked."""
 
-import json
 from typing import Any
 
 import pytest
@@ -10,19 +9,25 @@ pytest.importorskip("torch")
 import torch
 
 from dualpath.core.errors import ConfigError
-from dualpath_lab.benchmarks.gpu.__main__ import main
+from dualpath_lab.benchmarks.gpu.experiments import (
+    GPU_COPIES,
+    GPU_PREFILL,
+    CopiesSettings,
+    PrefillSettings,
+    fit_layer_times,
+)
 from dualpath_lab.benchmarks.gpu.geometry import DEEPSEEK, QWEN, TINY_GQA, TINY_MLA
 from dualpath_lab.benchmarks.gpu.machine import open_machine
 from dualpath_lab.benchmarks.gpu.prefill import (
     Prefill,
     PrefillCase,
     Stack,
-    fit_layer_times,
     measure_prefill,
 )
+from dualpath_sim.harness.run import measure
 
 CPU = torch.device("cpu")
-QUICK = ["--device", "cpu", "--tiny", "--warm-up", "0", "--repeats", "1"]
+QUICK: dict[str, Any] = {"device": "cpu", "tiny": True, "warm_up": 0, "repeats": 1}
 WAYS = ["alone", "load, then compute"] + [f"streamed, {n} buffers" for n in (1, 2, 3)]
 
 
@@ -41,18 +46,15 @@ def case(geometry, cached=8, append=4):
     )  # fmt: skip
 
 
-def test_streamed_prefill_computes_and_sends_the_same_as_unstreamed(tmp_path):
-    out = tmp_path / "prefill.json"
-    main(["prefill", *QUICK, "--feed-forward", "--out", str(out)])
-    document = json.loads(out.read_text())
-    assert document["measures_a_gpu"] is False
-    assert document["settings"]["seed"] == 0
-    results = document["prefill"]
-    assert len(results) == 2 * 2 * 3 * 2  # models, feed-forward, cached, append
-    for result in results:
+def test_streamed_prefill_computes_and_sends_the_same_as_unstreamed():
+    raw = measure(GPU_PREFILL, PrefillSettings(feed_forward=True, **QUICK))
+    assert len(raw.results) == 2 * 2 * 3 * 2  # models, feed-forward, cached, append
+    for result in raw.results:
         assert list(result["times"]) == WAYS
         assert result["largest_difference"] == 0.0
-    assert {fit["model"] for fit in document["layer_time_estimate"]} == {"tiny-mla", "tiny-gqa"}
+    page = GPU_PREFILL.page(raw, "gpu-prefill", "command")
+    assert page.settings[0].startswith("On a CPU: this only shows that the program works")
+    assert {row[0] for row in page.tables[1].rows} == {"tiny-mla", "tiny-gqa"}
 
 
 @pytest.mark.parametrize("geometry", [TINY_MLA, TINY_GQA], ids=lambda g: g.name)
@@ -79,13 +81,14 @@ def test_a_prompt_in_two_parts_is_computed_like_one(geometry):
 
 
 def test_every_copy_method_copies_the_right_bytes():
-    document: dict[str, Any] = main(["copies", *QUICK])
-    for result in document["copies"]:
+    raw = measure(GPU_COPIES, CopiesSettings(**QUICK))
+    for result in raw.results:
         assert {way: row["right"] for way, row in result["ways"].items()} == {
             "torch, one by one": True,
             "one copy and a kernel": True,
             "one copy": True,
         }
+    assert GPU_COPIES.page(raw, "gpu-copies", "command").results
 
 
 def test_the_estimate_recovers_a_known_rate():

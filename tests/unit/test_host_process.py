@@ -74,7 +74,8 @@ def test_an_engine_is_dead_when_each_of_its_ranks_is() -> None:
 def child() -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
         [sys.executable, "-c", "print(flush=True); input()"],
-        **dict.fromkeys(("stdin", "stdout"), subprocess.PIPE),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None

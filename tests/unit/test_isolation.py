@@ -1,10 +1,8 @@
 """The isolation experiment without a lab: its plan, its messages, its report."""
 
-import math
 import socket
 from collections.abc import Iterator
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,16 +11,16 @@ from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError
 from dualpath.plan.traffic_class import DEFAULT_KV_PORTS
 from dualpath.report import markdown
-from dualpath.report.files import as_json
 from dualpath_lab.experiments.isolation import (
     P99_TARGET,
-    Run,
-    Runs,
-    isolation_report,
+    Cell,
+    IsolationResult,
+    draw,
     percentile,
     size_name,
+    slowdown,
+    valid,
 )
-from dualpath_lab.experiments.isolation_bulk import BulkChecked
 from dualpath_lab.experiments.isolation_exchange import Channel, ExchangeOrder, Rounds
 from dualpath_lab.experiments.isolation_settings import (
     EXCHANGE_PORT,
@@ -33,9 +31,9 @@ from dualpath_lab.experiments.isolation_settings import (
     bulk_ports,
     flows,
 )
-from dualpath_lab.experiments.report import as_report
 from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.machine import nodes
+from dualpath_sim.harness.experiment import RawData, Run
 
 SIZE = 1 << 20
 SETTINGS = IsolationSettings(message_bytes=(SIZE,), legs=(Leg.CNIC,), repeat=3)
@@ -165,26 +163,42 @@ def test_a_closed_connection_is_an_error(channels: tuple[Channel, Channel]) -> N
 
 
 def run(
-    case: Case, repetition: int, round_ms: tuple[float, ...], busy: float = 0.3, wrong: int = 0
-) -> Run:
-    return Run(
+    case: Case, repetition: int, round_ms: tuple[float, ...], busy: float = 0.3, **wrong: int
+) -> Run[IsolationResult]:
+    round_s = [one / 1e3 for one in round_ms]
+    result = IsolationResult(
         leg=Leg.CNIC,
         case=case,
-        repetition=repetition,
         message_bytes=SIZE,
-        round_s=tuple(one / 1e3 for one in round_ms),
+        rounds=len(round_s),
+        p50_s=percentile(round_s, 50),
+        p90_s=percentile(round_s, 90),
+        p99_s=percentile(round_s, 99),
         late=0,
-        wrong_messages=wrong,
+        wrong_messages=wrong.get("messages", 0),
         bulk_bytes_per_s=0.0 if case is Case.ALONE else 100e6,
         busy=busy,
-        rejected=0,
+        checked_blocks=512,
+        wrong_blocks=wrong.get("blocks", 0),
+        links=LINKS,
     )
+    return Run(cell=cell(case).name, round=repetition, result=result)
 
 
-def runs_of(alone_ms: tuple[float, ...], qos_ms: tuple[float, ...]) -> list[Run]:
+def cell(case: Case) -> Cell:
+    return Cell(Leg.CNIC, case, SIZE)
+
+
+def runs_of(alone_ms: tuple[float, ...], qos_ms: tuple[float, ...]) -> list[Run[IsolationResult]]:
     """One run of one round per repetition and case."""
     found = [run(Case.ALONE, i, (ms,)) for i, ms in enumerate(alone_ms)]
     return found + [run(Case.QOS, i, (ms,)) for i, ms in enumerate(qos_ms)]
+
+
+def raw_data(
+    runs: list[Run[IsolationResult]],
+) -> RawData[IsolationSettings, IsolationResult]:
+    return RawData(experiment="isolation", settings=SETTINGS, runs=runs)
 
 
 @given(st.lists(st.integers(), min_size=1), st.integers(1, 100))
@@ -196,55 +210,48 @@ def test_a_percentile_is_a_value_that_this_share_does_not_exceed(values: list[in
 
 def test_a_slowdown_is_taken_within_a_repetition() -> None:
     # The machine was twice as slow in the second repetition and odd in the third.
-    counted = Runs(runs_of((10, 20, 10), (11, 22, 90)), most_busy=0.85)
-    assert counted.slowdown(Leg.CNIC, SIZE, Case.QOS, 99) == pytest.approx(1.1)
-    assert counted.round_s(Leg.CNIC, SIZE, Case.QOS, 99) == pytest.approx(0.022)
+    counted = valid(raw_data(runs_of((10, 20, 10), (11, 22, 90))))
+    assert slowdown(counted, cell(Case.QOS), 99) == pytest.approx(1.1)
 
 
 def test_runs_on_a_busy_machine_do_not_count_and_neither_do_their_partners() -> None:
     runs = [*runs_of((10, 10), (11, 11)), run(Case.ALONE, 2, (1,), busy=0.9)]
     runs.append(run(Case.QOS, 2, (99,)))
-    counted = Runs(runs, most_busy=0.85)
-    assert counted.dropped == 1
-    assert counted.slowdown(Leg.CNIC, SIZE, Case.QOS, 99) == pytest.approx(1.1)
+    counted = valid(raw_data(runs))
+    assert len(counted.runs) == len(runs) - 1
+    assert slowdown(counted, cell(Case.QOS), 99) == pytest.approx(1.1)
 
 
 @pytest.mark.parametrize(("qos_ms", "met"), [(10 * P99_TARGET - 0.01, True), (10.6, False)])
 def test_the_target_is_the_p99_with_bulk_over_the_p99_alone(qos_ms: float, met: bool) -> None:
-    checks = [BulkChecked(512, 0)]
-    report = isolation_report(SETTINGS, runs_of((10,), (qos_ms,)), checks, LINKS)
-    assert [target.met for target in report.targets] == [met, True]
-    assert report.targets[0].measured == pytest.approx(qos_ms / 10)
+    page = draw(raw_data(runs_of((10,), (qos_ms,))))
+    assert [target.met for target in page.results] == [met, True]
+    assert page.results[0].measured == pytest.approx(qos_ms / 10)
 
 
 def test_without_a_valid_run_the_target_is_missed() -> None:
-    runs = [run(case, 0, (1.0,), busy=0.99) for case in Case]
-    report = isolation_report(SETTINGS, runs, [BulkChecked(1, 0)], LINKS)
-    assert report.targets[0].measured == math.inf
-    assert not report.targets[0].met
-    assert "3 left out" in markdown.page(as_report(report))
-    assert {cell for row in report.tables[0].rows for cell in row[1:]} == {"-"}
+    page = draw(raw_data([run(case, 0, (1.0,), busy=0.99) for case in Case]))
+    assert page.results[0].measured is None
+    assert not page.results[0].met
+    assert "3 left out" in markdown.page(page.report())
+    assert {cell for row in page.tables[0].rows for cell in row[1:]} == {"-"}
 
 
 def test_wrong_bytes_miss_their_own_target() -> None:
-    runs = [*runs_of((10,), (10,)), run(Case.NO_QOS, 0, (20,), wrong=2)]
-    report = isolation_report(SETTINGS, runs, [BulkChecked(512, 3)], LINKS)
-    assert report.targets[1].measured == 5
-    assert not report.targets[1].met
+    runs = [*runs_of((10,), (10,)), run(Case.NO_QOS, 0, (20,), messages=2, blocks=3)]
+    page = draw(raw_data(runs))
+    assert page.results[1].measured == 5
+    assert not page.results[1].met
 
 
-def test_a_report_compares_every_case_with_alone_and_has_every_run() -> None:
-    runs = [*runs_of((10,), (10.2,)), run(Case.NO_QOS, 0, (25,))]
-    report = isolation_report(SETTINGS, runs, [BulkChecked(512, 0)], LINKS)
-    rows = {row[0]: row for row in report.tables[0].rows}
+def test_a_page_compares_every_case_with_alone() -> None:
+    page = draw(raw_data([*runs_of((10,), (10.2,)), run(Case.NO_QOS, 0, (25,))]))
+    rows = {row[0]: row for row in page.tables[0].rows}
     assert rows["bulk, no QoS, 1 MiB"][5] == "2.500"
     assert rows["bulk, QoS, 1 MiB"][5] == "1.020"
     # 100 MB/s on the two links from DEs to PEs of a 2P2D lab.
     assert rows["bulk, QoS, 1 MiB"][7] == "40%"
-    assert report.panels[0].series[1].y == pytest.approx((10, 25, 10.2))
-    data = msgspec.json.decode(as_json(report, 6))["data"]
-    assert [one["p99_s"] for one in data["runs"]] == pytest.approx([0.01, 0.0102, 0.025])
-    assert data["settings"]["legs"] == ["CNIC"]
+    assert page.panels[0].series[1].y == pytest.approx((10, 25, 10.2))
 
 
 def test_sizes_have_units() -> None:

@@ -18,6 +18,7 @@ from dualpath_lab.experiments.roles import (
     simulated,
 )
 from dualpath_lab.experiments.settings import RoleShiftSettings
+from dualpath_sim.harness.run import measure
 
 SETTINGS = RoleShiftSettings()
 
@@ -100,7 +101,7 @@ def test_the_policys_switch_time_is_measured_and_both_sides_are_in_one_report(
         return LiveRun(RoleRun(130.0, changes), 0.9, 2.0)
 
     monkeypatch.setattr(roles, "run_live", play)
-    found = roles.measure_roles(SETTINGS, "dualpath lab bench roles")
+    found = roles.draw(measure(roles.ROLES, SETTINGS))
     fixed, moving = asked
     assert fixed is None
     assert moving.prefill_node_tokens_per_s == prefill_tokens_per_s(SETTINGS)
@@ -112,7 +113,7 @@ def test_the_policys_switch_time_is_measured_and_both_sides_are_in_one_report(
     assert changes.rows[0][:2] == ("decode-bound, to decode", "40.0")
     assert changes.rows[1][1] == "-"
     assert not next(
-        t for t in found.targets if t.what.startswith("difference in numbers of changes")
+        t for t in found.results if t.what.startswith("difference in numbers of changes")
     ).met
     measured = found.panels[0].series[0]
     assert (measured.x, measured.y) == ((0.0, 40.0, 130.0), (3.0, 2.0, 2.0))

@@ -1,5 +1,7 @@
 """Each cell is a measurement, interrupted ones are continued, the page names missing cells."""
 
+from pathlib import Path
+
 import msgspec
 import pytest
 
@@ -7,22 +9,27 @@ from dualpath.core.errors import EngineLostError
 from dualpath.node.machine import this_machine
 from dualpath.report import markdown
 from dualpath.workload.replay.result import Distribution
-from dualpath_lab.benchmarks.peers import comparison, matrix
-from dualpath_lab.benchmarks.peers.comparison import DUALPATH, Stack, measurement, parse_arguments
+from dualpath_lab.benchmarks.peers import comparison
+from dualpath_lab.benchmarks.peers.comparison import DUALPATH, Stack
 from dualpath_lab.benchmarks.peers.matrix import (
+    PEERS_MATRIX,
     Agents,
     Bound,
-    Cell,
     Fits,
-    cells,
-    matrix_report,
+    MatrixSettings,
+    Regime,
+    draw_regimes,
+    read_regimes,
+    regimes,
     waits_for,
 )
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
-from dualpath_lab.experiments.report import as_report
 from dualpath_lab.models.random_models import KV_BYTES
+from dualpath_sim.harness.experiment import RawData, Run
+from dualpath_sim.harness.run import measure
 
-CELL = Cell(Agents.SHORT, Bound.STORAGE, Fits.NOTHING, pauses=False)
+PUBLISHED = Path(__file__).parents[2] / "docs" / "evaluation" / "peers" / "cells"
+REGIME = Regime(Agents.SHORT, Bound.STORAGE, Fits.NOTHING, pauses=False)
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
 
@@ -48,136 +55,115 @@ def run(stack: str, jct_s: float, *, failed: int = 0, read_bytes: int = 0) -> Ru
 
 
 def measured(*runs: RunRecord):
-    return measurement(CELL.arguments([]), list(runs))
+    return RawData(
+        experiment="peers",
+        settings=REGIME.settings(MatrixSettings()),
+        runs=[Run(cell=run.stack, round=n, result=run) for n, run in enumerate(runs)],
+        machine=this_machine(),
+    )
 
 
-def test_every_combination_is_a_cell_with_a_unique_name():
-    found = list(cells())
-    assert len(found) == len({cell.name for cell in found}) == 36
+def test_every_combination_is_a_regime_with_a_unique_name():
+    found = list(regimes())
+    assert len(found) == len({regime.name for regime in found}) == 36
 
 
-@pytest.mark.parametrize("cell", list(cells()), ids=lambda cell: cell.name)
-def test_agents_fit_the_model_and_one_context_fits_the_dram(cell):
-    args = cell.arguments([])
-    longest = max(comparison.session(args, n).trajectory.total_tokens for n in range(args.agents))
-    assert longest <= args.max_model_len
-    assert args.dram_mib << 20 >= longest * KV_BYTES
-    assert args.max_model_len * KV_BYTES <= args.hbm_mib << 20
+@pytest.mark.parametrize("regime", list(regimes()), ids=lambda regime: regime.name)
+def test_agents_fit_the_model_and_one_context_fits_the_dram(regime):
+    settings = regime.settings(MatrixSettings())
+    sessions = [comparison.session(settings, n) for n in range(settings.agents)]
+    longest = max(one.trajectory.total_tokens for one in sessions)
+    assert longest <= settings.max_model_len
+    assert settings.dram_mib << 20 >= longest * KV_BYTES
+    assert settings.max_model_len * KV_BYTES <= settings.hbm_mib << 20
 
 
 def test_dram_holds_all_agents_a_quarter_of_them_or_one():
     def dram_bytes(fits: Fits) -> int:
-        cell = Cell(Agents.SHORT, Bound.STORAGE, fits, pauses=False)
-        dram_mib: int = cell.arguments([]).dram_mib
-        return dram_mib << 20
+        regime = Regime(Agents.SHORT, Bound.STORAGE, fits, pauses=False)
+        return regime.settings(MatrixSettings()).dram_mib << 20
 
-    args = CELL.arguments([])
+    settings = REGIME.settings(MatrixSettings())
     working_set_bytes = KV_BYTES * sum(
-        comparison.session(args, n).trajectory.total_tokens for n in range(args.agents)
+        comparison.session(settings, n).trajectory.total_tokens for n in range(settings.agents)
     )
     assert dram_bytes(Fits.ALL) > working_set_bytes
     assert dram_bytes(Fits.QUARTER) == pytest.approx(working_set_bytes / 4, rel=0.02)
     assert dram_bytes(Fits.NOTHING) < dram_bytes(Fits.QUARTER) / 2
 
 
-@pytest.fixture
-def stacks_run(monkeypatch):
-    """Records which stacks ran; each of ``broken`` fails once."""
+def test_failed_runs_are_made_when_the_matrix_is_resumed(tmp_path, monkeypatch):
     ran: list[str] = []
-    broken: list[str] = []
+    broken = [DUALPATH]
 
-    def run_once(args, stack, *rest):
-        ran.append(stack.name)
-        if stack.name in broken:
-            broken.remove(stack.name)
+    def run_once(settings, one, *rest):
+        ran.append(one.name)
+        if one.name in broken:
+            broken.remove(one.name)
             raise EngineLostError("gone")
-        return run(stack.name, 1.0)
+        return run(one.name, 1.0)
 
     monkeypatch.setattr(comparison, "_run_once", run_once)
-    return ran, broken
+    settings = MatrixSettings(modes=("basic", "split"), logs=str(tmp_path))
 
+    def wanted(cell: str) -> bool:
+        return REGIME.name in cell
 
-def test_finished_runs_are_not_repeated(stacks_run, tmp_path, monkeypatch):
-    ran, broken = stacks_run
-    broken.append(DUALPATH)
-    words = ["matrix", "--out", str(tmp_path), "--cell", CELL.name, "--modes", "basic,split"]
-    monkeypatch.setattr("sys.argv", words)
-    matrix.main()
+    raw = measure(PEERS_MATRIX, settings, wanted=wanted)
     assert ran == ["dualpath-basic", DUALPATH]
-    matrix.main()
+    raw = measure(PEERS_MATRIX, settings, wanted=wanted, earlier=raw)
     assert ran == ["dualpath-basic", DUALPATH, DUALPATH]
-    matrix.main()
-    assert len(ran) == 3
-    (written,) = matrix.CellFiles(tmp_path / "cells").read(CELL)
-    assert [one.stack for one in written.runs] == ["dualpath-basic", DUALPATH]
-    assert "1 of 36 regimes have been run" in (tmp_path / "peers-matrix.md").read_text()
+    assert raw.cells == [f"{REGIME.name} dualpath-basic", f"{REGIME.name} {DUALPATH}"]
+    page = PEERS_MATRIX.page(raw, "peers-matrix", "command")
+    assert "1 of 36 regimes have been run" in page.settings[1]
 
 
-def test_runs_on_another_processor_are_separate_and_repeated_only_if_named(
-    stacks_run, tmp_path, monkeypatch
-):
-    ran, _ = stacks_run
-    words = ["matrix", "--out", str(tmp_path), "--modes", "basic", "--cell", CELL.name]
-    monkeypatch.setattr("sys.argv", words)
-    matrix.main()
-    elsewhere = msgspec.structs.replace(this_machine(), cpu_model="another")
-    for module in (matrix, comparison):
-        monkeypatch.setattr(module, "this_machine", lambda: elsewhere)
-    monkeypatch.setattr("sys.argv", words[:-2])
-    matrix.main()
-    assert len(ran) == 36, "all cells without runs"
-    monkeypatch.setattr("sys.argv", words)
-    matrix.main()
-    assert len(ran) == 37
-    files = matrix.CellFiles(tmp_path / "cells")
-    models = [found.machine.cpu_model for found in files.read(CELL)]
-    assert sorted(models) == sorted([this_machine().cpu_model, "another"])
-    here = files.on_this_processor(CELL)
-    assert here is not None
-    assert here.machine.cpu_model == "another"
-
-
-def test_more_repeats_alternate_between_stacks(stacks_run, tmp_path):
-    ran, _ = stacks_run
-    runs = [run("dualpath-basic", 1.0), run(DUALPATH, 1.0), run("dualpath-basic", 1.0)]
-    comparison.measure(parse_arguments(["--repeats", "3"]), tmp_path, runs, lambda runs: None)
-    assert ran == [DUALPATH, "dualpath-basic", DUALPATH]
-
-
-def row(report, cell: Cell) -> dict[str, str]:
+def row(report, regime: Regime) -> dict[str, str]:
     table = report.tables[0]
     rows = [dict(zip(table.columns, cells, strict=True)) for cells in table.rows]
     return next(
         r
         for r in rows
-        if (r["agents"], r["bound by"], r["DRAM holds"]) == (cell.agents, cell.bound, cell.fits)
-        and (r["tools"] == "pauses") == cell.pauses
+        if (r["agents"], r["bound by"], r["DRAM holds"])
+        == (regime.agents, regime.bound, regime.fits)
+        and (r["tools"] == "pauses") == regime.pauses
     )
 
 
 def test_the_page_names_the_fastest_stack_and_the_bottlenecks():
     runs = (run("vllm-x", 10.0, read_bytes=20_000_000), run(DUALPATH, 20.0, read_bytes=390_000_000))
-    report = matrix_report({cell: [measured(*runs)] if cell == CELL else [] for cell in cells()})
+    report = draw_regimes(
+        {regime: [measured(*runs)] if regime == REGIME else [] for regime in regimes()}
+    )
     cell_table = report.tables[-1]
     assert {one[cell_table.columns.index("CPU-s")] for one in cell_table.rows} == {"5"}
-    found = row(report, CELL)
+    found = row(report, REGIME)
     assert (found["fastest"], found["JCT s"], found["DualPath's"]) == ("vllm-x", "10.0", "20.0")
     assert found["why"] == (
         "vllm-x waits for nothing saturated, 0.02 GB read, 90.0% hits; "
         "split waits for storage at pe0 (98%), 0.39 GB read, 90.0% hits"
     )
-    assert row(report, Cell(Agents.LONG, Bound.COMPUTE, Fits.ALL, pauses=True))["fastest"] == (
+    assert row(report, Regime(Agents.LONG, Bound.COMPUTE, Fits.ALL, pauses=True))["fastest"] == (
         "not run"
     )
-    assert "1 of 36" in markdown.page(as_report(report))
+    assert "1 of 36" in markdown.page(report.report())
 
 
 def test_a_stack_with_failed_turns_is_not_the_fastest():
     found = measured(run("vllm-x", 1.0, failed=1), run(DUALPATH, 20.0))
-    assert row(matrix_report({CELL: [found]}), CELL)["fastest"] == "split"
+    assert row(draw_regimes({REGIME: [found]}), REGIME)["fastest"] == "split"
 
 
 def test_saturated_cores_and_links_are_named():
     busy = msgspec.structs.replace(run("vllm-x", 10.0), busy=0.97)
     busy = msgspec.structs.replace(busy, cnic_in_bytes={"de0": 1_900_000_000})
     assert waits_for(Stack("vllm-x", [busy]), measured(busy)) == "CNIC of de0 (95%), cores (97%)"
+
+
+def test_published_runs_have_the_settings_of_their_regime():
+    found = read_regimes(PUBLISHED)
+    assert all(found.values())
+    for regime, measurements in found.items():
+        for raw in measurements:
+            own = regime.settings(MatrixSettings(modes=raw.settings.modes))
+            assert raw.settings == msgspec.structs.replace(own, repeats=raw.settings.repeats)

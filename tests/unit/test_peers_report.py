@@ -1,22 +1,23 @@
 """The page about other stacks follows from the runs; the target considers only PD peers."""
 
-import msgspec
+import argparse
+
 import pytest
 
-from dualpath.node.machine import ClientMachine
-from dualpath.report import markdown
+from dualpath.core.errors import ConfigError
 from dualpath.workload.replay.result import Distribution
 from dualpath_lab.benchmarks.peers.comparison import (
     DRAM_RATIO_TARGET,
     DUALPATH,
-    Measurement,
-    command,
-    measured_arguments,
-    parse_arguments,
-    peers_report,
+    PEERS_EXPERIMENT,
+    PeersSettings,
+    draw,
+    peers_stage,
 )
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
-from dualpath_lab.experiments.report import as_report, write_experiment
+from dualpath_lab.cli.lab import BENCH
+from dualpath_sim.cli.experiments import command_line
+from dualpath_sim.harness.experiment import KeyResult, Page, RawData, Run
 
 TTFT = Distribution(count=2, mean=1.0, p50=1.0, p90=2.0, p99=2.0, max=2.0)
 
@@ -44,18 +45,20 @@ def run(
     )
 
 
-def report(*runs: RunRecord):
-    measurement = Measurement(
-        arguments=measured_arguments(parse_arguments(["--nodes", "1P2D"])),
-        kv_bytes_per_token=32768,
-        machine=ClientMachine(
-            cpu_count=2, cpu_model="none", memory_bytes=1, platform="Linux", python="3.11"
-        ),
-        versions={"dualpath": "0.1.0"},
-        date="2026-11-22",
-        runs=list(runs),
+def raw_data(*runs: RunRecord) -> RawData[PeersSettings, RunRecord]:
+    return RawData(
+        experiment="peers",
+        settings=PeersSettings(nodes="1P2D"),
+        runs=[Run(cell=run.stack, round=number, result=run) for number, run in enumerate(runs)],
     )
-    return peers_report("peers", "the command", measurement)
+
+
+def page(*runs: RunRecord) -> Page:
+    return draw(raw_data(*runs))
+
+
+def targets(*runs: RunRecord) -> list[KeyResult]:
+    return [result for result in page(*runs).results if result.limit is not None]
 
 
 RUNS = (
@@ -71,13 +74,13 @@ RUNS = (
 
 
 def test_the_target_compares_medians_with_the_best_disaggregated_peer():
-    (target,) = report(*RUNS).targets
+    (target,) = targets(*RUNS)
     assert (target.measured, target.met, target.note) == (2.0, True, "vllm-fast")
 
 
 def test_if_the_best_peer_reads_nothing_the_target_is_that_of_dram():
     runs = run("vllm-slow", 30.0), run("vllm", 21.0, read_bytes=0), run(DUALPATH, 20.0)
-    (target,) = report(*runs).targets
+    (target,) = targets(*runs)
     assert (target.measured, target.limit, target.note) == (1.05, DRAM_RATIO_TARGET, "vllm")
     assert not target.met
 
@@ -85,17 +88,24 @@ def test_if_the_best_peer_reads_nothing_the_target_is_that_of_dram():
 def test_others_are_compared_with_the_default_mode_or_else_with_mode_dualpath():
     paper = run("dualpath-dualpath", 40.0)
     for runs, ratio in (((paper,), 2.5), ((paper, run(DUALPATH, 50.0)), 2.0)):
-        (target,) = report(run("vllm", 100.0), *runs).targets
+        (target,) = targets(run("vllm", 100.0), *runs)
         assert target.measured == ratio
 
 
 def test_without_dualpath_or_peers_there_is_no_target():
-    assert report(run("vllm-slow", 1.0)).targets == ()
-    assert report(run(DUALPATH, 1.0), run("vllm-slow-aggregated", 1.0)).targets == ()
+    assert targets(run("vllm-slow", 1.0)) == []
+    assert targets(run(DUALPATH, 1.0), run("vllm-slow-aggregated", 1.0)) == []
+
+
+def test_times_and_ratios_to_dualpath_are_compared_less_strictly_with_fewer_runs():
+    found = {result.what: result for result in page(*RUNS).results}
+    fast, slow = found["vllm-fast: JCT / DualPath's"], found["vllm-slow: JCT / DualPath's"]
+    assert (fast.measured, fast.tolerance, slow.tolerance) == (2.0, 0.05, 0.1)
+    assert found["vllm-fast: JCT, s"].tolerance == 0.1
 
 
 def test_every_stack_has_a_row_with_its_ratio_range_and_outputs():
-    jct, read = report(*RUNS).tables
+    jct, read = page(*RUNS).tables
     rows = {row[0]: dict(zip(jct.columns, row, strict=True)) for row in jct.rows}
     assert list(rows) == ["vllm-slow", "vllm-fast", "vllm-fast-aggregated", DUALPATH]
     fast = rows["vllm-fast"]
@@ -106,27 +116,20 @@ def test_every_stack_has_a_row_with_its_ratio_range_and_outputs():
     assert ("vllm-fast", "2500", "0", "0", "5") in read.rows
 
 
-def test_the_page_is_written_with_every_run_behind_it(tmp_path):
-    page = report(*RUNS)
-    paths = write_experiment(page, tmp_path)
-    assert [path.name for path in paths] == ["peers.json", "peers.md", "peers.png"]
-    assert len(msgspec.json.decode(paths[0].read_bytes())["data"]["runs"]) == len(RUNS)
-    assert "Lab of 1P2D" in markdown.page(as_report(page))
-
-
-@pytest.mark.parametrize(
-    ("words", "options"),
-    [
-        ([], ""),
-        (["--modes", "split"], " --modes split"),
-        (
-            ["--nodes", "1P2D", "--repeats", "3", "--peer", "vllm-x=/some/where", "--out", "o"],
-            " --nodes 1P2D --repeats 3 --peer vllm-x=ENVIRONMENT",
-        ),
-    ],
-)
-def test_the_command_contains_changed_options_but_no_folder(words, options):
-    assert (
-        command(parse_arguments(words))
-        == "python -m dualpath_lab.benchmarks.peers.comparison" + options
+def test_a_command_has_several_peers_and_no_folder(monkeypatch):
+    words = ["peers", "--peer", "vllm-nixl-lmcache=/some/where", "--peer", "vllm-x=LM"]
+    parser = argparse.ArgumentParser()
+    BENCH.add_arguments(parser, PEERS_EXPERIMENT)
+    args = parser.parse_args([*words[1:], "--modes", "split,basic-recompute"])
+    settings = BENCH.settings(args, PEERS_EXPERIMENT.settings)
+    assert settings.peer == {"vllm-nixl-lmcache": "/some/where", "vllm-x": "LM"}
+    assert settings.modes == ("split", "basic-recompute")
+    monkeypatch.setattr("sys.argv", ["dualpath", "lab", "bench", *words, "--out", "o"])
+    assert command_line() == (
+        "dualpath lab bench peers --peer vllm-nixl-lmcache=where --peer vllm-x=LM"
     )
+
+
+def test_an_unknown_stack_is_refused():
+    with pytest.raises(ConfigError, match="vllm-x: unknown stack"):
+        peers_stage(PeersSettings(peer={"vllm-x": "LM"}))

@@ -6,7 +6,7 @@ import pytest
 
 from dualpath.core.modes import Mode
 from dualpath.core.request import Round
-from dualpath_lab.benchmarks.peers.comparison import parse_arguments, session
+from dualpath_lab.benchmarks.peers.comparison import PeersSettings, session
 from dualpath_lab.benchmarks.peers.dualpath_stack import RECOMPUTE, DualPathStack
 from dualpath_lab.benchmarks.peers.peer_stack import PeerSettings, PeerStack
 from dualpath_lab.benchmarks.peers.vllm_lmcache.stack import LMCacheDramStack, LMCacheStack
@@ -152,7 +152,7 @@ def test_engines_of_mooncake_have_separate_look_up_sockets():
 
 
 def test_agents_have_a_history_and_equal_turns():
-    words = ["--history", "640", "--turns", "2", "--append", "8", "--generate", "4"]
-    args = parse_arguments([*words, "--pause-s", "0.5"])
-    assert session(args, 2).trajectory.rounds == (Round(640, 1), Round(8, 4, 0.5), Round(8, 4, 0.5))
-    assert session(args, 0).trajectory.rounds[0].append_tokens == 512
+    settings = PeersSettings(history=640, turns=2, append=8, generate=4, pause_s=0.5)
+    rounds = session(settings, 2).trajectory.rounds
+    assert rounds == (Round(640, 1), Round(8, 4, 0.5), Round(8, 4, 0.5))
+    assert session(settings, 0).trajectory.rounds[0].append_tokens == 512

@@ -211,6 +211,23 @@ def test_compaction_preserves_stored_blocks_and_their_parents() -> None:
     assert gone(index, quota(15), 20.0) == [*reversed(keys[55:])]
 
 
+def test_compaction_drops_tenants_without_blocks() -> None:
+    index, mine = ChainIndex(), chain(0, 3)
+    add(index, chain(99, 1), 1.0)
+    for number in range(1, 40):
+        add(index, chain(number, 2), 1.0, f"{number:016x}")
+        for key in chain(number, 2):
+            index.remove(PLACE, key)
+    add(index, mine, 1.0, "a" * 16)
+    index.compact(before_s=5.0)
+    assert index.tenants == ["", "a" * 16]
+    add(index, chain(40, 2), 6.0, "b" * 16)
+    assert index.used_by_tenant() == {"": SIZE, "a" * 16: 3 * SIZE, "b" * 16: 2 * SIZE}
+    found = decode(encode(index, Progress()))
+    assert found is not None
+    assert found[0].used_by_tenant() == index.used_by_tenant()
+
+
 def test_inconsistent_tables_are_refused() -> None:
     index = ChainIndex()
     add(index, chain(1, 4), 1.0)

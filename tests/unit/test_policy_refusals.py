@@ -3,6 +3,7 @@
 import pytest
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.errors import (
     BadRequestError,
     ConfigError,
@@ -34,8 +35,10 @@ def engine(name: str, role: Role, group: str, order: int, hbm: int = 10_000) -> 
     return EngineSpec(name, role, "node", group, order, hbm)
 
 
-def report(name: str, seq: int = 0, requests: int = 0, tokens: int = 0) -> EngineReport:
-    return EngineReport(name, seq, requests, tokens, 0, 10_000, 0)
+def report(
+    name: str, requests: int = 0, tokens: int = 0, uncounted: tuple[str, ...] = ()
+) -> EngineReport:
+    return EngineReport(name, Load(requests, tokens, 0, 10_000, 0), uncounted)
 
 
 def request(name: str, prompt: int = 1000, hit: int = 0, new: int = 1) -> Request:
@@ -79,13 +82,16 @@ def test_reports_that_cannot_be_true_are_refused_and_late_ones_dropped() -> None
     scheduler = one_pair()
     with pytest.raises(EngineLostError, match="none of the 2"):
         scheduler.apply(report("p7"))
-    with pytest.raises(IncompatibleError, match="reports assignment 1, it was assigned 0"):
-        scheduler.apply(report("p0", seq=1))
     with pytest.raises(IncompatibleError, match="negative load"):
         scheduler.apply(report("p0", tokens=-1))
     scheduler.apply(Submitted(request("r0")))
     scheduler.apply(Fetch("P"))
     scheduler.apply(Fetch("D"))
-    scheduler.apply(report("p0", seq=1, tokens=1000, requests=1))
-    scheduler.apply(report("p0", seq=0))
+    scheduler.apply(report("p0", tokens=1000, requests=1))
+    scheduler.apply(report("p0", uncounted=("r0",)))
     assert scheduler.loads()[0].unfinished_tokens == 1000
+    scheduler.apply(report("p0", tokens=300, requests=1, uncounted=("unknown",)))
+    assert scheduler.loads()[0].unfinished_tokens == 300
+    scheduler.apply(Finished("r0"))
+    scheduler.apply(report("p0", uncounted=("r0",)))
+    assert scheduler.loads()[0].unfinished_tokens == 0

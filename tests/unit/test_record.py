@@ -23,7 +23,7 @@ SECRET = "attack at dawn"
 
 
 class Endpoint:
-    """An OpenAI endpoint like vLLM's: a token per byte, and token ids on request."""
+    """An OpenAI endpoint like vLLM's: a token per byte, and token ids on request, else null."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -46,7 +46,9 @@ class Endpoint:
         if asked["max_tokens"] > 99:
             return web.json_response({"error": {"message": "too long"}}, status=400)
         choice = {"index": 0, "text": "x", "token_ids": [1] * asked["max_tokens"]}
-        if not asked.get("return_token_ids") or not self.knows_token_ids:
+        if not asked.get("return_token_ids"):
+            choice["token_ids"] = None
+        if not self.knows_token_ids:
             del choice["token_ids"]
         return web.json_response({"choices": [choice]})
 
@@ -59,6 +61,7 @@ class Endpoint:
         for token in b"ok":
             choice: dict[str, Any] = {"index": 0, "delta": {"content": chr(token)}}
             event: dict[str, Any] = {"choices": [choice]}
+            choice["token_ids"] = event["prompt_token_ids"] = None
             if asked.get("return_token_ids"):
                 choice["token_ids"] = [token]
                 event["prompt_token_ids"], prompt = prompt or None, []
@@ -107,8 +110,8 @@ async def recording(*, texts: bool = False) -> AsyncIterator[Recorded]:
     ticks = itertools.count()
     async with listening(endpoint.app()) as upstream:
         proxy = RecordingProxy(upstream, recorder.add, lambda: next(ticks) / 8, texts=texts)
-        async with listening(proxy.app()) as url:
-            yield Recorded(endpoint, proxy, url, recorder)
+        async with proxy.serving("127.0.0.1", 0) as port:
+            yield Recorded(endpoint, proxy, f"http://127.0.0.1:{port}", recorder)
 
 
 async def test_a_conversation_is_one_session_and_token_ids_are_removed_for_clients():
@@ -117,7 +120,7 @@ async def test_a_conversation_is_one_session_and_token_ids_are_removed_for_clien
         await live.chat(SECRET, "ok", "then retreat")
         await live.chat("something else")
 
-    assert "token_ids" not in first
+    assert first.count('"token_ids":null') == first.count('"prompt_token_ids":null') == 2
     assert first.count("data: ") == 3
     assert all(asked["return_token_ids"] for asked in live.endpoint.asked)
     one, other = live.recorder.block_sessions()
@@ -149,7 +152,8 @@ async def test_prompts_of_token_ids_need_none_from_the_endpoint():
             "/v1/completions", {"prompt": [5] * 9, "max_tokens": 3, "session_id": "alice"}
         )
 
-    assert (status, json.loads(body)) == (200, {"choices": [{"index": 0, "text": "x"}]})
+    (choice,) = json.loads(body)["choices"]
+    assert (status, choice) == (200, {"index": 0, "text": "x", "token_ids": None})
     (session,) = live.recorder.block_sessions()
     assert session.session_id == "session-1"
     assert session.block_turns[0].prompt_tokens == 9
@@ -172,9 +176,9 @@ async def test_requests_that_cannot_be_recorded_are_forwarded_and_counted():
 async def test_an_unreachable_endpoint_is_reported():
     proxy = RecordingProxy("http://127.0.0.1:9", lambda exchange: None, lambda: 0.0)
     async with (
-        listening(proxy.app()) as url,
+        proxy.serving("127.0.0.1", 0) as port,
         aiohttp.ClientSession() as http,
-        http.post(f"{url}/v1/completions", json={"prompt": [1]}) as response,
+        http.post(f"http://127.0.0.1:{port}/v1/completions", json={"prompt": [1]}) as response,
     ):
         assert response.status == 502
         assert "check that the server is running" in await response.text()

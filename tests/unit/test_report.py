@@ -29,7 +29,7 @@ from dualpath.report.style import (
     series_styles,
 )
 from dualpath.report.text import print_report
-from dualpath_lab.experiments.report import ExperimentReport, as_report
+from dualpath_sim.harness.files import read
 
 LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
 TABLE = Table("Rates", ("who", "GB/s"), (("[red]a|b", "1.5"), ("<c>", "22")), rules=(1,))
@@ -173,8 +173,8 @@ def test_bars_have_their_values_and_one_beyond_the_limit_is_marked():
 @pytest.mark.parametrize("name", ["data-plane", "isolation", "jct-1p1d", "online", "peers-1p2d"])
 def test_stored_reports_can_be_written_as_pages(name: str):
     # What docs/evaluation shows of them is compared by test_docs.py.
-    stored = msgspec.json.decode((LAB / f"{name}.json").read_bytes(), type=ExperimentReport)
-    report = as_report(stored)
+    stored = read(LAB / f"{name}.json")
+    report = stored.report()
     page = markdown.page(report)
     assert page.startswith(f"# {report.title}\n")
     assert stored.tables

@@ -1,4 +1,4 @@
-"""The router's bookkeeping: assignment numbers, and when slots may be released."""
+"""The router's bookkeeping: what reports count, and when slots may be released."""
 
 import pytest
 from hypothesis import given
@@ -16,10 +16,8 @@ def assignments_of(engine_id: str) -> EngineAssignments:
     return EngineAssignments(engine_id, Role.PREFILL, "group")
 
 
-def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> control.Report:
-    return control.Report(
-        report_seq=1,
-        assign_seq=assign_seq,
+def load(requests: int, tokens: int, read_queue: int = 0) -> control.Load:
+    return control.Load(
         unfinished_requests=requests,
         unfinished_tokens=tokens,
         read_queue_tokens=read_queue,
@@ -29,70 +27,62 @@ def report(assign_seq: int, requests: int, tokens: int, read_queue: int = 0) -> 
 
 
 def test_a_request_sent_out_of_order_is_counted_once():
-    log = assignments_of("p0")
-    log.decided("first", Charge("e0", 1, 10, 0))
-    log.decided("second", Charge("e0", 2, 20, 0))
-    assert log.sent("second") == (1, 20)
-    ledger = log.translate(report(assign_seq=1, requests=1, tokens=20))
-    assert (
-        ledger.assign_seq,
-        ledger.unfinished_requests,
-        ledger.unfinished_tokens,
-    ) == (0, 0, 0)
-    assert log.sent("first") == (2, 10)
-    ledger = log.translate(report(assign_seq=2, requests=2, tokens=30))
-    assert (
-        ledger.assign_seq,
-        ledger.unfinished_requests,
-        ledger.unfinished_tokens,
-    ) == (2, 2, 30)
+    assigned = assignments_of("p0")
+    assigned.decided("first", Charge("p0", 10, 0))
+    assigned.decided("second", Charge("p0", 20, 0))
+    assigned.open["second"].assign_number = 5
+    assert assigned.event(load(1, 20), received=4).uncounted == ("first", "second")
+    event = assigned.event(load(1, 20), received=5)
+    assert (event.uncounted, event.load.unfinished_tokens) == (("first",), 20)
+    assigned.open["first"].assign_number = 6
+    event = assigned.event(load(2, 30), received=6)
+    assert (event.uncounted, event.load.unfinished_tokens) == ((), 30)
 
 
 def test_reads_that_wait_for_buffer_space_are_in_the_queue():
-    log = assignments_of("d0")
-    log.decided("a", Charge("e0", 1, 100, 64))
-    log.sent("a")
-    assert log.translate(report(1, 1, 100)).read_queue_tokens == 64
-    log.open["a"].reading = True
-    assert log.translate(report(1, 1, 100, read_queue=64)).read_queue_tokens == 64
-    log.open["a"].charge = Charge("e0", 1, 100, 0)
-    assert log.translate(report(1, 1, 100)).read_queue_tokens == 0
+    assigned = assignments_of("d0")
+    assigned.decided("a", Charge("d0", 100, 64))
+    assigned.open["a"].assign_number = 1
+    assert assigned.event(load(1, 100), 1).load.read_queue_tokens == 64
+    assigned.open["a"].reading = True
+    assert assigned.event(load(1, 100, read_queue=64), 1).load.read_queue_tokens == 64
+    assigned.decided("a", Charge("d0", 100, 0))
+    assert assigned.event(load(1, 100), 1).load.read_queue_tokens == 0
 
 
 def test_hbm_is_spoken_for_until_it_is_taken():
-    log = assignments_of("d0")
-    log.decided("a", Charge("e0", 1, 100, 0))
-    log.sent("a")
-    assert log.translate(report(1, 1, 100)).free_hbm_tokens == 900
-    log.open["a"].in_hbm = True
-    assert log.translate(report(1, 1, 100)).free_hbm_tokens == 1000
+    assigned = assignments_of("d0")
+    assigned.decided("a", Charge("d0", 100, 0))
+    assigned.open["a"].assign_number = 1
+    assert assigned.event(load(1, 100), 1).load.free_hbm_tokens == 900
+    assigned.open["a"].in_hbm = True
+    assert assigned.event(load(1, 100), 1).load.free_hbm_tokens == 1000
 
 
 @given(st.data())
 def test_report_and_ledger_together_count_every_live_request_once(data):
     """Whatever the order of sending, reporting and ending, tok_e comes out exact."""
-    log, sent, live = assignments_of("p0"), {}, {}
-    decided = 0
-    for _ in range(data.draw(st.integers(1, 30))):
+    assigned = assignments_of("p0")
+    sent: dict[str, int] = {}
+    live: dict[str, int] = {}
+    for step in range(1, data.draw(st.integers(1, 30)) + 1):
         action = data.draw(st.sampled_from(["decide", "send", "end"]))
         if action == "decide":
-            decided += 1
-            live[f"r{decided}"] = (decided, decided * 10)
-            log.decided(f"r{decided}", Charge("p0", decided, decided * 10, 0))
+            live[f"r{step}"] = step * 10
+            assigned.decided(f"r{step}", Charge("p0", step * 10, 0))
         elif action == "send" and (unsent := [r for r in live if r not in sent]):
             request_id = data.draw(st.sampled_from(unsent))
-            sent[request_id], tokens = log.sent(request_id)
-            assert tokens == live[request_id][1]
+            sent[request_id] = assigned.open[request_id].assign_number = len(sent) + 1
         elif action == "end" and live:
             request_id = data.draw(st.sampled_from(sorted(live)))
             del live[request_id]
-            del log.open[request_id]
-        echoed = data.draw(st.integers(0, log.last_sent))
-        counted = [r for r in live if sent.get(r, log.last_sent + 1) <= echoed]
-        ledger = log.translate(report(echoed, len(counted), sum(live[r][1] for r in counted)))
-        pending = [tokens for seq, tokens in live.values() if seq > ledger.assign_seq]
-        assert ledger.unfinished_tokens + sum(pending) == sum(t for _, t in live.values())
-        assert ledger.unfinished_requests + len(pending) == len(live)
+            del assigned.open[request_id]
+        received = data.draw(st.integers(0, len(sent)))
+        counted = [r for r in live if sent.get(r, received + 1) <= received]
+        event = assigned.event(load(len(counted), sum(live[r] for r in counted)), received)
+        added = sum(live[r] for r in event.uncounted)
+        assert event.load.unfinished_tokens + added == sum(live.values())
+        assert event.load.unfinished_requests + len(event.uncounted) == len(live)
 
 
 class SentMessages(list[tuple[str, str, bool]]):

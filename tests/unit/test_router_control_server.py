@@ -168,7 +168,7 @@ class Listener:
     def on_dead(self, writer):
         self.events.append(("dead", *writer.id))
 
-    def on_message(self, info, message):
+    def on_message(self, info, message, received):
         self.events.append(("received", message))
 
     def in_doubt(self):
@@ -231,13 +231,24 @@ def watched() -> Watched:
 
 REPORT = control.Report(
     report_seq=1,
-    assign_seq=0,
-    unfinished_requests=0,
-    unfinished_tokens=0,
-    read_queue_tokens=0,
-    free_hbm_tokens=1,
-    free_buffer_tokens=1,
+    load=control.Load(
+        unfinished_requests=0,
+        unfinished_tokens=0,
+        read_queue_tokens=0,
+        free_hbm_tokens=1,
+        free_buffer_tokens=1,
+    ),
 )
+
+
+async def test_a_report_that_a_later_one_has_overtaken_is_dropped(watched: Watched):
+    later = msgspec.structs.replace(REPORT, report_seq=2)
+    watched.say(later)
+    watched.say(REPORT)
+    assert watched.received == [later]
+    state = watched.registry.get("p0")
+    assert state is not None
+    assert state.report == later
 
 
 async def test_a_silent_engine_is_lost_after_the_timeout_and_not_before(watched: Watched):

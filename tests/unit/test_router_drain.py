@@ -86,6 +86,18 @@ async def test_where_others_serve_no_request_is_refused_until_the_clients_have_l
             await draining
 
 
+async def test_a_drain_without_requests_warns_of_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with cluster(tmp_path, Mode.DUALPATH, speedup=0.01) as made:
+        caplog.clear()
+        await made.service.drain()
+    lines = [r for r in caplog.records if r.getMessage().startswith("draining")]
+    assert [(r.levelname, r.getMessage()) for r in lines] == [
+        ("INFO", "draining: no request is under way")
+    ]
+
+
 async def test_what_does_not_end_in_time_ends_with_an_error(tmp_path: Path) -> None:
     settings = RouterSettings(mode=Mode.DUALPATH, drain_timeout_s=0)
     async with (

@@ -11,10 +11,11 @@ import msgspec
 import pytest
 from tests.guard import GUARD_S
 from tests.unit.router_cluster import cluster
-from tests.unit.router_fakes import FakeCalls, expected, job
+from tests.unit.router_fakes import FakeCalls, expected, job, keys_of
 
 from dualpath.cli import router as router_command
 from dualpath.cli import serve
+from dualpath.core import control
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError, TraceError
 from dualpath.core.modes import Mode
@@ -60,15 +61,38 @@ async def test_a_router_records_every_decision_and_they_come_out_the_same_again(
         first = await made.run(jobs[0])
         rest = await asyncio.gather(*(made.run(j) for j in jobs[1:]))
         assert [first, *rest] == [expected(prompt, 6) for prompt in prompts]
-        noted = list(made.service.scheduler.dispatch.recent)
+        noted = made.service.status()["assignments"]
     log = read_event_log(path)
     assert log.begin.settings.mode is Mode.DUALPATH
     kinds = {type(entry.event) for entry in log.entries}
     assert kinds >= {EngineJoined, Submitted, Fetch, ReadsDone, PrefillEnded, Finished}
     decided = [(a.request_id, a.prefill_engine, a.decode_engine) for a in assignments(log)]
-    assert decided == [(n.request_id, n.prefill_engine, n.decode_engine) for n in noted]
+    names = ("request_id", "prefill_engine", "decode_engine")
+    assert decided == [tuple(note[name] for name in names) for note in noted]
     assert {request for request, _, _ in decided} == {"r0", "r1", "r2", "r3", "r4"}
     assert difference(log) is None
+
+
+@pytest.mark.virtual_time
+async def test_a_report_counts_a_request_once_its_engine_has_received_the_assign(tmp_path):
+    """A PE that reads is sent a request after its DE has granted slots; the ledger adds it."""
+    path = tmp_path / "events.jsonl"
+    async with cluster(settings=recording(path)) as made:
+        made.stored.update(keys_of(range(16)))
+        prefill, decode = made.engines["p0"], made.engines["d0"]
+        decode.unanswered.add(control.Assign)
+        running = asyncio.create_task(made.run(job("r0", range(17))))
+        asked = await decode.saw(control.Assign)
+        prefill.report()
+        await made.delivered(prefill)
+        decode.unanswered.clear()
+        decode.answer(asked)
+        assert await running == expected(range(17), 6)
+        await made.settled()
+    reports = [e.event for e in read_event_log(path).entries if isinstance(e.event, EngineReport)]
+    of_prefill = [r for r in reports if r.engine_id == "p0"]
+    counted = {(r.uncounted, r.load.unfinished_requests) for r in of_prefill}
+    assert counted == {(("r0",), 0), ((), 1), ((), 0)}
 
 
 @pytest.mark.virtual_time
@@ -205,9 +229,9 @@ def log_of(*lines: bytes) -> list[bytes]:
 
 DONE = b'{"line":"event","event":{"event":"read_done","request_id":"r0"}}'
 REPORT = (
-    b'{"line":"event","event":{"event":"report","engine_id":"p0","assign_seq":0,'
-    b'"unfinished_requests":0,'
-    b'"unfinished_tokens":%d,"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}'
+    b'{"line":"event","event":{"event":"report","engine_id":"p0",'
+    b'"load":{"unfinished_requests":0,"unfinished_tokens":%d,'
+    b'"read_queue_tokens":0,"free_hbm_tokens":1,"free_buffer_tokens":0}}}'
 )
 
 
@@ -225,10 +249,10 @@ REPORT = (
         (log_of(REPORT % -(1 << 61)), rf"line 2: -{1 << 61} exceeds {1 << 60}; correct"),
         (log_of(encode_line(BEGIN)), r"line 2: a second 'begin', a log has 1; split"),
         (
-            [encode_line(BEGIN).replace(b'"format":3', b'"format":9')],
-            r"line 1: format 9 .* reads 3",
+            [encode_line(BEGIN).replace(b'"format":4', b'"format":9')],
+            r"line 1: format 9 .* reads 4",
         ),
-        ([b'{"event":"begin","format":2}'], r"line 1: format 2 or older, this version reads 3"),
+        ([b'{"event":"begin","format":2}'], r"line 1: format 2 or older, this version reads 4"),
         ([encode_line(BEGIN).replace(b"64", b"0")], r"block_tokens 0 must be at least 1"),
         ([encode_line(BEGIN).replace(b"dualpath", b"fast")], r"line 1: Invalid enum value 'fast'"),
     ],

@@ -317,6 +317,24 @@ async def test_an_adapter_that_a_front_end_does_not_serve_may_change() -> None:
         assert await one.run("a") == expected(PROMPT, 6)
 
 
+@pytest.mark.parametrize("silent", ["server", "core"])
+async def test_an_engine_that_is_silent_for_a_front_ends_call_is_lost_for_all(silent: str) -> None:
+    """A front end asks the HTTP server; the scheduler knows whether the core makes steps."""
+    async with both_of_two(decode=2) as (made, one, other):
+        made.calls.gates["decode"] = asyncio.Event()
+        run = asyncio.create_task(one.run("a"))
+        await made.arrives("decode")
+        (first,) = made.calls.decodes
+        if silent == "server":
+            made.calls.mute.add(first)
+        else:
+            made.engines[first].core_hangs = True
+        del made.calls.gates["decode"]
+        assert await run == expected(PROMPT, 6)
+        assert await other.run("b") == expected(PROMPT, 6)
+        assert first not in made.calls.decodes[1:]
+
+
 async def test_of_two_front_ends_of_one_name_the_later_serves_and_the_earlier_waits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

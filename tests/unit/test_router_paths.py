@@ -220,8 +220,9 @@ async def test_blocks_evicted_at_the_decode_engine_are_read_on_both_sides():
             (Role.PREFILL, 2),
             (Role.DECODE, 2),
         ]
-        note = made.service.scheduler.dispatch.recent[-1]
-        assert (note.read_reason, [part["tokens"] for part in note.reads]) == ("split", [8, 8])
+        note = made.service.status()["assignments"][-1]
+        tokens = [part["tokens"] for part in note["reads"]]
+        assert (note["read_reason"], tokens) == ("split", [8, 8])
         await made.settled()
         assert made.service.scheduler.dispatch.idle()
 
@@ -267,7 +268,7 @@ async def test_a_hit_is_computed_where_storage_takes_longer(limit_s, deadline_s,
         assert counters["recomputed_tokens"] == (4 - loaded) * BLOCK_TOKENS
         missed = f'missed_tokens_total{{reason="recompute"}} {(4 - loaded) * BLOCK_TOKENS:.1f}'
         assert (missed.encode() in made.service.exposition()) == (loaded == 0)
-        reason = made.service.scheduler.dispatch.recent[-1].read_reason
+        reason = made.service.status()["assignments"][-1]["read_reason"]
         assert (reason == "recompute") == (loaded == 0)
         await made.settled()
 

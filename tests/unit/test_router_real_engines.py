@@ -107,6 +107,9 @@ class ToyCalls:
     async def answers(self, engine: EngineInfo) -> None:
         pass
 
+    async def open_calls(self, engine: EngineInfo) -> None:
+        return None
+
     async def decode(
         self,
         engine: EngineInfo,
@@ -154,7 +157,7 @@ async def test_two_turns_of_eight_agents_reach_the_decode_engine_byte_by_byte(mo
                     *(answer(service, f"{turn}-{i}", tokens) for i, tokens in enumerate(agents))
                 )
             assert answers == [[1, 2]] * 8
-            await asyncio.to_thread(toys.de.manager.drain, GUARD_S)
+            await asyncio.to_thread(toys.de.manager.persister.drain, GUARD_S)
         assert [blocks for blocks, _ in calls.hits[8:]] == [2] * 8
         sides = set().union(*(sides for _, sides in calls.hits[8:]))
         assert sides == ({Role.PREFILL} if mode is Mode.BASIC else set(Role))

@@ -25,6 +25,7 @@ def test_every_4xx_answer_has_a_reason_and_no_other_answer_has() -> None:
     named = {status: r for status, r in reasons.items() if r not in (None, HttpRefusal.OTHER)}
     assert named == {
         400: HttpRefusal.BAD_REQUEST, 422: HttpRefusal.BAD_REQUEST, 401: HttpRefusal.API_KEY,
+        403: HttpRefusal.FOREIGN_PAGE,
         404: HttpRefusal.NOT_FOUND, 413: HttpRefusal.BODY_SIZE, 429: HttpRefusal.OVERLOADED,
     }  # fmt: skip
 
@@ -80,7 +81,11 @@ async def test_one_of_each_at_the_light_router(tmp_path: Path, monkeypatch) -> N
         assert await status("/health") == 405
         monkeypatch.setattr(made.service, "turned_away", lambda: OverloadedError("full"))
         assert await status(completions, served) == 429
-        assert await counted() == {**dict.fromkeys(HttpRefusal, 1), HttpRefusal.BAD_REQUEST: 2}
+        assert await counted() == {
+            **dict.fromkeys(HttpRefusal, 1),
+            HttpRefusal.BAD_REQUEST: 2,
+            HttpRefusal.FOREIGN_PAGE: 0,  # no page has the key
+        }
 
 
 def test_a_peer_is_complained_about_once_however_often_it_errs() -> None:

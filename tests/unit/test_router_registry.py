@@ -88,8 +88,29 @@ async def test_an_engine_without_the_others_draft_model_gets_an_error_about_spec
     geometry = msgspec.structs.replace(own, layer_parts=parts, layer_windows=windows)
     namespace = msgspec.structs.replace(hello.namespace, geometry=geometry)
     without = FakeEngine("drafts-not", Role.PREFILL, set()).hello()
-    with pytest.raises(EngineRefusedError, match=r"geometry = .* --speculative-config"):
+    with pytest.raises(
+        EngineRefusedError, match=r"geometry\.layer_parts = .* --speculative-config"
+    ):
         registry.admit(msgspec.structs.replace(without, namespace=namespace))
+
+
+async def test_a_refusal_names_what_differs_in_a_geometry_of_many_layers_in_few_words() -> None:
+    registry = Registry()
+    hello = FakeEngine("a", Role.DECODE, set()).hello()
+    layers = tuple((4096, 4096, 128) for _ in range(200))
+    many = msgspec.structs.replace(hello.namespace.geometry, layer_parts=layers, layer_windows=())
+    namespace = msgspec.structs.replace(hello.namespace, geometry=many)
+    registry.admit(msgspec.structs.replace(hello, namespace=namespace))
+    other = FakeEngine("b", Role.PREFILL, set()).hello()
+    changed = (*layers[:150], (4096, 4096, 64), *layers[151:])
+    geometry = msgspec.structs.replace(many, layer_parts=changed, block_tokens=7)
+    namespace = msgspec.structs.replace(namespace, geometry=geometry, dtype="x" * 900)
+    with pytest.raises(EngineRefusedError) as refused:
+        registry.admit(msgspec.structs.replace(other, namespace=namespace))
+    message = str(refused.value)
+    assert "geometry.block_tokens = 7 where this router has " in message
+    assert "geometry.layer_parts[150][2] = 64 where this router has 128" in message
+    assert len(message) < 600
 
 
 async def test_of_lost_engines_only_the_last_are_stored(

@@ -64,6 +64,15 @@ async def test_a_session_is_retained_by_its_clients_hints_and_ended_by_them():
 
 
 @pytest.mark.virtual_time
+async def test_a_hint_that_does_not_exist_is_refused_with_the_nearest_one():
+    async with cluster() as made:
+        body = b'{"next_turn": 20}'
+        status, answer = await session_call(made.service, "a", body, over=False)
+    assert status == 400
+    assert "'next_turn' is no hint; did you mean next_turn_s?" in str(answer)
+
+
+@pytest.mark.virtual_time
 async def test_a_client_may_ask_for_its_kv_while_its_tool_runs():
     settings = RouterSettings(prefetch_sessions=False)
     async with cluster(settings=settings) as made:

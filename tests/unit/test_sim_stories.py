@@ -7,7 +7,8 @@ from tests.simulated import agents_of, decisions_of, growing_agent, small_model,
 
 from dualpath.core.errors import ConfigError, TraceError
 from dualpath.core.modes import Mode
-from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS
+from dualpath.policy.events import DE_REASONS, PE_REASONS
+from dualpath.policy.read_side import READ_REASONS
 from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import Setup, WindowLayers

@@ -74,10 +74,16 @@ def test_roles_change_while_engines_and_routers_are_killed() -> None:
 
 
 def test_a_group_that_changes_its_size_is_killed_meanwhile() -> None:
-    lines = stories(ROLES, "kill an engine", "kill a rank", "stop an engine")
+    lines = stories(MORE_ROLES[:45], "kill an engine", "kill a rank", "stop an engine")
     assert count(lines, r"is to be \w+ with [23] ranks") > 5
     assert count(lines, r"[pd]e-\d-dp\d#\d+ +is dead") > 5
     assert count(lines, r"joined after") > 5
+
+
+def test_frames_that_are_lost_in_one_direction_of_a_connection_are_sent_again() -> None:
+    lines = stories(FRONT_ENDS[:20], "reset a control connection")
+    assert count(lines, r"(fe|pe|de)-\S+ +its frames to the router are lost") > 2
+    assert count(lines, r"(fe|pe|de)-\S+ +its frames from the router are lost") > 2
 
 
 def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
@@ -88,6 +94,7 @@ def test_equal_seeds_with_front_ends_or_role_changes_give_equal_runs() -> None:
 @pytest.mark.parametrize(
     ("name", "fault"),
     [
+        ("epoch-ignored", "restart a decode engine unnoticed"),
         ("front-end-unwatched", "kill a front end"),
         ("front-end-attempts-stay", "kill a front end"),
         ("calls-keep-waiting", "kill the router"),

@@ -182,3 +182,15 @@ def test_planted_bugs_of_the_storage_are_found(name: str, fault: str) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
         assert any(run_seed(seed, kinds=kinds).problems for seed in range(3, 90, 6))
+
+
+def test_an_engine_that_cannot_open_its_storage_is_started_again() -> None:
+    names = {"failing storage", "full storage", "kill an engine", "kill a rank"}
+    kinds = [kind for kind in FAULT_KINDS if kind.name in names]
+    lines: list[str] = []
+    for seed in range(0, 60, 4):
+        outcome = run_seed(seed, story=True, kinds=kinds)
+        assert not outcome.problems, "\n".join(outcome.story)
+        lines += outcome.story
+    assert sum("cannot start: storage directory" in line for line in lines) > 3
+    assert sum("cannot start: dram_dir" in line for line in lines) > 0

@@ -261,7 +261,7 @@ def test_nothing_is_found_or_added_while_disabled(tmp_path: Path) -> None:
 
 def test_a_world_writable_directory_is_refused(tmp_path: Path) -> None:
     tmp_path.chmod(0o777)
-    with pytest.raises(ConfigError, match=r"dram_dir .* is world-writable; .* of your own"):
+    with pytest.raises(ConfigError, match=r"dram_dir .* is world-writable .* of your own"):
         NodeDram(tmp_path, NAMESPACE, 8 * FILE_BYTES)
 
 

@@ -1,8 +1,11 @@
 """S3 failures: reads end the run and never hang, look-ups raise, writes are refused."""
 
+import functools
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -15,6 +18,8 @@ from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.modes import Mode
 from dualpath.launch.ports import claim_port
+from dualpath.node.sockets import IDLE_CONNECTION_S
+from dualpath.storage import s3_client
 from dualpath.storage.factory import open_storage
 from dualpath.storage.s3 import S3Storage
 from dualpath.storage.s3_client import (
@@ -230,6 +235,22 @@ def test_an_object_longer_than_requested_does_not_affect_the_next_response(
     assert client.get_into("long", [part]) == 10
     assert bytes(part) == b"x" * 10
     assert client.get("next") == b"next"
+    client.close()
+
+
+def test_a_connection_is_not_used_again_after_a_time_in_which_servers_close_it(
+    server: FaultyS3, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = S3Client(server.location, QUICK)
+    used = []
+    for idle_s in (0.0, 0.0, IDLE_CONNECTION_S + 1):
+        now_s = time.monotonic() + idle_s
+        clock = SimpleNamespace(monotonic=functools.partial(float, now_s), sleep=time.sleep)
+        monkeypatch.setattr(s3_client, "time", clock)
+        assert not client.exists("absent")
+        used.append(client._idle[-1][0])
+    assert used[1] is used[0]
+    assert used[2] is not used[0]
     client.close()
 
 

@@ -1,8 +1,12 @@
 """The table from an engine's statuses to errors and from errors to a server's statuses."""
 
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 
 from dualpath.core.errors import (
     BadRequestError,
@@ -15,7 +19,8 @@ from dualpath.core.errors import (
     PromptTooLongError,
     TransportError,
 )
-from dualpath.router.token_api.client import joined
+from dualpath.router.token_api.client import TokenApiClient, joined
+from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH
 from dualpath.router.token_api.statuses import api_error, engine_error, status_of
 from dualpath.router.token_api.wire import (
     Choice,
@@ -106,3 +111,41 @@ def test_tokens_before_an_error_come_before_it():
     assert next(choices) == Choice([1, 2])
     with pytest.raises(EngineLostError, match="KV load failed"):
         next(choices)
+
+
+@pytest.mark.parametrize(
+    ("status", "body", "calls"),
+    [
+        (200, b'{"calls": {"a": null, "b": 1.5}}', {"a": None, "b": 1.5}),
+        (404, b"no such route", None),
+        (401, b"no key", None),
+        (500, b"a defect", None),
+        (200, b"<html>a proxy's page</html>", None),
+    ],
+)
+async def test_any_answer_to_an_inquiry_is_a_sign_of_life(status, body, calls):
+    async with answering(status, body) as engine:
+        assert await engine() == calls
+
+
+@pytest.mark.parametrize("status", [502, 503, 504])
+async def test_a_proxy_that_does_not_reach_an_engine_is_no_sign_of_its_life(status):
+    async with answering(status, b"bad gateway") as engine:
+        with pytest.raises(EngineLostError, match=f"answered {status}"):
+            await engine()
+
+
+@asynccontextmanager
+async def answering(status, body):
+    """Yield a function that asks an engine, which answers this, for its open calls."""
+
+    async def answer(request):
+        return web.Response(status=status, body=body)
+
+    app = web.Application()
+    app.router.add_get(OPEN_CALLS_PATH, answer)
+    client = TokenApiClient()
+    async with TestServer(app) as server:
+        engine = SimpleNamespace(engine_id="pe-0", api_url=str(server.make_url("/")), dp=None)
+        yield lambda: client.open_calls(engine)  # type: ignore[arg-type]
+        await client.aclose()

@@ -18,7 +18,8 @@ from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.vllm.cache_layers import cache_layers, hooked_layers, read_before_hook
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.kernel_patches import (
@@ -106,7 +107,7 @@ def one_pass(connector, layers, at=lambda cluster, layer, keys: None, buffers=2)
     keys = prompt_keys(TOKENS)
     cluster.store(keys[:2])
     transfer = cluster.load("r", keys, TOKENS, 2, 0)
-    part = PromptPart(transfer, BlockRun(2, 1), (0, 1, 2))
+    part = PrefillChunk(transfer, BlockRun(2, 1), (0, 1, 2))
     forward = ForwardPass(cluster.pe.manager, lambda message: None, [part])
     connector.worker_side._pass = forward
     read = Reads(lambda layer: at(cluster, layer, keys))

@@ -28,7 +28,8 @@ from vllm.v1.attention.backends import cpu_attn
 from dualpath.core.blocks import BlockGeometry, block_keys
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import PrefillTransfer
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.vllm.connector import DualPathConnector
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.worker_side import WorkerSide
@@ -116,7 +117,7 @@ class Engine:
     def compute(self, transfer: PrefillTransfer, chunk: BlockRun) -> torch.Tensor:
         """Run one forward pass; return its output for the chunk's tokens."""
         first, end = chunk.first * BLOCK, min(chunk.end * BLOCK, TOKENS)
-        part = PromptPart(transfer, chunk, HBM_BLOCKS)
+        part = PrefillChunk(transfer, chunk, HBM_BLOCKS)
         forward = ForwardPass(self.cluster.pe.manager, lambda message: None, [part])
         self._worker._pass = forward
         table = torch.tensor(HBM_BLOCKS)

@@ -17,11 +17,13 @@ from tests.unit.workload_server import (
 )
 
 from dualpath.core.errors import ConfigError, EngineLostError
+from dualpath.core.names import name_problem
 from dualpath.core.request import Round, Trajectory
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn, SubAgent
 from dualpath.workload.conversation.token_session import TokenSession
-from dualpath.workload.replay.client import ReplayOptions, replay
-from dualpath.workload.replay.result import Isolation, SentHints, ToolDelays
+from dualpath.workload.replay.client import ReplayOptions, replay, sent_name
+from dualpath.workload.replay.report import compare
+from dualpath.workload.replay.result import Isolation, ReplayResult, SentHints, ToolDelays
 
 
 def test_every_prompt_is_sent_and_generated_tokens_plus_the_append():
@@ -375,3 +377,70 @@ def test_sub_agents_run_in_parallel_to_their_parent_and_count_for_its_session():
     assert by_conversation["w/h"].hit_tokens == 4
     assert by_conversation["w"].hit_tokens == by_conversation["w"].ideal_hit_tokens == 8
     assert (result.summary.sessions, result.summary.turns) == (1, 3)
+
+
+async def _interrupted(*, partial: bool) -> ReplayResult:
+    """Cancel a replay whose first turn has ended and whose second one gets no answer."""
+    asked = asyncio.Event()
+
+    async def silent_after_the_first(request: web.Request, body: dict[str, Any]) -> None:
+        if len(server.bodies) > 1:
+            asked.set()
+            await asyncio.Event().wait()
+
+    server = FakeServer(fault=silent_after_the_first)
+    async with server.running() as endpoint:
+        sessions = [agent("a", (10, 3), (5, 2))]
+        running = asyncio.create_task(replay(sessions, endpoint, ReplayOptions(), partial=partial))
+        await asked.wait()
+        running.cancel()
+        return await running
+
+
+async def test_an_interrupted_replay_returns_the_turns_that_have_ended():
+    result = await _interrupted(partial=True)
+    assert (result.interrupted, result.summary.turns, result.summary.turns_failed) == (True, 1, 0)
+    assert result.summary.jct_s > 0
+    assert result.server is not None
+    assert any("interrupted" in line for line in compare([result]).warnings)
+
+
+async def test_a_cancelled_replay_ends_unless_what_it_has_is_wanted():
+    with pytest.raises(asyncio.CancelledError):
+        await _interrupted(partial=False)
+
+
+def test_counters_come_from_the_scheduler_where_front_ends_serve(
+    caplog: pytest.LogCaptureFixture,
+):
+    class FrontEnd(FakeServer):
+        async def status(self, request: web.Request) -> web.Response:
+            return web.json_response({"front_end": "f0", "mode": "dualpath"})
+
+    front_end, scheduler = FrontEnd(), FakeServer()
+
+    async def play(*, cluster: bool) -> ReplayResult:
+        async with front_end.running() as endpoint, scheduler.running() as counters:
+            own = counters if cluster else ""
+            sessions = [agent("a", (8, 2))]
+            return await replay(sessions, endpoint, ReplayOptions(), cluster_endpoint=own)
+
+    assert "--cluster-endpoint" not in caplog.text
+    result = asyncio.run(play(cluster=True))
+    assert result.server is not None
+    assert result.server.path_bytes == {"pe_path": 0}
+    assert "--cluster-endpoint" not in caplog.text
+    asyncio.run(play(cluster=False))
+    assert "give the scheduler's HTTP address" in caplog.text
+    assert "--cluster-endpoint" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "name", ["a/1", "x" * 300, "a\nb", "..", ".", "", "half \ud800", "\u202ebackwards"]
+)
+def test_a_session_of_any_name_gets_one_that_a_router_takes(name: str):
+    sent = sent_name(name)
+    assert name_problem(sent) is None
+    assert sent not in ("", ".", "..")
+    assert sent == sent_name(name) != sent_name(f"{name}2")
+    assert (sent == name) == (name == "a/1")

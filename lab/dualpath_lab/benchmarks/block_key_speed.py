@@ -1,27 +1,35 @@
 """CPU milliseconds for the block keys of a prompt, which the router computes for each request.
 
-Run:  ``python -m dualpath_lab.benchmarks.block_key_speed``.  Methods are interleaved, best of 30:
-CBOR's encoder block by block, the former implementation; all tokens encoded in one call; and a
-prompt with a cached prefix, the usual turn of an agent, which appends ``APPENDED_TOKENS``.
+Methods are interleaved, best of 30: CBOR's encoder block by block, the former implementation; all
+tokens encoded in one call; and a prompt with a cached prefix, the usual turn of an agent, which
+appends ``APPENDED_TOKENS``.
 """
 
 import hashlib
 import random
 import time
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import cbor2
 
 from dualpath.core.blocks import BlockKey, block_keys, chain_root
 from dualpath.core.key_cache import KeyCache
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.core.settings import Setting, Settings
+from dualpath_sim.harness.experiment import Experiment, Progress, Stage, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 BLOCK_TOKENS = 64
 PROMPT_TOKENS = 32_768
 APPENDED_TOKENS = 429
 VOCABULARY = 150_000
-ROUNDS = 30
+
+
+class BlockKeySettings(Settings, frozen=True, kw_only=True):
+    """Rounds of all methods."""
+
+    repeat: Annotated[int, Setting("rounds, of which the best counts", ge=1)] = 30
+    seed: Annotated[int, Setting("of the token ids", ge=0)] = 0
 
 
 def encoded_one_by_one(token_ids: list[int]) -> list[BlockKey]:
@@ -41,11 +49,9 @@ def cpu_ms(call: Callable[[], object]) -> float:
     return (time.process_time_ns() - start_ns) / 1e6
 
 
-def main() -> None:
-    """Measure and print a table."""
-    prompt = random.Random(0).choices(range(VOCABULARY), k=PROMPT_TOKENS)
+def _stages(settings: BlockKeySettings, progress: Progress) -> list[Stage[Any, Numbers]]:
+    prompt = random.Random(settings.seed).choices(range(VOCABULARY), k=PROMPT_TOKENS)
     before = prompt[:-APPENDED_TOKENS]
-    assert encoded_one_by_one(prompt) == block_keys(prompt, BLOCK_TOKENS)
 
     def next_turn() -> float:
         memory = KeyCache(BLOCK_TOKENS)
@@ -60,13 +66,16 @@ def main() -> None:
         ),
         "next turn, with a cached prefix": next_turn,
     }
-    best = dict.fromkeys(ways, float("inf"))
-    for _ in range(ROUNDS):
-        for name, measure in ways.items():
-            best[name] = min(best[name], measure())
-    rows = tuple((name, f"{ms:.2f}") for name, ms in best.items())
-    print(markdown.table(Table("", ("keys of 32,768 tokens", "ms"), rows)))
+    return one_stage(ways, lambda measure, number: {"cpu_ms": measure()})
 
 
-if __name__ == "__main__":
-    main()
+BLOCK_KEYS = Experiment(
+    name="block-keys",
+    title="Block keys of a prompt of 32,768 tokens",
+    settings=BlockKeySettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=numbers_page(
+        "CPU time, best of all rounds", [Column("ms", "cpu_ms", of=min, tolerance=0.15)]
+    ),
+)

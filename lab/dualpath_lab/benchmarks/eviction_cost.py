@@ -1,8 +1,5 @@
 """Cost of an eviction: microseconds per evicted block, by the number of cached chains.
 
-    python -m dualpath_lab.benchmarks.eviction_cost [--chains 1000,10000,100000] [--blocks 4]
-    [--rounds 5]
-
 A buffer is full of chains of ``--blocks`` blocks.  A step is the work of an engine for a block of a
 request: it evicts a block (``CachedBlocks.evict``), adds another one and makes it evictable.  The
 chains are used cyclically, so that reuse forecasts decide (``policy.reuse``), or in random order,
@@ -10,18 +7,35 @@ so that the least recently used block is evicted.  All sizes and both orders are
 round; reported are medians, and for comparison a step without eviction, in a buffer with room.
 """
 
-import argparse
-import statistics
 import time
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.buffer.block_buffer import CachedBlocks, with_parents
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath_sim.harness.experiment import Experiment, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 ORDERS = ("in turn", "at random")
+
+
+class EvictionSettings(Settings, frozen=True, kw_only=True):
+    """Sizes of the buffer."""
+
+    chains: Annotated[tuple[int, ...], Setting("chains that fit", ge=1)] = (1000, 10_000, 100_000)
+    blocks: Annotated[int, Setting("blocks of a chain", ge=1)] = 4
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 5
+
+
+class Case(NamedTuple):
+    """An order of uses and the number of chains."""
+
+    order: str
+    chains: int
+
+
 #: Number of steps that are timed together.
 STEPS = 20_000
 
@@ -59,18 +73,24 @@ class Buffer:
             self.cached.make_evictable(slot)
 
 
-def measure(chains: int, blocks: int, order: str, round_: int) -> tuple[float, float, bool]:
+def measure(settings: EvictionSettings, case: Case, number: int) -> Numbers:
     """Return µs of a step with and without an eviction, and whether forecasts decide."""
-    buffer = Buffer(chains, blocks)
+    buffer = Buffer(case.chains, settings.blocks)
     numbers = np.arange(3 * len(buffer.chains)) % len(buffer.chains)
-    if order == ORDERS[1]:
-        numbers = np.random.default_rng(round_).permutation(numbers)
-    for number in numbers.tolist():
-        buffer.use(number)
-    steps = min(STEPS, chains)
-    fresh = [_keys(-1 - number, 1)[0] for number in range(2 * steps)]
+    if case.order == ORDERS[1]:
+        numbers = np.random.default_rng(number).permutation(numbers)
+    for chain in numbers.tolist():
+        buffer.use(chain)
+    steps = min(STEPS, case.chains)
+    fresh = [_keys(-1 - step, 1)[0] for step in range(2 * steps)]
     plain_us = _timed_us(buffer, fresh[:steps], evict=False)
-    return _timed_us(buffer, fresh[steps:], evict=True), plain_us, buffer.cached.forecasts
+    both_us = _timed_us(buffer, fresh[steps:], evict=True)
+    return {
+        "added_us": plain_us,
+        "added_with_eviction_us": both_us,
+        "eviction_us": both_us - plain_us,
+        "forecasts": float(buffer.cached.forecasts),
+    }
 
 
 def _timed_us(buffer: Buffer, keys: list[BlockKey], *, evict: bool) -> float:
@@ -83,36 +103,27 @@ def _keys(number: int, blocks: int) -> list[BlockKey]:
     return block_keys([number & 0xFFFFFFFF] * blocks, 1)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--chains", default="1000,10000,100000")
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    sizes = [int(word) for word in arguments.chains.split(",")]
-    found: dict[tuple[str, int], list[tuple[float, float, bool]]] = {}
-    for round_ in range(arguments.rounds):
-        for order in ORDERS:
-            for chains in sizes:
-                measured = measure(chains, arguments.blocks, order, round_)
-                found.setdefault((order, chains), []).append(measured)
-    rows = []
-    for (order, chains), runs in found.items():
-        whole_us, plain_us = (statistics.median(run[i] for run in runs) for i in (0, 1))
-        rows.append(
-            (
-                order,
-                f"{chains:,}",
-                "yes" if all(run[2] for run in runs) else "no",
-                f"{plain_us:.1f}",
-                f"{whole_us:.1f}",
-                f"{whole_us - plain_us:.1f}",
-            )
-        )
-    columns = ("order", "chains", "forecasts decide", "added, µs", "added with eviction, µs")
-    title = f"chains of {arguments.blocks} blocks, CPU time of one step"
-    print(markdown.table(Table(title, (*columns, "an eviction, µs"), tuple(rows))))
-
-
-if __name__ == "__main__":
-    main()
+EVICTION = Experiment(
+    name="eviction",
+    title="Cost of an eviction, by the number of cached chains",
+    settings=EvictionSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {
+            f"{chains:,} chains {order}": Case(order, chains)
+            for order in ORDERS
+            for chains in settings.chains
+        },
+        lambda case, number: measure(settings, case, number),
+    ),
+    draw=numbers_page(
+        "CPU time of one step",
+        [
+            Column("forecasts decide", "forecasts", "{:.0%}"),
+            Column("added, µs", "added_us", "{:.1f}"),
+            Column("added with eviction, µs", "added_with_eviction_us", "{:.1f}", tolerance=0.25),
+            Column("an eviction, µs", "eviction_us", "{:.1f}"),
+        ],
+        settings=lambda settings: (f"Chains of {settings.blocks} blocks.",),
+    ),
+)

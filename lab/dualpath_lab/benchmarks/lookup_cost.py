@@ -1,7 +1,5 @@
 """Number of `stat` calls of look-ups, and blocks found while others are being written.
 
-    python -m dualpath_lab.benchmarks.lookup_cost [--directory DIR] [--stat-s 0.001]
-
 First table:  `stat` calls of one look-up of 1,000 blocks, cold (the engine has just started) and
 warm (the same look-up again), by the number of stored blocks.  Second: conversations while their
 last blocks are being written, and as many that are completely stored, all looked up concurrently.
@@ -9,27 +7,35 @@ Files are empty markers; writes follow each other and take a fixed time.  These 
 by deadlines.  Third: the duration of a look-up with an injected delay of ``--stat-s`` per `stat`.
 """
 
-import argparse
 import itertools
-import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated, Any
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
 from dualpath.core.control import EngineMessage, Lookup, LookupDone
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.counters import Counter, Counters
 from dualpath.engine.io.lookups import Lookups
 from dualpath.engine.io.persister import PendingWrites
 from dualpath.engine.threads import OS_THREADS, TimeLimit
-from dualpath.report import markdown
-from dualpath.report.model import Table
 from dualpath.router.scheduler.attempt import ENGINE_SHARE
 from dualpath.router.settings import RouterSettings
 from dualpath.storage.posix import ORACLE, LengthOnlyStorage
 from dualpath.storage.wrapping import LookupCachingStorage
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    Page,
+    Progress,
+    RawData,
+    Stage,
+    one_stage,
+)
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table
 
 GEOMETRY = BlockGeometry.uniform(layers=1, block_tokens=1, layer_block_bytes=1)
 NAMESPACE = StoreNamespace("benchmark", "u8", "none", GEOMETRY, mode=ORACLE)
@@ -39,6 +45,19 @@ PENDING_BLOCKS = 6
 DEADLINE_S = ENGINE_SHARE * RouterSettings().lookup_timeout_s / 2
 TICK_S = 0.05
 CLOSE_S = 10.0
+
+
+LOADED = "looked up at once"
+
+
+class LookupSettings(Settings, frozen=True, kw_only=True):
+    """Delays of the file system."""
+
+    directory: Annotated[str, Setting("folder on the file system to use", metavar="DIR")] = ""
+    conversations: Annotated[int, Setting("conversations of each kind", ge=1)] = 64
+    write_s: Annotated[float, Setting("duration of writing a block", gt=0)] = 0.5
+    stat_s: Annotated[float, Setting("duration of a slow stat", gt=0)] = 0.001
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 1
 
 
 class SlowDirectory(LengthOnlyStorage):
@@ -97,56 +116,38 @@ def blank(keys: Sequence[BlockKey]) -> list[memoryview]:
     return [memoryview(b"\0")] * len(keys)
 
 
-def count_stats(boundaries: Iterable[int], directory: Path | None) -> Table:
-    rows = []
-    for stored in boundaries:
-        keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            write(Path(folder), keys[:stored])
-            engine = Engine(Path(folder))
-            cold, warm = (
-                engine.count_stat_calls(keys, stored),
-                engine.count_stat_calls(keys, stored),
-            )
-            engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
-        rows.append((f"{stored:,}", str(cold), str(warm)))
-    title = f"stats of a look-up of {CHAIN_BLOCKS:,} blocks"
-    return Table(title, ("blocks stored", "cold", "warm"), tuple(rows))
+def _stat_calls(settings: LookupSettings, stored: int, number: int) -> Numbers:
+    keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as folder:
+        write(Path(folder), keys[:stored])
+        engine = Engine(Path(folder))
+        cold, warm = (engine.count_stat_calls(keys, stored) for _ in range(2))
+        engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
+    return {"cold_calls": cold, "warm_calls": warm}
 
 
-def time_slow_stats(
-    boundaries: Iterable[int], stat_s: float, rounds: int, directory: Path | None
-) -> Table:
-    rows = []
-    for stored in boundaries:
-        keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
-        took_ms: list[tuple[float, float]] = []
-        with tempfile.TemporaryDirectory(dir=directory) as folder:
-            write(Path(folder), keys[:stored])
-            for _ in range(rounds):
-                engine = Engine(Path(folder), stat_s)
-                times_s = [time.perf_counter()]
-                for _ in ("cold", "warm"):
-                    assert engine.look_up([keys]) == [stored]
-                    times_s.append(time.perf_counter())
-                cold_s, warm_s = (end - start for start, end in itertools.pairwise(times_s))
-                took_ms.append((cold_s * 1e3, warm_s * 1e3))
-                engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
-        cold_ms, warm_ms = zip(*took_ms, strict=True)
-        cells = (statistics.median(cold_ms), max(cold_ms), statistics.median(warm_ms))
-        rows.append((f"{stored:,}", *(f"{cell:.1f}" for cell in cells)))
-    title = f"a look-up of {CHAIN_BLOCKS:,} blocks, {stat_s * 1e3:g} ms per stat, {rounds} times"
-    columns = ("blocks stored", "cold, median ms", "cold, most ms", "warm, median ms")
-    return Table(title, columns, tuple(rows))
+def _slow(settings: LookupSettings, stored: int, number: int) -> Numbers:
+    keys = block_keys(range(CHAIN_BLOCKS), 1, cache_salt=str(stored))
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as folder:
+        write(Path(folder), keys[:stored])
+        engine = Engine(Path(folder), settings.stat_s)
+        times_s = [time.perf_counter()]
+        for _ in ("cold", "warm"):
+            assert engine.look_up([keys]) == [stored]
+            times_s.append(time.perf_counter())
+        engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
+    cold_s, warm_s = (end - start for start, end in itertools.pairwise(times_s))
+    return {"cold_ms": cold_s * 1e3, "warm_ms": warm_s * 1e3}
 
 
-def find_under_load(conversations: int, write_s: float, directory: Path | None) -> Table:
+def _under_load(settings: LookupSettings) -> Numbers:
+    conversations = settings.conversations
     pending, whole = (
         [block_keys(range(100), 1, cache_salt=f"{kind} {i}") for i in range(conversations)]
         for kind in ("pending", "whole")
     )
     late = [key for keys in pending for key in keys[-PENDING_BLOCKS:]]
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as folder:
         for keys in pending:
             write(Path(folder), keys[:-PENDING_BLOCKS])
         for keys in whole:
@@ -158,7 +159,7 @@ def find_under_load(conversations: int, write_s: float, directory: Path | None) 
         def write_late() -> None:
             for key in late:
                 if not over.is_set():
-                    time.sleep(write_s)
+                    time.sleep(settings.write_s)
                     engine.storage.write([key], blank([key]))
                 engine.pending.end([key])
 
@@ -169,29 +170,54 @@ def find_under_load(conversations: int, write_s: float, directory: Path | None) 
         writer.join()
         engine.lookups.close(TimeLimit(OS_THREADS, CLOSE_S))
     blocks = 100 * conversations
-    rows = (
-        ("last 6 being written", f"{sum(found[:conversations]) / blocks:.1%}"),
-        ("all stored", f"{sum(found[conversations:]) / blocks:.1%}"),
+    return {
+        "pending_share": sum(found[:conversations]) / blocks,
+        "stored_share": sum(found[conversations:]) / blocks,
+    }
+
+
+def _stages(settings: LookupSettings, progress: Progress) -> Iterator[Stage[Any, Numbers]]:
+    counted = {f"{stored:,} stored": stored for stored in (0, 1, 250, 500, 700, 999, 1000)}
+    timed = {f"{stored:,} stored, slow stat": stored for stored in (0, 1, 500, 999, 1000)}
+    yield from one_stage(counted, partial(_stat_calls, settings))
+    yield from one_stage(timed, partial(_slow, settings))
+    yield from one_stage({LOADED: None}, lambda _, number: _under_load(settings))
+
+
+def draw(raw: RawData[LookupSettings, Numbers]) -> Page:
+    """Draw counts, times and shares."""
+    settings = raw.settings
+    counts = [
+        Column("cold", "cold_calls", "{:.0f}", tolerance=0.0, any_machine=True),
+        Column("warm", "warm_calls", "{:.0f}", tolerance=0.0, any_machine=True),
+    ]
+    times = [
+        Column("cold, median ms", "cold_ms", "{:.1f}"),
+        Column("cold, most ms", "cold_ms", "{:.1f}", of=max),
+        Column("warm, median ms", "warm_ms", "{:.1f}"),
+    ]
+    shares = [
+        Column("last 6 being written", "pending_share", "{:.1%}", tolerance=0.1, any_machine=True),
+        Column("all stored", "stored_share", "{:.1%}", tolerance=0.0, any_machine=True),
+    ]
+    chain = f"a look-up of {CHAIN_BLOCKS:,} blocks"
+    load = f"Blocks found of 2 x {settings.conversations} conversations of 100, looked up at once"
+    return Page(
+        settings=(f"A slow stat takes {settings.stat_s * 1e3:g} ms.",),
+        tables=(
+            number_table(raw, f"stat calls of {chain}", counts, "blocks stored"),
+            number_table(raw, f"Time of {chain}", times, "blocks stored"),
+            number_table(raw, load, shares, "conversations"),
+        ),
+        results=tuple(key_results(raw, [*counts, *shares])),
     )
-    title = f"2 x {conversations} conversations of 100 blocks, looked up at once"
-    return Table(title, ("conversations", "blocks found"), rows)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--directory", type=Path, help="on the file system to use")
-    parser.add_argument("--conversations", type=int, default=64)
-    parser.add_argument("--write-s", type=float, default=0.5, help="duration of writing a block")
-    parser.add_argument("--stat-s", type=float, default=0.001, help="duration of a stat")
-    parser.add_argument("--rounds", type=int, default=21)
-    args = parser.parse_args()
-    for table in (
-        count_stats((0, 1, 250, 500, 700, 999, 1000), args.directory),
-        time_slow_stats((0, 1, 500, 999, 1000), args.stat_s, args.rounds, args.directory),
-        find_under_load(args.conversations, args.write_s, args.directory),
-    ):
-        print(markdown.table(table))
-
-
-if __name__ == "__main__":
-    main()
+LOOKUPS = Experiment(
+    name="lookups",
+    title="Look-ups in a directory",
+    settings=LookupSettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=draw,
+)

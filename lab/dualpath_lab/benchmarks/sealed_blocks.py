@@ -1,21 +1,19 @@
 """Cost of sealing stored blocks: CPU seconds per GB.
 
-    python -m dualpath_lab.benchmarks.sealed_blocks [--directory DIR] [--rounds 7]
-
 First table: functions that could authenticate or encrypt a block, on one block in memory.  Second:
 blocks written and read through ``PosixStorage``, plain, authenticated and encrypted, interleaved in
 every round; medians.  The default directory is in memory, so that only CPU time counts; writes
 include creating the files.
 """
 
-import argparse
 import hashlib
 import hmac
-import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any
 
 import blake3
 import msgspec
@@ -24,11 +22,21 @@ import xxhash
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from dualpath.core.blocks import BlockGeometry, Protection, StoreNamespace, block_keys
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.core.settings import Setting, Settings
+from dualpath.report.model import Table, cell
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.sealed_blocks import KeyRing
 from dualpath.transport.memory import allocate_registered
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    RawData,
+    Stage,
+    one_stage,
+)
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table
 
 BLOCK_BYTES = 2_555_904
 BLOCKS = 32
@@ -37,6 +45,18 @@ KEYS = KeyRing(KEY.hex(), "the benchmark")
 NAMESPACE = StoreNamespace(
     "benchmark", "bfloat16", "NHD", BlockGeometry.uniform(39, 64, BLOCK_BYTES // 39)
 )
+
+
+PLAIN = "plain blocks"
+
+
+class SealedSettings(Settings, frozen=True, kw_only=True):
+    """Where blocks are stored."""
+
+    directory: Annotated[str, Setting("folder of the blocks; in memory, CPU time alone counts")] = (
+        "/dev/shm"
+    )
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 7
 
 
 def functions(content: bytes) -> dict[str, Callable[[], object]]:
@@ -58,76 +78,95 @@ def cpu_s_per_gb(run: Callable[[], object], size_bytes: int) -> float:
     return (time.process_time() - start_s) / size_bytes * 1e9
 
 
-def alone(rounds: int) -> Table:
+def _functions(settings: SealedSettings) -> Stage[Any, Numbers]:
     content = np.random.default_rng(0).bytes(BLOCK_BYTES)
-    candidates = functions(content)
-    costs: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, run in candidates.items():
-            for_all = cpu_s_per_gb(lambda run=run: [run() for _ in range(10)], 10 * BLOCK_BYTES)
-            costs[name].append(for_all)
-    rows = tuple((name, f"{statistics.median(found):.3f}") for name, found in costs.items())
-    return Table(f"one block of {BLOCK_BYTES} bytes", ("function", "CPU s/GB"), rows)
+
+    def cost(run: Callable[[], object], number: int) -> Numbers:
+        return {"s_per_gb": cpu_s_per_gb(lambda: [run() for _ in range(10)], 10 * BLOCK_BYTES)}
+
+    return one_stage(functions(content), cost)[0]
 
 
 class Kind:
     """Blocks of one kind, written and read once per round."""
 
     def __init__(self, root: Path, protection: Protection | None) -> None:
-        self.name = "plain" if protection is None else protection.value
         namespace = NAMESPACE
         if protection is not None:
             namespace = msgspec.structs.replace(NAMESPACE, protection=protection)
         self.storage = PosixStorage(root, namespace, keys=KEYS)
-        self.writes: list[float] = []
-        self.reads: list[float] = []
 
-    def measure(self, number: int, source: memoryview, into: memoryview) -> None:
+    def measure(self, number: int, source: memoryview, into: memoryview) -> Numbers:
         """Write and read blocks once, then remove them."""
         keys = block_keys([number] * BLOCKS * 64, 64)
         size_bytes = BLOCKS * BLOCK_BYTES
         sources = [source] * BLOCKS
-        self.writes.append(cpu_s_per_gb(lambda: self.storage.write(keys, sources), size_bytes))
-        self.reads.append(cpu_s_per_gb(lambda: self._read(keys, into), size_bytes))
+        found = {
+            "write_s_per_gb": cpu_s_per_gb(lambda: self.storage.write(keys, sources), size_bytes),
+            "read_s_per_gb": cpu_s_per_gb(lambda: self._read(keys, into), size_bytes),
+        }
         assert into == source
         for key in keys:
             self.storage.block_path(key).unlink()
+        return found
 
     def _read(self, keys: list[bytes], into: memoryview) -> None:
         assert all(self.storage.read(key, into).is_good for key in keys)
 
 
-def stored(rounds: int, directory: Path) -> Table:
-    memory = allocate_registered(2 * BLOCK_BYTES)
-    source, into = memory.view(0, BLOCK_BYTES), memory.view(BLOCK_BYTES, BLOCK_BYTES)
-    source[:] = np.random.default_rng(0).bytes(BLOCK_BYTES)
-    with tempfile.TemporaryDirectory(dir=directory) as root:
-        kinds = [Kind(Path(root), protection) for protection in (None, *Protection)]
-        for number in range(rounds + 1):
-            for kind in kinds:
+def _stored(settings: SealedSettings) -> Stage[Any, Numbers]:
+    @contextmanager
+    def open_storages() -> Iterator[Measure[Protection | None, Numbers]]:
+        memory = allocate_registered(2 * BLOCK_BYTES)
+        source, into = memory.view(0, BLOCK_BYTES), memory.view(BLOCK_BYTES, BLOCK_BYTES)
+        source[:] = np.random.default_rng(0).bytes(BLOCK_BYTES)
+        with tempfile.TemporaryDirectory(dir=settings.directory) as root:
+            kinds = {kind: Kind(Path(root), kind) for kind in (None, *Protection)}
+            for kind in kinds.values():  # touches memory for the first time
+                kind.measure(settings.repeat, source, into)
+
+            def run(protection: Protection | None, number: int) -> Numbers:
                 into[:] = bytes(BLOCK_BYTES)
-                kind.measure(number, source, into)
-    plain, *_ = kinds
-    rows = []
-    for kind in kinds:
-        cells = [kind.name]
-        for costs, base in ((kind.writes, plain.writes), (kind.reads, plain.reads)):
-            # The first round, which touches memory for the first time, is left out.
-            ratios = [one / other for one, other in zip(costs[1:], base[1:], strict=True)]
-            cells += [f"{statistics.median(costs[1:]):.3f}", f"{statistics.median(ratios):.2f}"]
-        rows.append(tuple(cells))
-    columns = ("blocks", "write, CPU s/GB", "/ plain", "read, CPU s/GB", "/ plain")
-    return Table(f"{BLOCKS} blocks of {BLOCK_BYTES} bytes as files", columns, tuple(rows))
+                return kinds[protection].measure(number, source, into)
+
+            yield run
+
+    names = {PLAIN: None} | {f"{kind.value} blocks": kind for kind in Protection}
+    return Stage(names, open_storages)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--directory", type=Path, default=Path("/dev/shm"))
-    parser.add_argument("--rounds", type=int, default=7)
-    arguments = parser.parse_args()
-    for table in (alone(arguments.rounds), stored(arguments.rounds, arguments.directory)):
-        print(markdown.table(table))
+def draw(raw: RawData[SealedSettings, Numbers]) -> Page:
+    """Draw the functions alone, and the blocks relative to plain ones."""
+    function = [Column("CPU s/GB", "s_per_gb", "{:.3f}", tolerance=0.15)]
+    blocks = [
+        Column("write, CPU s/GB", "write_s_per_gb", "{:.3f}", tolerance=0.25),
+        Column("read, CPU s/GB", "read_s_per_gb", "{:.3f}", tolerance=0.25),
+    ]
+    ratios = [
+        KeyResult(
+            f"{name}: {what} / plain", raw.ratio(name, PLAIN, lambda one, key=number: one[key]),  # type: ignore[misc]
+            tolerance=0.15, any_machine=True,
+        )
+        for name in raw.cells
+        if name != PLAIN and "write_s_per_gb" in raw.of(name)[0]
+        for what, number in (("write", "write_s_per_gb"), ("read", "read_s_per_gb"))
+    ]  # fmt: skip
+    relative = tuple((one.what, cell(one.measured, "{:.2f}")) for one in ratios)
+    return Page(
+        tables=(
+            number_table(raw, f"One block of {BLOCK_BYTES} bytes", function, "function"),
+            number_table(raw, f"{BLOCKS} blocks of {BLOCK_BYTES} bytes as files", blocks, "blocks"),
+            Table("Relative to plain, within a round", ("blocks", "ratio"), relative),
+        ),
+        results=(*key_results(raw, [*function, *blocks]), *ratios),
+    )
 
 
-if __name__ == "__main__":
-    main()
+SEALED_CPU = Experiment(
+    name="sealed-cpu",
+    title="CPU time of sealing stored blocks",
+    settings=SealedSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: [_functions(settings), _stored(settings)],
+    draw=draw,
+)

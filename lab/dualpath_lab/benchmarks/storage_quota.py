@@ -1,16 +1,12 @@
 """Measure a storage's janitor: hits compared with an ideal LRU, its CPU share, and its start.
 
-    python -m dualpath_lab.benchmarks.storage_quota day [--trajectories N] [--quota-share N] [--seed
-    S] python -m dualpath_lab.benchmarks.storage_quota start [--blocks N]
-
-``day``: generated trajectories (means of Table 2, 32K) begin at random times of a day; their turns
+A day: generated trajectories (means of Table 2, 32K) begin at random times of a day; their turns
 follow after pauses.  Files, journals, index, lease and removals are real, in a directory; the clock
 is virtual and the payload small.  It is compared with an ideal LRU of the same quota in memory,
-which knows every use at once and never exceeds the quota.  ``start``: a janitor starts on a storage
+which knows every use at once and never exceeds the quota.  A start: a janitor starts on a storage
 with a saved index of this many blocks and selects blocks to remove.
 """
 
-import argparse
 import heapq
 import resource
 import tempfile
@@ -18,13 +14,13 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from dualpath.core.blocks import BlockKey, BlockOrigin, chain_root
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.core.settings import Setting, Settings
+from dualpath.report.model import Table, cell
 from dualpath.storage import janitor as index_file
 from dualpath.storage.block_file import Sections, encode_header
 from dualpath.storage.chain_index import NO_PINS, ChainIndex, victims
@@ -36,6 +32,8 @@ from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import object_name
 from dualpath.storage.quotas import StorageLimits, WriteGate
 from dualpath.workload.columns.generator import DATASETS, GeneratorSettings, generate
+from dualpath_sim.harness.experiment import Experiment, Page, RawData, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, summary
 
 PLACE, DIGEST = "model_0123456789abcdef", "0123456789abcdef"
 PAYLOAD = bytes(512)
@@ -46,6 +44,16 @@ ENGINES = 4
 #: Agents begin with one of this many system prompts.
 PROMPTS, PROMPT_BLOCKS = 8, 32
 MEAN_PAUSE_S = 60.0
+
+
+class QuotaSettings(Settings, frozen=True, kw_only=True):
+    """Load and sizes."""
+
+    trajectories: Annotated[int, Setting("trajectories of the day", ge=1)] = 120
+    quota_share: Annotated[int, Setting("the quota is 1/N of all blocks", ge=1)] = 20
+    blocks: Annotated[int, Setting("blocks of the index at a start", ge=500)] = 1_000_000
+    directory: Annotated[str, Setting("folder on the file system to use", metavar="DIR")] = ""
+    seed: Annotated[int, Setting("of trajectories and keys", ge=0)] = 0
 
 
 class Turn(NamedTuple):
@@ -162,19 +170,19 @@ class JanitorStorage:
         return sum(info.bytes for info in self.tree.objects(f"{PLACE}/"))
 
 
-def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) -> Table:
-    """Simulate a day and return its figures."""
-    turns = list(turns_of_a_day(trajectories, seed))
+def day(settings: QuotaSettings) -> Numbers:
+    """Simulate a day and return its numbers."""
+    turns = list(turns_of_a_day(settings.trajectories, settings.seed))
     last: dict[int, int] = {}
     for turn in turns:
         last[turn.agent] = turn.end
     chains = {agent: [key_of(agent, n) for n in range(end)] for agent, end in last.items()}
     written = len({key for keys in chains.values() for key in keys})
-    quota = written // quota_share
+    quota = written // settings.quota_share
     limits = StorageLimits(quota_bytes=quota * BLOCK_BYTES)
     ideal, hits, ideal_hits, prompt_tokens = IdealLru(quota), 0, 0, 0
     most = most_between = since = 0
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as folder:
         storage = JanitorStorage(Path(folder), limits)
         storage.step()
         next_step_s = BEAT_S
@@ -197,35 +205,34 @@ def day(trajectories: int, quota_share: int, seed: int, directory: Path | None) 
         assert index is not None
         passed_s = time.monotonic() - began_s
     refused = sum(engine.stats.refused_blocks for engine in storage.engines)
-    rows = (
-        ("turns", f"{len(turns):,}"),
-        ("blocks written, of the quota", f"{storage.written_blocks / quota:.1f} x"),
-        ("hit tokens, of prompt tokens", f"{hits / prompt_tokens:.1%}"),
-        ("the same for an ideal LRU", f"{ideal_hits / prompt_tokens:.1%}"),
-        ("hit tokens, of the ideal's", f"{hits / ideal_hits:.3f}"),
-        ("maximum in storage, of the quota", f"{most / quota:.3f}"),
-        ("maximum written between two steps, of the quota", f"{most_between / quota:.3f}"),
-        ("new blocks refused for the quota", f"{refused:,}"),
-        ("counted minus actual bytes at the end", f"{index.used_bytes - real_bytes} bytes"),
-        ("blocks removed", f"{storage.janitor.totals.evicted_blocks:,}"),
-        ("janitor's CPU, of a core", f"{storage.cpu_s / DAY_S:.3%}"),
-        ("took", f"{passed_s:.0f} s"),
-    )
-    title = f"A day of {trajectories} trajectories, quota of {quota:,} blocks, seed {seed}"
-    return Table(title, ("", ""), rows)
+    return {
+        "turns": len(turns),
+        "quota_blocks": quota,
+        "written": storage.written_blocks / quota,
+        "hit_share": hits / prompt_tokens,
+        "ideal_share": ideal_hits / prompt_tokens,
+        "to_ideal": hits / ideal_hits,
+        "most": most / quota,
+        "most_between": most_between / quota,
+        "refused_blocks": refused,
+        "miscounted_bytes": index.used_bytes - real_bytes,
+        "removed_blocks": storage.janitor.totals.evicted_blocks,
+        "cpu_share": storage.cpu_s / DAY_S,
+        "passed_s": passed_s,
+    }
 
 
-def start(blocks: int, seed: int, directory: Path | None) -> Table:
+def start(settings: QuotaSettings) -> Numbers:
     """Save an index of this many blocks, and time a janitor that starts with it."""
-    rng = np.random.default_rng(seed)
-    index, chain_blocks = ChainIndex(), 500
+    rng = np.random.default_rng(settings.seed)
+    index, chain_blocks, blocks = ChainIndex(), 500, settings.blocks
     for agent in range(blocks // chain_blocks):
         parent = chain_root()
         for key in (rng.bytes(32) for _ in range(chain_blocks)):
             index.add(PLACE, key, parent, "", BLOCK_BYTES, float(agent))
             parent = key
     limits = StorageLimits(quota_bytes=index.used_bytes * 2)
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as folder:
         tree = PosixObjects(folder)
         began_s = time.monotonic()
         index_file.save(tree, 1, 1, index, index_file.Progress({}, surveyed_s=time.time()))
@@ -242,31 +249,70 @@ def start(blocks: int, seed: int, directory: Path | None) -> Table:
         full = StorageLimits(quota_bytes=janitor.index.used_bytes)
         rows = victims(janitor.index, full, NO_PINS, time.time())
         planned_s = time.monotonic() - began_s
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    cells = (
-        ("saved", f"{saved_s:.2f} s, {size / 1e6:.0f} MB"),
-        ("started: size known, first step done", f"{started_s:.2f} s"),
-        (f"selected: {len(rows):,} blocks to remove", f"{planned_s:.2f} s"),
-        ("peak memory of the process", f"{peak / 1e6:.0f} MB"),
+    return {
+        "saved_s": saved_s,
+        "saved_mb": size / 1e6,
+        "started_s": started_s,
+        "selected_blocks": len(rows),
+        "selected_s": planned_s,
+        "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6,
+    }
+
+
+DAY, START = "a day", "start"
+_DAY = [
+    Column("turns", "turns", "{:,.0f}", tolerance=0.0, any_machine=True),
+    Column("blocks of the quota", "quota_blocks", "{:,.0f}"),
+    Column("blocks written, of the quota", "written", "{:.1f} x", tolerance=0.0, any_machine=True),
+    Column("hit tokens, of prompt tokens", "hit_share", "{:.1%}"),
+    Column("an ideal LRU's", "ideal_share", "{:.1%}"),
+    Column("hit tokens, of the ideal's", "to_ideal", "{:.3f}", tolerance=0.0, any_machine=True),
+    Column("maximum in storage, of the quota", "most", "{:.3f}", tolerance=0.0, any_machine=True),
+    Column("maximum written between two steps, of the quota", "most_between", "{:.3f}"),
+    Column("new blocks refused for the quota", "refused_blocks", "{:,.0f}"),
+    Column("counted minus actual bytes at the end", "miscounted_bytes", "{:.0f} bytes"),
+    Column("blocks removed", "removed_blocks", "{:,.0f}"),
+    Column("janitor's CPU, of a core", "cpu_share", "{:.3%}", tolerance=0.25),
+    Column("took", "passed_s", "{:.0f} s"),
+]
+_START = [
+    Column("saved, s", "saved_s"),
+    Column("saved, MB", "saved_mb", "{:.0f}", tolerance=0.05, any_machine=True),
+    Column("started: size known, first step done, s", "started_s", tolerance=0.25),
+    Column("blocks selected to remove", "selected_blocks", "{:,.0f}", tolerance=0.0),
+    Column("selected, s", "selected_s", tolerance=0.25),
+    Column("peak memory of the process, MB", "peak_mb", "{:.0f}"),
+]
+
+
+def draw(raw: RawData[QuotaSettings, Numbers]) -> Page:
+    """Draw the numbers of both parts, one below the other."""
+    parts = [(name, columns) for name, columns in ((DAY, _DAY), (START, _START)) if raw.of(name)]
+    return Page(
+        settings=(
+            f"A day of {raw.settings.trajectories} trajectories with 1/{raw.settings.quota_share} "
+            f"of their blocks as quota; a start with {raw.settings.blocks:,} blocks in chains of "
+            f"500. Seed {raw.settings.seed}.",
+        ),
+        tables=tuple(
+            Table(
+                name,
+                ("", ""),
+                tuple((one.head, cell(summary(raw, name, one), one.form)) for one in columns),
+            )
+            for name, columns in parts
+        ),
+        results=tuple(key_results(raw, [*_DAY, *_START])),
     )
-    return Table(f"{blocks:,} blocks in chains of {chain_blocks}", ("", ""), cells)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("what", choices=("day", "start"))
-    parser.add_argument("--trajectories", type=int, default=120)
-    parser.add_argument("--quota-share", type=int, default=20, help="a quota of 1/N of all blocks")
-    parser.add_argument("--blocks", type=int, default=1_000_000)
-    parser.add_argument("--directory", type=Path, help="on the file system to use")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    if args.what == "day":
-        found = day(args.trajectories, args.quota_share, args.seed, args.directory)
-    else:
-        found = start(args.blocks, args.seed, args.directory)
-    print(markdown.table(found))
-
-
-if __name__ == "__main__":
-    main()
+STORAGE_QUOTA = Experiment(
+    name="storage-quota",
+    title="A storage's janitor: hits compared with an ideal LRU, its CPU time, its start",
+    settings=QuotaSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {DAY: day, START: start}, lambda part, number: part(settings)
+    ),
+    draw=draw,
+)

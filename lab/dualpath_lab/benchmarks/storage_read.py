@@ -1,43 +1,66 @@
 """Compare methods to read stored Full Blocks into registered memory.
 
-    python -m dualpath_lab.benchmarks.storage_read --directory DIR [--blocks 200] [--rounds 5]
-
 Every method reads the same cold blocks (the page cache is dropped before each pass) and verifies
 every checksum, except raw NIXL "not verified".  Methods are interleaved in each round, so that a
-noisy disk affects all of them; the table shows the median rate, its range, CPU seconds per GB and
-the median ratio to the default within a round.  With ``liburing`` installed, one thread also reads
-through io_uring.  ``--only`` selects methods, ``--threads`` sets the numbers of threads.
+noisy disk affects all of them.  With ``liburing`` installed, one thread also reads through
+io_uring.
 """
 
-import argparse
 import importlib.util
 import os
-import resource
-import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import numpy as np
 
 from dualpath.core.blocks import BlockGeometry, BlockKey, StoreNamespace, block_keys
+from dualpath.core.errors import StorageError
+from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import DEFAULT_PARALLEL_READS
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.report.model import Table, cell
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES, Sections
 from dualpath.storage.posix import PosixStorage
 from dualpath.storage.readers import FileReader, KernelReader
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl_storage import NixlReader
+from dualpath_lab.experiments.machine_load import own_cpu_s
 from dualpath_lab.experiments.raw_nixl import FileRead, PosixQueue, RawFileReader
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    Progress,
+    RawData,
+    Stage,
+)
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table
 
 BATCH_BLOCKS = 32
 DEFAULT = f"preadv direct x{DEFAULT_PARALLEL_READS}"
 Method = Callable[[], int]
+
+
+class StorageReadSettings(Settings, frozen=True, kw_only=True):
+    """Blocks and threads."""
+
+    directory: Annotated[str, Setting("folder on the disk to measure", metavar="DIR")] = "."
+    blocks: Annotated[int, Setting("blocks of each size", ge=1)] = 200
+    block_bytes: Annotated[tuple[int, ...], Setting("sizes of a block", ge=1)] = (
+        1_474_560,
+        2_555_904,
+    )
+    threads: Annotated[
+        tuple[int, ...], Setting("numbers of reading threads", ge=1, le=BATCH_BLOCKS)
+    ] = (1, 4, DEFAULT_PARALLEL_READS)
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 5
 
 
 class Bench:
@@ -93,7 +116,7 @@ class Bench:
 
     def uring(self, depth: int) -> Method:
         """Read with one thread through io_uring, ``depth`` blocks at a time, and verify each."""
-        from storage_uring import UringReader
+        from dualpath_lab.benchmarks.storage_uring import UringReader
 
         slots = [self.memory.view(i * self.slot_bytes, self.slot_bytes) for i in range(depth)]
         reader = UringReader(slots, lambda key: str(self.writer.block_path(key)), self.is_good)
@@ -120,90 +143,125 @@ class Bench:
         return lambda: sum(read_batch(batch) for batch in self.batches())
 
 
-def cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
-
-
-def measure(bench: Bench, methods: dict[str, Method], rounds: int) -> None:
+def measure(bench: Bench, method: Method) -> Numbers:
+    """Read all blocks cold with one method."""
     total_bytes = len(bench.keys) * bench.geometry.full_block_bytes
-    rates: dict[str, list[float]] = {name: [] for name in methods}
-    costs: dict[str, list[float]] = {name: [] for name in methods}
-    for round_number in range(rounds + 1):
-        for name, method in methods.items():
-            bench.drop_cache()
-            start_cpu_s, start_s = cpu_s(), time.perf_counter()
-            good = method()
-            wall_s = time.perf_counter() - start_s
-            if good != len(bench.keys):
-                raise SystemExit(f"{name}: {good} of {len(bench.keys)} blocks are good")
-            if round_number:  # the first round warms up
-                rates[name].append(total_bytes / wall_s / 1e6)
-                costs[name].append((cpu_s() - start_cpu_s) / total_bytes * 1e9)
-        print(f"round {round_number} of {rounds}", file=sys.stderr)
-    default = rates[DEFAULT]
-    rows = []
-    for name, found in rates.items():
-        median = statistics.median(found)
-        numbers = (f"{rate:.0f}" for rate in (median, min(found), max(found)))
-        cost = statistics.median(costs[name])
-        ratio = statistics.median(rate / of for rate, of in zip(found, default, strict=True))
-        rows.append((name, *numbers, f"{cost:.3f}", f"{ratio:.2f}"))
-    title = f"{len(bench.keys)} blocks of {bench.geometry.full_block_bytes} bytes"
-    columns = ("method", "MB/s", "min", "max", "CPU s/GB", "ratio")
-    print(markdown.table(Table(title, columns, tuple(rows))))
+    bench.drop_cache()
+    start_cpu_s, start_s = own_cpu_s(), time.perf_counter()
+    good = method()
+    wall_s, used_s = time.perf_counter() - start_s, own_cpu_s() - start_cpu_s
+    if good != len(bench.keys):
+        raise StorageError(f"{good} of {len(bench.keys)} blocks are good; the disk is defective")
+    return {"mb_per_s": total_bytes / wall_s / 1e6, "cpu_s_per_gb": used_s / total_bytes * 1e9}
 
 
-def methods_of(bench: Bench, readers: Sequence[int]) -> dict[str, Method]:
+Open = Callable[[Bench], Method]
+
+
+def methods_of(readers: Sequence[int]) -> dict[str, Open]:
     """Return all methods available here by name; ``readers``: numbers of threads."""
     most = DEFAULT_PARALLEL_READS
-    methods = {
-        f"preadv {'direct' if direct else 'cached'} x{threads}": bench.posix(
-            direct=direct, threads=threads
+    methods: dict[str, Open] = {
+        f"preadv {'direct' if direct else 'cached'} x{threads}": partial(
+            Bench.posix, direct=direct, threads=threads
         )
         for direct in (True, False)
         for threads in readers
     }
-    at_once = KernelReader(piece_bytes=1 << 30)
-    methods[f"preadv direct x{most}, whole blocks"] = bench.posix(
-        direct=True, threads=most, reader=at_once
+    methods[f"preadv direct x{most}, whole blocks"] = lambda bench: bench.posix(
+        direct=True, threads=most, reader=KernelReader(piece_bytes=1 << 30)
     )
     if importlib.util.find_spec("liburing"):
-        methods["io_uring direct x1"] = bench.uring(most)
+        methods["io_uring direct x1"] = partial(Bench.uring, depth=most)
     queues: tuple[PosixQueue, ...] = ("aio", "uring")
     for queue in queues:
-        reader = NixlReader("POSIX", {f"use_{queue}": "true"})
-        through = bench.posix(direct=True, threads=most, reader=reader)
-        methods[f"NixlReader {queue} direct x{most}"] = through
-        methods[f"nixl {queue} direct"] = bench.nixl(queue)
-        methods[f"nixl {queue} direct, not verified"] = bench.nixl(queue, verified=False)
-    methods["nixl aio cached"] = bench.nixl("aio", direct=False)
+        methods[f"NixlReader {queue} direct x{most}"] = lambda bench, queue=queue: bench.posix(
+            direct=True, threads=most, reader=NixlReader("POSIX", {f"use_{queue}": "true"})
+        )  # type: ignore[misc]
+        methods[f"nixl {queue} direct"] = partial(Bench.nixl, queue=queue)
+        not_verified = partial(Bench.nixl, queue=queue, verified=False)
+        methods[f"nixl {queue} direct, not verified"] = not_verified
+    methods["nixl aio cached"] = partial(Bench.nixl, queue="aio", direct=False)
     return methods
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--directory", type=Path, required=True, help="on the disk to measure")
-    parser.add_argument("--blocks", type=int, default=200)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--block-bytes", type=int, nargs="+", default=[1_474_560, 2_555_904])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4, DEFAULT_PARALLEL_READS])
-    parser.add_argument("--only", default="", help="only methods with names that contain this")
-    arguments = parser.parse_args()
-    if not all(1 <= threads <= BATCH_BLOCKS for threads in arguments.threads):
-        parser.error(f"--threads {arguments.threads}: each must be between 1 and {BATCH_BLOCKS}")
-    readers = sorted({*arguments.threads, DEFAULT_PARALLEL_READS})
-    arguments.directory.mkdir(parents=True, exist_ok=True)
-    for block_bytes in arguments.block_bytes:
-        with tempfile.TemporaryDirectory(dir=arguments.directory) as root:
-            bench = Bench(Path(root), block_bytes, arguments.blocks)
-            methods = {
-                name: method
-                for name, method in methods_of(bench, readers).items()
-                if arguments.only in name or name == DEFAULT
-            }
-            measure(bench, methods, arguments.rounds)
+class Read(NamedTuple):
+    """A method for blocks of one size."""
+
+    method: str
+    block_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name of its runs."""
+        return f"{self.method}, {self.block_bytes} bytes"
 
 
-if __name__ == "__main__":
-    main()
+def _stages(settings: StorageReadSettings, progress: Progress) -> Iterator[Stage[Read, Numbers]]:
+    methods = methods_of(sorted({*settings.threads, DEFAULT_PARALLEL_READS}))
+    for block_bytes in settings.block_bytes:
+        cells = [Read(method, block_bytes) for method in methods]
+        opened = partial(_bench, settings, methods, block_bytes)
+        yield Stage({read.name: read for read in cells}, opened)
+
+
+@contextmanager
+def _bench(
+    settings: StorageReadSettings, methods: Mapping[str, Open], block_bytes: int
+) -> Iterator[Measure[Read, Numbers]]:
+    Path(settings.directory).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=settings.directory) as root:
+        bench = Bench(Path(root), block_bytes, settings.blocks)
+        opened: dict[str, Method] = {}
+
+        def run(read: Read, number: int) -> Numbers:
+            if read.method not in opened:
+                opened[read.method] = methods[read.method](bench)
+                measure(bench, opened[read.method])  # warms up
+            return measure(bench, opened[read.method])
+
+        yield run
+
+
+_COLUMNS = [
+    Column("MB/s", "mb_per_s", "{:.0f}"),
+    Column("min", "mb_per_s", "{:.0f}", of=min),
+    Column("max", "mb_per_s", "{:.0f}", of=max),
+    Column("CPU s/GB", "cpu_s_per_gb", "{:.3f}", tolerance=0.15),
+]
+
+
+def draw(raw: RawData[StorageReadSettings, Numbers]) -> Page:
+    """Draw rates and CPU time, and the ratios to the default within a round."""
+    ratios = [
+        KeyResult(
+            f"{read.name}: rate / default",
+            raw.ratio(read.name, Read(DEFAULT, size).name, lambda one: one["mb_per_s"]),
+            tolerance=0.1,
+            any_machine=True,
+        )
+        for size in raw.settings.block_bytes
+        for read in (Read(name.rpartition(f", {size}")[0], size) for name in raw.cells)
+        if read.name in raw.cells and read.method != DEFAULT
+    ]
+    rows = tuple((one.what, cell(one.measured, "{:.2f}")) for one in ratios)
+    return Page(
+        settings=(f"{raw.settings.blocks} blocks of each size, read cold.",),
+        tables=(
+            number_table(raw, "Reads into registered memory", _COLUMNS, "method"),
+            Table("Relative to the default, within a round", ("method", "ratio"), rows),
+        ),
+        results=(*key_results(raw, _COLUMNS), *ratios),
+    )
+
+
+STORAGE_READ = Experiment(
+    name="storage-read",
+    title="Methods to read stored Full Blocks",
+    settings=StorageReadSettings(),
+    result=Numbers,
+    stages=_stages,
+    draw=draw,
+    summary=lambda found: f"{found['mb_per_s']:.0f} MB/s",
+    packages=("dualpath", "nixl-cu12", "liburing"),
+)

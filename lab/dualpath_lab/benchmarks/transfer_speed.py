@@ -1,28 +1,23 @@
 """Measure READ and WRITE of Layer Blocks between two processes over NIXL.
 
-    python -m dualpath_lab.benchmarks.transfer_speed [--tls tcp --tls posix,cma,tcp,self] [--rounds
-    3]
-
 The target sleeps in a pipe read and makes no calls.  Latency is measured with one transfer at a
 time, the rate with four in flight.  The initiator polls every 50 µs.  CPU time is that of both
-processes per transferred GB.  Settings are interleaved in each round; the table shows medians.
+processes per transferred GB.
 """
 
-import argparse
 import itertools
 import multiprocessing
 import os
-import statistics
-import sys
 import time
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from dualpath.report import markdown
-from dualpath.report.model import Table
+from dualpath.core.settings import Setting, Settings
 from dualpath.transport.contract import Direction, RegionInfo, Transfer, TransferState
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath.transport.nixl import NixlTransport
+from dualpath_sim.harness.experiment import Experiment, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, numbers_page
 
 PIECE_BYTES = 48 * 1024
 PIECES = 100
@@ -30,22 +25,26 @@ POOL_PIECES = 1000
 POLL_S = 50e-6
 
 
-class Setting(NamedTuple):
-    """One row of the table."""
+class TransferSettings(Settings, frozen=True, kw_only=True):
+    """UCX transports, and pauses of the progress thread."""
+
+    tls: Annotated[tuple[str, ...], Setting("UCX_TLS to measure; default: UCX's choice")] = (
+        "default",
+        "tcp",
+    )
+    delay_us: Annotated[tuple[int, ...], Setting("pauses of the progress thread", ge=0)] = (
+        0,
+        100,
+        1000,
+    )
+    repeat: Annotated[int, Setting("rounds", ge=1)] = 3
+
+
+class Pair(NamedTuple):
+    """The settings of two processes."""
 
     tls: str
     delay_us: int
-    direction: str
-
-
-class Result(NamedTuple):
-    """One measurement."""
-
-    small_ms: float
-    large_ms: float
-    large_p99_ms: float
-    gb_per_s: float
-    cpu_s_per_gb: float
 
 
 def open_transport(name: str, delay_us: int) -> tuple[NixlTransport, RegisteredMemory]:
@@ -120,55 +119,54 @@ def rate(post: "object", peer_control: Connection) -> tuple[float, float]:
     return gigabytes / wall_s, (own_s + peer_control.recv() - peer_start_s) / gigabytes
 
 
-def run_pair(tls: str, delay_us: int) -> dict[Setting, Result]:
-    os.environ["UCX_TLS"] = tls
-    if not tls:
+def run_pair(pair: Pair, number: int) -> Numbers:
+    """Measure both directions between two new processes."""
+    os.environ["UCX_TLS"] = pair.tls
+    if pair.tls == "default":
         del os.environ["UCX_TLS"]
     spawn = multiprocessing.get_context("spawn")
     peer_here, peer_there = spawn.Pipe()
     here, there = spawn.Pipe()
-    target = spawn.Process(target=peer, args=(peer_there, delay_us), daemon=True)
-    source = spawn.Process(target=initiator, args=(there, delay_us, peer_here), daemon=True)
+    target = spawn.Process(target=peer, args=(peer_there, pair.delay_us), daemon=True)
+    source = spawn.Process(target=initiator, args=(there, pair.delay_us, peer_here), daemon=True)
     target.start()
     source.start()
-    results = {}
+    found: Numbers = {}
     while (latency := here.recv()) is not None:
-        direction, small_ms, large_ms, p99_ms = latency
-        results[Setting(tls or "(UCX chooses)", delay_us, direction)] = Result(
-            small_ms, large_ms, p99_ms, *here.recv()
-        )
+        direction, *milliseconds = latency
+        names = ("small_ms", "large_ms", "large_p99_ms", "gb_per_s", "cpu_s_per_gb")
+        numbers = zip(names, (*milliseconds, *here.recv()), strict=True)
+        found |= {f"{direction} {name}": value for name, value in numbers}
     source.join()
     peer_here.send(None)
     target.join()
-    return results
+    return found
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--tls", action="append", help="UCX_TLS to measure; repeat; '' = UCX's")
-    parser.add_argument("--delay-us", action="append", type=int)
-    parser.add_argument("--rounds", type=int, default=3)
-    arguments = parser.parse_args()
-    found: dict[Setting, list[Result]] = {}
-    for number in range(arguments.rounds):
-        for tls, delay_us in itertools.product(
-            arguments.tls or ["", "tcp"], arguments.delay_us or [0, 100, 1000]
-        ):
-            for setting, result in run_pair(tls, delay_us).items():
-                found.setdefault(setting, []).append(result)
-        print(f"round {number + 1} of {arguments.rounds}", file=sys.stderr)
-    rows = []
-    for setting, results in found.items():
-        medians = (statistics.median(column) for column in zip(*results, strict=True))
-        numbers = (f"{median:.2f}" for median in medians)
-        rows.append((setting.tls, str(setting.delay_us), setting.direction, *numbers))
-    title = f"{PIECES} pieces of {PIECE_BYTES} bytes"
-    columns = (
-        *("UCX_TLS", "delay µs", "direction", "1 piece, ms", f"{PIECES}, ms", "p99, ms"),
-        *("GB/s", "CPU s/GB"),
+_COLUMNS = [
+    Column(f"{direction.value} {head}", f"{direction.value} {number}", tolerance=tolerance)
+    for direction in Direction
+    for head, number, tolerance in (
+        ("1 piece, ms", "small_ms", None),
+        (f"{PIECES}, ms", "large_ms", None),
+        ("p99, ms", "large_p99_ms", None),
+        ("GB/s", "gb_per_s", 0.1),
+        ("CPU s/GB", "cpu_s_per_gb", 0.15),
     )
-    print(markdown.table(Table(title, columns, tuple(rows))))
-
-
-if __name__ == "__main__":
-    main()
+]
+TRANSFERS = Experiment(
+    name="transfers",
+    title="READ and WRITE of Layer Blocks between two processes over NIXL",
+    settings=TransferSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {
+            f"{tls}, {delay_us} µs": Pair(tls, delay_us)
+            for tls in settings.tls
+            for delay_us in settings.delay_us
+        },
+        run_pair,
+    ),
+    draw=numbers_page(f"{PIECES} pieces of {PIECE_BYTES} bytes", _COLUMNS, "UCX_TLS, delay"),
+    packages=("dualpath", "nixl-cu12"),
+)

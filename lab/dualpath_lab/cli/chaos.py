@@ -2,29 +2,18 @@
 
 import argparse
 import os
-import shlex
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dualpath.cli.output import (
     add_json_argument,
     print_progress,
-    require_json_writable,
-    warn_if_no_plots,
     wrote_json,
 )
-from dualpath.cli.settings import SECTIONS, add_settings, flag_settings
-from dualpath.cli.signals import sigterm_as_interrupt
+from dualpath.cli.settings import SECTIONS
 from dualpath.core.errors import ConfigError
-from dualpath_lab.faults.failpoints import EngineKind
-from dualpath_lab.faults.settings import (
-    ChaosSettings,
-    EmulatedEnginesSettings,
-    LoadSettings,
-    VllmEnginesSettings,
-)
+from dualpath_sim.cli.experiments import Entry, Group, LazyParser
 
 if TYPE_CHECKING:
     from dualpath_lab.faults.fuzz.campaign import FuzzResult, Subject
@@ -45,7 +34,7 @@ _SUBJECTS = ("http", "control", "traces", "settings", "blocks", "sealed-blocks")
 _EXIT_FOUND = 1
 
 
-def add_fuzz(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_fuzz(actions: "argparse._SubParsersAction[LazyParser]") -> None:
     """Add the parser of `dualpath chaos fuzz`."""
     parser = actions.add_parser(
         "fuzz",
@@ -102,7 +91,6 @@ def fuzz(args: argparse.Namespace) -> int:
         at_once=at_once,
         progress=print_progress,
     )
-    require_json_writable(args)
     result = asyncio.run(campaign.run())
     if not wrote_json(args, result):
         _print(result)
@@ -167,82 +155,18 @@ kill, stop and restart its processes, reset its connections, make its storage fa
 stored blocks, each fault at a step of a request. Every token is compared with the expected one,
 every byte of KV at its destination. Exit code 1 if a request was late, wrong or ended without a
 clear error, or if anything was left behind."""
-_EXIT_UNCLEAN = 1
+_RUN = Entry(
+    "kill, stop and disconnect real processes, make storage fail",
+    "dualpath_lab.faults.report:FAULTS",
+)
+CHAOS = Group({"run": _RUN})
 
 
-def add_run(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_run(actions: "argparse._SubParsersAction[LazyParser]") -> None:
     """Add `dualpath chaos run`."""
-    parser = actions.add_parser(
-        "run",
-        help="kill, stop and disconnect real processes, make storage fail",
-        description=_RUN_DESCRIPTION,
-    )
-    parser.add_argument("--name", default="chaos-run", help="base name of the report's files")
-    parser.add_argument("--out", metavar="DIR", help="write the report to this folder")
-    parser.add_argument(
-        "--logs", metavar="DIR", help="new folder for logs and storage (default: a temporary one)"
-    )
-    add_settings(parser, ChaosSettings)
-    add_settings(parser, LoadSettings, title="agents")
-    add_settings(parser, EmulatedEnginesSettings, title="engines")
-    add_settings(parser, VllmEnginesSettings, title="vLLM engines")
-    parser.set_defaults(act=run_campaign)
-
-
-def run_campaign(args: argparse.Namespace) -> int:
-    """Run a campaign and print its report; return 1 if there are findings.
-
-    Raises:
-        ConfigError: invalid settings, or a folder for logs that exists already.
-        EngineLostError, DeadlineError: the cluster did not start.
-    """
-    import asyncio
-    import tempfile
-
-    from dualpath.report.text import print_report
-    from dualpath_lab.experiments.report import as_report, write_experiment
-    from dualpath_lab.faults.campaign import Campaign
-    from dualpath_lab.faults.engine_kinds import EmulatedEngines, EnginesUnderTest, VllmEngines
-    from dualpath_lab.faults.report import chaos_report
-
-    warn_if_no_plots(args.out)
-    settings = flag_settings(args, ChaosSettings)
-    load = flag_settings(args, LoadSettings)
-    engines: EnginesUnderTest
-    if settings.engines is EngineKind.VLLM:
-        engines = VllmEngines(flag_settings(args, VllmEnginesSettings))
-    else:
-        engines = EmulatedEngines(flag_settings(args, EmulatedEnginesSettings))
-    with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
-        folder = _new_folder(args.logs) if args.logs else Path(dropped)
-        # SIGTERM raises an exception, which stops all processes.
-        with sigterm_as_interrupt():
-            result = asyncio.run(Campaign(settings, load, engines, folder, print_progress).run())
-    report = chaos_report(result, args.name, _command_line())
-    print_report(as_report(report))
-    if args.out:
-        for path in write_experiment(report, Path(args.out)):
-            print_progress(f"wrote {path}")
-    return 0 if result.is_clean else _EXIT_UNCLEAN
-
-
-def _new_folder(path: str) -> Path:
-    folder = Path(path)
-    try:
-        folder.mkdir(parents=True)
-    except OSError as error:
-        raise ConfigError(f"--logs {path}: {error.strerror}; give a new folder") from None
-    return folder
-
-
-def _command_line() -> str:
-    """Return the command line without the flags of output folders."""
-    arguments = sys.argv[1:]
-    for flag in ("--out", "--logs", "--storage"):
-        if flag in arguments:
-            place = arguments.index(flag)
-            del arguments[place : place + 2]
-    return shlex.join(["dualpath", *arguments])
+    parser = actions.add_parser("run", help=_RUN.help, description=_RUN_DESCRIPTION)
+    parser.add_arguments = lambda made: CHAOS.add_arguments(made, _RUN.load())
+    parser.set_defaults(act=lambda args: CHAOS.run_experiment(args, _RUN.load()))
 
 
 # ---------------------------------------------------------------------------------- chaos simulate
@@ -262,7 +186,7 @@ dualpath chaos simulate --seeds 1000 --plant checksum-ignored
 _REPORT_EVERY_S = 10.0
 
 
-def add_simulate(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_simulate(actions: "argparse._SubParsersAction[LazyParser]") -> None:
     """Add the parser of `dualpath chaos simulate`."""
     parser = actions.add_parser(
         "simulate",
@@ -367,7 +291,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=LazyParser
+    )
     add_fuzz(actions)
     add_run(actions)
     add_simulate(actions)

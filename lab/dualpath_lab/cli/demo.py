@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputFolder
 from dualpath.cli.output import warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
@@ -25,7 +26,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         allow_abbrev=False,
     )
     add_settings(parser, DemoSettings)
-    parser.add_argument("--out", default="runs/demo", help="folder of table, page and results")
+    parser.add_argument(
+        "--out", type=OutputFolder, default="runs/demo", help="folder of table, page and results"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,7 +39,6 @@ def run(args: argparse.Namespace) -> int:
     demo = flag_settings(args, DemoSettings)
     require_packages("vllm", nixl_package())
     warn_if_no_plots("report.html")
-    out = _writable(Path(args.out))
     from dualpath.launch.fork_server import preload_modules
 
     preload_modules()  # takes seconds, in parallel with the preparation below
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
     model = prepare_smollm2()
     encode = load_encoder(model)
     agents, trace = demo_agents(demo, encode)
+    out = _writable(Path(args.out))
     results: dict[str, ReplayResult] = {}
     with DemoRun(demo, model, agents, trace, out, encode, _say) as demo_run:
         for result in demo_run.results():

@@ -1,71 +1,176 @@
 """`dualpath lab`: an emulated cluster on this machine, with shaped links per node."""
 
 import argparse
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
-from dualpath.cli.output import add_json_argument, print_progress, warn_if_no_plots, wrote_json
-from dualpath.cli.settings import (
-    Part,
-    add_parts,
-    add_settings,
-    configuration,
-    flag_settings,
-)
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
+from dualpath.cli.settings import Part, add_parts, add_settings, configuration, flag_settings
 from dualpath.cli.signals import sigterm_as_interrupt
-from dualpath.core.modes import Mode
-from dualpath.core.settings import Settings, declared
-from dualpath.policy.rebalance import RebalanceSettings
 from dualpath.report.model import Notes, Table
 from dualpath_lab.cli import LAB
-from dualpath_lab.experiments.settings import (
-    BENCH_LAB,
-    EmulatedNodes,
-    JctSettings,
-    OnlineSettings,
-    RoleShiftSettings,
-    TierSettings,
-    VllmNodes,
-    WindowSettings,
-)
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.cli.experiments import Entry, Group, LazyParser
 
 if TYPE_CHECKING:
-    from dualpath_lab.experiments.report import ExperimentReport
     from dualpath_lab.nodes.cluster import LabState
 
 # --------------------------------------------------------------------------------- lab experiments
 # `dualpath lab run` and `dualpath lab bench`: experiments on temporary labs.
 
-_BENCH = {
-    name: getattr(BENCH_LAB, name)
-    for name in ("name", "snic_bytes_per_s", "cnic_bytes_per_s", "image_bytes")
+_EXPERIMENTS = "dualpath_lab.experiments"
+LAB_EXPERIMENTS = {
+    "jct": Entry(
+        "job completion time, link utilization and balance of every mode, interleaved",
+        f"{_EXPERIMENTS}.jct:JCT",
+    ),
+    "online": Entry(
+        "the highest arrival rate of agents under an SLO, by bisection, and latencies",
+        f"{_EXPERIMENTS}.online:ONLINE",
+    ),
+    "simulator": Entry(
+        "measured job completion times compared with the simulator's",
+        f"{_EXPERIMENTS}.simulator_comparison:SIMULATOR",
+    ),
+    "isolation": Entry(
+        "latency of model communication during KV transfers, with and without QoS",
+        f"{_EXPERIMENTS}.isolation:ISOLATION",
+    ),
+    "data-plane": Entry(
+        "storage reads and transfers compared with fio and raw NIXL, CPU time per GB",
+        f"{_EXPERIMENTS}.data_plane:DATA_PLANE",
+    ),
+    "dram": Entry(
+        "job completion time without and with a DRAM cache, by its size",
+        f"{_EXPERIMENTS}.dram_tier:DRAM",
+    ),
+    "sealed": Entry(
+        "job completion time with plain, authenticated and encrypted blocks",
+        f"{_EXPERIMENTS}.sealed_blocks:SEALED",
+    ),
+    "roles": Entry(
+        "role changes under a load that shifts from prefill to decode, measured and simulated",
+        f"{_EXPERIMENTS}.roles:ROLES",
+    ),
 }
-#: The lab of `run`, with flags for nodes and name, and that of the experiments.
-_RUN_LAB = Part(LAB, "lab", defaults=_BENCH)
-_BENCH_LAB = Part(LAB, "lab", without=("name", "nodes"), defaults=_BENCH)
-
-_RUN = {"name": "run", "mode": (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE), "repeat": 1}
-_ONLINE = {
-    name: getattr(OnlineSettings().jct, name) for name in ("name", "nodes", "mode", "repeat")
+_BENCHMARKS = "dualpath_lab.benchmarks"
+#: Those that a checkout of the repository has and the wheel of the lab has not.
+BENCHMARKS = {
+    "peers": Entry(
+        "job completion time of DualPath and of other stacks on one lab",
+        f"{_BENCHMARKS}.peers.comparison:PEERS_EXPERIMENT",
+    ),
+    "peers-matrix": Entry(
+        "the same in 36 regimes of agents, storage rates, DRAM and pauses",
+        f"{_BENCHMARKS}.peers.matrix:PEERS_MATRIX",
+    ),
+    "storage-read": Entry(
+        "methods to read stored blocks: threads, pieces, io_uring, NIXL",
+        f"{_BENCHMARKS}.storage_read:STORAGE_READ",
+    ),
+    "s3-read": Entry("S3 clients that read stored blocks", f"{_BENCHMARKS}.s3_read:S3_READ"),
+    "s3-link": Entry(
+        "how well a node uses a shaped storage NIC to an S3 server",
+        f"{_BENCHMARKS}.s3_link:S3_LINK",
+    ),
+    "storage-quota": Entry(
+        "a storage's janitor: hits compared with an ideal LRU, its CPU time, its start",
+        f"{_BENCHMARKS}.storage_quota:STORAGE_QUOTA",
+    ),
+    "sealed-cpu": Entry(
+        "CPU time of authenticating and encrypting blocks",
+        f"{_BENCHMARKS}.sealed_blocks:SEALED_CPU",
+    ),
+    "lookups": Entry(
+        "stat calls and time of look-ups, and hits while blocks are written",
+        f"{_BENCHMARKS}.lookup_cost:LOOKUPS",
+    ),
+    "eviction": Entry(
+        "CPU time of an eviction by the number of cached chains",
+        f"{_BENCHMARKS}.eviction_cost:EVICTION",
+    ),
+    "block-keys": Entry(
+        "CPU time of the block keys of a prompt", f"{_BENCHMARKS}.block_key_speed:BLOCK_KEYS"
+    ),
+    "transfers": Entry(
+        "latency, rate and CPU time of transfers between two processes",
+        f"{_BENCHMARKS}.transfer_speed:TRANSFERS",
+    ),
+    "scheduler-speed": Entry(
+        "assignments per CPU-second of the request scheduler",
+        f"{_BENCHMARKS}.scheduler_speed:SCHEDULER_SPEED",
+    ),
+    "metrics": Entry(
+        "CPU time of metrics and traces in the router", f"{_BENCHMARKS}.metrics_cost:METRICS"
+    ),
+    "control-flood": Entry(
+        "memory that unregistered peers can make a control socket use",
+        f"{_BENCHMARKS}.control_flood:CONTROL_FLOOD",
+    ),
+    "ttft": Entry(
+        "TTFT of a 1P1D cluster of vLLM engines against one vLLM server",
+        f"{_BENCHMARKS}.overhead.first_token:TTFT",
+    ),
+    "router": Entry(
+        "CPU time of the router per request and per token, and its share of TTFT",
+        f"{_BENCHMARKS}.overhead.router_cost:ROUTER_COST",
+    ),
+    "streams": Entry(
+        "many concurrent streams through the router",
+        f"{_BENCHMARKS}.overhead.router_cost:STREAMS",
+    ),
+    "scheduler": Entry(
+        "CPU time and messages of a scheduler process per request",
+        f"{_BENCHMARKS}.overhead.scheduler_cost:SCHEDULER_COST",
+    ),
+    "front-ends": Entry(
+        "CPU time of one and of two front ends, latency and memory of many streams",
+        f"{_BENCHMARKS}.overhead.front_ends:FRONT_ENDS",
+    ),
+    "killed-scheduler": Entry(
+        "time without placements after a crash of the scheduler",
+        f"{_BENCHMARKS}.overhead.killed_scheduler:KILLED_SCHEDULER",
+    ),
+    "passes": Entry(
+        "idle time of a PE's GPU between forward passes, emulated, without a lab",
+        f"{_BENCHMARKS}.overhead.between_passes:PASSES",
+    ),
+    "traces": Entry(
+        "the same, from traces of emulated engines on a lab",
+        f"{_BENCHMARKS}.overhead.between_passes:TRACES",
+    ),
+    "stored": Entry(
+        "TTFT of a fully stored prompt compared with its transfers",
+        f"{_BENCHMARKS}.overhead.stored_prompt:STORED",
+    ),
+    "gpu-prefill": Entry(
+        "layerwise prefill on a GPU with KV streamed from pinned DRAM",
+        f"{_BENCHMARKS}.gpu.experiments:GPU_PREFILL",
+    ),
+    "gpu-copies": Entry(
+        "many small copies between pinned DRAM and a GPU's HBM",
+        f"{_BENCHMARKS}.gpu.experiments:GPU_COPIES",
+    ),
+    "simulator-speed": Entry(
+        "CPU time and memory of the simulator, beside Dynamo's",
+        f"{_BENCHMARKS}.simulator_speed:SIMULATOR_SPEED",
+    ),
+    "split-reads": Entry(
+        "reads of one side compared with split reads, simulated",
+        f"{_BENCHMARKS}.split_reads:SPLIT_READS",
+    ),
+    "open-decisions": Entry(
+        "decisions that the paper leaves open, each changed separately, simulated",
+        f"{_BENCHMARKS}.open_decisions:OPEN_DECISIONS",
+    ),
 }
-_SIMULATOR = {
-    "name": "simulator",
-    "nodes": ("1P1D", "1P2D"),
-    "mode": (Mode.BASIC, Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE),
-}
-_SEALED = {"name": "sealed", "nodes": ("1P2D",), "mode": (Mode.DUALPATH,)}
-#: Settings of `isolation` and `data-plane` that have flags; the others are fixed.
-_ISOLATION = (
-    *("nodes", "link_bytes_per_s", "message_bytes", "load", "rounds", "legs", "repeat"),
-    "most_busy",
+#: The experiments create their own labs, whose name and nodes are not settings.
+BENCH = Group(
+    LAB_EXPERIMENTS | (BENCHMARKS if find_spec(_BENCHMARKS) else {}),
+    {LabSettings: Part(LAB, "lab", without=("name", "nodes"))},
 )
-_DATA_PLANE = ("storage", "repeat")
-#: Settings of the role policy without flags: objectives that only the simulator's policy has, and
-#: a measured one.
-_NOT_ASKED = ("ttft_slo_s", "tpot_slo_s", "switch_s")
+_RUN_ENTRY = Entry("create a lab, replay agents on it, remove it", f"{_EXPERIMENTS}.jct:RUN")
+_RUN_GROUP = Group({"run": _RUN_ENTRY}, {LabSettings: Part(LAB, "lab")})
 
 _RUN_DESCRIPTION = """Create a lab, run agents on it in each of the modes, print job completion
 times
@@ -73,242 +178,25 @@ and link utilization, remove the lab. Engines are emulated: real scheduler, stor
 transfers; every KV block is verified at its destination. Exit code 1: the machine was too busy."""
 
 
-def add_run_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_run_parser(actions: "argparse._SubParsersAction[LazyParser]") -> None:
     """Add `dualpath lab run`."""
-    parser = actions.add_parser(
-        "run", help="create a lab, replay agents on it, remove it", description=_RUN_DESCRIPTION
+    parser = actions.add_parser("run", help=_RUN_ENTRY.help, description=_RUN_DESCRIPTION)
+    parser.add_arguments = lambda made: _RUN_GROUP.add_arguments(
+        made, _RUN_ENTRY.load(), named=False
     )
-    _add_out(parser)
-    _add_vllm(parser)
-    add_settings(parser, JctSettings, without=("name", "nodes"), defaults=_RUN)
-    _add_common(parser, _RUN_LAB)
 
 
-def add_bench_parser(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+def add_bench_parser(actions: "argparse._SubParsersAction[LazyParser]") -> None:
     """Add `dualpath lab bench`."""
-    from dualpath_lab.experiments.isolation_settings import IsolationSettings
-    from dualpath_lab.experiments.settings import DataPlaneSettings
-
     parser = actions.add_parser(
         "bench",
-        help="run experiments on temporary labs",
-        description="Experiments on temporary labs; each prints a report and, with --out, "
-        "writes it as Markdown, PNG and JSON. The machine must be otherwise idle.",
+        help="run experiments on temporary labs, and benchmarks of single parts",
+        description="Experiments on temporary labs and, in a checkout of the repository, "
+        "benchmarks of single parts; each prints a report and, with --out, writes it as Markdown, "
+        "PNG and JSON. With --check it repeats a recorded one and compares. The machine must be "
+        "otherwise idle.",
     )
-    experiments = parser.add_subparsers(dest="experiment", metavar="EXPERIMENT", required=True)
-    jct = experiments.add_parser(
-        "jct",
-        help="job completion time, link utilization and balance of every mode",
-        description="Job completion time of all modes on several clusters, interleaved.",
-    )
-    _add_vllm(jct)
-    online = experiments.add_parser(
-        "online",
-        help="the highest arrival rate of agents under an SLO, by bisection, and latencies",
-        description="The highest arrival rate of agents under an SLO in every mode, found by "
-        "bisection, and TTFT, TTST and TPOT at every tried rate.",
-    )
-    simulator = experiments.add_parser(
-        "simulator",
-        help="measured job completion times compared with the simulator's",
-        description="The same cluster and agents in lab and simulator.",
-    )
-    isolation = experiments.add_parser(
-        "isolation",
-        help="latency of model communication during KV transfers, with and without QoS",
-        description="An exchange between all nodes in the inference lane: alone, with KV transfers "
-        "in the same lane, and with KV transfers in their own lane (§5.1, §A.1).",
-    )
-    data_plane = experiments.add_parser(
-        "data-plane",
-        help="storage reads and transfers compared with fio and raw NIXL, CPU time per GB",
-        description="Storage to DRAM compared with fio and raw NIXL; Layer Blocks between two "
-        "engines compared with raw NIXL; cost of a descriptor.",
-    )
-    dram = experiments.add_parser(
-        "dram",
-        help="job completion time without and with a DRAM cache, by its size",
-        description="Job completion time and TTFT without and with a DRAM tier and in Oracle, by "
-        "the share of the working set that fits.",
-    )
-    sealed = experiments.add_parser(
-        "sealed",
-        help="job completion time with plain, authenticated and encrypted blocks",
-        description="Job completion time and CPU time with plain, authenticated and "
-        "encrypted blocks.",
-    )
-    roles = experiments.add_parser(
-        "roles",
-        help="role changes under a load that shifts from prefill to decode, measured and simulated",
-        description="Emulated engines that change their role by the simulator's policy, engines "
-        "that do not, and both simulated: JCT, and the times of role changes. Creates no lab.",
-    )
-    for parser in (jct, online, simulator, dram, sealed, roles, isolation, data_plane):
-        _add_out(parser)
-    add_settings(online, OnlineSettings)
-    defaults: tuple[Mapping[str, Any], ...] = ({}, _ONLINE, _SIMULATOR, _SEALED)
-    for parser, own in zip((jct, online, simulator, sealed), defaults, strict=True):
-        unused = ("repeat",) if parser is online else ()
-        add_settings(parser, JctSettings, without=unused, defaults=own)
-        compared = ("storage_protection",) if parser is sealed else ()
-        _add_common(parser, _BENCH_LAB, compared)
-    _add_dram(dram)
-    add_settings(roles, RoleShiftSettings)
-    defaults_of_policy = _values(RoleShiftSettings().rebalancing)
-    add_settings(
-        *(roles, RebalanceSettings), title="policy", without=_NOT_ASKED, defaults=defaults_of_policy
-    )
-    add_settings(isolation, IsolationSettings, only=_ISOLATION)
-    add_settings(data_plane, DataPlaneSettings, only=_DATA_PLANE)
-
-
-def _add_dram(parser: argparse.ArgumentParser) -> None:
-    base = _dram_base()
-    add_settings(parser, TierSettings)
-    add_settings(parser, JctSettings, defaults=_values(base))
-    add_settings(parser, WindowSettings, title="agents", defaults=_values(base.windows))
-    sizes = ("dram_bytes", "dram_tier")
-    defaults = _values(base.emulated)
-    add_settings(parser, EmulatedNodes, title="emulated engines", without=sizes, defaults=defaults)
-    add_parts(parser, (_dram_lab(),))
-
-
-def _dram_base() -> JctSettings:
-    return TierSettings().jct
-
-
-def _dram_lab() -> Part:
-    defaults = {name: getattr(_dram_base().lab, name) for name in _BENCH}
-    return Part(LAB, "lab", without=("name", "nodes"), defaults=defaults)
-
-
-def _values(settings: Settings) -> dict[str, Any]:
-    """Return all settings by name, as an experiment's own defaults."""
-    return {field.name: getattr(settings, field.name) for field in declared(type(settings))}
-
-
-def _add_common(parser: argparse.ArgumentParser, lab: Part, compared: Sequence[str] = ()) -> None:
-    """Add the flags of most experiments; ``compared`` settings of engines have no flags."""
-    add_settings(parser, WindowSettings, title="agents")
-    add_settings(parser, EmulatedNodes, title="emulated engines", without=compared)
-    add_parts(parser, (lab,))
-
-
-def _add_out(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", metavar="DIR", help="write table, plot and JSON there")
-
-
-def _add_vllm(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--vllm",
-        metavar="MODEL",
-        help="use vLLM engines with this model folder (`dualpath model wide` creates one) instead "
-        "of emulated engines",
-    )
-
-
-def run_experiment(args: argparse.Namespace) -> int:
-    """Run `lab run` or an experiment; return 0, or 1 if the machine was too busy for the links.
-
-    Raises ``ConfigError`` and ``EngineLostError`` after the lab is removed.
-    """
-    from dualpath.report.text import print_report
-    from dualpath_lab.experiments.report import as_report, write_experiment
-
-    warn_if_no_plots(args.out)
-    report = _measured(args)
-    print_report(as_report(report))
-    if args.out:
-        for path in write_experiment(report, Path(args.out)):
-            print_progress(f"wrote {path}")
-    return 1 if report.too_busy else 0
-
-
-def _measured(args: argparse.Namespace) -> "ExperimentReport":
-    from dualpath_lab.experiments.data_plane import measure_data_plane
-    from dualpath_lab.experiments.dram_tier import measure_dram_tier
-    from dualpath_lab.experiments.isolation import measure_isolation
-    from dualpath_lab.experiments.isolation_settings import IsolationSettings
-    from dualpath_lab.experiments.jct import measure_jct
-    from dualpath_lab.experiments.online import measure_online
-    from dualpath_lab.experiments.roles import measure_roles
-    from dualpath_lab.experiments.sealed_blocks import measure_sealed_blocks
-    from dualpath_lab.experiments.settings import DataPlaneSettings
-    from dualpath_lab.experiments.simulator_comparison import compare_with_simulator
-
-    command = command_line()
-    match "run" if args.action == "run" else args.experiment:
-        case "run":
-            return measure_jct(_jct_settings(args, _RUN_LAB, _RUN), command, print_progress)
-        case "jct":
-            return measure_jct(_jct_settings(args, _BENCH_LAB, {}), command, print_progress)
-        case "dram":
-            base = _dram_base()
-            jct = _jct_settings(
-                args,
-                _dram_lab(),
-                _values(base),
-                windows=_values(base.windows),
-                emulated=_values(base.emulated),
-            )
-            return measure_dram_tier(
-                flag_settings(args, TierSettings, jct=jct), command, print_progress
-            )
-        case "sealed":
-            settings = _jct_settings(args, _BENCH_LAB, _SEALED)
-            return measure_sealed_blocks(settings, command, print_progress)
-        case "simulator":
-            settings = _jct_settings(args, _BENCH_LAB, _SIMULATOR)
-            return compare_with_simulator(settings, command, print_progress)
-        case "online":
-            jct = _jct_settings(args, _BENCH_LAB, _ONLINE)
-            return measure_online(
-                flag_settings(args, OnlineSettings, jct=jct), command, print_progress
-            )
-        case "roles":
-            defaults = _values(RoleShiftSettings().rebalancing)
-            policy = flag_settings(args, RebalanceSettings, defaults=defaults)
-            roles = flag_settings(args, RoleShiftSettings, rebalancing=policy)
-            return measure_roles(roles, command, print_progress)
-        case "isolation":
-            return measure_isolation(flag_settings(args, IsolationSettings), print_progress)
-        case _:
-            return measure_data_plane(flag_settings(args, DataPlaneSettings), command)
-
-
-def _jct_settings(
-    args: argparse.Namespace,
-    part: Part,
-    defaults: Mapping[str, Any],
-    *,
-    windows: Mapping[str, Any] = {},
-    emulated: Mapping[str, Any] = {},
-) -> JctSettings:
-    """Return the settings; ``windows`` and ``emulated`` are the experiment's own defaults."""
-    lab = configuration(args, (part,)).settings(LAB, LabSettings)
-    own = {"name": defaults["name"], "nodes": (lab.nodes,)} if part is _RUN_LAB else {}
-    return flag_settings(
-        args,
-        JctSettings,
-        defaults=defaults,
-        windows=flag_settings(args, WindowSettings, defaults=windows),
-        lab=lab,
-        emulated=flag_settings(args, EmulatedNodes, defaults=emulated),
-        vllm=VllmNodes(model=args.vllm) if getattr(args, "vllm", None) else None,
-        **own,
-    )
-
-
-def command_line() -> str:
-    """Return the command line, without --out and without absolute paths."""
-    import shlex
-
-    arguments = sys.argv[1:]
-    if "--out" in arguments:
-        place = arguments.index("--out")
-        del arguments[place : place + 2]
-    named = [Path(word).name if Path(word).is_absolute() else word for word in arguments]
-    return shlex.join(["dualpath", *named])
+    BENCH.add_parsers(parser)
 
 
 PARTS = (Part(LAB),)
@@ -333,7 +221,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", required=True)
+    actions = parser.add_subparsers(
+        dest="action", metavar="ACTION", required=True, parser_class=LazyParser
+    )
     up = actions.add_parser(
         "up", help="create a lab", description="Create a lab and print its nodes and links."
     )
@@ -365,8 +255,10 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: invalid settings, a lab of that name that exists already or does not exist,
             or a step that the kernel refuses.
     """
-    if args.action in ("run", "bench"):
-        return run_experiment(args)
+    if args.action == "bench":
+        return BENCH.run(args)
+    if args.action == "run":
+        return _RUN_GROUP.run_experiment(args, _RUN_ENTRY.load())
 
     from dualpath_lab.nodes.cluster import lab_down, lab_status
 

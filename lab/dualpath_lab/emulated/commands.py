@@ -2,6 +2,7 @@
 
 import msgspec
 
+from dualpath.core.addresses import HostPort, http_url, tcp_endpoint
 from dualpath.core.cluster import Role
 from dualpath.core.settings import arguments
 from dualpath.engine.settings import EngineSettings
@@ -49,8 +50,8 @@ def emulated_commands(
         engine = EngineSettings(
             role=role,
             engine_id=rank_id(named_as or role, index, rank.rank, rank.size),
-            router=f"tcp://{router_host}:{control_port}",
-            api_url=f"http://{host}:{port}",
+            router=tcp_endpoint(router_host, control_port),
+            api_url=http_url(host, port),
             storage=settings.storage,
             mode=settings.mode,
             buffer_bytes=settings.buffer_bytes,
@@ -65,7 +66,7 @@ def emulated_commands(
             model=options.model or settings.model,
             dp_rank=rank.rank,
             dp_size=rank.size,
-            dp_address=f"{rank.address}:{rank.rpc_port}" if dp else "",
+            dp_address=str(HostPort(rank.address, rank.rpc_port)) if dp else "",
         )
         of_role, *flags = arguments(engine, positional=("role",))
         return ["emulate", of_role, *flags, *arguments(own)]

@@ -20,8 +20,9 @@ from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.counters import Counters
 from dualpath.engine.passes.device import HostDevice
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.hbm_layout import HbmLayout, shared_layers
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.ranks.group import RankGroup
 from dualpath.engine.ranks.rank import rank_place
@@ -223,7 +224,7 @@ class RankPlane:
         self.engine_settings = settings.engine.of_rank(end.rank, "")
 
     def begin_pass(
-        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+        self, parts: Sequence[PrefillChunk], before: ForwardPass | FollowedPass | None = None
     ) -> ForwardPass | FollowedPass:
         """Start this rank's transfers of a forward pass; ``before`` may still be running."""
         raise NotImplementedError
@@ -287,7 +288,7 @@ class FollowerPlane(RankPlane):
         self.verifier = self.open_verifier(self.follower.rank.counters)
 
     def begin_pass(
-        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+        self, parts: Sequence[PrefillChunk], before: ForwardPass | FollowedPass | None = None
     ) -> FollowedPass:
         """See ``RankPlane``; a follower rank ends each pass before it starts the next."""
         assert before is None
@@ -366,7 +367,7 @@ class DataPlane(RankPlane):
         self.membership.leave()
 
     def begin_pass(
-        self, parts: Sequence[PromptPart], before: ForwardPass | FollowedPass | None = None
+        self, parts: Sequence[PrefillChunk], before: ForwardPass | FollowedPass | None = None
     ) -> ForwardPass:
         """See ``RankPlane``."""
         assert before is None or isinstance(before, ForwardPass)
@@ -387,7 +388,7 @@ class DataPlane(RankPlane):
 
     def hbm_changed(self) -> None:
         """Report the changed free HBM with the next message to the router."""
-        self.manager.set_free_hbm_tokens(self.hbm.free_tokens)
+        self.manager.free_hbm_tokens = self.hbm.free_tokens
         self.membership.changed()
 
     def verify_buffer(

@@ -25,6 +25,7 @@ from dualpath_lab.emulated.emulated_gpu import (
     NewToken,
     RankSteps,
 )
+from dualpath_lab.emulated.prefill import WAITING_S
 from dualpath_lab.emulated.requests import Answer, DecodeRequest
 from dualpath_sim.simulator.rules import decode_step_s
 
@@ -68,6 +69,7 @@ class DecodeEngine:
         """Queue a prompt; HBM is allocated in FIFO order."""
         with self._wake:
             self._waiting.append(request)
+            self._wake.notify()
         self._place_waiting()
 
     def abort(self, request: DecodeRequest) -> None:
@@ -175,7 +177,10 @@ class DecodeEngine:
 
     def _await_work(self) -> None:
         with self._wake:
-            self._wake.wait_for(lambda: bool(self._joining) or bool(self._filling) or self._closing)
+            while not (self._joining or self._filling or self._closing):
+                waits = bool(self._fills or self._waiting)
+                if not self._wake.wait(WAITING_S if waits else None):
+                    self._plane.manager.made_step()  # It waits for HBM or for a copy into it.
 
     def _step_s(self) -> float:
         costs = self._costs
@@ -200,6 +205,7 @@ class DecodeEngine:
         step = DecodeStep(tokens, full, tuple(self._begin_fills()))
         self._plane.group.broadcast(step)
         self._steps.run(step)
+        self._plane.manager.made_step()
         unfinished = []
         for request in self._running:
             token = request.prefix.next_token
@@ -243,7 +249,7 @@ class DecodeEngine:
             yield Fill(number, transfer, request.hbm_blocks, seeds)
 
     def _end(self, request: DecodeRequest, answer: Answer) -> None:
-        self._plane.manager.decode_ended(request.decode_transfer.request_id)
+        self._plane.manager.active.ended(request.decode_transfer.request_id)
         self._plane.hbm.free(request.hbm_blocks)
         request.hbm_blocks = ()
         self._place_waiting()

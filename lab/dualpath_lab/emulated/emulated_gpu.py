@@ -12,8 +12,9 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import DualPathError
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.control.surroundings import LIVE, Surroundings
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.follower import FollowedPass
 from dualpath.engine.threads import Workers
 from dualpath_lab.emulated.checkable_kv import CheckedAt, Counts, Seeds
@@ -157,7 +158,7 @@ class RankSteps:
 class PassPart(NamedTuple):
     """A request's chunk in a pass; ``seeds`` of its prompt's blocks, up to the end of the chunk."""
 
-    part: PromptPart
+    part: PrefillChunk
     seeds: Seeds
 
 

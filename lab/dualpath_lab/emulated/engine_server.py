@@ -2,6 +2,7 @@
 
 POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
 GET  /health                  200
+GET  /dualpath/v1/calls       the generate calls that are open, for the router's inquiries
 GET  /metrics                 verified Layer Blocks by place, bytes moved, CPU time by thread
 """
 
@@ -9,6 +10,7 @@ import asyncio
 import functools
 from collections import deque
 from collections.abc import Callable
+from urllib.parse import urlsplit
 
 import msgspec
 from aiohttp import web
@@ -18,7 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
-from dualpath.router.api_keys import engine_keys
+from dualpath.router.api_keys import engine_keys, server_hosts
 from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
@@ -27,6 +29,7 @@ from dualpath.router.http.server import (
     until_client_leaves,
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
+from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallList
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
@@ -173,21 +176,29 @@ class EngineServer:
     """The HTTP handlers of one engine; belongs to one event loop."""
 
     def __init__(self, plane: DataPlane, engine: PrefillEngine | DecodeEngine) -> None:
+        settings = plane.settings
+        own = (settings.host, urlsplit(settings.engine.api_url).hostname or "")
+        self._keys = engine_keys(hosts=server_hosts(settings.engine.allowed_hosts, *own))
         self._admission = Admission(plane, engine)
         self._metrics = EngineMetrics(plane)
         self._bodies = ArrivingBodies(EngineBodies())
         self._bridge = LoopBridge(asyncio.get_running_loop())
+        self._calls = OpenCallList()
 
     def app(self) -> web.Application:
         """Return the application."""
-        app = web.Application(middlewares=[until_client_leaves, api_key_guard(engine_keys())])
+        app = web.Application(middlewares=[until_client_leaves, api_key_guard(self._keys)])
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
+        app.router.add_get(OPEN_CALLS_PATH, self._open_calls)
         app.router.add_get("/metrics", self._scrape)
         return app
 
     async def _health(self, request: web.Request) -> web.Response:
         return web.Response()
+
+    async def _open_calls(self, request: web.Request) -> web.Response:
+        return web.Response(body=self._calls.body(), content_type="application/json")
 
     async def _scrape(self, request: web.Request) -> web.Response:
         return web.Response(
@@ -206,13 +217,14 @@ class EngineServer:
         except BodyRefusedError as error:
             return body_refused(error)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
-        abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
-        try:
-            if generate.stream:
-                return await self._stream(request, generate, answers)
-            return await self._whole(generate.request_id, answers)
-        finally:
-            abort()
+        with self._calls.open(generate.request_id) as sent:
+            abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))
+            try:
+                if generate.stream:
+                    return await self._stream(request, generate, answers, sent)
+                return await self._whole(generate.request_id, answers)
+            finally:
+                abort()
 
     async def _whole(self, request_id: str, answers: "asyncio.Queue[Answer]") -> web.Response:
         token_ids: list[int] = []
@@ -230,6 +242,7 @@ class EngineServer:
         request: web.Request,
         generate: GenerateRequest[Sampling],
         answers: "asyncio.Queue[Answer]",
+        sent: Callable[[], None],
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
         await response.prepare(request)
@@ -243,6 +256,7 @@ class EngineServer:
                 continue
             ready = Answer(held, answer.finish_reason, answer.error)
             await response.write(server_event(_event(generate.request_id, ready)))
+            sent()
             if ended:
                 await response.write(STREAM_END)
                 return response

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError
 from dualpath.core.runs import HitRun
-from dualpath.engine.passes.forward_pass import PromptPart
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.threads import Thread
 from dualpath.plan.steps import chunk_of
 from dualpath.policy.batching import AttentionGeometry, ComputeQuota, LayerTimeEstimate
@@ -123,6 +123,8 @@ def attention_seconds(costs: PrefillCosts) -> AttentionGeometry:
 
 log = logging.getLogger(__name__)
 
+#: How often a core that cannot begin the work that waits reports that it is alive.
+WAITING_S = 0.25
 #: Track of the GPU's thread in traces.
 ENGINE_TRACK = "engine"
 
@@ -233,7 +235,8 @@ class PrefillEngine:
             while not self._closing:
                 if (batch := self._form()) is not None:
                     return batch
-                self._wake.wait()
+                if not self._wake.wait(WAITING_S if self._waiting else None):
+                    self._plane.manager.made_step()  # It waits for HBM.
         return None
 
     def _form(self) -> Batch | None:
@@ -312,7 +315,7 @@ class PrefillEngine:
     def _part(self, chunk: Chunk) -> PassPart:
         request = chunk.request
         blocks = chunk_of(chunk.cached, chunk.bsz, self._plane.geometry.block_tokens)
-        part = PromptPart(request.prefill_transfer, blocks, request.hbm_blocks)
+        part = PrefillChunk(request.prefill_transfer, blocks, request.hbm_blocks)
         return PassPart(part, request.prefix.seeds[: blocks.end])
 
     # ------------------------------------------------------------------ the thread that ends passes

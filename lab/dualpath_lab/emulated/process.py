@@ -12,9 +12,11 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
+from dualpath.core.addresses import HostPort, host_and_port
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DeadlineError
 from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.node.sockets import engine_url, listening_socket
 from dualpath.router.http.server import serving_app, until_signal
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath.transport.process_memory import ProcessMemoryTransport
@@ -52,14 +54,14 @@ def join_group(
     """
     if settings.dp_size == 1:
         return None
-    host, _, port = settings.dp_address.rpartition(":")
+    first = host_and_port(settings.dp_address)
     end_s = time.monotonic() + timeout_s
     try:
         if settings.dp_rank == 0:
             start = f"{settings.engine.engine_id}\t{uuid.uuid4().hex[:12]}"
-            peers = _accept_ranks((host, int(port)), settings.dp_size - 1, start, end_s)
+            peers = _accept_ranks(first, settings.dp_size - 1, start, end_s)
         else:
-            peer, start = _connect_to_first((host, int(port)), end_s)
+            peer, start = _connect_to_first(first, end_s)
             peers = [peer]
     except (OSError, TimeoutError) as error:
         raise DeadlineError(
@@ -72,10 +74,10 @@ def join_group(
 
 
 def _accept_ranks(
-    address: tuple[str, int], others: int, start: str, end_s: float
+    address: HostPort, others: int, start: str, end_s: float
 ) -> Sequence[socket.socket]:
     # Retried, because a short-lived connection may use the port as its local port.
-    with _retry_until(end_s, lambda: socket.create_server(address, backlog=others)) as server:
+    with _retry_until(end_s, lambda: _listener(address, others)) as server:
         peers = []
         for _ in range(others):
             server.settimeout(max(end_s - time.monotonic(), _RETRY_S))
@@ -83,6 +85,10 @@ def _accept_ranks(
     for peer in peers:
         peer.sendall(f"{start}\n".encode())
     return peers
+
+
+def _listener(address: HostPort, others: int) -> socket.socket:
+    return listening_socket(*address, backlog=others, share=False)
 
 
 def _connect_to_first(address: tuple[str, int], end_s: float) -> tuple[socket.socket, str]:
@@ -168,7 +174,9 @@ async def emulated_engine(
     try:
         app = EngineServer(plane, engine).app()
         async with serving_app(app, settings.host, settings.port) as port:
-            api_url = settings.engine.api_url or f"http://{settings.host}:{port}"
+            api_url = settings.engine.api_url or engine_url(
+                settings.host, port, settings.engine.router
+            )
             engine.start()
             dp = await asyncio.to_thread(join_group, settings)
             plane.membership.join(api_url, dp=dp)

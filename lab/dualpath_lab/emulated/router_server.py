@@ -21,6 +21,7 @@ import msgspec
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.addresses import http_url
 from dualpath.core.blocks import KeyExtras, tenant_tag
 from dualpath.core.errors import (
     BadRequestError,
@@ -29,10 +30,16 @@ from dualpath.core.errors import (
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.session_hints import session_hints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.api_keys import (
+    ApiKeys,
+    engine_headers,
+    router_keys,
+    server_hosts,
+    warn_if_open,
+)
 from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.http.cluster_calls import ClusterCalls
 from dualpath.router.http.server import (
@@ -106,6 +113,10 @@ class EngineClient:
         """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
 
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
+        return await self._api.open_calls(engine)
+
     async def aclose(self) -> None:
         """Close all connections; engines abort the requests that still run on them."""
         await self._api.aclose()
@@ -149,22 +160,29 @@ class CompletionRequest(msgspec.Struct):
 class RouterServer:
     """HTTP application for a service; both belong to the same event loop.
 
-    With a ``RouterService`` it also serves the routes about the cluster.
+    With a ``RouterService`` it also serves the routes about the cluster.  ``host`` is where it
+    listens.
     """
 
-    def __init__(self, service: RouterService | LinkedFrontEnd) -> None:
+    def __init__(self, service: RouterService | LinkedFrontEnd, host: str = "") -> None:
         self._service = service
+        self._host = host
         self._bodies = ArrivingBodies(service.settings)
         self._memory: KeyCache | None = None
 
     def app(self) -> web.Application:
         """Return the application."""
         settings = self._service.settings
+        keys = router_keys(
+            settings.api_keys,
+            open_metrics=settings.open_metrics,
+            hosts=server_hosts(settings.allowed_hosts, self._host),
+        )
         app = web.Application(
             middlewares=[
                 refusal_count(self._service.metrics),
                 until_client_leaves,
-                api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+                api_key_guard(keys),
             ],
         )
         app.router.add_post("/v1/completions", self._complete)
@@ -310,7 +328,7 @@ async def emulated_router(
     async with AsyncExitStack() as stack:
         turn = open_leadership(settings)
         stack.push_async_callback(turn.release)
-        calls = EngineClient(TokenApiClient(engine_headers()))
+        calls = EngineClient(TokenApiClient(engine_headers(), settings.engine_ca_file))
         stack.push_async_callback(calls.aclose)
         service = RouterService(settings, calls)
         if turn.contended:
@@ -336,10 +354,10 @@ async def served(
 ) -> str:
     """Serve clients until the stack is closed; return the endpoint."""
     connections = Connections(connection_limits(service.settings), service.metrics)
-    app = RouterServer(service).app()
+    app = RouterServer(service, host).app()
     server = serving_app(app, host, port, connections, shared)
     at = await stack.enter_async_context(server)
-    return f"http://{host}:{at}"
+    return http_url(host, at)
 
 
 def _chunk(event: TokenEvent) -> dict[str, Any]:
@@ -387,7 +405,7 @@ async def emulated_front_end(
     """
     warn_if_open(host, ApiKeys(settings.api_keys))
     async with AsyncExitStack() as stack:
-        calls = EngineClient(TokenApiClient(engine_headers()))
+        calls = EngineClient(TokenApiClient(engine_headers(), settings.engine_ca_file))
         stack.push_async_callback(calls.aclose)
         service = LinkedFrontEnd(settings, link, calls)
         stack.push_async_callback(service.stop)

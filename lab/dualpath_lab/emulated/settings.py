@@ -4,6 +4,7 @@ import enum
 import re
 from typing import Annotated, Literal
 
+from dualpath.core.addresses import host_and_port
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, slices_of
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
@@ -129,11 +130,11 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` (value, limit, remedy) for invalid settings."""
         super().check()
-        if self.dp_rank >= self.dp_size or (self.dp_size > 1 and ":" not in self.dp_address):
+        if self.dp_rank >= self.dp_size or (self.dp_size > 1 and not _is_place(self.dp_address)):
             raise ConfigError(
                 f"{{dp_rank}} is {self.dp_rank} of {self.dp_size}, {{dp_address}} is "
                 f"{self.dp_address!r}; a rank must be below {{dp_size}}, and the address of a "
-                "group must be HOST:PORT"
+                "group must be HOST:PORT, or [ADDRESS]:PORT for IPv6"
             )
         slices_of(self.tensor_parallel_size, self.kv_heads)
         if self.engine.share_loads:
@@ -209,3 +210,10 @@ def part_geometry(layer_parts: str, block_tokens: int) -> BlockGeometry:
         layers += [parts] * times
         windows += [int(found["window"] or 0)] * times
     return BlockGeometry(block_tokens, tuple(layers), tuple(windows) if any(windows) else ())
+
+
+def _is_place(address: str) -> bool:
+    try:
+        return bool(host_and_port(address))
+    except ValueError:
+        return False

@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.node.http_client import client_session
 from dualpath.router.api_keys import client_headers
 from dualpath.workload.formats import read_trace
 from dualpath.workload.replay.client import ReplayOptions, replay
@@ -72,7 +73,7 @@ async def run_client(task: ClientTask) -> ClientResult:
     """
     sessions = read_trace(task.trace)
     timeout = aiohttp.ClientTimeout(total=_METRIC_TIMEOUT_S)
-    async with aiohttp.ClientSession(timeout=timeout, headers=client_headers()) as http:
+    async with client_session(timeout=timeout, headers=client_headers()) as http:
         await _ready(http, task)
         if task.before:
             await _replay_before(task)

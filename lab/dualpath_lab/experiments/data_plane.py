@@ -6,17 +6,16 @@ No scheduler, no computation: baselines and dualpath's code transfer the same by
 import multiprocessing
 import os
 import queue
-import resource
 import shutil
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -38,10 +37,21 @@ from dualpath.storage.posix import PosixStorage
 from dualpath.transport.memory import PAGE_BYTES, allocate_registered
 from dualpath.transport.nixl import NixlTransport
 from dualpath_lab.experiments.data_plane_moves import measure_moves, measure_posts
-from dualpath_lab.experiments.machine_load import BusyMeter
+from dualpath_lab.experiments.machine_load import BusyMeter, own_cpu_s
 from dualpath_lab.experiments.raw_nixl import FileRead, RawFileReader
-from dualpath_lab.experiments.report import ExperimentReport, Target
 from dualpath_lab.experiments.settings import DataPlaneSettings, Leg, Mover, PostCost, Rate, Reader
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    P,
+    Page,
+    Progress,
+    RawData,
+    Run,
+    Stage,
+    one_stage,
+)
 
 # ------------------------------------------------------------------------------ data plane storage
 # Storage to registered DRAM: fio, raw NIXL and the read queue on the same files.
@@ -102,38 +112,41 @@ class StoredBlocks:
             os.close(file)
 
 
-def measure_reads(settings: DataPlaneSettings) -> dict[Reader, list[Rate]]:
-    """Return the rates of every reader, one per round; fio is missing if it is not installed.
+class Readers:
+    """All ways to read the same stored blocks, warmed up.
 
-    Raises ``ConfigError`` for a directory without direct I/O, ``StorageError`` for a bad block.
+    Raises ``ConfigError`` for a directory without direct I/O.
     """
-    Path(settings.storage).mkdir(parents=True, exist_ok=True)
-    found: dict[Reader, list[Rate]] = {}
-    with tempfile.TemporaryDirectory(dir=settings.storage) as root:
-        stored = StoredBlocks(Path(root), settings)
-        with _read_queue(stored) as through_queue, _raw_nixl(stored) as through_nixl:
-            readers = {Reader.NIXL: through_nixl, Reader.READ_QUEUE: through_queue}
-            for read_all in readers.values():  # warm-up, touches all memory
-                read_all()
-            for _ in range(settings.repeat):
-                if shutil.which("fio"):
-                    found.setdefault(Reader.FIO, []).append(_fio(stored))
-                for reader, read_all in readers.items():
-                    found.setdefault(reader, []).append(_timed(stored, read_all))
-    return found
+
+    def __init__(self, settings: DataPlaneSettings) -> None:
+        Path(settings.storage).mkdir(parents=True, exist_ok=True)
+        self._stack = ExitStack()
+        root = self._stack.enter_context(tempfile.TemporaryDirectory(dir=settings.storage))
+        self._stored = StoredBlocks(Path(root), settings)
+        self._read_all = {
+            Reader.READ_QUEUE: self._stack.enter_context(_read_queue(self._stored)),
+            Reader.NIXL: self._stack.enter_context(_raw_nixl(self._stored)),
+        }
+        for read_all in self._read_all.values():  # touches all memory
+            read_all()
+
+    def rate(self, reader: Reader) -> Rate:
+        """Read all blocks cold; raises ``StorageError`` for a bad block."""
+        if reader is Reader.FIO:
+            return _fio(self._stored)
+        return _timed(self._stored, self._read_all[reader])
+
+    def close(self) -> None:
+        """Stop reading and remove the blocks."""
+        self._stack.close()
 
 
 def _timed(stored: StoredBlocks, read_all: ReadAll) -> Rate:
     stored.drop_cache()
-    before, start_s = _cpu_s(), time.perf_counter()
+    before, start_s = own_cpu_s(), time.perf_counter()
     read_all()
     wall_s = time.perf_counter() - start_s
-    return Rate(stored.payload_bytes / wall_s, (_cpu_s() - before) / stored.payload_bytes * 1e9)
-
-
-def _cpu_s() -> float:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return usage.ru_utime + usage.ru_stime
+    return Rate(stored.payload_bytes / wall_s, (own_cpu_s() - before) / stored.payload_bytes * 1e9)
 
 
 class _FioRead(msgspec.Struct):
@@ -248,73 +261,149 @@ def _read_queue(stored: StoredBlocks) -> Iterator[ReadAll]:
         transport.close()
 
 
+# ------------------------------------------------------------------------------------------- runs
+
+
+class DataPlaneResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one reader or mover did, or the costs of posting.
+
+    ``rates`` are by leg, ``STORAGE`` for a reader; ``busy`` is the busy share of the machine.
+    """
+
+    busy: float
+    rates: dict[str, Rate] = {}
+    posts: tuple[PostCost, ...] = ()
+
+
+STORAGE = "Storage to registered DRAM"
+POSTS = "posted transfers"
+
+
+def _stages(
+    settings: DataPlaneSettings, progress: Progress
+) -> Iterator[Stage[Any, DataPlaneResult]]:
+    readers = [reader for reader in Reader if reader is not Reader.FIO or shutil.which("fio")]
+    yield Stage({reader.value: reader for reader in readers}, lambda: _reading(settings))
+    yield from one_stage({mover.value: mover for mover in Mover}, _metered(_move, settings))
+    yield from one_stage({POSTS: None}, _metered(_post, settings))
+
+
+@contextmanager
+def _reading(settings: DataPlaneSettings) -> Iterator[Measure[Reader, DataPlaneResult]]:
+    """Read in a new process, in which UCX reads ``settings.tls`` and there is no other agent."""
+    with _child() as child:
+        child.submit(_open_readers, settings).result()
+
+        def read(reader: Reader, _: DataPlaneSettings) -> dict[str, Any]:
+            return {"rates": {STORAGE: child.submit(_read, reader).result()}}
+
+        try:
+            yield _metered(read, settings)
+        finally:
+            child.submit(_close_readers).result()
+
+
+_open: list[Readers] = []
+"""The readers of a child process."""
+
+
+def _open_readers(settings: DataPlaneSettings) -> None:
+    _open.append(Readers(settings))
+
+
+def _read(reader: Reader) -> Rate:
+    return _open[0].rate(reader)
+
+
+def _close_readers() -> None:
+    while _open:
+        _open.pop().close()
+
+
+def _move(mover: Mover, settings: DataPlaneSettings) -> dict[str, Any]:
+    rates = measure_moves(settings, mover)
+    return {"rates": {leg.value: rate for leg, rate in rates.items()}}
+
+
+def _post(_: None, settings: DataPlaneSettings) -> dict[str, Any]:
+    with _child() as child:
+        return {"posts": tuple(child.submit(measure_posts, settings).result())}
+
+
+def _child() -> ProcessPoolExecutor:
+    return ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+
+
+def _metered(
+    measure: Callable[[P, DataPlaneSettings], dict[str, Any]], settings: DataPlaneSettings
+) -> Measure[P, DataPlaneResult]:
+    """Return a measurement with the busy share of the machine."""
+
+    def run(parameters: P, number: int) -> DataPlaneResult:
+        meter = BusyMeter()
+        found = measure(parameters, settings)
+        return DataPlaneResult(busy=meter.busy(), **found)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------- page
+
 _READ_LIMIT, _MOVE_LIMIT = 0.95, 0.90
 _CPU_LIMIT_S_PER_GB, _PIECE_LIMIT_US = 0.7, 1.0
+#: Tolerances of reruns: ratios of rates on any machine; CPU time and costs on the same processor.
+_RATIO_TOLERANCE, _COST_TOLERANCE = 0.1, 0.15
 
+Raw = RawData[DataPlaneSettings, DataPlaneResult]
 Rates = Mapping[str, Sequence[Rate]]
-_T = TypeVar("_T")
 
 
-def measure_data_plane(
-    settings: DataPlaneSettings, command: str = "dualpath lab bench data-plane"
-) -> ExperimentReport:
-    """Run all measurements and return the report; takes a minute or two.
-
-    Raises ``ConfigError`` for a storage without direct I/O, ``StorageError`` for a block that is
-    read wrong, ``TransportError`` or ``EngineLostError`` if a transfer fails.
-    """
-    meter = BusyMeter()
-    reads = _in_child(measure_reads, settings)
-    moves = measure_moves(settings)
-    posts = _in_child(measure_posts, settings)
-    return data_plane_report(settings, command, reads, moves, posts, meter.busy())
+def rates_of(raw: Raw, what: str) -> dict[str, list[Rate]]:
+    """Return the rates of every reader, or of every mover on a leg, in the order of rounds."""
+    found = {
+        name: [run.rates[what] for run in raw.of(name) if what in run.rates] for name in raw.cells
+    }
+    return {name: rates for name, rates in found.items() if rates}
 
 
-def _in_child(measure: Callable[[DataPlaneSettings], _T], settings: DataPlaneSettings) -> _T:
-    """Run in a new process, in which UCX reads ``settings.tls`` and there is no other agent."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as child:
-        return child.submit(measure, settings).result()
-
-
-def data_plane_report(
-    settings: DataPlaneSettings,
-    command: str,
-    reads: Mapping[Reader, Sequence[Rate]],
-    moves: Mapping[tuple[Leg, Mover], Sequence[Rate]],
-    posts: Sequence[PostCost],
-    busy: float,
-) -> ExperimentReport:
-    """Return the report of the measurements; ``busy`` is the machine's busy share, 0 to 1."""
-    legs = {leg: {m.value: moves[leg, m] for m in Mover} for leg in Leg}
-    readers = {reader.value: found for reader, found in reads.items()}
-    tables = (
-        _rate_table("Storage to registered DRAM", readers, Reader.READ_QUEUE),
-        *(_rate_table(leg.value, legs[leg], Mover.TRAFFIC_MANAGER) for leg in Leg),
-        _post_table(posts),
-    )
-    return ExperimentReport(
-        name="data-plane",
-        title="The data plane alone",
-        command=command,
-        settings=_setting_lines(settings, busy, Reader.FIO in reads),
-        tables=tables,
-        panels=(
-            _rate_panel("Storage to registered DRAM", readers),
-            *(_rate_panel(leg.value, legs[leg]) for leg in Leg),
-            _post_panel(posts),
+def draw(raw: Raw) -> Page:
+    """Draw the page."""
+    tables = {what: rates_of(raw, what) for what in (STORAGE, *(leg.value for leg in Leg))}
+    tables = {what: rates for what, rates in tables.items() if rates}
+    posts = _posts(raw)
+    return Page(
+        settings=_setting_lines(raw),
+        tables=(
+            *(_rate_table(what, rates, _own(what)) for what, rates in tables.items()),
+            *((_post_table(posts),) if posts else ()),
         ),
-        targets=_targets(settings, readers, legs, posts),
+        panels=(
+            *(_rate_panel(what, rates) for what, rates in tables.items()),
+            *((_post_panel(posts),) if posts else ()),
+        ),
+        results=tuple(_results(raw, tables, posts)),
         discussion=_DISCUSSION,
-        data={
-            # The path of the storage on this machine is left out.
-            "settings": msgspec.to_builtins(settings) | {"storage": Path(settings.storage).name},
-            "reads": msgspec.to_builtins(readers),
-            "moves": {leg.value: msgspec.to_builtins(found) for leg, found in legs.items()},
-            "posts": msgspec.to_builtins(posts),
-            "busy": busy,
-        },
     )
+
+
+def _own(what: str) -> str:
+    """Return dualpath's own reader or mover."""
+    return Reader.READ_QUEUE if what == STORAGE else Mover.TRAFFIC_MANAGER
+
+
+def _posts(raw: Raw) -> list[PostCost]:
+    """Return the median costs of each number of pieces."""
+    rounds = [run.posts for run in raw.of(POSTS)]
+    return [
+        PostCost(
+            costs[0].pieces,
+            *(
+                median(getattr(cost, name) for cost in costs)
+                for name in ("check_s", "make_s", "post_s")
+            ),
+        )
+        for costs in zip(*rounds, strict=True)
+    ]
 
 
 _DISCUSSION = """
@@ -325,16 +414,17 @@ that of checks and handle, without posting.
 """
 
 
-def _setting_lines(settings: DataPlaneSettings, busy: float, fio: bool) -> tuple[str, ...]:
+def _setting_lines(raw: Raw) -> tuple[str, ...]:
+    settings = raw.settings
     return (
         f"Full Blocks of {settings.layers} Layer Blocks of {settings.layer_block_bytes:,} bytes",
         f"storage: {settings.stored_blocks} cold blocks, {settings.read_batch_blocks} at a time, "
         f"by dualpath {settings.parallel_reads}"
-        + ("" if fio else "; without fio, which is not installed"),
+        + ("" if raw.of(Reader.FIO) else "; without fio, which is not installed"),
         f"transfers: prompts of {settings.blocks} blocks, two layers in flight, "
         f"UCX_TLS={settings.tls}",
         f"medians of {settings.repeat} interleaved rounds, ratios within a round",
-        f"{os.cpu_count()} cores, {busy:.0%} busy",
+        f"machine at most {max(run.busy for run in raw.results):.0%} busy",
     )
 
 
@@ -396,32 +486,74 @@ def _post_panel(posts: Sequence[PostCost]) -> Panel:
     )
 
 
-def _targets(
-    settings: DataPlaneSettings,
-    readers: Rates,
-    legs: Mapping[Leg, Rates],
-    posts: Sequence[PostCost],
-) -> tuple[Target, ...]:
-    own_read = readers[Reader.READ_QUEUE]
-    targets = [
-        Target(
-            f"storage reads, relative to {name}",
-            _ratio(own_read, rates),
-            _READ_LIMIT,
-            at_least=True,
+def _results(
+    raw: Raw, tables: Mapping[str, Rates], posts: Sequence[PostCost]
+) -> Iterator[KeyResult]:
+    for what, found in tables.items():
+        own = found.get(_own(what))
+        if own is None:
+            continue
+        is_read = what == STORAGE
+        others = [name for name in found if name != _own(what)]
+        for name in others if is_read else [m for m in (Mover.NIXL,) if m in found]:
+            yield KeyResult(
+                f"storage reads, relative to {name}"
+                if is_read
+                else f"{what}, relative to raw NIXL",
+                _ratio(own, found[name]),
+                _READ_LIMIT if is_read else _MOVE_LIMIT,
+                tolerance=_RATIO_TOLERANCE,
+                any_machine=True,
+            )
+        if not is_read:
+            yield KeyResult(
+                f"{what}, CPU s/GB of both ends",
+                median(rate.cpu_s_per_gb for rate in own),
+                _CPU_LIMIT_S_PER_GB,
+                at_least=False,
+                tolerance=_COST_TOLERANCE,
+            )
+    if posts:
+        layer = min(posts, key=lambda cost: abs(cost.pieces - raw.settings.blocks))
+        yield KeyResult(
+            f"checks and handle of one of {layer.pieces:,} descriptors, µs",
+            layer.descriptor_us,
+            _PIECE_LIMIT_US,
+            at_least=False,
+            tolerance=_COST_TOLERANCE,
         )
-        for name, rates in readers.items()
-        if name != Reader.READ_QUEUE
+
+
+def _published(page: Page, settings: DataPlaneSettings) -> Raw:
+    """Convert ``{"settings", "reads": {reader: […]}, "moves": {leg: {mover: […]}}, "posts"}``."""
+    found: dict[tuple[str, int], dict[str, Any]] = {}
+    for what, by_name in ({STORAGE: page.data["reads"]} | page.data["moves"]).items():
+        for name, rates in by_name.items():
+            for number, rate in enumerate(rates):
+                found.setdefault((name, number), {})[what] = rate
+    results = [(name, number, {"rates": rates}) for (name, number), rates in found.items()]
+    results.append((POSTS, 0, {"posts": page.data["posts"]}))
+    runs = [
+        Run(
+            cell=name,
+            round=number,
+            result=msgspec.convert(result | {"busy": page.data["busy"]}, DataPlaneResult),
+        )
+        for name, number, result in results
     ]
-    for leg, found in legs.items():
-        own = found[Mover.TRAFFIC_MANAGER]
-        share = _ratio(own, found[Mover.NIXL])
-        targets.append(
-            Target(f"{leg.value}, relative to raw NIXL", share, _MOVE_LIMIT, at_least=True)
-        )
-        cost = median(rate.cpu_s_per_gb for rate in own)
-        what = f"{leg.value}, CPU s/GB of both ends"
-        targets.append(Target(what, cost, _CPU_LIMIT_S_PER_GB, at_least=False))
-    layer = min(posts, key=lambda cost: abs(cost.pieces - settings.blocks))
-    what = f"checks and handle of one of {layer.pieces:,} descriptors, µs"
-    return (*targets, Target(what, layer.descriptor_us, _PIECE_LIMIT_US, at_least=False))
+    known = msgspec.convert(page.data["settings"], DataPlaneSettings)
+    return RawData(experiment=DATA_PLANE.name, settings=known, runs=runs)
+
+
+DATA_PLANE = Experiment(
+    name="data-plane",
+    title="The data plane alone",
+    settings=DataPlaneSettings(),
+    result=DataPlaneResult,
+    stages=_stages,
+    draw=draw,
+    summary=lambda result: ", ".join(
+        f"{rate.bytes_per_s / 1e6:.0f} MB/s" for rate in result.rates.values()
+    ),
+    published=_published,
+)

@@ -195,7 +195,7 @@ class _Engine:
 class _DecodeEngine(_Engine):
     def __init__(self, settings: DataPlaneSettings) -> None:
         super().__init__(settings, Role.DECODE)
-        self.manager.handle(Assign(1, _REQUEST, 1, settings.blocks))
+        self.manager.handle(Assign(_REQUEST, 1, settings.blocks))
         reserved = self.reported.get(timeout=_DEADLINE_S)
         assert isinstance(reserved, Reserved)
         self._slots = reserved.slots
@@ -215,7 +215,7 @@ class _PrefillEngine(_Engine):
     def connect(self, peer: tuple[EngineAddress, tuple[int, ...]]) -> None:
         address, self._slots = peer
         self.manager.handle(PeerUp(address))
-        self.manager.handle(Assign(1, _REQUEST, 1, 0))
+        self.manager.handle(Assign(_REQUEST, 1, 0))
         self._agents = tuple(agent.agent for agent in address.agents)
 
     def one_pass(self, leg: Leg) -> int:
@@ -235,11 +235,11 @@ class _PrefillEngine(_Engine):
         )
         chunk = BlockRun(hits, blocks - hits)
         work = PrefillChunk(prefill_transfer, chunk, tuple(range(blocks)), self._agents)
-        stream = self.manager.begin_prefill([work], LayerSettings(LAYERS_IN_FLIGHT, overlap=True))
+        stream = self.manager.passes.begin([work], LayerSettings(LAYERS_IN_FLIGHT, overlap=True))
         for layer in range(geometry.layers):
             stream.wait_loaded(layer)
             stream.computed(layer)
-        if failures := self.manager.end_prefill(stream):
+        if failures := self.manager.passes.end(stream):
             raise TransportError(f"the forward pass failed: {failures[_REQUEST]}")
         return blocks * geometry.full_block_bytes
 
@@ -249,15 +249,10 @@ def _hits(settings: DataPlaneSettings, leg: Leg) -> int:
     return settings.blocks - 1 if leg is Leg.DE_TO_PE else 0
 
 
-def measure_moves(settings: DataPlaneSettings) -> dict[tuple[Leg, Mover], list[Rate]]:
-    """Return the rates of every mover on every leg, one per round."""
-    found: dict[tuple[Leg, Mover], list[Rate]] = {}
-    for _ in range(settings.repeat):
-        for mover in Mover:
-            with _pair(settings, mover) as ask:
-                for leg in Leg:
-                    found.setdefault((leg, mover), []).append(ask(leg))
-    return found
+def measure_moves(settings: DataPlaneSettings, mover: Mover) -> dict[Leg, Rate]:
+    """Return the rate of a mover on every leg, between two new processes."""
+    with _pair(settings, mover) as ask:
+        return {leg: ask(leg) for leg in Leg}
 
 
 @contextmanager

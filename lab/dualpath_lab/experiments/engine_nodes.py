@@ -5,6 +5,7 @@ from typing import TypeVar
 
 import msgspec
 
+from dualpath.core.addresses import HostPort, tcp_endpoint
 from dualpath.core.blocks import slices_of
 from dualpath.core.cluster import Role, rank_name
 from dualpath.core.modes import Mode
@@ -107,7 +108,7 @@ class EmulatedEngines:
         """Return the router, then the engines."""
         derived = limits(simulated_setup(self._nodes, state.settings, mode))
         head = lab_head(state)
-        control = f"tcp://{head.address}:{CONTROL_PORT}"
+        control = tcp_endpoint(head.address, CONTROL_PORT)
         options = EmulatedOptions(host=head.address, port=ROUTER_PORT)
         settings = RouterSettings(
             control_host=head.address,
@@ -179,7 +180,7 @@ def _engine_arguments(
         ),
         dp_size=nodes.dp,
         dp_rank=rank,
-        dp_address=f"{node.address}:{GROUP_PORT}" if nodes.dp > 1 else "",
+        dp_address=str(HostPort(node.address, GROUP_PORT)) if nodes.dp > 1 else "",
         speedup=nodes.speedup,
         hbm_bytes=nodes.hbm_bytes,
         batch_cap_tokens=nodes.batch_cap_tokens,

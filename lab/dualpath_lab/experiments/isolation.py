@@ -6,20 +6,18 @@ HTB classes of every CNIC and loopback device do.  The bulk is real:  Layer Bloc
 """
 
 import math
-import os
-import platform
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 from dualpath.transport.contract import AgentInfo
 from dualpath_lab.experiments.isolation_bulk import (
     BulkArguments,
@@ -40,14 +38,23 @@ from dualpath_lab.experiments.isolation_settings import (
     bulk_ports,
     flows,
 )
-from dualpath_lab.experiments.machine_load import BusyMeter, repeat_while_busy
+from dualpath_lab.experiments.machine_load import BusyMeter
 from dualpath_lab.experiments.node_channel import ANSWER_DEADLINE_S, NodeChannel
-from dualpath_lab.experiments.report import ExperimentReport, Target
 from dualpath_lab.nodes.cluster import LabState, LinkReport, lab_nodes, link_reports
 from dualpath_lab.nodes.janitor import temporary_lab
 from dualpath_lab.nodes.machine import Node, find_machine
 from dualpath_lab.nodes.node_processes import NodeProcesses
 from dualpath_lab.nodes.settings import Shaping
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    Progress,
+    RawData,
+    Run,
+    Stage,
+)
 
 # --------------------------------------------------------------------------------- isolation nodes
 # The processes of the isolation experiment on the nodes of a lab.
@@ -166,55 +173,52 @@ def bulk_processes(
         yield BulkProcesses(sources, list(processes.values()))
 
 
-# -------------------------------------------------------------------------------- isolation report
-# The report of the isolation experiment: tables, plots, targets.
-
-NAME = "isolation"
-#: Limit of p99 with bulk and QoS over p99 alone, for the largest messages.
-P99_TARGET = 1.05
-
-_DISCUSSION = """\
-A round ends when every peer has sent its message back; it begins at its scheduled time or at the
-end of the previous one, whichever is later, so that durations without QoS are those of a
-slowed-down model and not of a growing queue. Each number is the median over the repetitions of one
-run's percentile over the rounds of all nodes; ratios are taken within a repetition.
-
-"No QoS" is the same bulk on TCP ports of the inference lane, in the same lab. HTB has strict
-priorities: KV gets the bandwidth that the inference lane does not use, and at least 1 %. InfiniBand
-would share by weights, packet by packet, in hardware; that is not measured here. The rest of the
-p99 of short messages is caused by the CPUs, which copy the bulk: segments of KV of 16 KiB instead
-of 64 did not reduce it. Therefore the exchange has real-time priority if allowed, as a collective
-on hardware needs no CPU.
-
-On the loopback leg, which stands for CNIC-assisted H2D copies, a node exchanges with itself."""
+# ------------------------------------------------------------------------------------------- runs
+# One size in one case on one leg.
 
 
-class Run(msgspec.Struct, frozen=True, kw_only=True):
-    """One size in one case: durations of the rounds of all nodes in s, rate of the bulk, load.
+class Cell(NamedTuple):
+    """A leg, the traffic in addition to the exchange, and the size of a message."""
+
+    leg: Leg
+    case: Case
+    message_bytes: int
+
+    @property
+    def name(self) -> str:
+        """Name of its runs."""
+        return f"{self.leg.value}, {self.case.value}, {size_name(self.message_bytes)}"
+
+
+class IsolationResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One run: percentiles of its ``rounds`` of all nodes in s, rate of the bulk, load.
 
     ``late`` rounds ended after the next was due.  ``busy`` is the busy share of the machine, 0 to
-    1; ``rejected`` earlier attempts were too busy.  ``first``: the exchange had real-time priority.
+    1.  ``first``: the exchange had real-time priority.  After the bulk ``checked_blocks`` in HBM
+    were compared with their sources.
     """
 
     leg: Leg
     case: Case
-    repetition: int
     message_bytes: int
-    round_s: tuple[float, ...]
+    rounds: int
+    p50_s: float
+    p90_s: float
+    p99_s: float
     late: int
     wrong_messages: int
     bulk_bytes_per_s: float
     busy: float
-    rejected: int
     first: bool = False
+    checked_blocks: int = 0
+    wrong_blocks: int = 0
+    links: tuple[LinkReport, ...] = ()
 
     @property
     def text(self) -> str:
-        """The run as one line of text."""
+        """The run for a progress message."""
         return (
-            f"{self.leg.value}, {size_name(self.message_bytes)}, {self.case.value}: "
-            f"p50 {percentile(self.round_s, 50) * 1e3:.2f} ms, "
-            f"p99 {percentile(self.round_s, 99) * 1e3:.2f} ms, "
+            f"p50 {self.p50_s * 1e3:.2f} ms, p99 {self.p99_s * 1e3:.2f} ms, "
             f"bulk {self.bulk_bytes_per_s / 1e6:.0f} MB/s, machine {self.busy:.0%} busy"
         )
 
@@ -232,69 +236,133 @@ def size_name(size_bytes: int) -> str:
     return f"{size_bytes} B"
 
 
-class Runs:
-    """Runs on a machine that was not too busy, by leg, size and case."""
-
-    def __init__(self, runs: Sequence[Run], most_busy: float) -> None:
-        self.valid = [run for run in runs if run.busy <= most_busy]
-        self.dropped = len(runs) - len(self.valid)
-
-    def of(self, leg: Leg, message_bytes: int, case: Case) -> list[Run]:
-        """Return the repetitions."""
-        wanted = (leg, message_bytes, case)
-        return [run for run in self.valid if (run.leg, run.message_bytes, run.case) == wanted]
-
-    def round_s(self, leg: Leg, message_bytes: int, case: Case, percent: float) -> float | None:
-        """Return the median of a percentile, None without runs."""
-        found = [percentile(run.round_s, percent) for run in self.of(leg, message_bytes, case)]
-        return median(found) if found else None
-
-    def slowdown(self, leg: Leg, message_bytes: int, case: Case, percent: float) -> float | None:
-        """Return the median ratio to "alone" of the same repetition, None without any."""
-        alone = {run.repetition: run for run in self.of(leg, message_bytes, Case.ALONE)}
-        found = [
-            percentile(run.round_s, percent) / percentile(alone[run.repetition].round_s, percent)
-            for run in self.of(leg, message_bytes, case)
-            if run.repetition in alone
-        ]
-        return median(found) if found else None
+def _stages(
+    settings: IsolationSettings, progress: Progress
+) -> Iterator[Stage[Cell, IsolationResult]]:
+    for leg in settings.legs:
+        cells = (Cell(leg, case, size) for size in settings.message_bytes for case in Case)
+        yield Stage({one.name: one for one in cells}, lambda leg=leg: _lab(settings, leg))  # type: ignore[misc]
 
 
-def isolation_report(
-    settings: IsolationSettings,
-    runs: Sequence[Run],
-    checks: Sequence[BulkChecked],
-    links: Sequence[LinkReport],
-) -> ExperimentReport:
-    """Return the report of all runs; ``checks`` are of the bulk, ``links`` of the lab."""
-    counted = Runs(runs, settings.most_busy)
-    return ExperimentReport(
-        name=NAME,
-        title="Isolation: an all-to-all with KV bulk",
-        command=f"dualpath lab bench {NAME}",
-        settings=_setting_lines(settings, runs, counted, checks, links),
-        tables=tuple(_table(settings, counted, leg) for leg in settings.legs),
-        panels=tuple(
-            _panel(counted, leg, size) for leg in settings.legs for size in settings.message_bytes
-        ),
-        targets=_targets(settings, counted, runs, checks),
-        discussion=_DISCUSSION,
-        data={
-            "settings": msgspec.to_builtins(settings),
-            "runs": [_run_data(run) for run in runs],
-            "bulk_checks": msgspec.to_builtins(list(checks)),
-        },
+@contextmanager
+def _lab(settings: IsolationSettings, leg: Leg) -> Iterator[Measure[Cell, IsolationResult]]:
+    """Make a lab with the exchange on every node; it is removed in any case.
+
+    Raises ``ConfigError`` if a lab of that name exists or the machine cannot shape links.
+    """
+    wanted = settings.lab_settings
+    if find_machine(wanted).shaping is Shaping.TOKEN_BUCKETS:
+        raise ConfigError(
+            "isolation needs links shaped by the kernel, which this user may not make; run as root "
+            "or allow user namespaces (docs/how-to/lab.md)"
+        )
+    with temporary_lab(wanted) as state, exchange_processes(settings, state, leg) as exchange:
+        yield lambda one, number: _run(settings, state, exchange, one)
+
+
+def _run(
+    settings: IsolationSettings, state: LabState, exchange: ExchangeProcesses, one: Cell
+) -> IsolationResult:
+    """Run one size in one case.
+
+    Raises ``EngineLostError``, ``DeadlineError`` or ``TransportError`` if a process fails.
+    """
+    period_s = settings.period_s(one.leg, one.message_bytes)
+    rounds = settings.rounds_of_run(one.leg, one.message_bytes)
+    alone = one.case is Case.ALONE
+    with nullcontext() if alone else bulk_processes(settings, state, one.leg, one.case) as bulk:
+        meter = BusyMeter()
+        before = [] if bulk is None else bulk.count()
+        found = exchange.measure(one.message_bytes, period_s, rounds)
+        after = [] if bulk is None else bulk.count()
+        busy = meter.busy()
+        checked = BulkChecked(0, 0) if bulk is None else bulk.stop()
+    round_s = [seconds for node in found for seconds in node.round_s]
+    return IsolationResult(
+        leg=one.leg,
+        case=one.case,
+        message_bytes=one.message_bytes,
+        rounds=len(round_s),
+        p50_s=percentile(round_s, 50),
+        p90_s=percentile(round_s, 90),
+        p99_s=percentile(round_s, 99),
+        late=sum(node.late for node in found),
+        wrong_messages=sum(node.wrong for node in found),
+        bulk_bytes_per_s=_bytes_per_s(before, after),
+        busy=busy,
+        first=exchange.first,
+        checked_blocks=checked.blocks,
+        wrong_blocks=checked.wrong,
+        links=link_reports(state),
     )
 
 
-def _setting_lines(
-    settings: IsolationSettings,
-    runs: Sequence[Run],
-    counted: Runs,
-    checks: Sequence[BulkChecked],
-    links: Sequence[LinkReport],
-) -> tuple[str, ...]:
+def _bytes_per_s(before: list[BulkCount], after: list[BulkCount]) -> float:
+    """Return the total rate of all sources."""
+    pairs = zip(before, after, strict=True)
+    return sum((end.bytes - begin.bytes) / (end.at_s - begin.at_s) for begin, end in pairs)
+
+
+# ------------------------------------------------------------------------------------------- page
+# The page of the isolation experiment: tables, plots, targets.
+
+#: Limit of p99 with bulk and QoS over p99 alone, for the largest messages, and the tolerance of
+#: slowdowns.
+P99_TARGET, SLOWDOWN_TOLERANCE = 1.05, 0.15
+
+_DISCUSSION = """\
+A round ends when every peer has sent its message back; it begins at its scheduled time or at the
+end of the previous one, whichever is later, so that durations without QoS are those of a
+slowed-down model and not of a growing queue. Each number is the median over the repetitions of one
+run's percentile over the rounds of all nodes; ratios are taken within a repetition.
+
+"No QoS" is the same bulk on TCP ports of the inference lane, in the same lab. HTB has strict
+priorities: KV gets the bandwidth that the inference lane does not use, and at least 1 %. InfiniBand
+would share by weights, packet by packet, in hardware; that is not measured here. The rest of the
+p99 of short messages is caused by the CPUs, which copy the bulk: segments of KV of 16 KiB instead
+of 64 did not reduce it. Therefore the exchange has real-time priority if allowed, as a collective
+on hardware needs no CPU.
+
+On the loopback leg, which stands for CNIC-assisted H2D copies, a node exchanges with itself."""
+
+
+Raw = RawData[IsolationSettings, IsolationResult]
+
+
+def valid(raw: Raw) -> Raw:
+    """Return the runs on a machine that was not too busy."""
+    runs = [run for run in raw.runs if run.result.busy <= raw.settings.most_busy]
+    return msgspec.structs.replace(raw, runs=runs)
+
+
+def slowdown(counted: Raw, one: Cell, percent: int) -> float | None:
+    """Return the median ratio to "alone" of the same repetition, None without any."""
+    alone = one._replace(case=Case.ALONE)
+    return counted.ratio(one.name, alone.name, lambda run: _percentile(run, percent))
+
+
+def _percentile(run: IsolationResult, percent: int) -> float:
+    return {50: run.p50_s, 90: run.p90_s, 99: run.p99_s}[percent]
+
+
+def draw(raw: Raw) -> Page:
+    """Draw every case beside "alone"."""
+    settings, counted = raw.settings, valid(raw)
+    return Page(
+        settings=_setting_lines(raw, counted),
+        tables=tuple(_table(counted, leg) for leg in settings.legs),
+        panels=tuple(
+            _panel(counted, leg, size) for leg in settings.legs for size in settings.message_bytes
+        ),
+        results=tuple(_results(raw, counted)),
+        discussion=_DISCUSSION,
+    )
+
+
+def _setting_lines(raw: Raw, counted: Raw) -> tuple[str, ...]:
+    settings, runs = raw.settings, raw.results
     busy = [run.busy for run in runs]
+    links = next((run.links for run in runs if run.links), ())
     return (
         f"Lab of {settings.nodes}, "
         + "; ".join(
@@ -312,198 +380,110 @@ def _setting_lines(
         f"Bulk: NIXL WRITE over UCX tcp, {settings.blocks} Layer Blocks of "
         f"{settings.block_bytes} bytes per transfer, {settings.in_flight} transfers in flight "
         "between two agents; CNIC: from every DE to every PE; loopback: every node to itself.",
-        f"Machine: {os.cpu_count()} cores, Linux {platform.release()}, "
-        f"{min(busy):.0%} to {max(busy):.0%} busy; {sum(run.rejected for run in runs)} runs were "
-        f"repeated and {counted.dropped} left out because it was above "
+        f"Machine {min(busy):.0%} to {max(busy):.0%} busy; {raw.rejected} runs were repeated and "
+        f"{len(raw.runs) - len(counted.runs)} left out because it was above "
         f"{settings.most_busy:.0%}.",
-        f"{sum(len(run.round_s) for run in runs)} rounds; {sum(c.blocks for c in checks)} blocks "
-        "in HBM were compared with their sources after the bulk.",
+        f"{sum(run.rounds for run in runs)} rounds; {sum(run.checked_blocks for run in runs)} "
+        "blocks in HBM were compared with their sources after the bulk.",
     )
 
 
-def _table(settings: IsolationSettings, runs: Runs, leg: Leg) -> Table:
+def _table(counted: Raw, leg: Leg) -> Table:
     columns = (
         *("case and message", "rounds", "p50, ms", "p99, ms", "p50 / alone", "p99 / alone"),
         *("bulk, MB/s", "of its links", "rounds late", "machine busy"),
     )
-    return Table(
-        f"{leg.value}: round trip of the inference class",
-        columns,
-        tuple(
-            _row(settings, runs, leg, size, case)
-            for size in settings.message_bytes
-            for case in Case
-        ),
-    )
+    cells = (Cell(leg, case, size) for size in counted.settings.message_bytes for case in Case)
+    rows = tuple(_row(counted, one) for one in cells)
+    return Table(f"{leg.value}: round trip of the inference class", columns, rows)
 
 
-def _row(
-    settings: IsolationSettings, runs: Runs, leg: Leg, size: int, case: Case
-) -> tuple[str, ...]:
-    name = f"{case.value}, {size_name(size)}"
-    found = runs.of(leg, size, case)
+def _row(counted: Raw, one: Cell) -> tuple[str, ...]:
+    name = f"{one.case.value}, {size_name(one.message_bytes)}"
+    found, alone = counted.of(one.name), one.case is Case.ALONE
     if not found:
         return (name, *([NOTHING] * 9))
-    rounds = sum(len(run.round_s) for run in found)
+    rounds = sum(run.rounds for run in found)
     bulk = median(run.bulk_bytes_per_s for run in found)
-    percentiles = [runs.round_s(leg, size, case, percent) for percent in (50, 99)]
-    slowdowns = [runs.slowdown(leg, size, case, percent) for percent in (50, 99)]
+    limit = counted.settings.bulk_limit_bytes_per_s(one.leg)
     return (
         name,
         str(rounds),
-        *(NOTHING if one is None else f"{one * 1e3:.2f}" for one in percentiles),
-        *(NOTHING if one is None else f"{one:.3f}" for one in slowdowns),
-        NOTHING if case is Case.ALONE else f"{bulk / 1e6:.0f}",
-        NOTHING if case is Case.ALONE else f"{bulk / settings.bulk_limit_bytes_per_s(leg):.0%}",
+        *(f"{median(_percentile(run, p) for run in found) * 1e3:.2f}" for p in (50, 99)),
+        *(cell(slowdown(counted, one, percent), "{:.3f}") for percent in (50, 99)),
+        NOTHING if alone else f"{bulk / 1e6:.0f}",
+        NOTHING if alone else f"{bulk / limit:.0%}",
         f"{sum(run.late for run in found) / rounds:.0%}",
         f"{median(run.busy for run in found):.0%}",
     )
 
 
-def _panel(runs: Runs, leg: Leg, size: int) -> Panel:
-    def milliseconds(case: Case, percent: float) -> float | None:
-        found_s = runs.round_s(leg, size, case, percent)
-        return None if found_s is None else found_s * 1e3
+def _panel(counted: Raw, leg: Leg, size: int) -> Panel:
+    def milliseconds(case: Case, percent: int) -> float | None:
+        name = Cell(leg, case, size).name
+        return counted.median(name, lambda run: _percentile(run, percent) * 1e3)
 
-    return Panel(
-        f"{leg.value}, {size_name(size)}",
-        "grouped",
-        "",
-        "round, ms",
-        tuple(
-            Series(
-                f"p{percent}",
-                tuple(case.value for case in Case),
-                tuple(milliseconds(case, percent) for case in Case),
-            )
-            for percent in (50, 99)
-        ),
-    )
-
-
-def _targets(
-    settings: IsolationSettings, counted: Runs, runs: Sequence[Run], checks: Sequence[BulkChecked]
-) -> tuple[Target, ...]:
-    size = max(settings.message_bytes)
-    wrong = sum(run.wrong_messages for run in runs) + sum(check.wrong for check in checks)
-    return (
-        *(_p99_target(counted, leg, size) for leg in settings.legs),
-        Target("wrong messages and KV blocks", wrong, 0, at_least=False),
-    )
-
-
-def _p99_target(counted: Runs, leg: Leg, size: int) -> Target:
-    found = counted.slowdown(leg, size, Case.QOS, 99)
-    return Target(
-        f"{leg.value}: p99 with bulk and QoS / alone, {size_name(size)}",
-        math.inf if found is None else found,
-        P99_TARGET,
-        at_least=False,
-        note="no valid run: the machine was too busy" if found is None else "",
-    )
-
-
-def _run_data(run: Run) -> dict[str, object]:
-    """Return a run without the durations of its thousands of rounds."""
-    data = {name: getattr(run, name) for name in run.__struct_fields__ if name != "round_s"}
-    data["rounds"] = len(run.round_s)
-    for percent in (50, 90, 99, 100):
-        data[f"p{percent}_s"] = percentile(run.round_s, percent)
-    return data
-
-
-class RunContext(msgspec.Struct, frozen=True):
-    """The context of runs: leg, case, repetition, and the processes of the bulk, if any."""
-
-    leg: Leg
-    case: Case
-    repetition: int
-    bulk: BulkProcesses | None = None
-
-    def count(self) -> list[BulkCount]:
-        """Return the bytes that every source of the bulk has transferred so far."""
-        return [] if self.bulk is None else self.bulk.count()
-
-
-def measure_isolation(
-    settings: IsolationSettings, progress: Callable[[str], None] = lambda line: None
-) -> ExperimentReport:
-    """Make a lab, measure every case on it, remove it, and return the report.
-
-    Raises ``ConfigError`` if a lab of that name exists or the machine cannot shape links,
-    ``EngineLostError``, ``DeadlineError`` or ``TransportError`` if a process on a node fails.
-    The lab is removed in any case, also after ``kill -9``.
-    """
-    wanted = settings.lab_settings
-    if find_machine(wanted).shaping is Shaping.TOKEN_BUCKETS:
-        raise ConfigError(
-            "isolation needs links shaped by the kernel, which this user may not make; run as root "
-            "or allow user namespaces (docs/how-to/lab.md)"
+    series = tuple(
+        Series(
+            f"p{percent}",
+            tuple(case.value for case in Case),
+            tuple(milliseconds(case, percent) for case in Case),
         )
-    with temporary_lab(wanted) as state:
-        runs: list[Run] = []
-        checks: list[BulkChecked] = []
-        for leg in settings.legs:
-            with exchange_processes(settings, state, leg) as exchange:
-                for repetition in range(settings.repeat):
-                    for case in Case:
-                        if case is Case.ALONE:
-                            context = RunContext(leg, case, repetition)
-                            runs += _measure_sizes(settings, exchange, context, progress)
-                            continue
-                        with bulk_processes(settings, state, leg, case) as bulk:
-                            context = RunContext(leg, case, repetition, bulk)
-                            runs += _measure_sizes(settings, exchange, context, progress)
-                            checks.append(bulk.stop())
-        return isolation_report(settings, runs, checks, link_reports(state))
-
-
-def _measure_sizes(
-    settings: IsolationSettings,
-    exchange: ExchangeProcesses,
-    context: RunContext,
-    progress: Callable[[str], None],
-) -> Iterator[Run]:
-    """Yield one run per size, repeated while the machine is too busy; the last attempt counts."""
-    for message_bytes in settings.message_bytes:
-
-        def once(rejected: int, message_bytes: int = message_bytes) -> Run:
-            run = _measure_run(settings, exchange, context, message_bytes, rejected)
-            progress(run.text)
-            return run
-
-        yield repeat_while_busy(once, lambda run: run.busy > settings.most_busy, settings.attempts)
-
-
-def _measure_run(
-    settings: IsolationSettings,
-    exchange: ExchangeProcesses,
-    context: RunContext,
-    message_bytes: int,
-    rejected: int,
-) -> Run:
-    period_s = settings.period_s(context.leg, message_bytes)
-    rounds = settings.rounds_of_run(context.leg, message_bytes)
-    meter = BusyMeter()
-    before = context.count()
-    results = exchange.measure(message_bytes, period_s, rounds)
-    after = context.count()
-    return Run(
-        leg=context.leg,
-        case=context.case,
-        repetition=context.repetition,
-        message_bytes=message_bytes,
-        round_s=tuple(one for result in results for one in result.round_s),
-        late=sum(result.late for result in results),
-        wrong_messages=sum(result.wrong for result in results),
-        bulk_bytes_per_s=_bytes_per_s(before, after),
-        busy=meter.busy(),
-        rejected=rejected,
-        first=exchange.first,
+        for percent in (50, 99)
     )
+    return Panel(f"{leg.value}, {size_name(size)}", "grouped", "", "round, ms", series)
 
 
-def _bytes_per_s(before: list[BulkCount], after: list[BulkCount]) -> float:
-    """Return the total rate of all sources."""
-    pairs = zip(before, after, strict=True)
-    return sum((end.bytes - begin.bytes) / (end.at_s - begin.at_s) for begin, end in pairs)
+def _results(raw: Raw, counted: Raw) -> Iterator[KeyResult]:
+    size = max(raw.settings.message_bytes)
+    for leg in raw.settings.legs:
+        found = slowdown(counted, Cell(leg, Case.QOS, size), 99)
+        yield KeyResult(
+            f"{leg.value}: p99 with bulk and QoS / alone, {size_name(size)}",
+            found,
+            P99_TARGET,
+            at_least=False,
+            note="no valid run: the machine was too busy" if found is None else "",
+            tolerance=SLOWDOWN_TOLERANCE,
+            any_machine=True,
+        )
+    wrong = sum(run.wrong_messages + run.wrong_blocks for run in raw.results)
+    yield KeyResult("wrong messages and KV blocks", wrong, 0, at_least=False)
+
+
+def _published(page: Page, settings: IsolationSettings) -> Raw:
+    """Convert ``{"settings": …, "runs": [run, …], "bulk_checks": [check, …]}``."""
+    known: Mapping[str, Any] = {
+        name: value
+        for name, value in page.data["settings"].items()
+        if name in IsolationSettings.__struct_fields__
+    }
+    checks = iter(page.data["bulk_checks"])
+    runs = []
+    for one in page.data["runs"]:
+        checked = None if one["case"] == Case.ALONE else next(checks, None)
+        extra = (
+            {"checked_blocks": checked["blocks"], "wrong_blocks": checked["wrong"]}
+            if checked is not None
+            else {}
+        )
+        result = msgspec.convert({**one, **extra}, IsolationResult)
+        name = Cell(result.leg, result.case, result.message_bytes).name
+        runs.append(
+            Run(cell=name, round=one["repetition"], result=result, rejected=one["rejected"])
+        )
+    converted = msgspec.convert(known, IsolationSettings)
+    return RawData(experiment=ISOLATION.name, settings=converted, runs=runs)
+
+
+ISOLATION = Experiment(
+    name="isolation",
+    title="Isolation: an all-to-all with KV bulk",
+    settings=IsolationSettings(),
+    result=IsolationResult,
+    stages=_stages,
+    draw=draw,
+    summary=lambda result: result.text,
+    too_busy=lambda settings, result: result.busy > settings.most_busy,
+    published=_published,
+)

@@ -49,8 +49,8 @@ class IsolationSettings(NodesSettings, frozen=True, kw_only=True):
     determines the period of the rounds.
 
     One run is one size in one case on one of ``legs``: ``rounds`` of every node, more if they last
-    less than ``least_run_s``, fewer if they begin late.  A run is repeated, up to ``attempts``
-    runs, if the machine was busier than ``most_busy``.
+    less than ``least_run_s``, fewer if they begin late.  A run is repeated if the machine was
+    busier than ``most_busy``.
 
     The bulk consists of Layer Blocks of ``block_bytes``, ``blocks`` of them per (request, layer),
     that is per posted transfer, with ``in_flight`` transfers between any two agents; measurements
@@ -68,26 +68,32 @@ class IsolationSettings(NodesSettings, frozen=True, kw_only=True):
         float, Setting("share of a link's rate that messages use", ge=0.001, le=0.9)
     ] = 0.33
     rounds: Annotated[int, Setting("rounds of every node in a run", ge=1, le=1_000_000)] = 84
-    least_run_s: Annotated[float, Setting("minimum duration of a run", ge=0, le=600)] = 2.0
+    least_run_s: Annotated[
+        float, Setting("minimum duration of a run", ge=0, le=600, flag=False)
+    ] = 2.0
     repeat: Repeat = 3
     legs: Annotated[tuple[Leg, ...], Setting("links that the exchange shares with KV")] = (
         Leg.CNIC,
         Leg.LOOPBACK,
     )
-    block_bytes: Annotated[int, Setting("bytes of a Layer Block", ge=1, le=64 << 20)] = 42 << 10
-    blocks: Annotated[int, Setting("Layer Blocks per transfer", ge=1, le=100_000)] = 64
+    block_bytes: Annotated[
+        int, Setting("bytes of a Layer Block", ge=1, le=64 << 20, flag=False)
+    ] = 42 << 10
+    blocks: Annotated[int, Setting("Layer Blocks per transfer", ge=1, le=100_000, flag=False)] = 64
     in_flight: Annotated[
-        int, Setting("transfers in flight between any two agents", ge=1, le=64)
+        int, Setting("transfers in flight between any two agents", ge=1, le=64, flag=False)
     ] = 2
-    settle_s: Annotated[float, Setting("delay after the start of the bulk", ge=0, le=60)] = 0.5
+    settle_s: Annotated[
+        float, Setting("delay after the start of the bulk", ge=0, le=60, flag=False)
+    ] = 0.5
     most_busy: Annotated[
         float, Setting("busy share of the machine above which a run is repeated", ge=0.01, le=1)
     ] = BUSY_LIMIT
-    attempts: Annotated[int, Setting("maximum of attempts at a run", ge=1, le=20)] = 3
     congestion_control: Annotated[
-        str, Setting("TCP congestion control of the exchange; the bulk has the system's")
+        str,
+        Setting("TCP congestion control of the exchange; the bulk has the system's", flag=False),
     ] = "reno"
-    lab: Annotated[str, Setting("name of the lab")] = "isolation"
+    lab: Annotated[str, Setting("name of the lab", flag=False)] = "isolation"
 
     def check(self) -> None:
         """Raise ``ConfigError`` for the first invalid setting."""

@@ -2,36 +2,160 @@
 
 import itertools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
-from dualpath.report.model import NOTHING, Panel, Series, Table
+from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 from dualpath.report.style import MODE_STYLES
 from dualpath.workload.replay.client import ReplayOptions
 from dualpath_lab.experiments.engine_nodes import EmulatedEngines, VllmEngines
-from dualpath_lab.experiments.metered_replay import NodeBytes
-from dualpath_lab.experiments.report import ExperimentReport, Target
 from dualpath_lab.experiments.runs import (
+    DRAWN,
     JUDGED,
+    WINDOW_S,
     Engines,
-    Job,
+    LabResult,
     LabRun,
     Measured,
-    Variant,
-    engine_cpu_s,
-    link_line,
-    machine_lines,
-    run_data,
-    run_interleaved,
+    lab_result,
+    link_lines,
+    load_lines,
     too_busy,
 )
 from dualpath_lab.experiments.settings import History, JctSettings, VllmNodes, WindowSettings
 from dualpath_lab.experiments.workload import Window, windows
+from dualpath_lab.nodes.cluster import LinkReport
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    Progress,
+    R,
+    RawData,
+    Run,
+    Stage,
+    tolerance_of,
+)
+
+#: Tolerances of reruns: ratios of completion times on any machine, times on the same processor.
+RATIO_TOLERANCE, TIME_TOLERANCE = 0.05, 0.1
+
+# -------------------------------------------------------------------------------------------- runs
+# Runs of variants of one lab, each with its mode and engines.
+
+
+class Variant(NamedTuple):
+    """One variant of a run: the mode, the engines."""
+
+    mode: Mode
+    engines: Engines
+
+
+def lab_stage(
+    settings: JctSettings,
+    lab: LabSettings,
+    cells: Mapping[str, Variant],
+    progress: Progress,
+    reduce: Callable[[Measured, LabSettings, tuple[LinkReport, ...]], R],
+    options: ReplayOptions | None = None,
+) -> Stage[Variant, R]:
+    """Return variants that run on one lab with the same agents and stored histories."""
+    chosen = options or ReplayOptions(seed=settings.seed)
+
+    @contextmanager
+    def open_lab() -> Iterator[Measure[Variant, R]]:
+        agents = windows(agents_of(settings, lab))
+        with lab_run_of(settings, lab, agents, progress) as lab_run:
+            yield lambda variant, number: reduce(
+                lab_run.run(variant.mode, chosen, variant.engines), lab, lab_run.links
+            )
+
+    return Stage(cells, open_lab)
+
+
+def jct_stages(settings: JctSettings, progress: Progress) -> Iterator[Stage[Variant, LabResult]]:
+    """Yield a lab per cluster, on which every mode runs."""
+    engines = engines_of(settings)
+    for nodes in settings.nodes:
+        cells = {cell_of(nodes, mode): Variant(mode, engines) for mode in settings.mode}
+        yield lab_stage(settings, settings.lab_of(nodes), cells, progress, lab_result)
+
+
+def cell_of(nodes: str, mode: Mode) -> str:
+    """Return the name of a mode's runs on a cluster."""
+    return f"{nodes} {mode.value}"
+
+
+def spoilt(settings: JctSettings, result: LabResult) -> bool:
+    """Return whether a run used links and the machine was too busy for them."""
+    return result.mode.moves_bytes and result.busy > settings.busy_limit
+
+
+def summary_of(result: LabResult) -> str:
+    """Describe a run for progress messages."""
+    return f"{result.jct_s:.1f} s, machine {result.busy:.0%} busy"
+
+
+# --------------------------------------------------------------------------------------------- job
+# All runs of one cluster, which replayed the same agents in several modes.
+
+
+class Job(NamedTuple):
+    """All runs of one cluster; ``agents`` is their number."""
+
+    lab: LabSettings
+    agents: int
+    runs: Mapping[Mode, Sequence[LabResult]]
+
+    def jct_s(self, mode: Mode) -> float | None:
+        """Median over repetitions."""
+        return self.median(mode, lambda run: run.jct_s)
+
+    def median(self, mode: Mode, of: Callable[[LabResult], float]) -> float | None:
+        """Return the median of ``of`` over a mode's runs; None without runs."""
+        runs = self.runs.get(mode)
+        return statistics.median(of(run) for run in runs) if runs else None
+
+    def typical(self, mode: Mode) -> LabResult | None:
+        """Return the run of median JCT, the later of two."""
+        runs = sorted(self.runs.get(mode, ()), key=lambda run: run.jct_s)
+        return runs[len(runs) // 2] if runs else None
+
+    @property
+    def ideal_ratio(self) -> float:
+        """Ideal speed-up over Basic if only storage limits: all SNICs read instead of P of them."""
+        return (self.lab.prefill + self.lab.decode) / self.lab.prefill
+
+    @property
+    def reading_share(self) -> float | None:
+        """Time that all SNICs together need for the bytes, relative to Oracle's JCT."""
+        oracle = self.jct_s(Mode.ORACLE)
+        run = next(filter(None, map(self.typical, JUDGED)), None)
+        if oracle is None or run is None:
+            return None
+        nodes = self.lab.prefill + self.lab.decode
+        return run.storage_bytes / (nodes * self.lab.snic_bytes_per_s) / oracle
+
+
+def jobs_of(raw: RawData[JctSettings, LabResult]) -> list[Job]:
+    """Return the clusters that have runs."""
+    jobs = []
+    for nodes in raw.settings.nodes:
+        runs = {mode: raw.of(cell_of(nodes, mode)) for mode in raw.settings.mode}
+        lab = raw.settings.lab_of(nodes)
+        found = {mode: done for mode, done in runs.items() if done}
+        if found:
+            jobs.append(Job(lab, agents_of(raw.settings, lab).agents, found))
+    return jobs
+
 
 # ------------------------------------------------------------------------------------- jct targets
 # Targets of job completion times: relative to what the links allow, or to Oracle.
@@ -43,7 +167,7 @@ IDEAL_SHARE, REAL_IDEAL_SHARE, ORACLE_RATIO, SNIC_USE = 0.97, 0.9, 1.02, 0.95
 _IO_BOUND, _IO_SUFFICES = 2.0, 0.9
 
 
-def targets(job: Job, ideal_share: float) -> Iterator[Target]:
+def targets(job: Job, ideal_share: float) -> Iterator[KeyResult]:
     """Yield the targets of each mode of DualPath: ``ideal_share`` of (P + D) / P, or Oracle's JCT.
 
     There is none if the share of reading is unknown, or neither high nor low.
@@ -58,82 +182,65 @@ def targets(job: Job, ideal_share: float) -> Iterator[Target]:
             yield _of_oracle(job, mode, share)
 
 
-def _of_links(job: Job, mode: Mode, ideal_share: float) -> Iterator[Target]:
+def _of_links(job: Job, mode: Mode, ideal_share: float) -> Iterator[KeyResult]:
     basic, jct_s, typical = job.jct_s(Mode.BASIC), job.jct_s(mode), job.typical(mode)
     if basic is None or jct_s is None or typical is None:
         return
     shape, title = job.lab.nodes, MODE_STYLES[mode].title
     ideal = ideal_share * job.ideal_ratio
     note = f"ideal {job.ideal_ratio:g}"
-    yield Target(f"{shape}: Basic / {title}, I/O-bound", basic / jct_s, ideal, True, note)
-    use = min(typical.snic_use(job.lab.snic_bytes_per_s))
-    what = f"{shape}: use of the least used SNIC, {title}"
-    yield Target(what, use, SNIC_USE, True, "middle half of the run")
+    what = f"{shape}: Basic / {title}, I/O-bound"
+    yield KeyResult(what, basic / jct_s, ideal, True, note)
+    if typical.snic_use:
+        what = f"{shape}: use of the least used SNIC, {title}"
+        yield KeyResult(
+            *(what, min(typical.snic_use), SNIC_USE, True, "middle half of the run"),
+            tolerance=RATIO_TOLERANCE,
+            any_machine=True,
+        )
 
 
-def _of_oracle(job: Job, mode: Mode, share: float) -> Target:
+def _of_oracle(job: Job, mode: Mode, share: float) -> KeyResult:
     oracle, jct_s = job.jct_s(Mode.ORACLE), job.jct_s(mode)
     assert oracle is not None
     assert jct_s is not None
     what = f"{job.lab.nodes}: {MODE_STYLES[mode].title} / Oracle, SNICs suffice"
     note = f"reading needs {share:.0%} of Oracle's time"
-    return Target(what, jct_s / oracle, ORACLE_RATIO, False, note)
+    return KeyResult(what, jct_s / oracle, ORACLE_RATIO, False, note)
 
 
-# -------------------------------------------------------------------------------------- node lines
-# Plot lines of nodes over a run; many nodes are merged to one line per role.
+def repeatable(job: Job) -> Iterator[KeyResult]:
+    """Yield what a rerun is compared with: times, ratios to Basic or Oracle, balance."""
+    basic, oracle = job.jct_s(Mode.BASIC), job.jct_s(Mode.ORACLE)
+    for mode in job.runs:
+        jct_s = job.jct_s(mode)
+        assert jct_s is not None
+        name, runs = f"{job.lab.nodes} {mode.value}", len(job.runs[mode])
+        time, ratio = (tolerance_of(base, runs) for base in (TIME_TOLERANCE, RATIO_TOLERANCE))
+        yield KeyResult(f"{name}: JCT, s", jct_s, tolerance=time)
+        for base, base_s in (("Basic", basic), ("Oracle", oracle)):
+            if base_s is not None and base.lower() != mode.value:
+                what = f"{name}: {base} / JCT"
+                yield KeyResult(what, base_s / jct_s, tolerance=ratio, any_machine=True)
 
-#: More nodes than this are drawn as the mean and the range of each role.
-_MOST_NODES = 4
+
+# ------------------------------------------------------------------------------------------- page
+# The page on job completion times: ratios, use of links, balance, targets.
 
 
-def merged_by_role(nodes: Sequence[Series]) -> tuple[Series, ...]:
-    """Return the lines of few nodes unchanged, those of many merged to one per role.
+def draw_jct(raw: RawData[JctSettings, LabResult]) -> Page:
+    """Draw the page; link rates over time are those of the last cluster.
 
-    Nodes are named as in a lab, like ``pe0`` or ``de1``, and all have the same ``x``.
+    A share of the ratio (P + D) / P is the target of an I/O-bound job.
     """
-    if len(nodes) <= _MOST_NODES:
-        return tuple(nodes)
-    roles = {"PEs": "pe", "DEs": "de"}
-    lines = {role: [n for n in nodes if n.name.startswith(name)] for role, name in roles.items()}
-    return tuple(_mean(f"mean of {len(of)} {role}", of) for role, of in lines.items() if of)
-
-
-def _mean(name: str, nodes: Sequence[Series]) -> Series:
-    known = [[y for y in at if y is not None] for at in zip(*(n.y for n in nodes), strict=True)]
-    return Series(
-        name,
-        nodes[0].x,
-        tuple(statistics.fmean(at) if at else None for at in known),
-        low=tuple(min(at, default=None) for at in known),
-        high=tuple(max(at, default=None) for at in known),
-    )
-
-
-# -------------------------------------------------------------------------------------- jct report
-# The report on job completion times: ratios, use of links, balance, targets.
-
-#: Length of the windows for the balance of storage NICs and for plotted rates, and the minimum
-#: number of them in a run.
-WINDOW_S, _LEAST_WINDOWS = 1.0, 8
-
-
-def jct_report(
-    name: str,
-    command: str,
-    settings: tuple[str, ...],
-    jobs: Sequence[Job],
-    ideal_share: float = IDEAL_SHARE,
-) -> ExperimentReport:
-    """Return the report; link rates over time are drawn for the last job.
-
-    ``ideal_share`` of the ratio (P + D) / P is the target of an I/O-bound job.
-    """
-    return ExperimentReport(
-        name=name,
-        title="Job completion time on shaped links",
-        command=command,
-        settings=(*settings, link_line(jobs[-1].links), *machine_lines(_all_runs(jobs))),
+    settings, jobs = raw.settings, jobs_of(raw)
+    share = REAL_IDEAL_SHARE if settings.vllm else IDEAL_SHARE
+    return Page(
+        settings=(
+            *setting_lines(settings, _missing(settings.mode)),
+            *link_lines(raw.results),
+            *load_lines(raw, raw.results),
+        ),
         tables=(
             *(_table(job) for job in jobs),
             _balance_table(jobs),
@@ -142,14 +249,12 @@ def jct_report(
             *_thread_tables(jobs),
         ),
         panels=(_jct_panel(jobs), *_link_panels(jobs[-1])),
-        targets=tuple(target for job in jobs for target in targets(job, ideal_share)),
-        data={"jobs": [_data(job) for job in jobs]},
-        too_busy=too_busy(_all_runs(jobs)),
+        results=(
+            *(target for job in jobs for target in targets(job, share)),
+            *(result for job in jobs for result in repeatable(job)),
+        ),
+        too_busy=too_busy(raw.results),
     )
-
-
-def _all_runs(jobs: Sequence[Job]) -> list[Measured]:
-    return [run for job in jobs for done in job.runs.values() for run in done]
 
 
 def _table(job: Job) -> Table:
@@ -161,8 +266,8 @@ def _table(job: Job) -> Table:
         times = [run.jct_s for run in job.runs[mode]]
         run = job.typical(mode)
         assert run is not None
-        ttft = run.client.replay.summary.ttft_s
-        use = sorted(run.snic_use(job.lab.snic_bytes_per_s))
+        ttft = None if run.summary is None else run.summary.ttft_s
+        use = sorted(run.snic_use)
         rows.append(
             (
                 mode.value,
@@ -182,7 +287,7 @@ def _table(job: Job) -> Table:
         *("read GB", "SNIC use, busiest", "SNIC use, mean", "machine busy"),
     )
     title = (
-        f"{job.lab.nodes}: {len(job.agents)} agents, {job.ideal_ratio:g}x is ideal, "
+        f"{job.lab.nodes}: {job.agents} agents, {job.ideal_ratio:g}x is ideal, "
         "SNIC use over the middle half"
     )
     return Table(title, columns, tuple(rows))
@@ -193,7 +298,7 @@ def _balance_table(jobs: Sequence[Job]) -> Table:
     rows = tuple(
         (
             job.lab.nodes,
-            *(f"{job.median(m, lambda run: run.snic_balance(window_s(run))):.2f}" for m in modes),
+            *(cell(job.median(m, lambda run: run.snic_balance), "{:.2f}") for m in modes),
         )
         for job in jobs
     )
@@ -207,12 +312,10 @@ def _rank_table(job: Job) -> Table:
     for mode in job.runs:
         run = job.typical(mode)
         assert run is not None
-        first, last = run.samples[0].nodes, run.samples[-1].nodes
-        for node in first if mode.moves_bytes else ():
-            pairs = enumerate(zip(first[node].rails, last[node].rails, strict=True))
-            for rank, (before, after) in pairs:
-                out, into = ((b - a) / 1e6 for a, b in zip(before, after, strict=True))
-                rows.append((mode.value, node, str(rank), f"{into:,.1f}", f"{out:,.1f}"))
+        for node, rails in run.rails.items() if mode.moves_bytes else ():
+            for rank, (out, into) in enumerate(rails):
+                moved = (f"{into / 1e6:,.1f}", f"{out / 1e6:,.1f}")
+                rows.append((mode.value, node, str(rank), *moved))
     title = f"{job.lab.nodes}: bytes over the CNIC of each rank"
     return Table(title, ("mode", "node", "rank", "in, MB", "out, MB"), tuple(rows))
 
@@ -223,7 +326,7 @@ def _cost_table(jobs: Sequence[Job]) -> Table:
         for mode, runs in job.runs.items():
             if not mode.moves_bytes:
                 continue
-            engines = statistics.median(engine_cpu_s(run) / run.storage_bytes * 1e9 for run in runs)
+            engines = statistics.median(run.engine_cpu_s / run.storage_bytes * 1e9 for run in runs)
             router = statistics.median(run.cpu_s["router"] for run in runs)
             rows.append((job.lab.nodes, mode.value, f"{engines:.2f}", f"{router:.2f}"))
     columns = ("cluster", "mode", "engines, CPU-s per GB read", "router, CPU-s")
@@ -234,13 +337,13 @@ def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
     """Return the CPU time of DualPath's engines by thread, if they report it."""
     tables = []
     for job, mode in itertools.product(jobs, JUDGED):
-        runs = [run for run in job.runs.get(mode, ()) if run.client.thread_cpu_s]
+        runs = [run for run in job.runs.get(mode, ()) if run.thread_cpu_s]
         if not runs:
             continue
-        names = {name for run in runs for name in run.client.thread_cpu_s}
+        names = {name for run in runs for name in run.thread_cpu_s}
         per_gb = {
             name: statistics.median(
-                run.client.thread_cpu_s.get(name, 0.0) / run.storage_bytes * 1e9 for run in runs
+                run.thread_cpu_s.get(name, 0.0) / run.storage_bytes * 1e9 for run in runs
             )
             for name in names
         }
@@ -251,107 +354,35 @@ def _thread_tables(jobs: Sequence[Job]) -> list[Table]:
 
 
 def _jct_panel(jobs: Sequence[Job]) -> Panel:
-    shapes = tuple(job.lab.nodes for job in jobs)
+    modes = dict.fromkeys(mode for job in jobs for mode in job.runs)
 
-    def bound(mode: Mode, least_or_most: Callable[[Iterable[float]], float]) -> tuple[float, ...]:
-        return tuple(least_or_most(run.jct_s for run in job.runs[mode]) for job in jobs)
+    def bound(mode: Mode, least_or_most: Callable[..., float]) -> tuple[float | None, ...]:
+        return tuple(
+            least_or_most((run.jct_s for run in job.runs.get(mode, ())), default=None)
+            for job in jobs
+        )
 
     series = tuple(
         Series(
             mode.value,
-            shapes,
+            tuple(job.lab.nodes for job in jobs),
             tuple(job.jct_s(mode) for job in jobs),
             low=bound(mode, min),
             high=bound(mode, max),
         )
-        for mode in jobs[0].runs
+        for mode in modes
     )
     return Panel("Job completion time", "grouped", "cluster", "JCT (s)", series)
 
 
 def _link_panels(job: Job) -> list[Panel]:
-    panels = []
-    for mode in (Mode.BASIC, *JUDGED):
-        run = job.typical(mode)
-        if run is None:
-            continue
-        for title, count in (("storage reads", "snic"), ("CNIC in", "cnic_in")):
-            nodes = run.samples[0].nodes
-            series = merged_by_role(
-                [rate_series(run, node, count, window_s(run)) for node in nodes]
-            )
-            panels.append(
-                Panel(f"{job.lab.nodes}, {mode.value}: {title}", "lines", "s", "MB/s", series)
-            )
-    return panels
-
-
-def window_s(run: Measured) -> float:
-    """Return the length of a run's windows: ``WINDOW_S``, or less in a short run."""
-    return min(WINDOW_S, run.jct_s / _LEAST_WINDOWS)
-
-
-def rate_series(run: Measured, node: str, count: str, width_s: float) -> Series:
-    """Return a node's rate in MB/s over windows of a run; ``count`` names a field of NodeBytes."""
-    x: list[float] = []
-    y: list[float | None] = []
-    begin = run.samples[0]
-    for sample in run.samples:
-        passed_s = sample.time_s - begin.time_s
-        if passed_s < width_s:
-            continue
-        moved = _counted(sample.nodes[node], count) - _counted(begin.nodes[node], count)
-        x.append((sample.time_s + begin.time_s) / 2)
-        y.append(moved / passed_s / 1e6)
-        begin = sample
-    return Series(node, tuple(x), tuple(y))
-
-
-def _counted(bytes_of_node: NodeBytes, count: str) -> int:
-    value = getattr(bytes_of_node, count)
-    assert isinstance(value, int)
-    return value
-
-
-def _data(job: Job) -> dict[str, Any]:
-    return {
-        "lab": job.lab,
-        "runs": {mode.value: [_run_data(run) for run in runs] for mode, runs in job.runs.items()},
-    }
-
-
-def _run_data(run: Measured) -> dict[str, Any]:
-    return {**run_data(run), "snic_balance": run.snic_balance(window_s(run))}
-
-
-def measure_jct(
-    settings: JctSettings, command: str, progress: Callable[[str], None] = lambda text: None
-) -> ExperimentReport:
-    """Run every mode on every cluster and return the report.
-
-    Raises ``ConfigError`` for invalid settings, ``EngineLostError`` if a run fails: a wrong block
-    in any run ends the experiment.
-    """
-    jobs = jobs_of(settings, progress)
-    share = IDEAL_SHARE if settings.vllm is None else REAL_IDEAL_SHARE
-    lines = setting_lines(settings, _missing(settings.mode))
-    return jct_report(settings.name, command, lines, jobs, share)
-
-
-def jobs_of(
-    settings: JctSettings, progress: Callable[[str], None] = lambda text: None
-) -> list[Job]:
-    """Run every mode on every cluster; raises as ``measure_jct``."""
-    jobs = []
-    for nodes in settings.nodes:
-        lab = settings.lab_of(nodes)
-        agents = windows(agents_of(settings, lab))
-        with lab_run_of(settings, lab, agents, progress) as lab_run:
-            runs = _runs(lab_run, settings, progress)
-            jobs.append(
-                Job(lab=lab_run.state.settings, links=lab_run.links, agents=agents, runs=runs)
-            )
-    return jobs
+    typical = [(mode, job.typical(mode)) for mode in DRAWN]
+    return [
+        Panel(f"{job.lab.nodes}, {mode.value}: {title}", "lines", "s", "MB/s", series)
+        for mode, run in typical
+        if run is not None
+        for title, series in run.rates.items()
+    ]
 
 
 def lab_run_of(
@@ -362,14 +393,14 @@ def lab_run_of(
 ) -> LabRun:
     """Return the lab for agents with their histories, in DRAM if the settings require it."""
     warm = settings.windows.history is History.DRAM
-    engines, limit = engines_of(settings), settings.busy_limit
-    return LabRun(lab, engines, agents, progress, warm=warm, busy_limit=limit)
+    return LabRun(lab, engines_of(settings), agents, progress, warm=warm)
 
 
 def engines_of(settings: JctSettings) -> Engines:
     """Return the kind of engines."""
-    emulated, vllm = settings.emulated, settings.vllm
-    return EmulatedEngines(emulated) if vllm is None else VllmEngines(vllm)
+    if settings.vllm:
+        return VllmEngines(VllmNodes(model=settings.vllm))
+    return EmulatedEngines(settings.emulated)
 
 
 def agents_of(settings: JctSettings, lab: LabSettings) -> WindowSettings:
@@ -401,7 +432,7 @@ def setting_lines(settings: JctSettings, suffix: str = "") -> tuple[str, ...]:
             f" Hits that take longer to load than to recompute are recomputed, up to {limit_s:g} s."
         )
     return (
-        engines if settings.vllm is None else _vllm_line(settings.vllm),
+        _vllm_line(settings.vllm) if settings.vllm else engines,
         f"Agents: {settings.agents_per_node} per node, windows of {chosen.turns} turns of "
         f"{Path(chosen.trace).name}{', all equal' if chosen.even else ''}, token counts times "
         f"{chosen.scale:g}, those of turns in addition times {chosen.scale_append:g} (append) and "
@@ -417,17 +448,67 @@ def _missing(modes: Sequence[Mode]) -> str:
     return f" Not run: {', '.join(missing)}." if missing else ""
 
 
-def _vllm_line(vllm: VllmNodes) -> str:
+def _vllm_line(model: str) -> str:
+    try:
+        vllm = VllmNodes(model=model)
+    except ConfigError:  # the page is drawn where the model is not
+        return f"Real vLLM engines on CPU: {Path(model).name}."
     return (
         f"Real vLLM engines on CPU: {Path(vllm.model).name}, {vllm.dtype}, "
         f"{vllm.kv_bytes_per_token:,.0f} bytes of KV per token, {vllm.block_tokens} tokens a block."
     )
 
 
-def _runs(
-    lab_run: LabRun, settings: JctSettings, progress: Callable[[str], None]
-) -> Mapping[Mode, Sequence[Measured]]:
-    kinds = [Variant(mode.value, mode, engines_of(settings)) for mode in settings.mode]
-    options = ReplayOptions(seed=settings.seed)
-    runs = run_interleaved(lab_run, kinds, settings.repeat, options, progress)
-    return {Mode(name): done for name, done in runs.items()}
+def published_results(
+    runs: Mapping[str, Sequence[Mapping[str, Any]]], kind: type[R], modes: Mapping[str, Mode]
+) -> list[Run[R]]:
+    """Return the runs of a file in an older format, given by cell; ``modes`` are those of cells."""
+    return [
+        Run(
+            cell=name,
+            round=number,
+            result=msgspec.convert({**result, "mode": modes[name]}, kind),
+            rejected=result.get("rejected", 0),
+        )
+        for name, results in runs.items()
+        for number, result in enumerate(results)
+    ]
+
+
+def _published(page: Page, settings: JctSettings) -> RawData[JctSettings, LabResult]:
+    """Convert ``{"jobs": [{"lab": …, "runs": {mode: [result, …]}}, …]}``."""
+    runs: list[Run[LabResult]] = []
+    for job in page.data["jobs"]:
+        cells = {cell_of(job["lab"]["nodes"], Mode(mode)): mode for mode in job["runs"]}
+        found = {name: job["runs"][mode] for name, mode in cells.items()}
+        runs += published_results(found, LabResult, {n: Mode(mode) for n, mode in cells.items()})
+    return RawData(experiment=JCT.name, settings=settings, runs=runs)
+
+
+JCT = Experiment(
+    name="jct",
+    title="Job completion time on shaped links",
+    settings=JctSettings(),
+    result=LabResult,
+    stages=jct_stages,
+    draw=draw_jct,
+    summary=summary_of,
+    too_busy=spoilt,
+    published=_published,
+)
+
+
+def _on_its_lab(settings: JctSettings) -> JctSettings:
+    """Return the settings for the cluster of their lab alone."""
+    return msgspec.structs.replace(settings, nodes=(settings.lab.nodes,))
+
+
+#: The experiment of `dualpath lab run`: a quick look at one cluster.
+RUN = msgspec.structs.replace(
+    JCT,
+    name="run",
+    settings=JctSettings(mode=(Mode.BASIC, Mode.DUALPATH, Mode.ORACLE), repeat=1),
+    stages=lambda settings, progress: jct_stages(_on_its_lab(settings), progress),
+    draw=lambda raw: draw_jct(msgspec.structs.replace(raw, settings=_on_its_lab(raw.settings))),
+    fixed=("nodes",),
+)

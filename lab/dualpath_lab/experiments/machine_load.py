@@ -1,10 +1,9 @@
-"""Load of the machine: its busy share, repeating runs on a busy machine, CPU time of a process."""
+"""Load of the machine: its busy share, CPU time of processes."""
 
 import contextlib
 import os
-from collections.abc import Callable
+import resource
 from pathlib import Path
-from typing import TypeVar
 
 from dualpath.node.host_process import process_stat
 
@@ -15,7 +14,6 @@ _IDLE, _IOWAIT, _COUNTED = 3, 4, 8
 
 #: Above this share of busy cores shaped links no longer hold their rates.
 BUSY_LIMIT = 0.85
-_Run = TypeVar("_Run")
 
 
 class BusyMeter:
@@ -31,18 +29,10 @@ class BusyMeter:
         return 1 - (moved[_IDLE] + moved[_IOWAIT]) / total if total else 0.0
 
 
-def repeat_while_busy(
-    measure: Callable[[int], _Run], spoilt: Callable[[_Run], bool], attempts: int
-) -> _Run:
-    """Return the first run that is not ``spoilt``, else the last of ``attempts`` ≥ 1.
-
-    ``measure`` gets the number of runs that were rejected before.
-    """
-    for rejected in range(attempts):
-        run = measure(rejected)
-        if not spoilt(run):
-            break
-    return run
+def own_cpu_s() -> float:
+    """Return the CPU seconds of this process and its threads, user and system."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def process_cpu_s(process_id: int) -> float:

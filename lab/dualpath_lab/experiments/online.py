@@ -4,8 +4,8 @@ Each mode's capacity is found by bisection. All runs have the same agents and th
 arrivals, stretched to the rate, so that two runs differ only in the rate.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import msgspec
@@ -14,27 +14,50 @@ from dualpath.core.modes import Mode
 from dualpath.report.model import NOTHING, Panel, Series, Table, cell
 from dualpath.workload.replay.client import ReplayOptions
 from dualpath.workload.replay.result import Distribution, TurnRecord, distribution
-from dualpath_lab.experiments.jct import agents_of, lab_run_of, setting_lines
-from dualpath_lab.experiments.report import ExperimentReport
-from dualpath_lab.experiments.runs import Measured, link_line, machine_lines, too_busy
+from dualpath_lab.experiments.jct import agents_of, lab_run_of, setting_lines, spoilt
+from dualpath_lab.experiments.runs import (
+    LabResult,
+    Measured,
+    lab_result,
+    link_lines,
+    load_lines,
+    too_busy,
+)
 from dualpath_lab.experiments.settings import OnlineSettings
 from dualpath_lab.experiments.workload import windows
+from dualpath_lab.nodes.cluster import LinkReport
+from dualpath_lab.nodes.settings import LabSettings
 from dualpath_sim.evaluation.serving import RateSearch, within
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    Progress,
+    RawData,
+    Run,
+    Stage,
+)
 
 #: Share of the arrival time that is not measured, as the system fills up.
 _FILLING = 0.3
 
 
-class Point(msgspec.Struct, frozen=True):
-    """One rate in one mode: latencies in seconds of the turns that began in the measured time."""
+class Rate(NamedTuple):
+    """A mode at an arrival rate."""
 
     mode: Mode
+    agents_per_s: float
+
+
+class Point(LabResult, frozen=True, kw_only=True, omit_defaults=True):
+    """One rate in one mode: latencies in seconds of the turns that began in the measured time."""
+
     agents_per_s: float
     turns: int
     ttft_s: Distribution | None
     ttst_s: Distribution | None
     tpot_s: Distribution | None
-    busy: float
 
     def meets(self, settings: OnlineSettings) -> bool:
         """Whether the SLO is met."""
@@ -53,35 +76,41 @@ class Searched(NamedTuple):
     points: Sequence[Point]
 
 
-def measure_online(
-    settings: OnlineSettings, command: str, progress: Callable[[str], None] = lambda text: None
-) -> ExperimentReport:
-    """Search the capacity of every mode; raises as ``measure_jct``."""
+def _stages(settings: OnlineSettings, progress: Progress) -> Iterator[Stage[Rate, Point]]:
     lab = msgspec.structs.replace(settings.jct.lab, nodes=settings.jct.nodes[0])
-    most = _agents(settings, settings.most_agents_per_s)
-    chosen = msgspec.structs.replace(agents_of(settings.jct, lab), agents=most)
-    runs: list[Measured] = []
 
-    def at(mode: Mode, rate: float) -> Point:
-        agents = _agents(settings, rate)
-        options = ReplayOptions(agents=agents, agents_per_s=rate, seed=settings.jct.seed)
-        runs.append(lab_run.run(mode, options))
-        return point(runs[-1], rate, settings.arrive_s)
+    @contextmanager
+    def open_lab() -> Iterator[Measure[Rate, Point]]:
+        most = _agents(settings, settings.most_agents_per_s)
+        agents = windows(msgspec.structs.replace(agents_of(settings.jct, lab), agents=most))
+        with lab_run_of(settings.jct, lab, agents, progress) as lab_run:
 
-    with lab_run_of(settings.jct, lab, windows(chosen), progress) as lab_run:
-        found = {
-            mode: searched(settings, partial(at, mode), progress) for mode in settings.jct.mode
-        }
-        lines = (link_line(lab_run.links), *machine_lines(runs))
-    return online_report(settings, command, lines, found)
+            def run(rate: Rate, number: int) -> Point:
+                options = ReplayOptions(
+                    agents=_agents(settings, rate.agents_per_s),
+                    agents_per_s=rate.agents_per_s,
+                    seed=settings.jct.seed,
+                )
+                measured = lab_run.run(rate.mode, options)
+                return point(measured, rate.agents_per_s, settings.arrive_s, lab, lab_run.links)
+
+            yield run
+
+    yield Stage({}, open_lab, lambda runs: next_rate(settings, runs))
 
 
-def searched(
-    settings: OnlineSettings,
-    at: Callable[[float], Point],
-    progress: Callable[[str], None] = lambda text: None,
-) -> Searched:
-    """Search one mode's capacity; ``at`` runs it at a rate."""
+def next_rate(settings: OnlineSettings, runs: Sequence[Run[Point]]) -> tuple[str, Rate] | None:
+    """Return the rate to try now: modes are searched one after the other."""
+    for mode in settings.jct.mode:
+        points = [run.result for run in runs if run.result.mode is mode]
+        rate = searched(settings, points).search.next_rate()
+        if rate is not None:
+            return f"{mode.value} at {rate:.4g} agents/s", Rate(mode, rate)
+    return None
+
+
+def searched(settings: OnlineSettings, points: Sequence[Point]) -> Searched:
+    """Return the search of one mode's capacity after the runs so far."""
     search = RateSearch(
         settings.first_agents_per_s,
         within(settings.precision),
@@ -90,16 +119,11 @@ def searched(
         agreeing_runs=settings.agreeing_runs,
         most_runs=settings.most_runs,
     )
-    points: list[Point] = []
-    while (rate := search.next_rate()) is not None:
-        points.append(found := at(rate))
-        met = found.meets(settings)
-        search.answer(rate, met)
-        mean_s = found.ttft_s.mean if found.ttft_s else 0.0
-        progress(
-            f"{found.mode.value} at {rate:.3g} agents/s: TTFT {mean_s:.2f} s, "
-            f"{'' if met else 'not '}within the SLO"
-        )
+    for one in points:
+        # The rate that the search asked for; the recorded one is rounded.
+        rate = search.next_rate()
+        if rate is not None:
+            search.answer(rate, one.meets(settings))
     return Searched(search, points)
 
 
@@ -107,7 +131,13 @@ def _agents(settings: OnlineSettings, rate: float) -> int:
     return max(round(rate * settings.arrive_s), 1)
 
 
-def point(run: Measured, agents_per_s: float, arrive_s: float) -> Point:
+def point(
+    run: Measured,
+    agents_per_s: float,
+    arrive_s: float,
+    lab: LabSettings,
+    links: tuple[LinkReport, ...] = (),
+) -> Point:
     """Return the latencies of turns that began in the measured part of the arrival time."""
     turns = [t for t in run.client.replay.turns if _FILLING * arrive_s <= t.start_s <= arrive_s]
 
@@ -115,28 +145,23 @@ def point(run: Measured, agents_per_s: float, arrive_s: float) -> Point:
         return distribution(of(turn) for turn in turns)
 
     return Point(
-        mode=run.mode,
         agents_per_s=agents_per_s,
         turns=len(turns),
         ttft_s=over(lambda turn: turn.ttft_s),
         ttst_s=over(lambda turn: turn.ttst_s),
         tpot_s=over(lambda turn: turn.tpot_s),
-        busy=run.busy,
+        **msgspec.structs.asdict(lab_result(run, lab, links)),
     )
 
 
-def online_report(
-    settings: OnlineSettings,
-    command: str,
-    lines: Sequence[str],
-    found: Mapping[Mode, Searched],
-) -> ExperimentReport:
-    """Return the report; ``lines`` describe links and machine."""
-    points = [p for mode in found.values() for p in mode.points]
-    return ExperimentReport(
-        name=settings.jct.name,
-        title="Online serving on shaped links",
-        command=command,
+def draw(raw: RawData[OnlineSettings, Point]) -> Page:
+    """Draw every mode's capacity, and the latencies at every tried rate."""
+    settings = raw.settings
+    by_mode = {
+        mode: [point for point in raw.results if point.mode is mode] for mode in settings.jct.mode
+    }
+    found = {mode: searched(settings, points) for mode, points in by_mode.items() if points}
+    return Page(
         settings=(
             *setting_lines(settings.jct)[:-1],
             f"Poisson arrivals for {settings.arrive_s:g} s on {settings.jct.nodes[0]}, starting "
@@ -148,25 +173,30 @@ def online_report(
             f"{settings.least_agents_per_s:g} and {settings.most_agents_per_s:g}, to "
             f"{settings.precision:.0%}; {settings.agreeing_runs} runs must agree on each end of "
             f"the bracket; at most {settings.most_runs} runs of a mode.",
-            *lines,
+            *link_lines(raw.results),
+            *load_lines(raw, raw.results),
         ),
-        tables=(_capacities(found), _latencies(settings, points)),
+        tables=(_capacities(found), _latencies(settings, raw.results)),
         panels=tuple(
-            _panel(points, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
+            _panel(raw.results, settings.jct.mode, name) for name in ("ttft_s", "ttst_s", "tpot_s")
         ),
-        data={
-            "points": points,
-            "capacities": {
-                mode.value: {
-                    "bracket": search.bracket,
-                    "overturned": search.overturned,
-                    "cut_short": search.cut_short,
-                }
-                for mode, (search, _) in found.items()
-            },
-        },
-        too_busy=too_busy(points),
+        results=tuple(_key_results(found, settings.precision)),
+        too_busy=too_busy(raw.results),
     )
+
+
+def _key_results(found: Mapping[Mode, Searched], precision: float) -> Iterator[KeyResult]:
+    """Yield each mode's capacity, within a step of its search, and its ratio to the first's."""
+    first, *others = ((mode.value, one.search.bracket.met or None) for mode, one in found.items())
+    yield KeyResult(f"{first[0]}: agents/s within the SLO", first[1], tolerance=precision)
+    for mode, rate in others:
+        yield KeyResult(f"{mode}: agents/s within the SLO", rate, tolerance=precision)
+        yield KeyResult(
+            f"{mode} relative to {first[0]}",
+            rate / first[1] if rate and first[1] else None,
+            tolerance=2 * precision,
+            any_machine=True,
+        )
 
 
 def _capacities(found: Mapping[Mode, Searched]) -> Table:
@@ -241,3 +271,33 @@ def _panel(points: Sequence[Point], modes: Sequence[Mode], name: str) -> Panel:
         )
     title = name.removesuffix("_s").upper()
     return Panel(f"Mean {title}", "lines", "agents/s", f"{title} (s)", tuple(series))
+
+
+def _published(page: Page, settings: OnlineSettings) -> RawData[OnlineSettings, Point]:
+    """Convert ``{"points": [point, …]}``."""
+    runs: list[Run[Point]] = []
+    for one in page.data["points"]:
+        result = msgspec.convert({"jct_s": 0.0, **one}, Point)
+        name = f"{result.mode.value} at {result.agents_per_s:.4g} agents/s"
+        number = sum(run.cell == name for run in runs)
+        runs.append(Run(cell=name, round=number, result=result))
+    return RawData(experiment=ONLINE.name, settings=settings, runs=runs)
+
+
+def _summary(one: Point) -> str:
+    mean_s = one.ttft_s.mean if one.ttft_s else 0.0
+    return f"mean TTFT {mean_s:.2f} s, machine {one.busy:.0%} busy"
+
+
+ONLINE = Experiment(
+    name="online",
+    title="Online serving on shaped links",
+    settings=OnlineSettings(),
+    result=Point,
+    stages=_stages,
+    draw=draw,
+    summary=_summary,
+    too_busy=lambda settings, result: spoilt(settings.jct, result),
+    fixed=("repeat", "vllm"),
+    published=_published,
+)

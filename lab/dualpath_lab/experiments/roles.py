@@ -9,7 +9,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,10 +36,19 @@ from dualpath_lab.emulated.commands import emulated_commands
 from dualpath_lab.emulated.settings import EmulatedOptions, Verify
 from dualpath_lab.experiments.engine_nodes import simulated_setup
 from dualpath_lab.experiments.machine_load import BUSY_LIMIT, BusyMeter
-from dualpath_lab.experiments.report import ExperimentReport, Target
 from dualpath_lab.experiments.settings import EmulatedNodes, RoleShiftSettings, with_prefill_rate
 from dualpath_lab.nodes.settings import LabSettings
 from dualpath_sim.catalog.costs import prompt_tokens_per_s
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Page,
+    Progress,
+    RawData,
+    Run,
+    Stage,
+    one_stage,
+)
 from dualpath_sim.simulator.derived import limits
 from dualpath_sim.simulator.result import NS_PER_S
 from dualpath_sim.simulator.run import simulate
@@ -180,11 +189,15 @@ _SWITCH_WITHIN_S = 120.0
 
 
 class LiveRun(msgspec.Struct, frozen=True):
-    """A run on emulated engines; ``busy`` is the busy share of the machine, by any process."""
+    """A run on emulated engines; ``busy`` is the busy share of the machine, by any process.
+
+    ``simulated`` is the same load in the simulator, whose role switches take ``switch_s``.
+    """
 
     played: RoleRun
     busy: float
     switch_s: float | None = None
+    simulated: RoleRun | None = None
 
 
 class RoleChangeLog:
@@ -337,18 +350,31 @@ nothing is asked. It knows nothing of HTTP, of the second until a supervisor rea
 late wake-ups."""
 
 
+#: Tolerances of reruns: the JCT on the same processor, the share that is saved on any machine.
+_JCT_TOLERANCE, _SAVED_TOLERANCE = 0.1, 0.15
+FIXED, MOVING = "fixed roles", "moving roles"
+
+
+def _stages(settings: RoleShiftSettings, progress: Progress) -> list[Stage[str, LiveRun]]:
+    policy = with_prefill_rate(settings.rebalancing, prefill_tokens_per_s(settings))
+
+    def run(name: str, number: int) -> LiveRun:
+        """Raises ``EngineLostError`` if a turn fails."""
+        rebalancing = None if name == FIXED else policy
+        live = run_live(settings, rebalancing)
+        if rebalancing is not None and live.switch_s is not None:
+            rebalancing = msgspec.structs.replace(rebalancing, switch_s=live.switch_s)
+        return msgspec.structs.replace(live, simulated=simulated(settings, rebalancing))
+
+    return one_stage({FIXED: FIXED, MOVING: MOVING}, run)
+
+
 class _Pair(NamedTuple):
     """Runs on engines and the simulated run."""
 
     name: str
-    live: Sequence[LiveRun]
+    measured: RoleRun
     simulated: RoleRun
-
-    @property
-    def measured(self) -> RoleRun:
-        """The run with the median JCT, the faster one of two."""
-        ordered = sorted((run.played for run in self.live), key=lambda played: played.jct_s)
-        return ordered[(len(ordered) - 1) // 2]
 
     @property
     def error(self) -> float:
@@ -356,53 +382,33 @@ class _Pair(NamedTuple):
         return self.simulated.jct_s / self.measured.jct_s - 1
 
 
-def measure_roles(
-    settings: RoleShiftSettings, command: str, progress: Callable[[str], None] = lambda text: None
-) -> ExperimentReport:
-    """Run the agents with fixed roles and with changing roles, and simulate both.
-
-    Raises ``ConfigError`` for invalid settings, ``EngineLostError`` if a turn fails.
-    """
-    policy = with_prefill_rate(settings.rebalancing, prefill_tokens_per_s(settings))
-    fixed: list[LiveRun] = []
-    moving: list[LiveRun] = []
-    for number in range(settings.repeat):
-        for runs, rebalancing in ((fixed, None), (moving, policy)):
-            runs.append(run_live(settings, rebalancing))
-            progress(
-                f"{number + 1}/{settings.repeat} "
-                f"{'fixed' if rebalancing is None else 'changing'} roles: "
-                f"{runs[-1].played.jct_s:.1f} s, machine {runs[-1].busy:.0%} busy"
-            )
-    switch_s = statistics.median(run.switch_s for run in moving if run.switch_s is not None)
-    measured_policy = msgspec.structs.replace(policy, switch_s=switch_s)
-    pairs = (
-        _Pair("fixed roles", fixed, simulated(settings, None)),
-        _Pair("moving roles", moving, simulated(settings, measured_policy)),
-    )
-    return _report(settings, command, pairs, switch_s)
-
-
-def _report(
-    settings: RoleShiftSettings, command: str, pairs: tuple[_Pair, _Pair], switch_s: float
-) -> ExperimentReport:
-    runs = [run for pair in pairs for run in pair.live]
-    busiest = max(run.busy for run in runs)
-    return ExperimentReport(
-        name=settings.name,
-        title="Roles that follow a load",
-        command=command,
-        settings=(*_setting_lines(settings, switch_s), _busy_line(busiest)),
-        tables=(_times(pairs), _changes(pairs[1])),
-        panels=(_panel(settings, pairs[1]),),
-        targets=tuple(_targets(pairs)),
+def draw(raw: RawData[RoleShiftSettings, LiveRun]) -> Page:
+    """Draw both loads, measured and simulated."""
+    pairs = [_pair(name, raw.of(name)) for name in raw.cells]
+    moving = [pair for pair in pairs if pair.name == MOVING]
+    busiest = max(run.busy for run in raw.results)
+    return Page(
+        settings=(*_setting_lines(raw), _busy_line(busiest)),
+        tables=(_times(pairs), *(_changes(pair) for pair in moving)),
+        panels=tuple(_panel(raw.settings, pair) for pair in moving),
+        results=tuple(_results(pairs)),
         discussion=_DISCUSSION,
-        data={"runs": {p.name: {"live": p.live, "simulated": p.simulated} for p in pairs}},
         too_busy=busiest > BUSY_LIMIT,
     )
 
 
-def _setting_lines(settings: RoleShiftSettings, switch_s: float) -> tuple[str, ...]:
+def _pair(name: str, live: Sequence[LiveRun]) -> _Pair:
+    """Return the run with the median JCT, the faster one of two."""
+    ordered = sorted(live, key=lambda run: run.played.jct_s)
+    typical = ordered[(len(ordered) - 1) // 2]
+    assert typical.simulated is not None
+    return _Pair(name, typical.played, typical.simulated)
+
+
+def _setting_lines(raw: RawData[RoleShiftSettings, LiveRun]) -> tuple[str, ...]:
+    settings = raw.settings
+    switches_s = [run.switch_s for run in raw.of(MOVING) if run.switch_s is not None]
+    switch_s = statistics.median(switches_s) if switches_s else 0.0
     append, generate = settings.append_tokens, settings.generate_tokens
     policy = settings.rebalancing
     return (
@@ -463,24 +469,29 @@ def _seconds(value: float | None) -> str:
     return NOTHING if value is None else f"{value:.1f}"
 
 
-def _targets(pairs: tuple[_Pair, _Pair]) -> list[Target]:
+def _results(pairs: Sequence[_Pair]) -> Iterator[KeyResult]:
+    for pair in pairs:
+        what = f"{pair.name}: error of the simulated JCT"
+        yield KeyResult(what, abs(pair.error), ERROR, at_least=False)
+        what = f"{pair.name}: JCT, s"
+        yield KeyResult(what, pair.measured.jct_s, tolerance=_JCT_TOLERANCE)
+    if len(pairs) < 2:
+        return
     fixed, moving = pairs
-    found = [
-        Target(f"{pair.name}: error of the simulated JCT", abs(pair.error), ERROR, False)
-        for pair in pairs
-    ]
     measured, predicted = moving.measured.changes, moving.simulated.changes
-    found.append(
-        Target("difference in numbers of changes", abs(len(measured) - len(predicted)), 0, False)
-    )
+    difference = abs(len(measured) - len(predicted))
+    yield KeyResult("difference in numbers of changes", difference, 0, at_least=False)
     off_s = [abs(a.decided_s - b.decided_s) for a, b in zip(measured, predicted, strict=False)]
     worst = max(off_s, default=0.0) / moving.measured.jct_s
-    found.append(
-        Target("error of the time of a decision, relative to the JCT", worst, ERROR, False)
+    what = "error of the time of a decision, relative to the JCT"
+    yield KeyResult(what, worst, ERROR, at_least=False)
+    yield KeyResult(
+        "JCT saved by changing roles",
+        1 - moving.measured.jct_s / fixed.measured.jct_s,
+        0.0,
+        tolerance=_SAVED_TOLERANCE,
+        any_machine=True,
     )
-    gain = 1 - moving.measured.jct_s / fixed.measured.jct_s
-    found.append(Target("JCT saved by changing roles", gain, 0.0, True))
-    return found
 
 
 def _panel(settings: RoleShiftSettings, moving: _Pair) -> Panel:
@@ -505,3 +516,31 @@ def _nodes_over_time(name: str, prefill: int, played: RoleRun) -> Series:
         times.append(time_s)
         nodes.append(nodes[-1] + more)
     return Series(name, (*times, played.jct_s), (*map(float, nodes), float(nodes[-1])))
+
+
+def _published(page: Page, settings: RoleShiftSettings) -> RawData[RoleShiftSettings, LiveRun]:
+    """Convert ``{"runs": {roles: {"live": [run, …], "simulated": run}}}``."""
+    runs = [
+        Run(
+            cell=name,
+            round=number,
+            result=msgspec.convert({**live, "simulated": found["simulated"]}, LiveRun),
+        )
+        for name, found in page.data["runs"].items()
+        for number, live in enumerate(found["live"])
+    ]
+    return RawData(experiment=ROLES.name, settings=settings, runs=runs)
+
+
+ROLES = Experiment(
+    name="roles",
+    title="Roles that follow a load",
+    settings=RoleShiftSettings(),
+    result=LiveRun,
+    stages=_stages,
+    draw=draw,
+    summary=lambda run: f"{run.played.jct_s:.1f} s, machine {run.busy:.0%} busy",
+    # Objectives that only the simulator's policy has, and a measured one.
+    fixed=("ttft_slo_s", "tpot_slo_s", "switch_s"),
+    published=_published,
+)

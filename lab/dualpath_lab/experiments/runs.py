@@ -2,7 +2,7 @@
 
 import shutil
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -10,12 +10,15 @@ from typing import Any, Protocol
 
 import msgspec
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
+from dualpath.report.model import Series
 from dualpath.workload.replay.client import ReplayOptions
+from dualpath.workload.replay.result import Summary
 from dualpath_lab.experiments.client import ClientResult, ClientTask
 from dualpath_lab.experiments.engine_nodes import ROUTER_PORT
-from dualpath_lab.experiments.machine_load import BUSY_LIMIT, repeat_while_busy
+from dualpath_lab.experiments.machine_load import BUSY_LIMIT
 from dualpath_lab.experiments.metered_replay import Metered, replay_metered
 from dualpath_lab.experiments.workload import Window, write_histories, write_rounds
 from dualpath_lab.nodes.cluster import LabState, LinkReport, lab_head, link_reports, storage_url
@@ -23,6 +26,7 @@ from dualpath_lab.nodes.janitor import temporary_lab
 from dualpath_lab.nodes.machine import lab_folder, prefix
 from dualpath_lab.nodes.node_processes import NodeCommand, NodeProcesses
 from dualpath_lab.nodes.settings import LabSettings
+from dualpath_sim.harness.experiment import RawData
 
 #: Cache salt of all runs' agents; equal in all runs of a lab, so that they share stored histories.
 RUN_ID = "lab"
@@ -42,10 +46,9 @@ class Engines(Protocol):
 
 
 class Measured(Metered, frozen=True, kw_only=True):
-    """A run in a mode; ``rejected`` counts earlier attempts on a too busy machine."""
+    """A run in a mode."""
 
     mode: Mode
-    rejected: int = 0
 
 
 class LabRun:
@@ -66,16 +69,12 @@ class LabRun:
         progress: Callable[[str], None] = lambda text: None,
         *,
         warm: bool = False,
-        busy_limit: float = BUSY_LIMIT,
-        attempts: int = 3,
     ) -> None:
         self.settings = settings
         self._engines = engines
         self._agents = agents
         self._progress = progress
         self._warm = warm
-        self._busy_limit = busy_limit
-        self._attempts = attempts
         self._state: LabState | None = None
         self._stored: set[str] = set()
         self._objects = 0
@@ -112,27 +111,13 @@ class LabRun:
     def run(self, mode: Mode, options: ReplayOptions, engines: Engines | None = None) -> Measured:
         """Replay all agents in a mode and return the measured run.
 
-        A run that uses links on a machine busier than the limit is repeated, up to ``attempts``
-        runs; the last one is returned in any case.  Raises ``EngineLostError`` if a process or
-        turn fails.
+        Raises ``EngineLostError`` if a process or turn fails.
         """
         chosen = engines or self._engines
-
-        def once(rejected: int) -> Measured:
-            storage = self._storage_with_histories(mode, options.seed, chosen)
-            before = self._history_trace if self._warm and mode.moves_bytes else None
-            metered = self._once(mode, options, self._trace, storage, chosen, before)
-            return Measured(mode=mode, rejected=rejected, **msgspec.structs.asdict(metered))
-
-        def spoilt(measured: Measured) -> bool:
-            too_busy = mode.moves_bytes and measured.busy > self._busy_limit
-            if too_busy:
-                self._progress(
-                    f"{mode.value}: machine {measured.busy:.0%} busy, too busy for shaped links"
-                )
-            return too_busy
-
-        return repeat_while_busy(once, spoilt, self._attempts)
+        storage = self._storage_with_histories(mode, options.seed, chosen)
+        before = self._history_trace if self._warm and mode.moves_bytes else None
+        metered = self._once(mode, options, self._trace, storage, chosen, before)
+        return Measured(mode=mode, **msgspec.structs.asdict(metered))
 
     def _storage_with_histories(self, mode: Mode, seed: int, engines: Engines) -> str:
         """Return a storage with the agents' histories and nothing else.
@@ -179,7 +164,7 @@ class LabRun:
         logs.mkdir()
         commands = engines.commands(self.state, mode, storage)
         task = ClientTask(
-            endpoint=f"http://{lab_head(self.state).address}:{ROUTER_PORT}",
+            endpoint=http_url(lab_head(self.state).address, ROUTER_PORT),
             engines=len(commands) - 1,
             trace=str(trace),
             before=str(before) if before else "",
@@ -223,105 +208,133 @@ def _link(source: str, target: str) -> str:
     return target
 
 
-# ---------------------------------------------------------------------------------------- in turns
-# Compared variants of a run, interleaved, so that changes of the machine affect all of them.
-#
-# Compared are the two runs of one round, which follow each other; reported is the median ratio over
-# the rounds.
-
-
-class Variant(msgspec.Struct, frozen=True):
-    """One variant: its name, the mode, the engines."""
-
-    name: str
-    mode: Mode
-    engines: Engines
-
-
-Runs = Mapping[str, Sequence[Measured]]
-
-
-def run_interleaved(
-    lab_run: LabRun,
-    variants: Sequence[Variant],
-    repeat: int,
-    options: ReplayOptions,
-    progress: Callable[[str], None],
-) -> dict[str, list[Measured]]:
-    """Run all variants in each of ``repeat`` rounds; return the runs by the variant's name.
-
-    Raises as ``LabRun.run``.
-    """
-    runs: dict[str, list[Measured]] = {variant.name: [] for variant in variants}
-    for repetition in range(repeat):
-        for variant in variants:
-            measured = lab_run.run(variant.mode, options, variant.engines)
-            runs[variant.name].append(measured)
-            progress(
-                f"{lab_run.settings.nodes} {repetition + 1}/{repeat} {variant.name}: "
-                f"{measured.jct_s:.1f} s, machine {measured.busy:.0%} busy"
-            )
-    return runs
-
-
-def paired_ratio(
-    runs: Runs, name: str, base: str, of: Callable[[Measured], float] = lambda run: run.jct_s
-) -> float:
-    """Return the median, over rounds, of the ratio of one variant's run to another's."""
-    pairs = zip(runs[name], runs[base], strict=True)
-    return statistics.median(of(run) / of(other) for run, other in pairs)
-
-
-# --------------------------------------------------------------------------------------------- job
-# All runs of one cluster, which replayed the same agents in several modes.
+# ------------------------------------------------------------------------------------------ result
+# What is recorded of a run on a lab, and lines about all runs of a report.
 
 #: The modes that load by both paths with the scheduler of §6; these have targets.
 JUDGED = (Mode.DUALPATH, Mode.SPLIT)
+#: The modes for which the rates of the links over time are drawn.
+DRAWN = (Mode.BASIC, *JUDGED)
+#: Length of the windows for the balance of storage NICs and for plotted rates, and the minimum
+#: number of them in a run.
+WINDOW_S, _LEAST_WINDOWS = 1.0, 8
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True):
-    """All runs of one cluster."""
+class LabResult(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The result of a run on a lab.
 
-    lab: LabSettings
-    links: tuple[LinkReport, ...]
-    agents: Sequence[Window]
-    runs: Mapping[Mode, Sequence[Measured]]
+    ``busy`` is the busy share of the machine, ``cpu_s`` and ``thread_cpu_s`` have CPU seconds by
+    process and by thread of the engines; ``verified`` and ``wrong`` count Layer Blocks by place.
+    ``snic_use`` is each storage NIC's rate in the middle half of the run, relative to its link;
+    ``snic_balance`` is max/avg over windows.  ``cnic_out_bytes`` and ``cnic_in_bytes`` are by node,
+    ``rails`` has (out, in) bytes of each of its CNICs.  ``rates`` in MB/s over time, by link.
+    Results that were published in an older format lack what has a default.
+    """
 
-    def jct_s(self, mode: Mode) -> float | None:
-        """Median over repetitions."""
-        return self.median(mode, lambda run: run.jct_s)
-
-    def median(self, mode: Mode, of: Callable[[Measured], float]) -> float | None:
-        """Return the median of ``of`` over a mode's runs; None without runs."""
-        runs = self.runs.get(mode)
-        return statistics.median(of(run) for run in runs) if runs else None
-
-    def typical(self, mode: Mode) -> Measured | None:
-        """Return the run of median JCT, the later of two."""
-        runs = sorted(self.runs.get(mode, ()), key=lambda run: run.jct_s)
-        return runs[len(runs) // 2] if runs else None
+    mode: Mode
+    jct_s: float
+    busy: float
+    cpu_s: dict[str, float] = {}
+    thread_cpu_s: dict[str, float] = {}
+    storage_bytes: int = 0
+    verified: dict[str, int] = {}
+    wrong: dict[str, int] = {}
+    summary: Summary | None = None
+    recomputed_tokens: int = 0
+    snic_balance: float = 1.0
+    snic_use: tuple[float, ...] = ()
+    cnic_out_bytes: dict[str, int] = {}
+    cnic_in_bytes: dict[str, int] = {}
+    rails: dict[str, tuple[tuple[int, int], ...]] = {}
+    rates: dict[str, tuple[Series, ...]] = {}
+    links: tuple[LinkReport, ...] = ()
 
     @property
-    def ideal_ratio(self) -> float:
-        """Ideal speed-up over Basic if only storage limits: all SNICs read instead of P of them."""
-        return (self.lab.prefill + self.lab.decode) / self.lab.prefill
-
-    @property
-    def reading_share(self) -> float | None:
-        """Time that all SNICs together need for the bytes, relative to Oracle's JCT."""
-        oracle = self.jct_s(Mode.ORACLE)
-        run = next(filter(None, map(self.typical, JUDGED)), None)
-        if oracle is None or run is None:
-            return None
-        nodes = self.lab.prefill + self.lab.decode
-        return run.storage_bytes / (nodes * self.lab.snic_bytes_per_s) / oracle
+    def engine_cpu_s(self) -> float:
+        """CPU time of all engines."""
+        return sum(cpu for name, cpu in self.cpu_s.items() if name[:2] in ("pe", "de"))
 
 
-# --------------------------------------------------------------------------------------- run lines
-# Lines of every report on lab runs: links, load of the machine, verification.
+def lab_result(run: Measured, lab: LabSettings, links: tuple[LinkReport, ...]) -> LabResult:
+    """Reduce a run to its result."""
+    width_s = min(WINDOW_S, run.jct_s / _LEAST_WINDOWS)
+    first, last = run.samples[0].nodes, run.samples[-1].nodes
+    server = run.client.replay.server
+    drawn = {"snic": "storage reads", "cnic_in": "CNIC in"} if run.mode in DRAWN else {}
+    return LabResult(
+        mode=run.mode,
+        jct_s=run.jct_s,
+        busy=run.busy,
+        cpu_s=run.cpu_s,
+        thread_cpu_s=run.client.thread_cpu_s,
+        storage_bytes=run.storage_bytes,
+        verified=run.client.verified,
+        wrong=run.client.wrong,
+        summary=run.client.replay.summary,
+        recomputed_tokens=(server.recomputed_tokens or 0) if server is not None else 0,
+        snic_balance=run.snic_balance(width_s),
+        snic_use=tuple(run.snic_use(lab.snic_bytes_per_s)),
+        cnic_out_bytes=run.node_bytes("cnic_out"),
+        cnic_in_bytes=run.node_bytes("cnic_in"),
+        rails={
+            node: tuple(
+                (after[0] - before[0], after[1] - before[1])
+                for before, after in zip(first[node].rails, last[node].rails, strict=True)
+            )
+            for node in first
+        },
+        rates={
+            title: merged_by_role([rate_series(run, node, count, width_s) for node in first])
+            for count, title in drawn.items()
+        },
+        links=links,
+    )
 
 
-class _Run(Protocol):
+def rate_series(run: Measured, node: str, count: str, width_s: float) -> Series:
+    """Return a node's rate in MB/s over windows of a run; ``count`` names a field of NodeBytes."""
+    x: list[float] = []
+    y: list[float | None] = []
+    begin = run.samples[0]
+    for sample in run.samples:
+        passed_s = sample.time_s - begin.time_s
+        if passed_s < width_s:
+            continue
+        moved: int = getattr(sample.nodes[node], count) - getattr(begin.nodes[node], count)
+        x.append((sample.time_s + begin.time_s) / 2)
+        y.append(moved / passed_s / 1e6)
+        begin = sample
+    return Series(node, tuple(x), tuple(y))
+
+
+#: More nodes than this are drawn as the mean and the range of each role.
+_MOST_NODES = 4
+
+
+def merged_by_role(nodes: Sequence[Series]) -> tuple[Series, ...]:
+    """Return the lines of few nodes unchanged, those of many merged to one per role.
+
+    Nodes are named as in a lab, like ``pe0`` or ``de1``, and all have the same ``x``.
+    """
+    if len(nodes) <= _MOST_NODES:
+        return tuple(nodes)
+    roles = {"PEs": "pe", "DEs": "de"}
+    lines = {role: [n for n in nodes if n.name.startswith(name)] for role, name in roles.items()}
+    return tuple(_mean(f"mean of {len(of)} {role}", of) for role, of in lines.items() if of)
+
+
+def _mean(name: str, nodes: Sequence[Series]) -> Series:
+    known = [[y for y in at if y is not None] for at in zip(*(n.y for n in nodes), strict=True)]
+    return Series(
+        name,
+        nodes[0].x,
+        tuple(statistics.fmean(at) if at else None for at in known),
+        low=tuple(min(at, default=None) for at in known),
+        high=tuple(max(at, default=None) for at in known),
+    )
+
+
+class _Busy(Protocol):
     @property
     def mode(self) -> Mode: ...
 
@@ -329,64 +342,43 @@ class _Run(Protocol):
     def busy(self) -> float: ...
 
 
-def link_line(links: Sequence[LinkReport]) -> str:
-    """Describe the rate of each kind of link and how it is shaped."""
+def link_lines(results: Iterable[LabResult]) -> tuple[str, ...]:
+    """Describe the rate of each kind of link and how it is shaped, if that is recorded."""
+    links = next((result.links for result in results if result.links), ())
     found = "; ".join(
         f"{link.link} {link.bytes_per_s / 1e6:g} MB/s ({link.how if link.shaped else 'NOT SHAPED'})"
         for link in links
     )
-    return f"Links per node: {found}."
+    return (f"Links per node: {found}.",) if found else ()
 
 
-def machine_lines(runs: Sequence[Measured]) -> tuple[str, ...]:
+def load_lines(raw: RawData[Any, Any], results: Sequence[LabResult]) -> tuple[str, ...]:
     """Describe the load of the machine and the number of verified blocks."""
-    rejected = sum(run.rejected for run in runs)
-    spoilt = f", {rejected} spoilt runs repeated" if rejected else ""
-    warning = " TOO BUSY: links may not have held their rates." if too_busy(runs) else ""
+    spoilt = f", {raw.rejected} spoilt runs repeated" if raw.rejected else ""
+    warning = " TOO BUSY: links may not have held their rates." if too_busy(results) else ""
     return (
-        f"Machine at most {_busiest(runs):.0%} busy in a run that uses links (limit "
+        f"Machine at most {_busiest(results):.0%} busy in a run that uses links (limit "
         f"{BUSY_LIMIT:.0%}{spoilt}).{warning}",
-        _verified(runs),
+        _verified(results),
     )
 
 
-def engine_cpu_s(run: Measured) -> float:
-    """Return the CPU time of all engines of a run."""
-    return sum(cpu for name, cpu in run.cpu_s.items() if name[:2] in ("pe", "de"))
+def too_busy(results: Iterable[_Busy]) -> bool:
+    """Return whether the machine was too busy for the links in any run."""
+    return _busiest(results) > BUSY_LIMIT
 
 
-def run_data(run: Measured) -> dict[str, Any]:
-    """Return the data of a run that every experiment writes to its JSON."""
-    return {
-        "jct_s": run.jct_s,
-        "busy": run.busy,
-        "rejected": run.rejected,
-        "cpu_s": run.cpu_s,
-        "thread_cpu_s": run.client.thread_cpu_s,
-        "storage_bytes": run.storage_bytes,
-        "verified": run.client.verified,
-        "wrong": run.client.wrong,
-        "summary": run.client.replay.summary,
-    }
-
-
-def too_busy(runs: Iterable[_Run]) -> bool:
-    """Return whether the machine was too busy for the links in any of ``runs``."""
-    return _busiest(runs) > BUSY_LIMIT
-
-
-def _busiest(runs: Iterable[_Run]) -> float:
+def _busiest(results: Iterable[_Busy]) -> float:
     """Return the largest busy share of runs that use links; Oracle moves no bytes."""
-    return max((run.busy for run in runs if run.mode.moves_bytes), default=0.0)
+    return max((result.busy for result in results if result.mode.moves_bytes), default=0.0)
 
 
-def _verified(runs: Sequence[Measured]) -> str:
-    verified = sum(sum(run.client.verified.values()) for run in runs)
-    wrong = sum(sum(run.client.wrong.values()) for run in runs)
+def _verified(results: Sequence[LabResult]) -> str:
+    verified = sum(sum(result.verified.values()) for result in results)
+    wrong = sum(sum(result.wrong.values()) for result in results)
     if verified:
         return f"{verified:,} Layer Blocks compared on arrival, {wrong or 'none'} wrong."
-    servers = [run.client.replay.server for run in runs]
-    again = sum(server.recomputed_tokens or 0 for server in servers if server is not None)
+    again = sum(result.recomputed_tokens for result in results)
     return (
         "The checksum of every block read from storage is verified and bad blocks are recomputed: "
         f"{again:,} tokens."

@@ -240,12 +240,11 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
 class JctSettings(Settings, frozen=True, kw_only=True):
     """Clusters, modes and agents; every mode runs ``repeat`` times, interleaved with the others.
 
-    ``agents_per_node`` times P + D agents replay ``windows`` (its ``agents`` are replaced) on
-    links of ``lab`` (its nodes are replaced).  Engines are vLLM's if ``vllm`` is given, else
+    ``agents_per_node`` times P + D agents replay ``windows`` (whose ``agents`` is replaced) on
+    links of ``lab`` (whose nodes are replaced).  Engines are vLLM's if ``vllm`` names a model, else
     ``emulated``.
     """
 
-    name: Annotated[str, Setting("name of the report and its files")] = "jct"
     nodes: Annotated[
         tuple[str, ...],
         Setting("clusters, as numbers of prefill and decode nodes", metavar="xPyD,…"),
@@ -265,11 +264,18 @@ class JctSettings(Settings, frozen=True, kw_only=True):
     windows: WindowSettings = WindowSettings()
     lab: LabSettings = BENCH_LAB
     emulated: EmulatedNodes = EmulatedNodes()
-    vllm: VllmNodes | None = None
+    vllm: Annotated[
+        str,
+        Setting(
+            "use vLLM engines with this model folder (`dualpath model wide` creates one) instead "
+            "of emulated engines",
+            metavar="MODEL",
+        ),
+    ] = ""
 
     def lab_of(self, nodes: str) -> LabSettings:
         """Return the lab for one cluster, with one CNIC per rank of an emulated engine."""
-        cnics = max(self.lab.cnics, 1 if self.vllm is not None else self.emulated.prefill_tp)
+        cnics = max(self.lab.cnics, 1 if self.vllm else self.emulated.prefill_tp)
         return msgspec.structs.replace(self.lab, nodes=nodes, cnics=cnics)
 
     def check(self) -> None:
@@ -331,18 +337,24 @@ class DataPlaneSettings(Settings, frozen=True, kw_only=True):
     In a shell on a node of a lab (``dualpath lab run``) the reads are throttled by the lab.
     """
 
-    storage: Annotated[str, Setting("directory on the disk to measure", metavar="DIR")]
-    layers: Annotated[int, Setting("Layer Blocks of a Full Block", ge=2)] = 61
-    layer_block_bytes: Annotated[int, Setting("bytes of a Layer Block", ge=1)] = 43008
-    stored_blocks: Annotated[int, Setting("blocks to write, read cold and remove", ge=1)] = 200
-    read_batch_blocks: Annotated[int, Setting("blocks read at a time by the baselines", ge=1)] = 16
-    parallel_reads: Annotated[int, Setting("blocks read at a time by dualpath", ge=1)] = (
-        DEFAULT_PARALLEL_READS
-    )
-    blocks: Annotated[int, Setting("Full Blocks of the transferred prompt", ge=2)] = 100
-    tls: Annotated[str, Setting("UCX transports")] = "tcp"
-    move_s: Annotated[float, Setting("minimum duration of transfers", gt=0)] = 1.5
-    descriptor_counts: Annotated[tuple[int, ...], Setting("pieces of single transfers", ge=1)] = (
+    storage: Annotated[str, Setting("directory on the disk to measure", metavar="DIR")] = "."
+    layers: Annotated[int, Setting("Layer Blocks of a Full Block", ge=2, flag=False)] = 61
+    layer_block_bytes: Annotated[int, Setting("bytes of a Layer Block", ge=1, flag=False)] = 43008
+    stored_blocks: Annotated[
+        int, Setting("blocks to write, read cold and remove", ge=1, flag=False)
+    ] = 200
+    read_batch_blocks: Annotated[
+        int, Setting("blocks read at a time by the baselines", ge=1, flag=False)
+    ] = 16
+    parallel_reads: Annotated[
+        int, Setting("blocks read at a time by dualpath", ge=1, flag=False)
+    ] = DEFAULT_PARALLEL_READS
+    blocks: Annotated[int, Setting("Full Blocks of the transferred prompt", ge=2, flag=False)] = 100
+    tls: Annotated[str, Setting("UCX transports", flag=False)] = "tcp"
+    move_s: Annotated[float, Setting("minimum duration of transfers", gt=0, flag=False)] = 1.5
+    descriptor_counts: Annotated[
+        tuple[int, ...], Setting("pieces of single transfers", ge=1, flag=False)
+    ] = (
         1,
         10,
         100,
@@ -404,9 +416,7 @@ class OnlineSettings(Settings, frozen=True, kw_only=True):
     (``model.evaluation.rate_search``).
     """
 
-    jct: JctSettings = JctSettings(
-        name="online", nodes=("1P2D",), mode=(Mode.BASIC, Mode.DUALPATH), repeat=1
-    )
+    jct: JctSettings = JctSettings(nodes=("1P2D",), mode=(Mode.BASIC, Mode.DUALPATH), repeat=1)
     first_agents_per_s: Annotated[
         float, Setting("rate at which the search begins by doubling or halving", gt=0, le=1e6)
     ] = 0.4
@@ -456,7 +466,6 @@ class RoleShiftSettings(NodesSettings, frozen=True, kw_only=True):
     throttled.
     """
 
-    name: Annotated[str, Setting("name of the report and its files")] = "roles"
     nodes: Annotated[str, Setting("cluster at the start", metavar="xPyD")] = "3P1D"
     agents: Annotated[int, Setting("number of concurrent agents", ge=1, le=1000)] = 12
     turns: Annotated[int, Setting("turns of an agent in each phase", ge=1, le=1000)] = 6
@@ -529,7 +538,6 @@ class TierSettings(Settings, frozen=True, kw_only=True):
     tool_delays: ToolDelaysSetting = ToolDelays.NONE
     session_hints: SentHintsSetting = SentHints.NONE
     jct: JctSettings = JctSettings(
-        name="dram",
         nodes=("1P2D",),
         mode=(DEFAULT_MODE,),
         agents_per_node=5,

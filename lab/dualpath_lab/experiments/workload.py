@@ -19,6 +19,7 @@ import numpy as np
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.request import Round, Trajectory
+from dualpath.node.output_files import write_whole
 from dualpath.workload.columns.generator import DATASETS, GeneratorSettings
 from dualpath.workload.columns.generator import generate as generate_rounds
 from dualpath.workload.columns.sessions_to_columns import as_lengths
@@ -104,7 +105,7 @@ def _write(path: Path, rounds: Mapping[str, Sequence[object]]) -> None:
         msgspec.json.encode({"session_id": name, "rounds": listed})
         for name, listed in rounds.items()
     ]
-    path.write_bytes(b"\n".join(lines) + b"\n")
+    write_whole(path, b"\n".join(lines) + b"\n")
 
 
 def _sessions(settings: WindowSettings) -> Iterable[TokenSession]:

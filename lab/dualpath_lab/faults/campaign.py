@@ -133,36 +133,30 @@ _RAISED_CHARACTERS = 200
 Progress = Callable[[str], None]
 
 
-class CampaignResult(msgspec.Struct, frozen=True, kw_only=True):
+class CampaignResult(CampaignSummary, frozen=True, kw_only=True):
     """The result of a campaign; ``engines`` describes the engines under test.
 
-    ``missed`` counts faults at steps that were not reached in time, by component and step;
-    ``leaks`` are resources still held by the idle cluster; ``problems`` counts processes that did
-    not end or restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs;
-    ``load_average`` is the machine's over the last 15 minutes.
+    ``missed`` counts faults whose step was not reached in time, by component and step; ``leaks``
+    are resources still held by the idle cluster; ``problems`` counts processes that did not end or
+    restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs.
     """
 
-    settings: ChaosSettings
-    load: LoadSettings
-    engines: str
-    summary: CampaignSummary
+    engines: str = ""
     faults: int
-    missed: dict[str, int]
-    leaks: tuple[str, ...]
-    problems: dict[str, int]
+    missed: dict[str, int] = msgspec.field(default_factory=dict)
+    leaks: tuple[str, ...] = ()
+    problems: dict[str, int] = msgspec.field(default_factory=dict)
     loaded_blocks: int
     refused_blocks: int
     damaged_blocks: int
-    wrong_kv: int
-    tracebacks: dict[str, int]
+    wrong_kv: int = 0
+    tracebacks: dict[str, int] = msgspec.field(default_factory=dict)
     seconds: float
-    load_average: float
 
     @property
     def is_clean(self) -> bool:
         """Whether no request was late, wrong or unclear, and nothing leaked."""
-        bad = self.summary.bad_turns
-        return not (bad or self.leaks or self.wrong_kv or self.problems)
+        return not (self.bad_turns or self.leaks or self.wrong_kv or self.problems)
 
 
 class Campaign:
@@ -321,14 +315,13 @@ class Campaign:
     def _result(self, seconds: float) -> CampaignResult:
         good, refused = loaded_blocks(self._cluster.tallies)
         logs = [self._cluster.log(name) for name in self._cluster.names]
+        summary = summarize(
+            *(self._load.turns, self._made, self._load_settings.request_deadline_s),
+            Component.FRONT_END if self._settings.front_ends else Component.ROUTER,
+        )
         return CampaignResult(
-            settings=self._settings,
-            load=self._load_settings,
+            **msgspec.structs.asdict(summary),
             engines=self._engines.described,
-            summary=summarize(
-                *(self._load.turns, self._made, self._load_settings.request_deadline_s),
-                Component.FRONT_END if self._settings.front_ends else Component.ROUTER,
-            ),
             faults=len(self._made),
             missed=dict(self._missed),
             leaks=tuple(self._leaks),
@@ -342,7 +335,6 @@ class Campaign:
             wrong_kv=sum(log.read_text(errors="replace").count(_WRONG_KV) for log in logs),
             tracebacks=dict(Counter(last for log in logs for last in _last_lines(log))),
             seconds=seconds,
-            load_average=os.getloadavg()[-1],
         )
 
 

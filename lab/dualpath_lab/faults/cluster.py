@@ -6,10 +6,11 @@ a relay for each, so that any of these connections can be reset.  Restarts do no
 
 import asyncio
 import contextlib
+import enum
 import os
 import socket
 import struct
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Self
@@ -74,11 +75,18 @@ class ClusterClient:
 
 
 # ------------------------------------------------------------------------------------------- proxy
-# A TCP relay between two processes of a cluster that can reset its connections.
+# A TCP relay between two processes of a cluster that can reset its connections or be silent.
 
 _CHUNK_BYTES = 1 << 16
 #: Closing with this linger option sends RST and drops unsent bytes, as a failing network does.
 _RESET = struct.pack("ii", 1, 0)
+
+
+class Direction(enum.Enum):
+    """Where bytes go that a relay forwards."""
+
+    TO_SERVER = enum.auto()
+    TO_CLIENT = enum.auto()
 
 
 class Relay:
@@ -87,6 +95,9 @@ class Relay:
     def __init__(self, port: int = 0) -> None:
         self.port = port
         self._open: set[asyncio.StreamWriter] = set()
+        self._passes = {direction: asyncio.Event() for direction in Direction}
+        for passes in self._passes.values():
+            passes.set()
 
     async def __aenter__(self) -> Self:
         self._server = await asyncio.start_server(self._relay, "127.0.0.1", 0)
@@ -104,6 +115,20 @@ class Relay:
             _reset(writer)
         return len(writers) // 2
 
+    @contextlib.contextmanager
+    def silent(self, directions: Collection[Direction]) -> Iterator[None]:
+        """Accept connections and hold all bytes in these directions, until the context ends.
+
+        For both ends this is a network that drops packets.
+        """
+        for direction in directions:
+            self._passes[direction].clear()
+        try:
+            yield
+        finally:
+            for direction in directions:
+                self._passes[direction].set()
+
     async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         # Cancelled only when the event loop ends.
         with contextlib.suppress(asyncio.CancelledError):
@@ -119,8 +144,8 @@ class Relay:
         self._open.update(ends)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_copy(reader, onward))
-                both.create_task(_copy(onward_reader, writer))
+                both.create_task(_copy(reader, onward, self._passes[Direction.TO_SERVER]))
+                both.create_task(_copy(onward_reader, writer, self._passes[Direction.TO_CLIENT]))
         except* OSError:
             pass
         finally:
@@ -129,8 +154,11 @@ class Relay:
                 end.close()
 
 
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def _copy(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, passes: asyncio.Event
+) -> None:
     while received := await reader.read(_CHUNK_BYTES):
+        await passes.wait()
         writer.write(received)
         await writer.drain()
     if writer.can_write_eof() and not writer.is_closing():

@@ -162,7 +162,7 @@ class EmulatedEngines:
             storage=str(at.storage),
             mode=DEFAULT_MODE,
             buffer_bytes=memory,
-            dram_bytes=int(own.shared_blocks * block_bytes),
+            dram_bytes=own.shared_bytes,
             # Beside the storage: faults of the disk must not hit memory.
             dram_dir=f"{at.storage}-dram" if own.shared_blocks else "",
             parallel_reads=own.parallel_reads,
@@ -202,7 +202,7 @@ class VllmEngines:
     kind = EngineKind.VLLM
     vocab_size = VOCABULARY_TOKENS
     #: An engine registers once its HTTP address answers; behind a relay it always does.
-    impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP})
+    impossible: frozenset[Fault] = frozenset({Fault.RESET_HTTP, Fault.SILENT_HTTP})
 
     def __init__(self, settings: VllmEnginesSettings) -> None:
         self.conversations: int | None = settings.conversations

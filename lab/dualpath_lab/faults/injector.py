@@ -14,8 +14,9 @@ import msgspec
 
 from dualpath.core.blocks import BlockKey, block_keys
 from dualpath.core.cluster import Role
+from dualpath.launch.process import all_processes
 from dualpath.storage.posix import object_name
-from dualpath_lab.faults.cluster import ChaosCluster
+from dualpath_lab.faults.cluster import ChaosCluster, Direction
 from dualpath_lab.faults.failpoint_channel import DiskFault, FailpointServer, PausedProcess
 from dualpath_lab.faults.load import Load
 from dualpath_lab.faults.matrix import CORRUPTIONS, Component, Fault, PlannedFault
@@ -135,6 +136,10 @@ class FaultInjector:
                 problem = await self._change_roles(planned, paused)
             case Fault.STOP:
                 problem = await self._stop(planned, paused)
+            case Fault.STOP_ONE:
+                problem = await self._stop_one(planned, paused)
+            case Fault.SILENT_CONTROL | Fault.SILENT_HTTP:
+                problem = await self._silence(planned, paused)
             case Fault.RESET_CONTROL | Fault.RESET_HTTP | Fault.RESET_CLIENTS:
                 problem = await self._reset(planned, paused)
             case fault if fault in CORRUPTIONS or fault is Fault.REMOVED:
@@ -228,6 +233,31 @@ class FaultInjector:
                 await asyncio.sleep(wait_s)
         paused.resume()
         return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
+
+    async def _stop_one(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Stop one of an engine's processes: API server, engine core or a rank."""
+        group = self._cluster.owner_of(paused.pid).pid
+        members = sorted(pid for pid, s in all_processes() if s.group == group and not s.is_zombie)
+        pid = random.Random(planned.number).choice(members or [paused.pid])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+            paused.resume()  # The others go on.
+            await asyncio.sleep(planned.lasts_s)
+            os.kill(pid, signal.SIGCONT)
+        paused.resume()
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after SIGCONT"
+
+    async def _silence(self, planned: PlannedFault, paused: PausedProcess) -> str:
+        """Let nothing pass to or from one port of an engine, or only in one direction."""
+        cluster = self._cluster
+        relays = cluster.http if planned.fault is Fault.SILENT_HTTP else cluster.control
+        directions = random.Random(planned.number).choice(
+            (tuple(Direction), *((direction,) for direction in Direction))
+        )
+        with relays[planned.process].silent(directions):
+            paused.resume()
+            await asyncio.sleep(planned.lasts_s)
+        return "" if await self._recovered(planned) else f"not back {_BACK_S:g} s after the silence"
 
     async def _reset(self, planned: PlannedFault, paused: PausedProcess) -> str:
         name, cluster = planned.process, self._cluster

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 import aiohttp
 import msgspec
 
+from dualpath.node.http_client import client_session
 from dualpath.router.token_api.wire import EventLines
 from dualpath.workload.replay.client import RealClock
 from dualpath.workload.replay.endpoint import CompletionBody, complete, completion_body
@@ -294,9 +295,7 @@ class Load:
         self._changed = asyncio.Event()
 
     async def __aenter__(self) -> "Load":
-        self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-        )
+        self._http = client_session(timeout=aiohttp.ClientTimeout(total=None))
         if self._rehearsed:
             try:
                 await asyncio.gather(*(a.rehearse(self._http, self._url) for a in self.agents))

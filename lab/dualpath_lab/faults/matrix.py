@@ -56,11 +56,14 @@ class Fault(enum.StrEnum):
 
     KILL = "SIGKILL"
     STOP = "SIGSTOP"
+    STOP_ONE = "SIGSTOP of one process"
     TERMINATE = "SIGTERM"
     OTHER_ROLE = "other role"
     RESET_CONTROL = "reset control"
     RESET_HTTP = "reset HTTP"
     RESET_CLIENTS = "reset clients"
+    SILENT_CONTROL = "silent control"
+    SILENT_HTTP = "silent HTTP"
     FULL = "full"
     IO_ERROR = "EIO"
     SLOW = "slow"
@@ -75,19 +78,23 @@ class Fault(enum.StrEnum):
 _SIGNALS = (Fault.KILL, Fault.STOP, Fault.TERMINATE)
 FAULTS_OF = {
     Component.ROUTER: _SIGNALS,
-    # OTHER_ROLE: to the other role and back again.
-    Component.PREFILL: (*_SIGNALS, Fault.OTHER_ROLE),
-    Component.DECODE: (*_SIGNALS, Fault.OTHER_ROLE),
+    # STOP_ONE: API server, engine core or a rank.  OTHER_ROLE: to the other role and back again.
+    Component.PREFILL: (*_SIGNALS, Fault.STOP_ONE, Fault.OTHER_ROLE),
+    Component.DECODE: (*_SIGNALS, Fault.STOP_ONE, Fault.OTHER_ROLE),
     Component.STORAGE: (
         *(Fault.FULL, Fault.IO_ERROR, Fault.SLOW, Fault.READ_ONLY, Fault.REMOVED),
         *(Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE),
     ),
-    Component.CONNECTION: (Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
+    Component.CONNECTION: (
+        *(Fault.RESET_CONTROL, Fault.RESET_HTTP, Fault.RESET_CLIENTS),
+        *(Fault.SILENT_CONTROL, Fault.SILENT_HTTP),
+    ),
     # SIGTERM goes to an engine's first rank, which ends the others.
     Component.PREFILL_RANK: (Fault.KILL, Fault.STOP),
     Component.DECODE_RANK: (Fault.KILL, Fault.STOP),
     Component.FRONT_END: _SIGNALS,
 }
+_SILENCES = (Fault.STOP_ONE, Fault.SILENT_CONTROL, Fault.SILENT_HTTP)
 #: Faults of stored blocks at rest.
 CORRUPTIONS = frozenset({Fault.BIT_FLIPS, Fault.TRUNCATED, Fault.SWAPPED, Fault.NO_FILE})
 
@@ -115,13 +122,15 @@ RANK_MARK = "/"
 #: Shorter and longer than an engine's time-out.
 _STOP_S = (0.3, 1.5, 6.0)
 _STORAGE_S = (0.3, 1.0, 2.0)
+#: Shorter and longer than the router needs to notice a part of an engine that is silent.
+_SILENT_S = (1.5, 6.0, 15.0)
 
 
 class PlannedFault(msgspec.Struct, frozen=True, kw_only=True):
     """One fault to inject when ``process`` passes ``step`` for the ``passes``-th time from now.
 
-    ``lasts_s`` is how long a process is stopped or the storage is faulty.  For a component that is
-    not a process, ``process`` is one that uses it.
+    ``lasts_s`` is how long a process is stopped, a connection silent or the storage faulty.  For a
+    component that is not a process, ``process`` is one that uses it.
     """
 
     number: int
@@ -212,6 +221,8 @@ def planned_faults(
 def _duration_s(fault: Fault, chance: random.Random) -> float:
     if fault is Fault.STOP:
         return chance.choice(_STOP_S)
+    if fault in _SILENCES:
+        return chance.choice(_SILENT_S)
     return chance.choice(_STORAGE_S) if fault in FAULTS_OF[Component.STORAGE] else 0.0
 
 

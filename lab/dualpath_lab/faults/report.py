@@ -1,87 +1,138 @@
-"""The report of a campaign: targets, requests, the matrix of faults, errors found."""
+"""A campaign of faults as an experiment: its run, and its page with the matrix of faults."""
 
+import asyncio
+import tempfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Annotated
 
 import msgspec
 
-from dualpath.node.machine import this_machine
+from dualpath.core.errors import ConfigError
+from dualpath.core.settings import Setting, Settings
 from dualpath.report.model import NOTHING, Table
-from dualpath_lab.experiments.report import ExperimentReport, Target
-from dualpath_lab.faults.campaign import CampaignResult
+from dualpath_lab.faults.campaign import Campaign, CampaignResult
+from dualpath_lab.faults.engine_kinds import EmulatedEngines, EnginesUnderTest, VllmEngines
+from dualpath_lab.faults.failpoints import EngineKind
 from dualpath_lab.faults.load import Outcome
 from dualpath_lab.faults.matrix import FAULTS_OF, Component, Fault, Step
+from dualpath_lab.faults.settings import (
+    ChaosSettings,
+    EmulatedEnginesSettings,
+    LoadSettings,
+    VllmEnginesSettings,
+)
 from dualpath_lab.faults.summary import BAD, CellCount
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Page,
+    Progress,
+    RawData,
+    Run,
+    Stage,
+    one_stage,
+)
 
 _ROUTER_BACK_S = 3.0
 _MOST_EXAMPLES = 12
 _EXAMPLE_CHARACTERS = 220
+CAMPAIGN = "campaign"
 
 
-def chaos_report(result: CampaignResult, name: str, command: str) -> ExperimentReport:
-    """Return the report of one campaign; ``name`` names its files."""
-    return ExperimentReport(
-        name=name,
-        title="Faults on real processes",
-        command=command,
-        settings=_settings(result),
-        targets=_targets(result),
+class FaultsSettings(Settings, frozen=True, kw_only=True):
+    """A campaign, its agents, and the engines under test."""
+
+    logs: Annotated[
+        str, Setting("new folder for logs and storage (default: a temporary one)", metavar="DIR")
+    ] = ""
+    campaign: ChaosSettings = ChaosSettings()
+    agents: LoadSettings = LoadSettings()
+    engines: EmulatedEnginesSettings = EmulatedEnginesSettings()
+    vllm_engines: VllmEnginesSettings = VllmEnginesSettings()
+
+
+def _stages(settings: FaultsSettings, progress: Progress) -> list[Stage[None, CampaignResult]]:
+    def run(_: None, number: int) -> CampaignResult:
+        """Raises ``EngineLostError`` or ``DeadlineError`` if the cluster does not start."""
+        engines: EnginesUnderTest
+        if settings.campaign.engines is EngineKind.VLLM:
+            engines = VllmEngines(settings.vllm_engines)
+        else:
+            engines = EmulatedEngines(settings.engines)
+        with tempfile.TemporaryDirectory(prefix="dualpath-chaos-") as dropped:
+            folder = _new_folder(settings.logs) if settings.logs else Path(dropped)
+            campaign = Campaign(settings.campaign, settings.agents, engines, folder, progress)
+            return asyncio.run(campaign.run())
+
+    return one_stage({CAMPAIGN: None}, run)
+
+
+def _new_folder(path: str) -> Path:
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--logs {path}: {error.strerror}; give a new folder") from None
+    return folder
+
+
+def draw(raw: RawData[FaultsSettings, CampaignResult]) -> Page:
+    """Draw the page of a campaign."""
+    (result,) = raw.results
+    return Page(
+        settings=_setting_lines(raw.settings, result),
+        results=tuple(_results(result)),
         tables=(
             *(_requests(result), *_router_back(result)),
             *(_by_fault(result), _by_step(result), *_seen(result)),
         ),
-        data=_data(result),
     )
 
 
-def _settings(result: CampaignResult) -> tuple[str, ...]:
-    settings, load = result.settings, result.load
+def _setting_lines(settings: FaultsSettings, result: CampaignResult) -> tuple[str, ...]:
+    campaign, load = settings.campaign, settings.agents
     return (
-        f"{settings.prefill} prefill and {settings.decode} decode engines, in data-parallel groups "
-        f"of {settings.prefill_dp} and {settings.decode_dp}; "
-        f"{settings.front_ends or 'no'} separate front ends; clients compare every token",
-        result.engines,
+        f"{campaign.prefill} prefill and {campaign.decode} decode engines, in data-parallel groups "
+        f"of {campaign.prefill_dp} and {campaign.decode_dp}; "
+        f"{campaign.front_ends or 'no'} separate front ends; clients compare every token",
+        *([result.engines] if result.engines else []),
         f"{load.agents} agents that send requests without pause, contexts up to "
         f"{load.context_tokens + load.append_tokens} tokens; clients disconnect in "
         f"{load.leave_share:.0%} of requests; deadline {load.request_deadline_s:g} s",
-        f"seed {settings.seed}; at most {settings.at_once} concurrent faults; "
-        f"{result.faults} faults in {result.seconds:.0f} s on {this_machine().cpu_count} cores "
-        f"with a load average of {result.load_average:.0f}, including this campaign",
+        f"seed {campaign.seed}; at most {campaign.at_once} concurrent faults; "
+        f"{result.faults} faults in {result.seconds:.0f} s",
     )
 
 
-def _targets(result: CampaignResult) -> tuple[Target, ...]:
-    outcomes = result.summary.outcomes
-    token_s = [back.token_s for back in result.summary.router_recoveries]
+def _results(result: CampaignResult) -> Iterator[KeyResult]:
     zeros = {
-        "requests late": outcomes.get(Outcome.LATE, 0),
-        "requests with wrong tokens": outcomes.get(Outcome.WRONG, 0),
-        "requests that ended without a clear error": outcomes.get(Outcome.UNCLEAR, 0),
-        "requests lost to one fault of one engine": len(result.summary.lost_to_single_fault),
+        "requests late": result.outcomes.get(Outcome.LATE, 0),
+        "requests with wrong tokens": result.outcomes.get(Outcome.WRONG, 0),
+        "requests that ended without a clear error": result.outcomes.get(Outcome.UNCLEAR, 0),
+        "requests lost to one fault of one engine": len(result.lost_to_single_fault),
         "wrong KV on arrival": result.wrong_kv,
         "leaks in the idle cluster": len(result.leaks),
         "processes that did not end or restart": sum(result.problems.values()),
     }
-    targets = [Target(what, found, 0, at_least=False) for what, found in zeros.items()]
+    for what, found in zeros.items():
+        yield KeyResult(what, found, 0, at_least=False)
+    token_s = [back.token_s for back in result.router_back]
     if token_s:
-        targets.append(
-            Target(
-                "longest time from a kill of the router to the next new token, s",
-                max(token_s),
-                _ROUTER_BACK_S,
-                at_least=False,
-                note=f"{len(token_s)} of {_router_kills(result)} kills; another fault hit the "
-                f"router too early after the others; median {median(token_s):.2f} s",
-            )
+        yield KeyResult(
+            "longest time from a kill of the router to the next new token, s",
+            max(token_s),
+            _ROUTER_BACK_S,
+            at_least=False,
+            note=f"{len(token_s)} of {_router_kills(result)} kills; another fault hit the "
+            f"router too early after the others; median {median(token_s):.2f} s",
         )
-    return tuple(targets)
 
 
 def _requests(result: CampaignResult) -> Table:
-    outcomes = result.summary.outcomes
-    rows = [(outcome.value, f"{outcomes.get(outcome, 0):,}") for outcome in Outcome]
+    rows = [(outcome.value, f"{result.outcomes.get(outcome, 0):,}") for outcome in Outcome]
     rows += [
         ("blocks loaded and verified", f"{result.loaded_blocks:,}"),
         ("blocks damaged on disk", f"{result.damaged_blocks:,}"),
@@ -92,15 +143,15 @@ def _requests(result: CampaignResult) -> Table:
 
 def _router_kills(result: CampaignResult) -> int:
     return sum(
-        count.made
-        for cell, count in result.summary.cells.items()
+        cell.made
+        for cell in result.matrix
         if cell.component is Component.ROUTER and cell.fault is Fault.KILL
     )
 
 
 def _router_back(result: CampaignResult) -> tuple[Table, ...]:
     """The steps from a kill of the router to the next token."""
-    backs = result.summary.router_recoveries
+    backs = result.router_back
     if not backs:
         return ()
     steps = (
@@ -120,8 +171,8 @@ def _by_fault(result: CampaignResult) -> Table:
         rules.append(len(rows))
         for fault in FAULTS_OF[component]:
             counts = [
-                count
-                for cell, count in result.summary.cells.items()
+                cell
+                for cell in result.matrix
                 if cell.component is component and cell.fault is fault
             ]
             if counts:
@@ -155,9 +206,7 @@ def _by_step(result: CampaignResult) -> Table:
         row = [step.value]
         for component in Component:
             counts = [
-                count
-                for cell, count in result.summary.cells.items()
-                if cell.component is component and cell.step is step
+                cell for cell in result.matrix if cell.component is component and cell.step is step
             ]
             made = sum(count.made for count in counts)
             bad = sum(count.outcomes.get(outcome, 0) for count in counts for outcome in BAD)
@@ -172,9 +221,9 @@ def _by_step(result: CampaignResult) -> Table:
 
 
 def _seen(result: CampaignResult) -> tuple[Table, ...]:
-    leaks, lost = Counter(result.leaks), Counter(result.summary.lost_to_single_fault)
+    leaks, lost = Counter(result.leaks), Counter(result.lost_to_single_fault)
     tables = (
-        _counted("Errors that clients got", result.summary.examples),
+        _counted("Errors that clients got", result.examples),
         _counted("Lost to one fault of one engine", lost),
         _counted("Leaks in the idle cluster", leaks),
         _counted("Processes that did not end or restart", result.problems),
@@ -190,21 +239,32 @@ def _counted(title: str, counts: Mapping[str, int]) -> Table:
     return Table(title, ("what", "times"), tuple(rows[:_MOST_EXAMPLES]))
 
 
-def _data(result: CampaignResult) -> dict[str, Any]:
-    """Return all numbers behind the tables, and the whole matrix cell by cell."""
-    cells = [
-        {**msgspec.to_builtins(cell), **msgspec.to_builtins(count)}
-        for cell, count in result.summary.cells.items()
-    ]
-    return {
-        "settings": msgspec.to_builtins(result.settings),
-        "load": msgspec.to_builtins(result.load),
-        "faults": result.faults,
-        "outcomes": msgspec.to_builtins(result.summary.outcomes),
-        "matrix": cells,
-        "router_back": msgspec.to_builtins(result.summary.router_recoveries),
-        "loaded_blocks": result.loaded_blocks,
-        "refused_blocks": result.refused_blocks,
-        "damaged_blocks": result.damaged_blocks,
-        "seconds": result.seconds,
+def _published(page: Page, settings: FaultsSettings) -> RawData[FaultsSettings, CampaignResult]:
+    """Convert the data of one campaign, of which the targets alone count what was left behind."""
+    counts = {target.what: int(target.measured or 0) for target in page.results}
+    known = {
+        "router_back": [
+            found for found in page.data.get("router_back", ()) if isinstance(found, dict)
+        ],
+        "lost_to_single_fault": [""] * counts["requests lost to one fault of one engine"],
+        "wrong_kv": counts["KV found wrong where it arrived"],
+        "leaks": [""] * counts["things left in a calm cluster"],
+        "problems": {"": counts["processes that did not end or come back"]},
     }
+    result = msgspec.convert({**page.data, **known}, CampaignResult)
+    runs = [Run(cell=CAMPAIGN, round=0, result=result)]
+    return RawData(experiment=FAULTS.name, settings=settings, runs=runs)
+
+
+FAULTS = Experiment(
+    name="chaos-run",
+    subcommand="run",
+    title="Faults on real processes",
+    settings=FaultsSettings(),
+    result=CampaignResult,
+    stages=_stages,
+    draw=draw,
+    summary=lambda result: f"{result.faults} faults in {result.seconds:.0f} s",
+    passed=lambda raw: all(result.is_clean for result in raw.results),
+    published=_published,
+)

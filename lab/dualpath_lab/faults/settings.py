@@ -1,11 +1,14 @@
 """Settings of a campaign of faults on real processes."""
 
+import math
 from typing import Annotated
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import DEFAULT_PARALLEL_READS
+from dualpath.storage.block_file import HEADER_BYTES
+from dualpath.storage.node_dram import page_rounded
 from dualpath_lab.faults.failpoints import EngineKind
 from dualpath_lab.faults.matrix import Component, Fault
 
@@ -55,6 +58,12 @@ class EmulatedEnginesSettings(Settings, frozen=True, kw_only=True):
     ] = 1
     decode_tp: Annotated[int, Setting("ranks of a DE, as prefill_tp", ge=1)] = 1
     kv_heads: Annotated[int, Setting("KV heads, divided among the ranks", ge=1)] = 4
+
+    @property
+    def shared_bytes(self) -> int:
+        """DRAM that ``shared_blocks`` take: each with its header in pages of its own."""
+        block_bytes = math.ceil(self.block_tokens * self.kv_bytes_per_token)
+        return self.shared_blocks * page_rounded(HEADER_BYTES + block_bytes)
 
     def ranks(self, role: Role) -> int:
         """Ranks of an engine of this role."""

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
@@ -76,20 +76,18 @@ _NUMBERS = re.compile(r"(?<![\w.-])\d+(\.\d+)?(?![\w.])")
 _ENDS = frozenset({Fault.KILL, Fault.TERMINATE})
 
 
-class Cell(msgspec.Struct, frozen=True):
-    """One cell of the matrix."""
-
-    component: Component
-    step: Step
-    fault: Fault
+_Cell = tuple[Component, Step, Fault]
 
 
-class CellCount(msgspec.Struct):
-    """Counts of one cell: its faults, and the outcomes of requests that overlapped them.
+class CellCount(msgspec.Struct, kw_only=True):
+    """Counts of one cell of the matrix: its faults, and the outcomes of overlapping requests.
 
     A request counts in every cell of which it overlapped a fault.
     """
 
+    component: Component
+    step: Step
+    fault: Fault
     made: int = 0
     missed: int = 0
     damaged_blocks: int = 0
@@ -97,17 +95,19 @@ class CellCount(msgspec.Struct):
 
 
 class CampaignSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """The numbers of a whole campaign.
+    """The numbers of the requests of a whole campaign.
 
     ``lost_to_single_fault`` are requests that failed although they overlapped only one fault,
-    which ended or stopped one engine; ``router_recoveries`` are the times after kills of routers.
+    which ended or stopped one engine; ``router_back`` are the times after kills of routers;
+    ``examples`` counts error messages.  Those that were published in an older format lack what has
+    a default.
     """
 
-    outcomes: Mapping[Outcome, int]
-    cells: Mapping[Cell, CellCount]
-    lost_to_single_fault: tuple[str, ...]
-    router_recoveries: tuple[RouterRecovery, ...]
-    examples: Mapping[str, int]
+    outcomes: dict[Outcome, int]
+    matrix: tuple[CellCount, ...]
+    lost_to_single_fault: tuple[str, ...] = ()
+    router_back: tuple[RouterRecovery, ...] = ()
+    examples: dict[str, int] = {}
 
     @property
     def bad_turns(self) -> int:
@@ -125,9 +125,10 @@ def summarize(
 
     ``client_side`` is the component to which clients connect.
     """
-    cells: dict[Cell, CellCount] = {}
+    cells: dict[_Cell, CellCount] = {}
     for fault in made:
-        cell = cells.setdefault(_cell(fault), CellCount())
+        component, step, kind = _cell(fault)
+        cell = cells.setdefault(_cell(fault), CellCount(component=component, step=step, fault=kind))
         cell.made += 1
         cell.damaged_blocks += fault.damaged_blocks
     outcomes: Counter[Outcome] = Counter()
@@ -154,9 +155,9 @@ def summarize(
             lost.append(f"{fault_name(met[0])}: {outcome.value}: {detail}")
     return CampaignSummary(
         outcomes=dict(outcomes),
-        cells=cells,
+        matrix=tuple(cells.values()),
         lost_to_single_fault=tuple(lost),
-        router_recoveries=tuple(router_recoveries(turns, made)),
+        router_back=tuple(router_recoveries(turns, made)),
         examples=dict(examples),
     )
 
@@ -202,8 +203,8 @@ def _ends_an_engine(fault: InjectedFault) -> bool:
     return fault.planned.component.is_engine
 
 
-def _cell(fault: InjectedFault) -> Cell:
-    return Cell(fault.planned.component, fault.planned.step, fault.planned.fault)
+def _cell(fault: InjectedFault) -> _Cell:
+    return fault.planned.component, fault.planned.step, fault.planned.fault
 
 
 def fault_name(fault: InjectedFault) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
-from dualpath.node.cache_directory import cache_directory
+from dualpath.node.cache_directory import cache_directory, private_cache_directory
 
 STAMP_FILE = "dualpath-model.json"
 
@@ -30,8 +30,8 @@ def prepare(directory: Path, stamp: Stamp, build: Callable[[Path], None]) -> Pat
     """
     if read_stamp(directory) == dict(stamp):
         return directory
-    _refuse_foreign(directory)
     try:
+        _refuse_foreign(directory)
         directory.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{directory.name}-", dir=directory.parent))
     except OSError as error:
@@ -56,13 +56,13 @@ def prepare_random(
     """Return the folder of a model with random weights, created by `build` unless it exists.
 
     `generator_version` must be increased when the files that `build` writes change. The default
-    for `directory` is `name` in `cache_directory()`.
+    for `directory` is `name` in `private_cache_directory()`.
 
     Raises:
         ConfigError: see `prepare`.
     """
     stamp: Stamp = {"model": name, "generator_version": generator_version}
-    return prepare(directory or cache_directory() / name, stamp, build)
+    return prepare(directory or private_cache_directory() / name, stamp, build)
 
 
 def read_stamp(directory: Path) -> dict[str, str | int] | None:
@@ -108,7 +108,8 @@ def _put_in_place(complete: Path, directory: Path, stamp: Stamp, set_aside: Path
 
 
 def _cannot_write(directory: Path, error: OSError) -> ConfigError:
+    by = "DUALPATH_CACHE" if directory.is_relative_to(cache_directory()) else "--out"
     return ConfigError(
         f"cannot write a model to {directory}: {error.strerror or error}; "
-        "it needs a writable directory with 400 MB free: choose one with --out or DUALPATH_CACHE"
+        f"it needs a writable directory with 400 MB free: choose one with {by}"
     )

@@ -49,7 +49,7 @@ def make_tiny_adapter(
         model: the model's folder.
         seed: seed of the weights; the same seed gives the same bytes.
         scale: standard deviation of the weights; with 0 the adapter has no effect.
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
 
     Raises:
         ConfigError: `directory` cannot be used.
@@ -139,7 +139,7 @@ def make_tiny_model(
 
     Args:
         kind: architecture, one of `KINDS`.
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
         seed: seed of the weights; the same seed gives the same bytes.
         layers: number of layers, at least 1; default `DEFAULT_LAYERS[kind]`.
 
@@ -357,7 +357,7 @@ def make_tiny_draft(model: Path, seed: int = 0, directory: Path | None = None) -
     Args:
         model: the model's folder.
         seed: seed of the weights; the same seed gives the same bytes.
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
 
     Raises:
         ConfigError: `directory` cannot be used.
@@ -399,7 +399,7 @@ def make_tiny_mtp_model(layers: int, seed: int = 0, directory: Path | None = Non
     Args:
         layers: number of layers of the model itself, at least 1.
         seed: seed of the weights; the same seed gives the same bytes.
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
 
     Raises:
         ConfigError: `directory` cannot be used.
@@ -465,7 +465,7 @@ def make_tiny_image_model(directory: Path | None = None, seed: int = 0) -> Path:
     """Return the folder of a random model with images; created by the first call.
 
     Args:
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
         seed: seed of the weights; the same seed gives the same bytes.
 
     Raises:
@@ -556,7 +556,7 @@ def make_wide_model(directory: Path | None = None, seed: int = 0) -> Path:
     """Return the directory of the model; created by the first call with these arguments.
 
     Args:
-        directory: where to write; default: a directory in `cache_directory()`.
+        directory: where to write; default: a directory in `private_cache_directory()`.
         seed: seed of the weights; the same seed gives the same bytes.
 
     Raises:

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
-from dualpath.node.cache_directory import cache_directory
+from dualpath.node.cache_directory import private_cache_directory
 from dualpath_lab.models.prepared import prepare
 
 if TYPE_CHECKING:
@@ -78,12 +78,12 @@ def prepare_smollm2(directory: Path | None = None) -> Path:
     """Return the directory of SmolLM2-135M-Instruct; it is converted by the first call.
 
     Args:
-        directory: where to write; default: a directory of that name in `cache_directory()`.
+        directory: where to write; default: a directory of that name in `private_cache_directory()`.
 
     Raises:
         ConfigError: a package is missing, or `directory` cannot be used.
     """
-    target = directory or cache_directory() / MODEL_NAME
+    target = directory or private_cache_directory() / MODEL_NAME
     source = find_gguf()
     stamp: dict[str, str | int] = {
         "model": MODEL_NAME,

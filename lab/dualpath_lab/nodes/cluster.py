@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from dualpath.core.errors import ConfigError
+from dualpath.node.output_files import write_whole
 from dualpath_lab.nodes.machine import (
     LabMachine,
     Node,
@@ -256,9 +257,7 @@ def _create_record(state: LabState) -> Path:
 
 
 def _replace_record(file: Path, state: LabState) -> None:
-    new = file.with_name(file.name + ".new")
-    _write_private(new, msgspec.json.encode(state))
-    new.replace(file)
+    write_whole(file, msgspec.json.encode(state))  # as private as the record that it replaces
 
 
 def _write_private(file: Path, content: bytes) -> None:

@@ -4,7 +4,8 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from dualpath.report.files import as_json, no_plots_reason, require_writable, write_file
+from dualpath.cli.main import OutputPath
+from dualpath.report.files import as_json, no_plots_reason, write_file
 
 if TYPE_CHECKING:
     from dualpath.workload.formats.lines import SkippedLines
@@ -16,14 +17,10 @@ def add_json_argument(parser: argparse.ArgumentParser, content: str = "the outpu
     """Add ``--json``; ``content`` describes the document in the help."""
     parser.add_argument(
         "--json",
+        type=OutputPath,
         metavar="FILE.json",
         help=f"write {content} as JSON; {_STANDARD_OUTPUT}: print only the JSON",
     )
-
-
-def require_json_writable(args: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` before a long run if its file cannot be written."""
-    require_writable("--json", None if args.json == _STANDARD_OUTPUT else args.json)
 
 
 def wrote_json(args: argparse.Namespace, document: object) -> bool:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
+from dualpath.node.certificates import CaFile
 from dualpath.workload.formats import FORMATS
 
 if TYPE_CHECKING:
@@ -26,13 +27,14 @@ class RecordSettings(Settings, frozen=True, kw_only=True):
     """The endpoint to record, and the trace to write."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
+    ca_file: CaFile = ""
     out: Annotated[str, Setting("the trace; replaced if it exists", metavar="FILE.jsonl")]
     format: Annotated[str, Setting("format of the trace", choices=_WRITTEN)] = "weka"
     text: Annotated[
         bool, Setting("record texts of users (formats lmcache and agentperf; sensitive data)")
     ] = False
     block_tokens: Annotated[int, Setting("tokens of a block in the trace", ge=1, le=1 << 16)] = 64
-    host: Annotated[str, Setting("address to listen on")] = "127.0.0.1"
+    host: Annotated[str, Setting("address to listen on", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("port to listen on", ge=1, le=65535)] = 8001
     save_every_s: Annotated[float, Setting("interval of writing the trace", ge=0.1, le=1e6)] = 30
 
@@ -73,28 +75,36 @@ async def _record(settings: RecordSettings) -> int:
     import signal
     import time
 
-    from dualpath.workload.record.recording_proxy import Recorder, RecordingProxy, serve
+    from dualpath.core.addresses import http_url
+    from dualpath.node.certificates import trusting
+    from dualpath.workload.record.recording_proxy import Recorder, RecordingProxy
 
     recorder = Recorder(settings.block_tokens)
-    proxy = RecordingProxy(settings.endpoint, recorder.add, time.monotonic, texts=settings.text)
+    proxy = RecordingProxy(
+        settings.endpoint,
+        recorder.add,
+        time.monotonic,
+        texts=settings.text,
+        tls=trusting(settings.ca_file),
+    )
     stop = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    listening = asyncio.create_task(serve(proxy, settings.host, settings.port, stop))
-    print(f"recording at http://{settings.host}:{settings.port}", file=sys.stderr, flush=True)
     written = 0
-    while not listening.done():
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(listening), settings.save_every_s)
+
+    async def save() -> None:
+        nonlocal written
         if proxy.recorded > written:
             written = proxy.recorded
             await asyncio.to_thread(_save, _sessions(recorder, settings), settings)
-    try:
-        await listening
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on --port {settings.port} of {settings.host} ({error}); give another"
-        ) from None
+
+    async with proxy.serving(settings.host, settings.port) as port:
+        print(f"recording at {http_url(settings.host, port)}", file=sys.stderr, flush=True)
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), settings.save_every_s)
+            await save()
+    await save()
     print(
         f"{proxy.recorded} requests recorded, {proxy.not_recorded} forwarded only",
         file=sys.stderr,

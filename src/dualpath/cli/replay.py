@@ -1,14 +1,15 @@
 """``dualpath replay TRACE --endpoint URL``: replays agents and reports their latencies."""
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from dualpath.cli.main import EXIT_INTERRUPTED, OutputPath
 from dualpath.cli.output import (
     add_json_argument,
     print_skipped,
-    require_json_writable,
     warn_if_no_plots,
     wrote_json,
 )
@@ -31,6 +32,14 @@ class ReplaySettings(Settings, frozen=True, kw_only=True):
     """The endpoint."""
 
     endpoint: Annotated[str, Setting("http://host:port of the server", metavar="URL")]
+    cluster_endpoint: Annotated[
+        str,
+        Setting(
+            "http://host:port of the scheduler, for its counters, if front ends are processes of "
+            "their own; empty: {endpoint}",
+            metavar="URL",
+        ),
+    ] = ""
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -42,21 +51,24 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
     add_settings(parser, TraceSettings, title="trace", positional=("trace",))
     add_settings(parser, ReplayOptions, title="agents and server")
     add_json_argument(parser, "the result")
-    parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
+    parser.add_argument(
+        "--html", type=OutputPath, metavar="FILE.html", help="write a page with plots"
+    )
     parser.add_argument("--quiet", action="store_true", help="show no progress")
 
 
 def run(args: argparse.Namespace) -> int:
     """Replay, print the table, write the requested files.
 
-    Returns 0, or 1 if a turn failed or nothing was replayed.  Raises ``DualPathError`` for a
+    Returns 0, 1 if a turn failed or nothing was replayed, or 130 if Ctrl-C ended the replay: what
+    was measured until then is printed and written all the same.  Raises ``DualPathError`` for a
     trace, setting or endpoint that cannot be used.
     """
     import asyncio
 
     import msgspec
 
-    from dualpath.report.files import require_writable, write_page
+    from dualpath.report.files import write_page
     from dualpath.report.text import print_report
     from dualpath.workload.formats import detect_format, read_trace
     from dualpath.workload.formats.lines import SkippedLines
@@ -65,8 +77,6 @@ def run(args: argparse.Namespace) -> int:
     asked = flag_settings(args, ReplaySettings)
     trace = flag_settings(args, TraceSettings, positional=("trace",))
     warn_if_no_plots(args.html)
-    require_writable("--html", args.html)
-    require_json_writable(args)
     form = detect_format(trace.trace) if trace.trace_format == AUTO else trace.trace_format
     options = flag_settings(args, ReplayOptions, trace=Path(trace.trace).name, trace_format=form)
     skipped = SkippedLines()
@@ -79,14 +89,15 @@ def run(args: argparse.Namespace) -> int:
     print_skipped(skipped)
     encode = _encoder(trace, sessions)
     options = msgspec.structs.replace(options, broken_lines=skipped.count)
-    result = asyncio.run(_replay(asked.endpoint, sessions, options, encode, quiet=args.quiet))
+    result = asyncio.run(_replay(asked, sessions, options, encode, quiet=args.quiet))
+    code = EXIT_INTERRUPTED if result.interrupted else 1 if result.failed else 0
     if wrote_json(args, result):
-        return 1 if result.failed else 0
+        return code
     report = compare([result])
     if args.html:
         write_page(report, args.html)
     print_report(report)
-    return 1 if result.failed else 0
+    return code
 
 
 def _encoder(
@@ -108,7 +119,7 @@ def _encoder(
 
 
 async def _replay(
-    endpoint: str,
+    asked: ReplaySettings,
     sessions: "Sequence[Session]",
     options: "ReplayOptions",
     encode: Callable[[str], Sequence[int]] | None,
@@ -118,7 +129,17 @@ async def _replay(
     from dualpath.workload.replay.client import replay
     from dualpath.workload.replay.progress import ConsoleProgress
 
+    # Ctrl-C cancels the replay, and what has been measured is still printed and written.
+    play = functools.partial(
+        replay,
+        sessions,
+        asked.endpoint,
+        options,
+        encode=encode,
+        cluster_endpoint=asked.cluster_endpoint,
+        partial=True,
+    )
     if quiet:
-        return await replay(sessions, endpoint, options, encode=encode)
+        return await play()
     with ConsoleProgress(options.label) as progress:
-        return await replay(sessions, endpoint, options, encode=encode, progress=progress)
+        return await play(progress=progress)

@@ -2,6 +2,8 @@
 
 import argparse
 
+from dualpath.cli.main import OutputPath
+
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the ``report`` command."""
@@ -11,8 +13,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description="Print the results of several replays side by side, with ratios to the runs "
         "in modes basic and oracle, and optionally write them as one HTML page.",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN.json", help="--out files of replays")
-    parser.add_argument("--html", metavar="FILE.html", help="write a page with plots")
+    parser.add_argument("runs", nargs="+", metavar="RUN.json", help="--json files of replays")
+    parser.add_argument(
+        "--html", type=OutputPath, metavar="FILE.html", help="write a page with plots"
+    )
     parser.add_argument("--title", default="dualpath replay", help="title of the page")
 
 

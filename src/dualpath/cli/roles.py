@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import Role, nodes_text, parse_nodes
 from dualpath.core.errors import BadRequestError, ConfigError, DeadlineError, EngineLostError
 from dualpath.core.settings import Setting, Settings
+from dualpath.node.certificates import CaFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -29,6 +30,7 @@ class RolesSettings(Settings, frozen=True, kw_only=True):
     endpoint: Annotated[str, Setting("http://host:port of the router", metavar="URL")] = (
         "http://127.0.0.1:8000"
     )
+    ca_file: CaFile = ""
     set: Annotated[
         dict[str, Role], Setting("engines and their new roles", metavar="ENGINE=ROLE,…")
     ] = msgspec.field(default_factory=dict)
@@ -75,9 +77,8 @@ def run(args: argparse.Namespace) -> int:
         EngineLostError: the router does not answer, or an engine did not rejoin in time.
         DeadlineError: a change did not end within ``wait_s``.
     """
-    require_json_writable(args)
     settings = flag_settings(args, RolesSettings)
-    call = _caller(settings.endpoint)
+    call = _caller(settings.endpoint, settings.ca_file)
     for engine_id in dict.fromkeys((*settings.set, *settings.ranks)):
         request = {"role": settings.set.get(engine_id), "ranks": settings.ranks.get(engine_id)}
         _change(call, {"engine_id": engine_id, **request}, settings.wait_s)
@@ -139,14 +140,17 @@ def _change(
         raise EngineLostError(f"{', '.join(ended['engines'])}: {ended['note']}")
 
 
-def _caller(endpoint: str) -> "Callable[[object], dict[str, Any]]":
+def _caller(endpoint: str, ca_file: str) -> "Callable[[object], dict[str, Any]]":
     """Return a function that GETs the roles (None) or POSTs a request, with the API key."""
+    from dualpath.node.certificates import trusting
     from dualpath.router.api_keys import client_headers
     from dualpath.router.scheduler.role_calls import call_roles
 
+    tls = trusting(ca_file)
+
     def call(request: object) -> dict[str, Any]:
         try:
-            return call_roles(endpoint, client_headers(()), request)
+            return call_roles(endpoint, client_headers(()), request, tls)
         except BadRequestError as error:
             raise ConfigError(str(error)) from error
 

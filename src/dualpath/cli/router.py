@@ -66,13 +66,17 @@ def _run_several(router: "RouterSettings", endpoint: "FrontEndSettings") -> int:
     import msgspec
 
     from dualpath.core.settings import arguments
+    from dualpath.vllm.engine_arguments import tls_arguments
 
     def front_end(own: "RouterSettings", link: "LinkSettings", port: int) -> list[str]:
         endpoint_there = msgspec.structs.replace(endpoint, port=port)
         model, *rest = arguments(endpoint_there, positional=("model",))
         return [FRONTEND, model, *arguments(own), *arguments(link), *rest]
 
-    return run_scaled_router(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules)
+    tls = bool(tls_arguments(endpoint.vllm_args).certificate_file)
+    return run_scaled_router(
+        *(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules), tls=tls
+    )
 
 
 def layers(args: argparse.Namespace) -> Configuration:

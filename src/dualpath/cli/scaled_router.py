@@ -5,6 +5,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from dualpath.cli.signals import sigterm_as_interrupt, watch_until_stopped
+from dualpath.core.addresses import http_url
 
 if TYPE_CHECKING:
     from dualpath.router.settings import LinkSettings, RouterSettings
@@ -19,10 +20,13 @@ def run_scaled_router(
     port: int,
     front_end: FrontEndCommand,
     adapters: Mapping[str, str] = MappingProxyType({}),
+    *,
+    tls: bool = False,
 ) -> int:
     """Run scheduler and front ends until Ctrl-C, or after SIGTERM until they have drained.
 
-    Returns 0.  Raises ``ConfigError`` if an address is in use; no process is left running then.
+    ``tls``: front ends speak HTTPS.  Returns 0.  Raises ``ConfigError`` if an address is in use; no
+    process is left running then.
     """
     from dualpath.launch.scaled_router import ScaledRouter, client_port
 
@@ -38,7 +42,7 @@ def run_scaled_router(
                 ) as processes,
             ):
                 _say(
-                    f"{settings.front_ends} front ends at http://{host}:{number}/v1, "
+                    f"{settings.front_ends} front ends at {http_url(host, number, tls=tls)}/v1, "
                     f"cluster at {processes.cluster_url}, engines register at "
                     f"{processes.control_address}"
                 )

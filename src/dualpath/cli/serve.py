@@ -62,7 +62,18 @@ def cluster_settings(args: argparse.Namespace) -> LocalClusterSettings:
     found = layers(args)
     settings = found.settings(CLUSTER, LocalClusterSettings)
     _refuse_overridden(found, settings)
+    _check_router(settings)
     return settings
+
+
+def _check_router(settings: LocalClusterSettings) -> None:
+    """Read the router's settings as its own command will; raises ``ConfigError``."""
+    from dualpath.cli import router
+    from dualpath.launch.commands import router_command
+
+    parser = argparse.ArgumentParser()
+    router.add_parser(parser.add_subparsers())
+    router.checked_layers(parser.parse_args(router_command(settings, settings.port, 0)))
 
 
 def _refuse_overridden(found: Configuration, settings: LocalClusterSettings) -> None:
@@ -97,6 +108,8 @@ def run(args: argparse.Namespace) -> int:
     with sigterm_as_interrupt():
         try:
             with LocalCluster(settings, _say) as cluster:
+                if cluster.cluster_url != cluster.endpoint:
+                    _say(f"cluster at {cluster.cluster_url} (/dashboard, status, roles)")
                 _say(f"endpoint {cluster.endpoint}/v1 (Ctrl-C stops it)")
                 watch_until_stopped(cluster, _say)
         except KeyboardInterrupt:
@@ -118,9 +131,9 @@ def _print_commands(settings: LocalClusterSettings) -> int:
     from dualpath.launch.devices import DevicePlan, has_cpu_build, usable_devices
     from dualpath.launch.executor import engine_units, router_units
     from dualpath.launch.ports import LOOPBACK
-    from dualpath.launch.start_checks import check_settings
+    from dualpath.launch.start_checks import check_start
 
-    check_settings(settings)
+    check_start(settings)
     on_ray = settings.executor == "ray"
     plan = DevicePlan(settings, () if on_ray else usable_devices(settings.devices))
     on_cpus = has_cpu_build() if on_ray else plan.on_cpus

@@ -29,7 +29,9 @@ from dualpath.core.settings import (
     from_tables,
     layered,
     option,
+    with_flags,
 )
+from dualpath.node.home import given_with_homes
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 
 T = TypeVar("T", bound=Settings)
@@ -112,9 +114,11 @@ class SettingAction(argparse.Action):
         values: object,
         option_string: str | None = None,
     ) -> None:
-        """Store the text; a switch is ``true`` or ``false``."""
+        """Store the text; a switch is ``true`` or ``false``; tables given again are joined."""
         if self.nargs == 0:
             values = str(not str(option_string).startswith("--no-")).lower()
+        elif self.declared.is_table and self.dest in namespace:
+            values = f"{getattr(namespace, self.dest)},{values}"
         setattr(namespace, self.dest, values)
 
 
@@ -194,7 +198,7 @@ def flag_settings(
     Raises ``ConfigError`` that names the flag.
     """
     given = [Given("", key, value, Origin.DEFAULT, "") for key, value in defaults.items()]
-    typed = _typed(args, "", kind, positional, tuple(computed))
+    typed = given_with_homes(kind, _typed(args, "", kind, positional, tuple(computed)))
     overrides = [Given("", key, value, Origin.DEFAULT, "") for key, value in computed.items()]
     flags = {field.name: _place(field, positional) for field in declared(kind)}
     return build(kind, "", layered(given, typed, overrides), flags)
@@ -233,7 +237,8 @@ def configuration(
             Given(part.section, key, value, Origin.DEFAULT, "")
             for key, value in part.defaults.items()
         ]
-        typed += _typed(args, part.section, kind, part.positional, part.without)
+        found = _typed(args, part.section, kind, part.positional, part.without)
+        typed += given_with_homes(kind, found)
         flags |= {f.name: _place(f, part.positional) for f in declared(kind) if f.setting.flag}
     derived = list(derived)
     defaults += [g for g in derived if g.origin is Origin.DEFAULT]
@@ -247,7 +252,12 @@ def outer_layers(file: str | None) -> tuple[list[Given], list[Given]]:
     from dualpath.engine.settings import read_settings_file
 
     tables = from_tables(SECTIONS, read_settings_file(file), file) if file else []
-    return tables, from_environment(SECTIONS, os.environ, OTHER_VARIABLES)
+    variables = from_environment(SECTIONS, os.environ, OTHER_VARIABLES)
+    return _with_homes(tables), _with_homes(variables)
+
+
+def _with_homes(given: Iterable[Given]) -> list[Given]:
+    return [found for one in given for found in given_with_homes(SECTIONS[one.section], [one])]
 
 
 def default_text(field: Declared, default: object) -> str:
@@ -288,6 +298,6 @@ def _help(field: Declared, default: object) -> str:
     notes = [field.limits] if field.limits else []
     shown = default_text(field, default)
     notes += [f"default: {shown}"] if shown not in ("", "required") else []
-    text = field.setting.help + (f" ({'; '.join(notes)})" if notes else "")
+    text = with_flags(field.setting.help) + (f" ({'; '.join(notes)})" if notes else "")
     text = f"{text}; required" if shown == "required" else text
     return text.replace("%", "%%")

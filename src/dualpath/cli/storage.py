@@ -5,8 +5,8 @@ Actions are in modules `dualpath.cli.storage_<name>` with `add_actions(actions)`
 """
 
 import argparse
+import functools
 import logging
-import re
 import signal
 import threading
 import time
@@ -18,6 +18,8 @@ from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.core.names import in_one_line
+from dualpath.core.settings import nearest
 from dualpath.engine.settings import StorageLimitSettings
 
 if TYPE_CHECKING:
@@ -107,12 +109,17 @@ def open_index(args: argparse.Namespace) -> "tuple[ObjectTree, ChainIndex]":
     return tree, load_or_survey(tree, time.time, Progress("surveyed"), survey=args.survey)
 
 
-def open_existing_tree(location: str) -> "ObjectTree":
-    """Return a storage as a tree; raises ``ConfigError`` if it is empty."""
-    from dualpath.storage.factory import open_tree
+def open_existing_tree(location: str, *, may_be_empty: bool = False) -> "ObjectTree":
+    """Return a storage as a tree, and create nothing.
 
-    tree = open_tree(location)
-    if not tree.folders(""):
+    Raises ``ConfigError`` if its directory does not exist or, unless it ``may_be_empty``, has no
+    namespace.
+    """
+    from dualpath.storage.factory import directory_of, open_tree
+
+    tree, directory = open_tree(location), directory_of(location)
+    exists = directory is None or directory.is_dir()
+    if not exists or not (may_be_empty or tree.folders("")):
         raise ConfigError(f"there is no storage at {location!r}; give the engines' --storage")
     return tree
 
@@ -149,7 +156,7 @@ def look(args: argparse.Namespace) -> int:
         reported = datetime.fromtimestamp(status.time_s, UTC).isoformat(" ", "seconds")
         print(
             f"quota: {_size(quota) if quota else 'none'}; "
-            f"janitor {status.holder}, last report {reported}"
+            f"janitor {in_one_line(status.holder, 80)}, last report {reported}"
         )
     return 0
 
@@ -157,20 +164,20 @@ def look(args: argparse.Namespace) -> int:
 def verify(args: argparse.Namespace) -> int:
     """Verify all blocks and print corrupt ones; returns 1 if there are any."""
     from dualpath.engine.io.storage_maintenance import load_storage_keys
-    from dualpath.storage.block_file import UNREADABLE_HERE
+    from dualpath.storage.block_file import MISSING, UNREADABLE_HERE
     from dualpath.storage.inventory import BlockFilter, discard, select_rows
     from dualpath.storage.inventory import verify as check
 
     keys = load_storage_keys(args.storage_key_file)
     tree, index = open_index(args)
-    rate = parse_amount("--rate", args.rate)
+    rate = parse_number("--rate", "rate_bytes_per_s", args.rate)
     rows, report = select_rows(index, BlockFilter()), Progress("checked")
     bad, missing, read_bytes = [], 0, 0
     results = check(tree, index, rows, rate, keys, time.monotonic, time.sleep)
     for number, result in enumerate(results):
         read_bytes += result.bytes
-        missing += result.bytes == 0
-        if result.reason is not None and result.bytes:
+        missing += result.reason == MISSING
+        if result.reason not in (None, MISSING):
             bad.append(result)
             print(f"{result.namespace}/{result.key.hex()}: {result.reason}")
         report(number / len(rows))
@@ -181,15 +188,18 @@ def verify(args: argparse.Namespace) -> int:
     return _EXIT_BAD if bad else 0
 
 
-def parse_amount(flag: str, text: str) -> float:
-    """Return bytes or bytes/s; raises ``ConfigError`` that names the flag."""
+def parse_number(flag: str, name: str, text: str) -> float:
+    """Return a number of at least 0 as of a setting called ``name``, whose end is the unit.
+
+    Raises ``ConfigError`` that names the flag.
+    """
     from dualpath.core.settings import Declared, Setting
 
     try:
-        amount: float = Declared("amount_bytes", float, Setting(flag, ge=0), 0.0).parse(text)
+        number: float = Declared(name, float, Setting(flag, ge=0), 0.0).parse(text)
     except ConfigError as error:
-        raise ConfigError(f"{flag} is {text!r}; give an amount such as 500MB") from error
-    return amount
+        raise ConfigError(error.spelled({name: flag})) from error
+    return number
 
 
 def _table(found: "list[GroupUsage]", by: str) -> list[str]:
@@ -203,7 +213,7 @@ def _table(found: "list[GroupUsage]", by: str) -> list[str]:
             str(share.tenants),
             datetime.fromtimestamp(share.used_s, UTC).isoformat(" ", "minutes"),
             share.protection,
-            share.model,
+            in_one_line(share.model),
         )
         for share in found
     ]
@@ -225,9 +235,6 @@ def _size(amount: float) -> str:
 
 # ---------------------------------------------------------------------------------- storage change
 # `dualpath storage pin` and `rm`.
-
-_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)(s|m|h|d)?")
-_UNITS_S = {"": 1.0, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
 def add_change_actions(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -268,12 +275,35 @@ def pin(args: argparse.Namespace) -> int:
         names += [pin_name("tenant", tenant)] if tenant is not None else []
     if args.undo:
         tree.remove(names)
-    else:
+    elif names:
+        _require_blocks(args, tree, tenant)
         for name in names:
             tree.replace(name, b"")
     for info in tree.objects(PINS):
         print(info.name.removeprefix(PINS))
     return 0
+
+
+def _require_blocks(args: argparse.Namespace, tree: "ObjectTree", tenant: str | None) -> None:
+    """Raise ``ConfigError`` if the storage has none of what is to be pinned."""
+    from dualpath.storage.inventory import BlockFilter, load_or_survey, select_rows
+    from dualpath.storage.posix import object_name
+
+    namespaces = [name for name in tree.folders("") if tree.get(f"{name}/namespace.json", 1)]
+    if args.namespace and args.namespace not in namespaces:
+        raise ConfigError(
+            f"--namespace is {args.namespace!r}, which this storage does not have; "
+            f"{nearest(args.namespace, namespaces)}"
+        )
+    if args.chain:
+        if tree.get(object_name(args.namespace, bytes.fromhex(args.chain)), 1) is None:
+            raise ConfigError(
+                f"--chain is {args.chain!r}, and namespace {args.namespace!r} has no such block; "
+                "give the key of a stored block"
+            )
+    elif tenant is not None:
+        index = load_or_survey(tree, time.time, Progress("surveyed"), survey=args.survey)
+        select_rows(index, BlockFilter(tenant=tenant))
 
 
 def rm(args: argparse.Namespace) -> int:
@@ -297,10 +327,7 @@ def _block_filter(args: argparse.Namespace) -> "BlockFilter":
 
     since_s = None
     if args.unused_for is not None:
-        found = _AGE.fullmatch(args.unused_for)
-        if found is None:
-            raise ConfigError(f"--unused-for is {args.unused_for!r}; give a time such as 12h or 7d")
-        since_s = time.time() - float(found[1]) * _UNITS_S[found[2] or ""]
+        since_s = time.time() - parse_number("--unused-for", "unused_for_s", args.unused_for)
     block_filter = BlockFilter(args.namespace, _tenant(args), since_s)
     if block_filter == BlockFilter():
         raise ConfigError(
@@ -340,15 +367,15 @@ def add_janitor_actions(actions: "argparse._SubParsersAction[argparse.ArgumentPa
 def janitor(args: argparse.Namespace) -> int:
     """Run a janitor candidate until SIGTERM or Ctrl-C, or once; returns 0.
 
-    Except with --once, the storage may be empty, so that a janitor can be started before the
-    engines.
+    Except with --once, the storage's directory may be empty, so that a janitor can be started
+    before the engines.
     """
     if args.once:
         return _evict_once(args)
-    from dualpath.storage.factory import open_tree
     from dualpath.storage.maintenance import BEAT_S
 
-    candidate, stop = _candidate(args, open_tree), threading.Event()
+    open_storage = functools.partial(open_existing_tree, may_be_empty=True)
+    candidate, stop = _candidate(args, open_storage), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     was_janitor = False

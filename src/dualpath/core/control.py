@@ -46,15 +46,14 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag=True)
 
 
 class Assign(Message, frozen=True, tag=True):
-    """A request now counts against this engine's load.
+    """A request of ``tokens`` now counts against this engine's load.
 
-    ``assign_seq`` grows by one per assignment to this engine; reports echo the last one seen.
+    A ``Report`` counts it if its envelope acknowledges this message.
     ``reserve_blocks`` > 0 asks for that many Full Block slots of the engine's DRAM buffer, granted
     FIFO and answered with ``Reserved``.  ``keys`` are those of the first of these blocks: the
     longest cached prefix of them is granted its cached slots.
     """
 
-    assign_seq: int
     request_id: Name
     tokens: int
     reserve_blocks: int
@@ -169,7 +168,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 9
+PROTOCOL_VERSION = 10
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -354,32 +353,44 @@ class StorageUse(msgspec.Struct, frozen=True):
     surveyed: bool
 
 
-class Report(Message, frozen=True, tag=True):
-    """Load of an engine (§6.1), sent on change and as heartbeat.
+class Load(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Load of an engine (§6.1), as the engine reports it and the scheduler's rules read it.
 
-    ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` read_q of the
-    engine's node, free HBM and free DRAM buffer in tokens.  ``assign_seq`` is the last ``Assign``
-    already counted in.  ``counters`` are monotonic totals for metrics (names in
-    ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
-    works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
-    engine drains, None if it does not: it leaves once it receives ``Drained``.
-    ``cached_buffer_tokens``: how many of the free tokens of the buffer hold cached KV.
-    ``quarantined_buffer_tokens`` are not free, as a process of unknown state may write to them.
+    ``unfinished_requests`` seq_e, ``unfinished_tokens`` tok_e, ``read_queue_tokens`` the engine's
+    part of its node's read_q, free HBM and free DRAM buffer in tokens; ``cached_buffer_tokens`` of
+    the free buffer hold cached KV.  ``quarantined_buffer_tokens`` are not free, as a process of
+    unknown state may write to them.
     """
 
-    report_seq: int
-    assign_seq: int
     unfinished_requests: int
     unfinished_tokens: int
     read_queue_tokens: int
     free_hbm_tokens: int
     free_buffer_tokens: int
+    cached_buffer_tokens: int = 0
+    quarantined_buffer_tokens: int = 0
+
+
+class Report(Message, frozen=True, tag=True):
+    """State of an engine, sent on change and as heartbeat; may be lost.
+
+    ``report_seq`` numbers an engine's reports: one that is older than the last one received is
+    dropped.  ``load`` counts each request whose ``Assign`` the envelope of the report acknowledges,
+    until the engine has released it.  ``counters`` are monotonic totals for metrics (names in
+    ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
+    works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the
+    engine drains, None if it does not: it leaves once it receives ``Drained``.
+    ``steps`` grows while the engine's core works: with each layer and each step that it computes,
+    and while it waits for transfers, which have a limit of their own.
+    """
+
+    report_seq: int
+    load: Load
     counters: dict[str, float] = msgspec.field(default_factory=dict)
     unhealthy: str | None = None
     storage: StorageUse | None = None
     draining: str | None = None
-    cached_buffer_tokens: int = 0
-    quarantined_buffer_tokens: int = 0
+    steps: int = 0
 
 
 class CacheUpdate(Message, frozen=True, tag=True):

@@ -37,14 +37,12 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The scheduler's view of one turn.
 
     ``prompt_tokens`` ≥ 1, of which ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored;
-    ``max_new_tokens`` ≥ 1 bounds the decode.  ``arrival_seq`` orders requests (FIFO).  ``cached``
-    has an engine at most once, with at most the blocks of the hit; a stale entry costs a read,
-    never a wrong byte.
+    ``max_new_tokens`` ≥ 1 bounds the decode.  ``cached`` has an engine at most once, with at most
+    the blocks of the hit; a stale entry costs a read, never a wrong byte.
     """
 
     request_id: str
     prompt_tokens: int
     hit_tokens: int
     max_new_tokens: int
-    arrival_seq: int = 0
     cached: tuple[CachedPrefix, ...] = ()

@@ -8,8 +8,8 @@ of a file, the variable ``DUALPATH_ENGINE_BUFFER_BYTES``, the row of the referen
 argument in the command line that one process builds for another, and the check of the value.
 
 A name ends with its unit.  Amounts of bytes and rates in bytes/s may be written with a unit, such
-as ``512MiB``, ``25MB`` or ``1Gbit``.  Lists are written with commas, tables as KEY=VALUE with
-commas; as JSON if an item contains a comma.
+as ``512MiB``, ``25MB`` or ``1Gbit``, and so may times: ``90s``, ``15m``, ``12h`` or ``7d``.  Lists
+are written with commas, tables as KEY=VALUE with commas; as JSON if an item contains a comma.
 """
 
 import difflib
@@ -23,6 +23,7 @@ from typing import Any, Literal, TypeVar
 
 import msgspec
 
+from dualpath.core.addresses import plain_host
 from dualpath.core.errors import ConfigError
 
 #: A setting with one of these words in its name is never printed.
@@ -33,6 +34,9 @@ _FACTORS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12} | {
     "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40
 }  # fmt: skip
 _AMOUNT = re.compile(r"([+-]?[0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*([kmgt]i?)?(b|bit)?", re.I)
+_PATHS = re.compile(r"\b(PATH|FILE|DIR|FOLDER|MODEL)\b|\.(toml|jsonl?|html)\b")
+_TIME = re.compile(r"([0-9][0-9_]*\.?[0-9]*(?:e[+-]?[0-9]+)?)\s*(ms|s|m|h|d)", re.I)
+_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SHOWN_UNITS = (
     ("TB", 10**12),
     ("GiB", 1 << 30),
@@ -54,7 +58,8 @@ class Setting(msgspec.Struct, frozen=True):
 
     For a list, limits and ``choices`` apply to its items.  ``metavar`` stands for the value in a
     help text.  A setting with ``flag`` False is set in a file or a variable only; one with ``rest``
-    takes all arguments that follow its flag.
+    takes all arguments that follow its flag.  One with ``host`` is a host: IPv6 may be typed with
+    brackets, and is stored without.
     """
 
     help: str
@@ -66,6 +71,7 @@ class Setting(msgspec.Struct, frozen=True):
     metavar: str = ""
     flag: bool = True
     rest: bool = False
+    host: bool = False
 
     def allows(self, value: float) -> bool:
         """Whether a number is finite and inside the limits."""
@@ -133,9 +139,42 @@ class Declared(msgspec.Struct, frozen=True):
         return any(part in (int, float) for part in _item_parts(self.kind))
 
     @property
+    def is_path(self) -> bool:
+        """Whether it is the path of a file or folder, or may be one."""
+        return self.kind is str and _PATHS.search(self.setting.metavar) is not None
+
+    @property
     def is_amount(self) -> bool:
         """Whether it is in bytes or bytes/s and may be written with a unit."""
         return self.is_number and self.unit in ("bytes", "bytes/s")
+
+    @property
+    def is_time(self) -> bool:
+        """Whether it is in seconds and may be written with a unit."""
+        return self.is_number and self.unit == "s"
+
+    @property
+    def form(self) -> str:
+        """How a value is written, for the message about one that is not; empty for plain text."""
+        if self.is_table:
+            values = next(typing.get_args(p)[1] for p in _parts(self.kind) if typing.get_args(p))
+            known: list[str] = []
+            if isinstance(values, type) and issubclass(values, enum.Enum):
+                known = [str(member.value) for member in values]
+            value = "N" if values is int else "|".join(known) or "VALUE"
+            return f"KEY={value}, with commas between several"
+        if self.is_bool:
+            return "true or false"
+        if self.is_amount:
+            rate = self.unit == "bytes/s"
+            one = "a rate such as 25GB or 100Gbit" if rate else "an amount such as 512MiB or 2GB"
+        elif self.is_time:
+            one = "a time such as 90s, 15m, 12h or 7d"
+        elif self.is_number:
+            one = "a number" if float in _item_parts(self.kind) else "a whole number"
+        else:
+            return ""
+        return f"{one}, with commas between several" if self.is_list else one
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -158,22 +197,27 @@ class Declared(msgspec.Struct, frozen=True):
 
     def convert(self, value: object) -> Any:  # noqa: ANN401 - of any type
         """Convert a file's value to the field's type; raises ``ConfigError``."""
-        if isinstance(value, str) and self.is_amount:
+        if isinstance(value, str) and (self.is_amount or self.is_time):
             return self.parse(value)
         try:
             return self.checked(msgspec.convert(value, self.kind))
         except msgspec.ValidationError as error:
-            raise self._wrong(value, error) from error
+            raise self._wrong(value, error, ", without quotes" * isinstance(value, str)) from error
 
     def checked(self, value: Any) -> Any:  # noqa: ANN401 - of any type
         """Return a value of the field's type; raises ``ConfigError`` if it is beyond the limits."""
+        if self.setting.host:
+            return self._host(value)
         several = isinstance(value, tuple)
-        for item in value if several else (value,):
+        items = tuple(value.values()) if isinstance(value, dict) else value
+        for item in items if isinstance(items, tuple) else (value,):
             number = isinstance(item, int | float) and not isinstance(item, bool)
             if number and not self.setting.allows(item):
                 shown = _plain_text(value) if several else str(item)
                 limits = (self.limits or "finite") + (" in each item" if several else "")
                 raise ConfigError(f"{{{self.name}}} is {shown}; it must be {limits}; correct it")
+            if isinstance(item, str) and "\0" in item:
+                raise ConfigError(f"{{{self.name}}} has a NUL character; correct it")
             if isinstance(item, str) and self.choices and item not in self.choices:
                 raise self._wrong(value)
         return value
@@ -194,6 +238,12 @@ class Declared(msgspec.Struct, frozen=True):
                     return f"{value / size:g}{unit}"
         return _plain_text(value)
 
+    def _host(self, text: str) -> str:
+        try:
+            return plain_host(text)
+        except ValueError as error:
+            raise ConfigError(f"{{{self.name}}} is {text!r}, {error}") from error
+
     def _limit(self, limit: float) -> str:
         return f"2**{round(math.log2(limit))}" if limit > 2**53 else self.shown(limit)
 
@@ -213,6 +263,9 @@ class Declared(msgspec.Struct, frozen=True):
         return self._number(text)
 
     def _number(self, text: str) -> Any:  # noqa: ANN401 - a number if it is one
+        if self.is_time and (match := _TIME.fullmatch(text.strip())):
+            seconds = round(float(match[1]) * _SECONDS[match[2].lower()], 9)
+            return int(seconds) if seconds.is_integer() else seconds
         match = _AMOUNT.fullmatch(text.strip()) if self.is_number else None
         if match is None or ((match[2] or match[3]) and not self.is_amount):
             return text
@@ -220,7 +273,9 @@ class Declared(msgspec.Struct, frozen=True):
         value *= _FACTORS[(match[2] or "").lower()] * _UNITS[(match[3] or "").lower()]
         return int(value) if value.is_integer() and abs(value) < 2**53 else _exact(text, value)
 
-    def _wrong(self, value: object, error: Exception | None = None) -> ConfigError:
+    def _wrong(
+        self, value: object, error: Exception | None = None, remark: str = ""
+    ) -> ConfigError:
         if is_secret(self.name):
             return ConfigError(f"{{{self.name}}} has a wrong value; correct it")
         if self.choices:
@@ -231,6 +286,8 @@ class Declared(msgspec.Struct, frozen=True):
                 f"{{{self.name}}} is {value!r}; it must be {several} "
                 f"{', '.join(self.choices)}{hint}"
             )
+        if self.form and isinstance(error, msgspec.ValidationError):
+            return ConfigError(f"{{{self.name}}} is {value!r}; give {self.form}{remark}")
         return ConfigError(f"{{{self.name}}} is {value!r}: {error}; correct it")
 
 
@@ -249,7 +306,9 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     def check(self) -> None:
         """Raise ``ConfigError`` for the first value that is beyond its limits."""
         for field in declared(type(self)):
-            field.checked(getattr(self, field.name))
+            value = field.checked(getattr(self, field.name))
+            if field.setting.host:
+                msgspec.structs.force_setattr(self, field.name, value)  # Without brackets.
 
 
 @functools.cache
@@ -281,9 +340,28 @@ def is_secret(name: str) -> bool:
     return not SECRET_WORDS.isdisjoint(name.lower().split("_"))
 
 
+def refuse_empty_secret(name: str, value: object, place: str = "") -> None:
+    """Raise ``ConfigError`` if a key or secret is given and empty, alone or in a list.
+
+    It would mean "no key", and a server would be open where a variable was never filled.
+    """
+    if not is_secret(name):
+        return
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple):
+        return
+    if not items or any(isinstance(item, str) and not item.strip() for item in items):
+        raise ConfigError(f"{place or f'{{{name}}}'} is empty; give it a value or leave it out")
+
+
 def option(name: str) -> str:
     """Return the flag of a setting."""
     return f"--{name.replace('_', '-')}"
+
+
+def with_flags(help_text: str) -> str:
+    """Return a help with its placeholders, which stand for settings, as flags."""
+    return re.sub(r"\{([a-z][a-z0-9_]*)\}", lambda found: option(found[1]), help_text)
 
 
 def nearest(name: str, known: Collection[str]) -> str:
@@ -363,6 +441,8 @@ OTHER_VARIABLES = frozenset(
         "DUALPATH_CLUSTER_SECRET",
         "DUALPATH_DATA",
         "DUALPATH_ENGINE_API_KEY",
+        "DUALPATH_LOG_LEVEL",
+        "DUALPATH_LEASE_PASSWORD",
         "DUALPATH_STORAGE_KEY",
     }
 )
@@ -509,6 +589,8 @@ def _given(section: str, field: Declared, value: object, origin: Origin, place: 
     written = origin is not Origin.FILE and isinstance(value, str)
     try:
         found = field.parse(str(value)) if written else field.convert(value)
+        refuse_empty_secret(field.name, value, place)
+        refuse_empty_secret(field.name, found, place)
     except ConfigError as error:
         raise ConfigError(error.spelled({field.name: place})) from error
     return Given(section, field.name, found, origin, place)

@@ -7,16 +7,17 @@ import os
 import tomllib
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import urlsplit
 
 import msgspec
 
+from dualpath.core.addresses import checked_http_url, checked_tcp_address
 from dualpath.core.blocks import BlockGeometry, Protection
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.names import name_problem
-from dualpath.core.settings import Setting, Settings, declared, nearest
+from dualpath.core.settings import Setting, Settings, declared, nearest, refuse_empty_secret
+from dualpath.node.home import with_home
 from dualpath.storage.quotas import StorageLimits
 from dualpath.storage.sealed_blocks import STORAGE_KEY_VARIABLE
 from dualpath.transport.ucx_config import check_engine_config
@@ -201,6 +202,14 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         Setting("base URL of this engine's HTTP server for the router", metavar="URL"),
     ]
     storage: Storage
+    allowed_hosts: Annotated[
+        tuple[str, ...],
+        Setting(
+            "further names by which this engine's HTTP server may be called without an API key; "
+            "addresses, names without a dot, this machine's and that of api_url are allowed",
+            metavar="NAME,…",
+        ),
+    ] = ()
     cluster_secret_file: SecretFile = ""
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
@@ -311,8 +320,10 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for values no engine can run with."""
         super().check()
-        if self.router and not _is_tcp_address(self.router):
-            raise ConfigError(f"{{router}} is {self.router!r}; use the form tcp://host:port")
+        if self.router:
+            checked_tcp_address(self.router, "router")
+        if self.api_url:
+            checked_http_url(self.api_url, "api_url")
         for key in ("engine_id", "node", "group"):
             if (wrong := name_problem(getattr(self, key))) is not None:
                 raise ConfigError(f"{{{key}}}: {wrong}")
@@ -351,13 +362,23 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         own_bytes = 0 if self.dram_dir else self.dram_bytes
         return (self.buffer_bytes + own_bytes) // geometry.full_block_bytes
 
+    def check_buffer(self, full_block_bytes: int) -> None:
+        """Raise ``ConfigError`` if the buffer has no slot for a Full Block of this size."""
+        own_bytes = self.buffer_bytes + (0 if self.dram_dir else self.dram_bytes)
+        if own_bytes < full_block_bytes:
+            raise ConfigError(
+                f"{{buffer_bytes}} is {self.buffer_bytes}, below the {full_block_bytes} bytes of "
+                "one Full Block of this model; give room for whole prompts"
+            )
+
     @property
     def protection(self) -> Protection | msgspec.UnsetType:
         """The protection of blocks in the engine's namespace; unset for plain blocks."""
         named = self.storage_protection
         if named == "auto":
             # A storage key alone must suffice to have no plain blocks.
-            given = self.storage_key_file or os.environ.get(STORAGE_KEY_VARIABLE)
+            # With an empty variable the loading of keys raises an error.
+            given = self.storage_key_file or STORAGE_KEY_VARIABLE in os.environ
             named = "encrypted" if given else "none"
         sealed = named != "none" and self.mode.moves_bytes
         return Protection(named) if sealed else msgspec.UNSET
@@ -384,19 +405,13 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         return min(self.layer_buffers, layers) or layers
 
 
-def _is_tcp_address(address: str) -> bool:
-    try:
-        parts = urlsplit(address)
-        return parts.scheme == "tcp" and bool(parts.hostname) and parts.port is not None
-    except ValueError:  # the port is not a number
-        return False
-
-
 def parse_settings(values: dict[str, Any]) -> EngineSettings:
     """Build settings from a plain dictionary.
 
     Raises ``ConfigError`` that names the key, the value and the limit.
     """
+    for name, value in values.items():
+        refuse_empty_secret(name, value)
     try:
         return msgspec.convert(values, EngineSettings, strict=False)
     except msgspec.ValidationError as error:
@@ -409,7 +424,11 @@ def parse_settings(values: dict[str, Any]) -> EngineSettings:
 def read_settings_file(path: str) -> dict[str, Any]:
     """Return the sections of a TOML file; raises ``ConfigError`` if it cannot be read."""
     try:
-        return tomllib.loads(Path(path).read_bytes().decode())
-    except (OSError, ValueError, RecursionError) as error:
+        return tomllib.loads(Path(with_home(path)).read_bytes().decode())
+    except OSError as error:
+        raise ConfigError(
+            f"settings file {path!r} cannot be read ({error.strerror}); check --config"
+        ) from error
+    except (ValueError, RecursionError) as error:
         # ValueError: not UTF-8, not TOML or an invalid date; RecursionError: nested too deep.
         raise ConfigError(f"settings file {path!r} cannot be read: {error}; correct it") from error

@@ -253,6 +253,9 @@ class Health:
         self._watchdogs: list[Watchdog] = []
         self._broken: str | None = None
         self._closing = False
+        #: Grows while the engine's core works (``core.control.Report.steps``); threads that add to
+        #: it at once may count one step instead of two.
+        self.steps = 0
 
     @property
     def broken(self) -> str | None:

@@ -2,11 +2,13 @@
 
 import json
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
 
+from dualpath.core.errors import ConfigError
 from dualpath.engine.threads import OS_THREADS, Threads
+from dualpath.node.output_files import OutputFile, not_creatable, not_writable
 from dualpath.plan.order import Executed
 
 log = logging.getLogger(__name__)
@@ -22,18 +24,23 @@ class TraceRecorder:
     """Writes complete events as one JSON file; disabled without a path.
 
     Events are written to disk immediately, into a file that is renamed when it is complete, so that
-    a long trace takes no memory.  An error of the disk ends the trace, not the engine.
+    a long trace takes no memory.  An error of the disk ends the trace, not the engine, and leaves
+    the partial file.
 
     Times are those of the machine's clock, so that traces of several engines on one machine can be
     merged.
     """
 
     def __init__(self, path: str | None, process: str, threads: Threads = OS_THREADS) -> None:
-        self._threads = threads
+        """Raise ``ConfigError`` for a path at which no file can be written."""
+        if path:
+            _check(Path(path))
+        #: The current time on the clock of ``record``.
+        self.now_ns = threads.now_ns
         self._path = Path(path) if path else None
         self._process = process
         self._lock = threads.lock()
-        self._file: TextIO | None = None
+        self._file: OutputFile | None = None
         self._ended = path is None
 
     def record(self, name: str, track: str, start_ns: int, end_ns: int, **args: object) -> None:
@@ -70,10 +77,6 @@ class TraceRecorder:
         steps = [_described(request_id, done) for request_id, done in executed]
         self.record(name, track or _TRACKS.get(verb, verb), start_ns, end_ns, steps=steps, **args)
 
-    def now_ns(self) -> int:
-        """Return the current time on the clock of ``record``."""
-        return self._threads.now_ns()
-
     def write(self) -> None:
         """End the trace and rename its file; no effect when disabled; idempotent."""
         with self._lock:
@@ -82,7 +85,7 @@ class TraceRecorder:
             if self._file is None:
                 self._open(self._path)
             if self._file is not None:
-                self._end(self._path, self._file)
+                self._end(self._file)
 
     def _append(self, event: str) -> None:
         assert self._path is not None
@@ -93,37 +96,43 @@ class TraceRecorder:
             self._open(self._path)
         if self._file is not None:
             try:
-                self._file.write(event if first else ",\n" + event)
+                self._file.write((event if first else ",\n" + event).encode())
             except OSError as error:
                 self._give_up(error)
 
     def _open(self, path: Path) -> None:
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _partial(path).open("w", encoding="utf-8")
-            self._file.write('{"traceEvents": [')
+            self._file = OutputFile(path, folders=True, wait=False)
+            self._file.write(b'{"traceEvents": [')
         except OSError as error:
             self._give_up(error)
 
-    def _end(self, path: Path, file: TextIO) -> None:
+    def _end(self, file: OutputFile) -> None:
         self._ended = True
         try:
-            with file:
-                file.write("]}")
-            _partial(path).replace(path)
+            file.write(b"]}")
+            file.commit()
         except OSError as error:
             self._give_up(error)
 
     def _give_up(self, error: OSError) -> None:
         self._ended = True
+        written = self._path if self._file is None else self._file.leave()
         log.warning(
             "the trace %s ends here (%s); give trace_out a directory with space",
-            *(self._path, error.strerror),
+            *(written, error.strerror),
         )
 
 
-def _partial(path: Path) -> Path:
-    return path.with_name(f"{path.name}.partial")
+def _check(path: Path) -> None:
+    folder = path.expanduser().parent
+    if (reason := not_writable(path)) is not None and not os.path.isdir(folder):
+        reason = not_creatable(folder)
+    if reason is not None:
+        raise ConfigError(
+            f"{{trace_out}} {str(path)!r} cannot be written ({reason}); give a file in a writable "
+            "folder"
+        )
 
 
 def _described(request_id: str, done: Executed) -> dict[str, object]:

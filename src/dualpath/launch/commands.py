@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dualpath.core.addresses import http_url, tcp_endpoint
 from dualpath.core.cluster import Role, rank_name
 from dualpath.core.settings import arguments
 from dualpath.launch.devices import DevicePlan, has_gpu_build
@@ -21,6 +22,7 @@ from dualpath.vllm.engine_arguments import (
     SCHEDULER_CLASS,
     WORKER_CLASS,
     lora_arguments,
+    tls_arguments,
 )
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
@@ -88,6 +90,7 @@ def router_command(
         beta_tokens=settings.beta_tokens,
         event_log=settings.event_log,
         standby_lock=standby_lock,
+        allowed_hosts=settings.allowed_hosts,
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
@@ -140,8 +143,13 @@ def engine_command(
         "kv_connector": CONNECTOR,
         "kv_connector_module_path": CONNECTOR_MODULE,
         "kv_role": "kv_both",
-        "kv_connector_extra_config": _extra_config(
-            settings, role, unit, name, f"{host}:{port}", f"{router_host}:{control_port}"
+        "kv_connector_extra_config": engine_extra_config(
+            settings,
+            role,
+            unit,
+            name,
+            http_url(host, port),
+            tcp_endpoint(router_host, control_port),
         ),
     }
     cached_in_hbm = settings.decode_prefix_caching and role is Role.DECODE
@@ -190,7 +198,8 @@ def engine_command(
         command += [ONE_CACHE_GROUP, "--scheduler-cls", SCHEDULER_CLASS]
         if settings.effective_layer_buffers:
             command += ["--worker-cls", WORKER_CLASS]
-    return [*command, *settings.vllm_args]
+    # The router's certificate is for its clients; engines of this machine listen on loopback.
+    return [*command, *tls_arguments(settings.vllm_args).rest]
 
 
 class Commands(NamedTuple):
@@ -212,7 +221,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``RouterSettings`` set by ``router_command``, overriding a file."""
     keys = {"control_host", "control_port", "mode", "cluster_secret_file", "api_keys"}
     keys |= {"front_ends", "cluster_port"}
-    given = ("open_metrics", "alpha_tokens", "beta_tokens", "event_log")
+    given = ("allowed_hosts", "open_metrics", "alpha_tokens", "beta_tokens", "event_log")
     lock = {"standby_lock", "standby_lease"} if settings.standby else set()
     tier = set() if settings.dram_tier else {"dram_tier"}
     return frozenset(keys | lock | tier | {key for key in given if getattr(settings, key)})
@@ -221,7 +230,7 @@ def router_keys(settings: LocalClusterSettings) -> frozenset[str]:
 def engine_keys(settings: LocalClusterSettings) -> frozenset[str]:
     """Return keys of ``EngineSettings`` set by ``engine_command``, overriding a file."""
     roles = (Role.PREFILL, Role.DECODE)
-    keys = {key for role in roles for key in _extra_config(settings, role, "", "", "", "")}
+    keys = {key for role in roles for key in engine_extra_config(settings, role, "", "", "", "")}
     return frozenset(keys | {"cluster_secret_file"})
 
 
@@ -235,20 +244,20 @@ def rank_id(role: Role, index: int, rank: int, size: int) -> str:
     return rank_name(engine_id(role, index), rank, size)
 
 
-def _extra_config(
+def engine_extra_config(
     settings: LocalClusterSettings,
     role: Role,
     unit: str,
     name: str,
-    address: str,
-    control_address: str,
+    api_url: str,
+    router: str,
 ) -> dict[str, Any]:
     """Return a connector's settings; ``name`` is the rank's name, ``unit`` that of its group."""
     extra: dict[str, Any] = {
         "role": role.value,
         "engine_id": unit,
-        "router": f"tcp://{control_address}",
-        "api_url": f"http://{address}",
+        "router": router,
+        "api_url": api_url,
         "storage": settings.storage,
         "mode": settings.mode.value,
         "buffer_bytes": settings.buffer_bytes,

@@ -16,6 +16,7 @@ from pathlib import Path
 from dualpath.launch.commands import ENGINE_ENTRY, engine_environment
 from dualpath.launch.forked_engine import prepare_engine, run_entry
 from dualpath.launch.process import LocalProcess, die_with_parent
+from dualpath.node.private_folder import open_log
 
 VLLM_MODULES = (
     "vllm.entrypoints.launchers.api_server.entry",
@@ -50,6 +51,7 @@ class ForkedProcess(LocalProcess):
         The server imports the modules ``preload`` first, unless it is already running processes.
         """
         super().__init__(name, log)
+        os.close(open_log(log))  # Raises here what the new process could not report.
         self._process = _context(preload).Process(
             target=_main, args=(entry, list(command), str(log), dict(environment or {})), name=name
         )
@@ -106,7 +108,7 @@ def _main(entry: str, command: list[str], log: str, environment: dict[str, str])
     """Entry point of the new process; behaves like the command typed in a shell."""
     os.setsid()
     die_with_parent(signal.SIGTERM, os.getppid())
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+    descriptor = open_log(log)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]

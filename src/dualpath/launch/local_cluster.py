@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import shutil
+import ssl
 import tempfile
 import time
 from collections.abc import Callable, Mapping, MutableMapping
@@ -20,6 +21,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 
+from dualpath.core.addresses import http_url, seen_from_here
 from dualpath.core.cluster import Role, UnitShape
 from dualpath.core.errors import ConfigError, DualPathError, EngineLostError
 from dualpath.core.settings import variable
@@ -39,13 +41,17 @@ from dualpath.launch.executor import (
     router_units,
     too_few_devices,
 )
-from dualpath.launch.ports import LOOPBACK, claim_port
+from dualpath.launch.ports import claim_port
 from dualpath.launch.process import DRAIN_GUARD_S, POLL_S, ManagedProcess, Restarts, Supervisor
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.launch.start_checks import check_settings, check_storage
+from dualpath.launch.start_checks import check_start
+from dualpath.node.certificates import trusting_only
 from dualpath.node.cluster_secret import SECRET_VARIABLE, new_secret
+from dualpath.node.private_folder import log_folder
+from dualpath.node.secret_file import secret_variable
 from dualpath.router.api_keys import API_KEY_VARIABLE, ENGINE_KEY_VARIABLE, client_headers
-from dualpath.router.scheduler.role_calls import call_roles
+from dualpath.router.scheduler.role_calls import call_roles, open_connection
+from dualpath.vllm.engine_arguments import tls_arguments
 
 # ------------------------------------------------------------------------------------ cluster keys
 # Secrets of one cluster: the cluster secret, and the engines' API key.
@@ -72,7 +78,7 @@ class ClusterKeys:
         one_machine: bool = True,
     ) -> None:
         """Read or generate the keys; raises ``ConfigError`` for several machines without secret."""
-        secret = environment.get(SECRET_VARIABLE)
+        secret = secret_variable(SECRET_VARIABLE, environment)
         if not secret and not one_machine:
             raise ConfigError(
                 f"{SECRET_VARIABLE} is not set, and engines on other nodes need a cluster secret; "
@@ -102,23 +108,35 @@ class ClusterKeys:
 # HTTP client of a cluster's status, for its supervisor.
 
 
+#: Limit of one step of a call.
+_ANSWER_S = 5.0
+
+
 class ClusterStatus:
     """Queries the router at ``cluster_url`` with ``headers``; clients use ``endpoint``.
 
-    Both URLs are the same unless front ends are processes of their own.
+    Both URLs are the same unless front ends are processes of their own.  ``tls`` returns
+    what checks the certificate of the ones with ``https://``.
     """
 
-    def __init__(self, endpoint: str, cluster_url: str, headers: dict[str, str]) -> None:
+    def __init__(
+        self,
+        endpoint: str,
+        cluster_url: str,
+        headers: dict[str, str],
+        tls: Callable[[], ssl.SSLContext | None] = lambda: None,
+    ) -> None:
         self.endpoint = endpoint
         self.cluster_url = cluster_url
         self._headers = headers
+        self._tls = tls
 
     def read(self) -> dict[str, Any]:
         """Return the router's ``/dualpath/v1/status``.
 
         Raises ``EngineLostError`` if it answers with an error, ``OSError`` if it does not answer.
         """
-        code, body = _get(f"{self.cluster_url}/dualpath/v1/status", self._headers)
+        code, body = self._get(f"{self.cluster_url}/dualpath/v1/status", self._headers)
         if code != 200:
             raise EngineLostError(f"router at {self.cluster_url} answered {code}; see its log")
         return msgspec.json.decode(body, type=dict[str, Any])
@@ -127,34 +145,33 @@ class ClusterStatus:
         """Return the role of every live engine by name; empty if the router does not answer."""
         try:
             engines = self.read()["engines"]
-        except (OSError, EngineLostError, http.client.HTTPException):
+        except (OSError, DualPathError, http.client.HTTPException):
             return {}
         return {engine["engine_id"]: engine["role"] for engine in engines if engine["alive"]}
 
     def serves(self) -> bool:
         """Whether the endpoint serves clients."""
         try:
-            return _get(f"{self.endpoint}/health", {})[0] == 200
-        except (OSError, http.client.HTTPException):
+            return self._get(f"{self.endpoint}/health", {})[0] == 200
+        except (OSError, DualPathError, http.client.HTTPException):
             return False
 
     def roles(self) -> dict[str, Any] | None:
         """Return the router's ``/dualpath/v1/roles``, None if it does not answer."""
         try:
-            return call_roles(self.cluster_url, self._headers)
+            return call_roles(self.cluster_url, self._headers, tls=self._tls())
         except DualPathError:
             return None  # the router is lost or restarting; a role switch here continues
 
-
-def _get(url: str, headers: dict[str, str]) -> tuple[int, bytes]:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.netloc, timeout=5)
-    try:
-        connection.request("GET", parts.path, headers=headers)
-        response = connection.getresponse()
-        return response.status, response.read()
-    finally:
-        connection.close()
+    def _get(self, url: str, headers: dict[str, str]) -> tuple[int, bytes]:
+        parts = urlsplit(url)
+        connection = open_connection(parts, _ANSWER_S, self._tls())
+        try:
+            connection.request("GET", parts.path, headers=headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
 
 
 # --------------------------------------------------------------------------------------- executors
@@ -356,11 +373,10 @@ class LocalCluster:
     def launch(self) -> None:
         """Start everything without waiting; call ``wait_ready`` or ``stop`` next."""
         settings = self.settings
-        check_settings(settings)
+        check_start(settings)
         routers, engines = router_units(settings), tuple(engine_units(settings))
         try:
             self._executor.reserve((*routers, *engines))
-            check_storage(settings.storage)
             self._claim_addresses()
             self._progress(
                 f"starting router, {settings.prefill}P{settings.decode}D ({settings.mode})"
@@ -380,12 +396,26 @@ class LocalCluster:
         host = self.settings.host
         self._port = claim_port(host, self.settings.port)
         self.control_port = claim_port(self._executor.host)
-        reachable = LOOPBACK if host in ("0.0.0.0", "::") else host
+        reachable, tls = seen_from_here(host), tls_arguments(self.settings.vllm_args)
+        has_tls = bool(tls.certificate_file)
+
+        def context() -> ssl.SSLContext | None:
+            # Read for each call, because the certificate may be renewed.
+            own = (tls.certificate_file, tls.key_file)
+            return trusting_only(*own) if has_tls else None
+
+        context()  # Raises an error of the files before anything starts.
         self._cluster_port = claim_port(host) if self.settings.front_ends else 0
         self._status = ClusterStatus(
-            f"http://{reachable}:{self._port}",
-            f"http://{reachable}:{self._cluster_port or self._port}",
+            http_url(reachable, self._port, tls=has_tls),
+            # The scheduler of several front ends has a server of its own, without TLS.
+            http_url(
+                reachable,
+                self._cluster_port or self._port,
+                tls=has_tls and not self._cluster_port,
+            ),
             client_headers(self.settings.api_keys),
+            context,
         )
 
     def _start_router(self, unit: Unit) -> None:
@@ -498,9 +528,7 @@ class LocalCluster:
 
     def _log_dir(self) -> Path:
         if self.settings.log_dir:
-            path = Path(self.settings.log_dir)
-            path.mkdir(parents=True, exist_ok=True)
-            return path
+            return log_folder(self.settings.log_dir, "{log_dir}")
         if self._own_logs is None:
             self._own_logs = tempfile.mkdtemp(prefix="dualpath-logs-")
         return Path(self._own_logs)

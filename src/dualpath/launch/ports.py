@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from dualpath.core.errors import ConfigError
+from dualpath.node.sockets import resolved
 from dualpath.plan.traffic_class import PortRange
 
 LOOPBACK = "127.0.0.1"
@@ -61,12 +62,8 @@ def _first_of_connections() -> int:
 
 
 def _bound(host: str, port: int) -> int:
-    with socket.socket(family_of(host)) as probe:
+    family, address = resolved(host, listens=True)
+    with socket.socket(family) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        probe.bind((host, port))
+        probe.bind((address, port))
         return int(probe.getsockname()[1])
-
-
-def family_of(host: str) -> socket.AddressFamily:
-    """Return the socket family of an address."""
-    return socket.AF_INET6 if ":" in host else socket.AF_INET

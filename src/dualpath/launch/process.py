@@ -21,6 +21,7 @@ from typing import Protocol, Self, TypeVar
 
 from dualpath.core.errors import DeadlineError, EngineLostError
 from dualpath.node.host_process import ProcessStat, process_stat
+from dualpath.node.private_folder import open_log
 
 # --------------------------------------------------------------------------------- managed process
 # Interface of a supervised process, wherever it runs: log, signals, exit.
@@ -325,7 +326,7 @@ class SpawnedProcess(LocalProcess):
         ``log`` it inherits this process's output, and ``output`` returns nothing.
         """
         super().__init__(name, log or Path(os.devnull))
-        with self.log.open("ab") as file:
+        with open(os.devnull if log is None else open_log(log), "ab") as file:
             self._process = subprocess.Popen(
                 argv,
                 stdin=subprocess.PIPE if pipes else subprocess.DEVNULL,

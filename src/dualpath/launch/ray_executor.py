@@ -31,6 +31,7 @@ from ray.exceptions import ActorUnavailableError, GetTimeoutError, RayError, Ray
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from dualpath.core.addresses import host_and_port
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import PREFIX
 from dualpath.launch.commands import ENGINE_ENTRY, engine_environment
@@ -39,6 +40,7 @@ from dualpath.launch.executor import Executor, Launch, Launches, Unit
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import ManagedProcess, SpawnedProcess
 from dualpath.launch.settings import LocalClusterSettings
+from dualpath.node.private_folder import open_log
 
 # ----------------------------------------------------------------------------------------- bundles
 # Resources that a cluster requests from Ray: a bundle for each unit.
@@ -228,7 +230,7 @@ class RayProcess(ManagedProcess):
         self._exit_code = 0
         #: Bytes of its log that were copied.
         self.fetched_bytes = 0
-        log.touch()
+        os.close(open_log(log))
 
     @property
     def exit_code(self) -> int | None:
@@ -252,7 +254,7 @@ class RayProcess(ManagedProcess):
 
     def update(self, update: ProcessUpdate) -> None:
         """Append fetched output to the log; finish if the process has exited."""
-        with self.log.open("ab") as file:
+        with open(open_log(self.log), "ab") as file:
             file.write(update.log)
         self.fetched_bytes += len(update.log)
         if update.exit_code is not None:
@@ -261,7 +263,7 @@ class RayProcess(ManagedProcess):
     def finish(self, exit_code: int, last_line: str = "") -> None:
         """Mark as exited; ``last_line`` is appended to its log."""
         if last_line:
-            with self.log.open("a") as file:
+            with open(open_log(self.log), "a") as file:
                 file.write(f"{last_line}\n")
         self._exit_code = exit_code
         self._over.set()
@@ -543,10 +545,13 @@ def _check_reachable(address: str) -> None:
     """Raise ``OSError`` or ``ValueError`` immediately, where Ray would retry for minutes."""
     if address == _ANY_HERE:
         return
-    host, _, port = address.rpartition(":")
-    if "/" in address or not port.isdecimal():
-        raise ValueError("an address is HOST:PORT, as `ray start --head` prints it")
-    with socket.create_connection((host, int(port)), timeout=_REACH_S):
+    try:
+        place = host_and_port(address)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; an address is HOST:PORT, as `ray start --head` prints it"
+        ) from error
+    with socket.create_connection(place, timeout=_REACH_S):
         return
 
 

@@ -19,10 +19,12 @@ from typing import Self
 import msgspec
 from prometheus_client.multiprocess import mark_process_dead
 
+from dualpath.core.addresses import HostPort, http_url, seen_from_here, tcp_endpoint
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, arguments, declared, variable
-from dualpath.launch.ports import claim_port, family_of, free_port
+from dualpath.launch.ports import claim_port, free_port
 from dualpath.launch.process import DRAIN_GUARD_S, Restarts, SpawnedProcess, Supervisor, local
+from dualpath.node.sockets import resolved
 from dualpath.router.observe.metrics import SHARED_METRICS
 from dualpath.router.setting_owners import FRONT_ENDS_OWN, SCHEDULERS_OWN
 from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
@@ -31,8 +33,6 @@ SCHEDULER = "scheduler"
 #: Exit code of a command with invalid arguments or settings.
 EXIT_REFUSED = 2
 _POLL_S = 0.05
-#: Wildcard addresses, with the address at which this machine itself reaches their listeners.
-_ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}
 
 
 @contextmanager
@@ -42,19 +42,27 @@ def client_port(host: str, port: int) -> Iterator[int]:
     The socket is bound but does not listen, so that it receives no connections.  Raises
     ``ConfigError`` if the port is in use.
     """
-    with socket.socket(family_of(host)) as reserved:
+    try:
+        family, address = resolved(host, listens=True)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from error
+    with socket.socket(family) as reserved:
         try:
             # Check without SO_REUSEPORT first, which would share with other servers of this user.
             number = free_port(host, port)
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            reserved.bind((host, number))
+            reserved.bind((address, number))
         except OSError as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {error.strerror}; free it or choose another "
-                "with --host and --port"
-            ) from error
+            raise _cannot_listen(host, port, error) from error
         yield number
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"cannot listen on {HostPort(host, port)}: {error.strerror}; free it or choose another "
+        "with --host and --port"
+    )
 
 
 class ScaledRouter:
@@ -73,8 +81,8 @@ class ScaledRouter:
         adapters: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         settings = _with_ports(settings, host)
-        self.control_address = f"tcp://{settings.control_host}:{settings.control_port}"
-        self.cluster_url = f"http://{host}:{settings.cluster_port}"
+        self.control_address = tcp_endpoint(settings.control_host, settings.control_port)
+        self.cluster_url = http_url(seen_from_here(host), settings.cluster_port)
         #: Shared by front ends: each one answers scrapes for all, including previous processes.
         self._metrics = tempfile.TemporaryDirectory(prefix="dualpath-metrics-")
         self._environment = _environment(settings, os.environ)
@@ -150,9 +158,9 @@ def scheduler_command(
 
 
 def _link(settings: RouterSettings, index: int) -> LinkSettings:
-    host = _ANYWHERE.get(settings.control_host, settings.control_host)
+    assert settings.front_ends_port is not None, "chosen by _with_ports"
     return LinkSettings(
-        scheduler=f"tcp://{host}:{settings.front_ends_port}",
+        scheduler=tcp_endpoint(seen_from_here(settings.control_host), settings.front_ends_port),
         # A restarted process of this name replaces the previous one at the scheduler.
         front_end_name=f"{socket.gethostname()}-front-{index}",
         share_port=True,

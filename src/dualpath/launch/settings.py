@@ -29,6 +29,7 @@ from dualpath.engine.settings import (
     TenantQuota,
 )
 from dualpath.router.settings import (
+    AllowedHosts,
     AlphaTokens,
     ApiKeys,
     BetaTokens,
@@ -61,8 +62,9 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
 
     A node has one engine, or with ``prefill_dp`` or ``decode_dp`` above 1 a data-parallel group.
 
-    ``vllm_args`` are passed to the router's front end and to every engine.  ``config_file`` has
-    further settings of router and engines, in its sections ``router`` and ``engine``.
+    ``vllm_args`` are passed to the router's front end and, without the options of HTTPS, to every
+    engine.  ``config_file`` has further settings of router and engines, in its sections ``router``
+    and ``engine``.
     """
 
     model: Model
@@ -73,7 +75,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     host: Host = "127.0.0.1"
     port: Port = 8000
     control_host: Annotated[
-        str, Setting("address of this machine where engines register", flag=False)
+        str, Setting("address of this machine where engines register", flag=False, host=True)
     ] = "127.0.0.1"
     dtype: Dtype = "auto"
     max_model_len: MaxModelLen = None
@@ -143,6 +145,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
         ""
     )
     api_keys: ApiKeys = ()
+    allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     front_ends: FrontEnds = 0
     standby: Annotated[
@@ -171,7 +174,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     def check(self) -> None:
         """Raise ``ConfigError`` for invalid settings before anything starts."""
         super().check()
-        if "--api-key" in self.vllm_args:
+        if any(word.partition("=")[0] == "--api-key" for word in self.vllm_args):
             raise ConfigError(
                 "--api-key is among {vllm_args}, which are also passed to engines, and engines "
                 "have their own key; give it to `dualpath serve` itself as {api_keys}, before "

@@ -4,6 +4,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from dualpath.node.private_folder import private_folder
+
 
 def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the directory, which may not exist yet.
@@ -15,3 +17,12 @@ def cache_directory(environment: Mapping[str, str] = os.environ) -> Path:
     if environment.get("XDG_CACHE_HOME"):
         return Path(environment["XDG_CACHE_HOME"]).absolute() / "dualpath"
     return Path.home() / ".cache" / "dualpath"
+
+
+def private_cache_directory() -> Path:
+    """Return the directory, created and readable by this user only.
+
+    Raises ``ConfigError`` if others may change it: they would choose the digests of weights, from
+    which the names of stored KV are derived, and the models that are loaded.
+    """
+    return Path(private_folder(cache_directory(), "the cache (DUALPATH_CACHE)"))

@@ -12,11 +12,11 @@ import os
 import secrets
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import zmq
 from zmq.utils import z85
 
+from dualpath.core.addresses import tcp_address
 from dualpath.core.errors import ConfigError
 from dualpath.node.secret_file import read_secret
 
@@ -26,7 +26,7 @@ MIN_SECRET_CHARACTERS = 32
 
 _REMEDY = (
     f"create a secret with `openssl rand -hex 32`; give the same one to router and engines in a "
-    f"file (cluster_secret_file) or in {SECRET_VARIABLE}"
+    f"file ({{cluster_secret_file}}) or in {SECRET_VARIABLE}"
 )
 
 
@@ -91,15 +91,17 @@ def check_control_host(host: str, secret: ClusterSecret | None) -> None:
     if secret is None and not is_loopback(host):
         raise ConfigError(
             f"control address {host!r} is reachable from other machines, and there is no cluster "
-            f"secret: anyone who reaches it could pose as an engine; use 127.0.0.1, or {_REMEDY}"
+            "secret: anyone who reaches it could pose as an engine; use 127.0.0.1 or ::1, or "
+            f"{_REMEDY}"
         )
 
 
 def check_control_url(url: str, secret: ClusterSecret | None) -> None:
     """As ``check_control_host`` for the address that an engine connects to."""
-    parts = urlsplit(url)
-    if parts.scheme == "tcp":
-        check_control_host(parts.hostname or "", secret)
+    try:
+        check_control_host(tcp_address(url).host, secret)
+    except ValueError as error:
+        raise ConfigError(f"control address {url!r}: {error}") from error
 
 
 def is_loopback(host: str) -> bool:

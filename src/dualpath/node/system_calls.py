@@ -130,6 +130,25 @@ def read_content(path: str, max_bytes: int | None = None, calls: SystemCalls = K
         calls.close(descriptor)
 
 
+def foreign_link(root: str, path: str) -> str | None:
+    """Return the first folder between ``root`` and a file below it that is another user's link.
+
+    Who may write to a storage could lead a process out of it with such a link.  Links of this
+    user and of root are an operator's choice.  Paths that do not exist have none, so that those of
+    a simulated disk pass.
+    """
+    folder = root.rstrip("/")
+    for name in path[len(folder) :].split("/")[1:-1]:
+        folder = f"{folder}/{name}"
+        try:
+            found = os.lstat(folder)
+        except OSError:
+            return None
+        if stat.S_ISLNK(found.st_mode) and found.st_uid not in (0, os.geteuid()):
+            return folder
+    return None
+
+
 def create_file(
     path: str, buffers: Sequence[memoryview], calls: SystemCalls = KERNEL, *, sync: bool = False
 ) -> None:

@@ -10,8 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import FREE_HBM
-from dualpath.policy.load import EngineAccount, Ledger
+from dualpath.policy.accounts import FREE_HBM, EngineAccount, Ledger
 from dualpath.policy.placement import LiveRequest, WaitQueues
 
 

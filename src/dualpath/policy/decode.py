@@ -24,9 +24,18 @@ from itertools import islice
 import numpy as np
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import FREE_HBM, SEQ, TOK, Column, IntArray, Table
+from dualpath.policy.accounts import (
+    FREE_HBM,
+    SEQ,
+    TOK,
+    Column,
+    GroupState,
+    IntArray,
+    Ledger,
+    Table,
+    Taking,
+)
 from dualpath.policy.events import DE_HIGH_TOKEN, DE_KEPT, DE_LOW_TOKEN, DE_REASONS
-from dualpath.policy.load import GroupState, Ledger, Taking
 from dualpath.policy.placement import (
     DECODE_WORTH,
     LiveRequest,

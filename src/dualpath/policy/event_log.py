@@ -20,7 +20,7 @@ from dualpath.policy.events import NO_EFFECTS, Assignment, Effects, Event, Fetch
 from dualpath.policy.scheduler import RequestScheduler
 
 #: Raised when logs written before can no longer be read.
-FORMAT = 3
+FORMAT = 4
 #: No count, sum or threshold of the scheduler exceeds it (``policy.events.UNLIMITED_TOKENS``).
 LARGEST_NUMBER = 1 << 60
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import HitRun
@@ -24,22 +25,9 @@ TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYP
 UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
-#: round robin; either: the blocks that the engine caches (``policy.placement``).  And why its hits
-#: are read where they are (``policy.read_side``): ``kept`` if nothing is read, ``recompute`` if a
-#: part of them is recomputed.
+#: round robin; either: the blocks that the engine caches (``policy.placement``).
 PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept")
 DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
-READ_REASONS = (
-    "no-hit",
-    "oracle",
-    "pe-only",
-    "round-robin",
-    "shorter-queue",
-    "tie",
-    "split",
-    "kept",
-    "recompute",
-)
 
 #: Their places, as kernels return them.
 PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT = range(len(PE_REASONS))
@@ -88,10 +76,9 @@ class EngineSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Charge(NamedTuple):
-    """What an assignment is at one of its engines: its number there, what it counts for, reads."""
+    """What an assignment counts for at one of its engines, and what the engine's node reads."""
 
     engine_id: str
-    assign_seq: int
     tokens: int
     read_tokens: int
 
@@ -103,7 +90,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the hit blocks exactly, but for the last ``recompute_tokens``, which are recomputed: what the DE
     caches in DRAM, what the PE caches behind it, and what is read, at the PE, at the DE,
     or at both.
-    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS``.
+    Reasons are of ``PE_REASONS``, ``DE_REASONS`` and ``policy.read_side.READ_REASONS``.
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is
@@ -113,8 +100,6 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_id: str
     prefill_engine: str
     decode_engine: str
-    prefill_assign_seq: int
-    decode_assign_seq: int
     reads: tuple[HitRun, ...]
     pe_reason: str
     de_reason: str
@@ -128,14 +113,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at(self, side: Role) -> Charge:
         """Return what it is at its engine of a role."""
         if side is Role.PREFILL:
-            return Charge(
-                *(self.prefill_engine, self.prefill_assign_seq),
-                *(self.prefill_tokens, self.prefill_read_tokens),
-            )
-        return Charge(
-            *(self.decode_engine, self.decode_assign_seq),
-            *(self.decode_tokens, self.decode_read_tokens),
-        )
+            return Charge(self.prefill_engine, self.prefill_tokens, self.prefill_read_tokens)
+        return Charge(self.decode_engine, self.decode_tokens, self.decode_read_tokens)
 
     def cached_end(self, side: Role) -> int:
         """Return the end of the blocks that a side has in DRAM, 0 for none."""
@@ -201,23 +180,21 @@ class EngineResumed(SchedulerEvent, frozen=True, tag="engine_resumed"):
     engine_id: str
 
 
-class EngineReport(SchedulerEvent, frozen=True, tag="report"):
+class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"):
     """Load that an engine reports when it fetches (§6.1).
 
-    Everything up to and including assignment ``assign_seq`` is counted in; the ledger adds what
-    was assigned since.  ``read_queue_tokens`` is this engine's own part of its node's reading
-    queue; the ledger adds up the engines of a node, which share a storage NIC.
-    A report older than the last one is dropped.  Refused with ``EngineLostError`` if the engine has
-    not joined, with ``IncompatibleError`` if the report cannot be true.
+    ``uncounted`` are the requests that were assigned to the engine, have not ended there and are
+    not in ``load`` yet; the ledger adds them.  All others are counted in from now on.
+    ``load.read_queue_tokens`` is this engine's own part of its node's reading queue; the ledger
+    adds up the engines of a node, which share a storage NIC.
+    If ``uncounted`` names a request that an earlier report has counted in, this report is late and
+    is dropped; unknown requests in ``uncounted`` are ignored.  Refused with ``EngineLostError`` if
+    the engine has not joined, with ``IncompatibleError`` for a negative load.
     """
 
     engine_id: str
-    assign_seq: int
-    unfinished_requests: int
-    unfinished_tokens: int
-    read_queue_tokens: int
-    free_hbm_tokens: int
-    free_buffer_tokens: int
+    load: Load
+    uncounted: tuple[str, ...] = ()
 
 
 class Submitted(SchedulerEvent, frozen=True, tag="submit"):

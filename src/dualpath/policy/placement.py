@@ -26,8 +26,8 @@ from typing import Protocol
 
 from dualpath.core.cluster import Role
 from dualpath.core.request import Request
+from dualpath.policy.accounts import Taking
 from dualpath.policy.events import ALPHA_S, BETA_S, UNLIMITED_TOKENS, Assignment
-from dualpath.policy.load import Taking
 
 #: Most tokens computed in the time of reading one; a threshold that gives more is no measurement.
 LARGEST_WORTH = 1e6

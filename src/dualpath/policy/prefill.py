@@ -21,9 +21,8 @@ from itertools import islice
 import numpy as np
 
 from dualpath.core.cluster import Role
-from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Table
+from dualpath.policy.accounts import NODE, TOK, Column, IntArray, Ledger, Table
 from dualpath.policy.events import PE_KEPT, PE_LONG_QUEUE, PE_REASONS, PE_SHORT_QUEUE
-from dualpath.policy.load import Ledger
 from dualpath.policy.placement import LiveRequest, cached_table, prefill_worth, weighed_tokens
 
 #: Waiting requests given to the first kernel call of a fetch; while all of them are placed, the

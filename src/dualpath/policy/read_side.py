@@ -29,9 +29,10 @@ recomputed tokens attend to all tokens before them.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
-A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens``, and
-its reason in ``policy.events``: the live scheduler and both cores of the simulator call
-``read_tokens``, the compiled one as it stands.
+A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
+its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
+one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
+``TrafficManager.report`` fills in, and a column of ``policy.accounts``.
 """
 
 from collections.abc import Mapping
@@ -42,16 +43,14 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE
+from dualpath.policy.accounts import COMPUTING, NODE, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
     BETA_S,
-    READ_REASONS,
     UNLIMITED_TOKENS,
     SchedulerSettings,
 )
-from dualpath.policy.load import Ledger
 
 #: The rules, and the one of each mode.
 NO_READS, PE_READS, SIDES_IN_TURN, SHORTER_QUEUE, BOTH_SIDES = range(5)
@@ -64,7 +63,20 @@ RULES = {
     Mode.ORACLE: NO_READS,
 }
 
-#: The places of ``READ_REASONS``, as kernels return them.
+#: Why hits are read where they are: ``kept`` if nothing is read, ``recompute`` if a part of them is
+#: recomputed.
+READ_REASONS = (
+    "no-hit",
+    "oracle",
+    "pe-only",
+    "round-robin",
+    "shorter-queue",
+    "tie",
+    "split",
+    "kept",
+    "recompute",
+)
+#: Their places, as kernels return them.
 NO_HIT, ORACLE, PE_ONLY, IN_TURN, BY_QUEUE, BY_TIE, SPLIT, KEPT, RECOMPUTE = range(
     len(READ_REASONS)
 )

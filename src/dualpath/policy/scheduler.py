@@ -5,20 +5,19 @@ reads are planned and the assignment is dispatched.  Engines fetch by group.
 
 The driver (router or simulator) has to
 
-- send an engine its assignments at once and in the order of ``assign_seq``, and apply reports that
-  echo the last one sent;
-- let ``EngineReport.read_queue_tokens`` include reads that the engine was assigned but not sent
-  yet (they wait for buffer space), because its assignment counts as reported from then on;
+- name in ``EngineReport.uncounted`` the requests that the engine was assigned and does not count;
+- let ``EngineReport.load`` include the reads of counted requests that the engine was not sent yet
+  (they wait for buffer space);
 - apply ``SlotsGranted`` when a DE has granted a request's slots, and only then notify its PE of a
   request if engines were believed to cache a part of its hit;
 - after ``EngineLost`` submit the lost requests again, or fail them.
 
-*Order.*  First come, first served by ``Submitted``, in both queues; ``arrival_seq`` is a label.  A
-request submitted again after a loss is queued at the end.  This leaves the two queues free of
-deadlock: whenever a request holds a PE and waits for HBM at a DE, everything that holds that
-HBM is older and so has a PE as well, and finishes.  So that it stays true, requests that hold only
-a DE release it and are queued again, in order, when engines come or go; when an engine is paused,
-those that hold only a PE do so as well.
+*Order.*  First come, first served by ``Submitted``, in both queues.  A request submitted again
+after a loss is queued at the end.  This keeps the two queues free of deadlock: whenever a request
+holds a PE and waits for HBM at a DE, everything that holds that HBM is older and so has a PE as
+well, and finishes.  So that it stays true, requests that hold only a DE release it and are queued
+again, in order, when engines come or go; when an engine is paused, those that hold only a PE do so
+as well.
 
 *Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most
@@ -39,7 +38,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import decode_tokens
+from dualpath.policy.accounts import EngineLoad, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
@@ -63,7 +62,6 @@ from dualpath.policy.events import (
     SlotsGranted,
     Submitted,
 )
-from dualpath.policy.load import EngineLoad, Ledger
 from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import HitSource, HitSources, more_weight, weight_tokens
@@ -224,13 +222,13 @@ class RequestScheduler:
         return Effects(tuple(assigned)) if assigned else NO_EFFECTS
 
     def _assign(self, live: LiveRequest) -> Assignment:
-        """Number a request at both of its engines and plan its reads."""
+        """Charge a request to both of its engines and plan its reads."""
         assert live.assignment is None, f"{live.request_id} is assigned already"
         prefill_engine, decode_engine = live.engines[Role.PREFILL], live.engines[Role.DECODE]
         source = self._sources.plan(live.request.hit_tokens, live.cached_tokens, live.engines)
         weight = weight_tokens(source.recompute_tokens, self._settings.computed_weight)
-        prefill_seq = self._ledger.assign(prefill_engine, live.request_id, weight)
-        decode_seq = self._ledger.assign(decode_engine, live.request_id)
+        self._ledger.assign(prefill_engine, live.request_id, weight)
+        self._ledger.assign(decode_engine, live.request_id)
         reads = self._read_tokens(live, source)
         live.reading = tuple(live.engines[side] for side, tokens in reads.items() if tokens)
         for side, tokens in reads.items():
@@ -240,8 +238,6 @@ class RequestScheduler:
             request_id=live.request_id,
             prefill_engine=prefill_engine,
             decode_engine=decode_engine,
-            prefill_assign_seq=prefill_seq,
-            decode_assign_seq=decode_seq,
             reads=source.runs,
             pe_reason=live.reasons[Role.PREFILL],
             de_reason=live.reasons[Role.DECODE],
@@ -321,7 +317,7 @@ class RequestScheduler:
         live.computing_tokens = tokens
 
     def _end_reads(self, live: LiveRequest) -> None:
-        """Release the reads that no report has counted in yet."""
+        """Release the reads that are uncounted."""
         for engine_id in live.reading:
             self._ledger.release_read(engine_id, live.request_id)
         live.reading = ()

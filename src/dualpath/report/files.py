@@ -1,13 +1,13 @@
 """Writes reports and data as files: Markdown, JSON, PNG, HTML; deterministic for equal content."""
 
 import importlib.util
-import os
 from pathlib import Path
 
 import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
+from dualpath.node.output_files import not_writable, write_whole
 from dualpath.report import markdown
 from dualpath.report.model import Report
 
@@ -32,9 +32,10 @@ def require_writable(flag: str, path: str | None) -> None:
     """
     if path is None:
         return
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir() or not (folder.is_dir() and os.access(folder, os.W_OK)):
-        raise ConfigError(f"{flag} {path}: cannot be written; give a file in a writable folder")
+    if (reason := not_writable(path)) is not None:
+        raise ConfigError(
+            f"{flag} {path}: cannot be written ({reason}); give a file in a writable folder"
+        )
 
 
 def write_report(report: Report, data: bytes, folder: Path, *, html: bool = False) -> list[Path]:
@@ -75,11 +76,11 @@ def drawn(report: Report) -> dict[str, bytes]:
 def write_file(path: str | Path, content: bytes, *, folders: bool = False) -> None:
     """Write a file, with ``folders`` also its parents; raises ``ConfigError`` if that fails."""
     try:
-        if folders:
-            Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_bytes(content)
+        write_whole(path, content, folders=folders)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be written ({error}); give a writable path") from None
+        raise ConfigError(
+            f"{path}: cannot be written ({error.strerror}); give a writable path"
+        ) from None
 
 
 def as_json(content: object, digits: int | None = None) -> bytes:

@@ -1,5 +1,6 @@
 """Reports on terminals: tables, notes and warnings, without prose and plots."""
 
+import errno
 import sys
 
 import rich.table
@@ -12,9 +13,15 @@ from dualpath.report.model import Block, Notes, Report, Table
 _PLAIN_WIDTH = 160
 
 
+class _Terminal(Console):
+    def on_broken_pipe(self) -> None:
+        """Let the command end as it does for every output (``cli.main``)."""
+        raise BrokenPipeError(errno.EPIPE, "standard output has no reader")
+
+
 def terminal() -> Console:
     """Return a console on standard output."""
-    return Console(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    return _Terminal(width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
 
 
 def print_report(report: Report, console: Console | None = None) -> None:

@@ -5,6 +5,9 @@ So a path that a new version of vLLM adds is closed until somebody opens it.  vL
 ``AuthenticationMiddleware`` knows prefixes only and leaves ``/invocations``, ``/tokenize`` and
 others open; it stays behind ours.
 
+A server without keys refuses what a web page of another site may have sent
+(``router.foreign_pages``).  A key that is given but empty is an error: it would open the server.
+
 Open are the probes of load balancers, and the page of the dashboard, which is the same for every
 router and fetches its data with the key.  A router's ``/metrics`` is open by choice
 (``--open-metrics``).  An engine's always is: a client with the engines' key could forge transfers,
@@ -14,11 +17,17 @@ and a scraper shall not hold it.
 import hmac
 import logging
 import os
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from http import HTTPStatus
 
+import msgspec
+
+from dualpath.core.errors import ConfigError
 from dualpath.node.cluster_secret import is_loopback
+from dualpath.node.secret_file import secret_variable
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
+from dualpath.router.foreign_pages import AllowedHosts, Header, Refused
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +38,29 @@ ENGINE_KEY_VARIABLE = "DUALPATH_ENGINE_API_KEY"
 #: What every server answers without a key.
 OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
 METRICS_PATH = "/metrics"
+#: What a router answers by whatever name it is called, as vLLM does: clients and Prometheus use
+#: names of all kinds.  A page whose name resolves to the router can only have tokens generated.
+ROUTER_BY_ANY_NAME = frozenset(
+    {
+        METRICS_PATH,
+        *("/v1/models", "/v1/completions", "/v1/chat/completions", "/v1/responses"),
+        *("/v1/messages", "/tokenize", "/detokenize", "/version"),
+    }
+)
 #: What an engine's server answers beyond it.
 ENGINE_OPEN_PATHS = frozenset({METRICS_PATH})
 
+_OWN_HOSTS = AllowedHosts()
 #: In vLLM's words.
 UNAUTHORIZED = b'{"error":"Unauthorized"}'
 
 
 class ApiKeys:
-    """The keys a server accepts; without any it is open to everybody.
+    """The keys a server accepts; without any it is open to everybody but pages of other sites.
 
-    ``also_open`` are paths beyond ``OPEN_PATHS`` that need no key.
+    ``also_open`` are paths beyond ``OPEN_PATHS`` that need no key.  ``hosts`` are those by which
+    the server may be called without a key, except for paths in ``by_any_name``.  Raises
+    ``ConfigError`` for an empty key.
     """
 
     def __init__(
@@ -47,11 +68,17 @@ class ApiKeys:
         keys: Sequence[str] = (),
         environment: Mapping[str, str] = os.environ,
         also_open: Collection[str] = (),
+        hosts: AllowedHosts = _OWN_HOSTS,
+        by_any_name: Collection[str] = (),
     ) -> None:
         """Take the command line's keys, or else the environment's one."""
-        chosen = [*keys] or [environment.get(API_KEY_VARIABLE, "")]
+        if any(not key.strip() for key in keys):
+            raise ConfigError("{api_keys} has an empty key; give every key a value or leave it out")
+        chosen = [*keys] or [secret_variable(API_KEY_VARIABLE, environment) or ""]
         self._keys = [key.encode() for key in chosen if key]
         self._open = OPEN_PATHS.union(also_open)
+        self._hosts = hosts
+        self._by_any_name = frozenset(by_any_name)
 
     @property
     def asked_for(self) -> bool:
@@ -73,26 +100,56 @@ class ApiKeys:
         fits = [hmac.compare_digest(_bytes(shown), key) for key in self._keys]
         return any(fits)
 
+    def foreign(self, method: str, path: str, header: Header) -> Refused | None:
+        """Return why a request may be one that a page of another site sent, None if it is not."""
+        if self._keys or path in self._open:
+            return None
+        return self._hosts.refusal(method, header, any_host=path in self._by_any_name)
+
     def admit_call(self, scope: Message) -> bool:
         """Whether an ASGI call, of HTTP or a web socket, may be served."""
-        shown = [value for name, value in scope["headers"] if name == b"authorization"]
-        # Header bytes that are no UTF-8 become lone surrogates, as aiohttp has them.
-        authorization = shown[0].decode("utf-8", "surrogateescape") if shown else None
+        authorization = next(iter(call_header(scope)("authorization")), None)
         return self.admit(scope.get("method", "GET"), own_path(scope), authorization)
 
+    def foreign_call(self, scope: Message) -> Refused | None:
+        """As ``foreign`` for an ASGI call."""
+        return self.foreign(scope.get("method", "GET"), own_path(scope), call_header(scope))
 
-def router_keys(keys: Sequence[str], *, open_metrics: bool) -> ApiKeys:
+
+def call_header(scope: Message) -> Header:
+    """Return the headers of an ASGI call."""
+
+    def header(name: str) -> list[str]:
+        # Header bytes that are no UTF-8 become lone surrogates, as aiohttp has them.
+        return [
+            value.decode("utf-8", "surrogateescape")
+            for key, value in scope["headers"]
+            if key.lower() == name.encode()
+        ]
+
+    return header
+
+
+def server_hosts(allowed: Collection[str], *own: str) -> AllowedHosts:
+    """Return the hosts of a server: this machine's name, its ``own`` ones and allowed ones."""
+    return AllowedHosts(allowed, own=(socket.gethostname(), *own))
+
+
+def router_keys(
+    keys: Sequence[str], *, open_metrics: bool, hosts: AllowedHosts = _OWN_HOSTS
+) -> ApiKeys:
     """Return the keys of a router's server, and what it answers without one."""
-    return ApiKeys(keys, also_open={METRICS_PATH} if open_metrics else ())
+    also_open = {METRICS_PATH} if open_metrics else ()
+    return ApiKeys(keys, also_open=also_open, hosts=hosts, by_any_name=ROUTER_BY_ANY_NAME)
 
 
-def engine_keys(keys: Sequence[str] = ()) -> ApiKeys:
+def engine_keys(keys: Sequence[str] = (), hosts: AllowedHosts = _OWN_HOSTS) -> ApiKeys:
     """Return the keys of an engine's server, and what it answers without one."""
-    return ApiKeys(keys, also_open=ENGINE_OPEN_PATHS)
+    return ApiKeys(keys, also_open=ENGINE_OPEN_PATHS, hosts=hosts)
 
 
 class ApiKeyGuard:
-    """ASGI middleware: 401 for a request without a key, before its body is read.
+    """ASGI middleware: refuses requests without a key, or of foreign pages, before their body.
 
     Without ``keys`` they are ``scope["app"].state.dualpath_api_keys``: vLLM makes middleware of an
     application and nothing else.
@@ -104,24 +161,32 @@ class ApiKeyGuard:
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Pass the call on, or refuse it."""
-        if scope["type"] not in ("http", "websocket") or self._admits(scope):
+        if scope["type"] not in ("http", "websocket"):
             await self._app(scope, receive, send)
-        elif scope["type"] == "websocket":
-            await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
-        else:
-            headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-            await send(
-                {
-                    "type": "http.response.start",
-                    "status": HTTPStatus.UNAUTHORIZED,
-                    "headers": [*headers, (b"content-length", b"%d" % len(UNAUTHORIZED))],
-                }
-            )
-            await send({"type": "http.response.body", "body": UNAUTHORIZED})
-
-    def _admits(self, scope: Message) -> bool:
+            return
         keys: ApiKeys = self._keys or scope["app"].state.dualpath_api_keys
-        return keys.admit_call(scope)
+        if not keys.admit_call(scope):
+            await _refuse(scope, send, HTTPStatus.UNAUTHORIZED, UNAUTHORIZED)
+        elif (foreign := keys.foreign_call(scope)) is not None:
+            await _refuse(scope, send, foreign.status, foreign_body(foreign))
+        else:
+            await self._app(scope, receive, send)
+
+
+def foreign_body(foreign: Refused) -> bytes:
+    """Return the body of the answer to a request of a foreign page, in OpenAI's form."""
+    error = {"message": foreign.reason, "type": "invalid_request_error", "code": foreign.status}
+    return msgspec.json.encode({"error": error})
+
+
+async def _refuse(scope: Message, send: Send, status: int, body: bytes) -> None:
+    if scope["type"] == "websocket":
+        await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
+        return
+    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
+    headers.append((b"content-length", b"%d" % len(body)))
+    await send({"type": "http.response.start", "status": int(status), "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def warn_if_open(host: str, keys: ApiKeys) -> None:
@@ -134,15 +199,18 @@ def warn_if_open(host: str, keys: ApiKeys) -> None:
 
 
 def engine_headers(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return the headers of the router's calls to engines that require a key."""
-    return bearer(environment.get(ENGINE_KEY_VARIABLE))
+    """Return the headers of the router's calls to engines that require a key.
+
+    Raises ``ConfigError`` if the variable is set and empty.
+    """
+    return bearer(secret_variable(ENGINE_KEY_VARIABLE, environment))
 
 
 def client_headers(
     keys: Sequence[str] = (), environment: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
     """Return what a client of ours shows to a router: the first key, or the environment's."""
-    return bearer(keys[0] if keys else environment.get(API_KEY_VARIABLE))
+    return bearer(keys[0] if keys else secret_variable(API_KEY_VARIABLE, environment))
 
 
 def bearer(key: str | None) -> dict[str, str]:

@@ -4,7 +4,9 @@ Web servers bound requests.  A connection that sends no request, or half a head,
 memory all the same, and uvicorn never closes it.  A ``GuardedConnection`` is between the
 transport and the protocol of whichever server it is:
 
-- a connection beyond ``most`` is answered with 429 and closed;
+- a connection beyond ``most`` takes the place of one without a whole request for ``CROWDED_S``, so
+  that half heads and half bodies do not keep others out; without such a one it is answered with 429
+  and closed;
 - one that begins no request for ``quiet_s``, since it was made or since its last answer, is closed;
 - between two requests at most ``LARGEST_HEAD_BYTES`` arrive: the head of the next, and the
   rest of an unread body.  This needs a protocol that knows of a request as soon as its head
@@ -14,7 +16,7 @@ transport and the protocol of whichever server it is:
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import msgspec
 
@@ -23,13 +25,21 @@ from dualpath.router.token_api.statuses import TOO_MANY
 #: Servers allow heads of 8 to 64 KiB; the rest is for bodies that come after their refusal.
 LARGEST_HEAD_BYTES = 256 << 10
 _HEAD_TOO_LARGE = 431
+#: Of a full server, a connection without a request for this long may be closed for another one.
+CROWDED_S = 1.0
+#: Share of the connections that are closed at once, as looking for them takes time.
+_CLOSED_AT_ONCE = 1 / 16
 
 
 class Progress(NamedTuple):
-    """State of a connection's protocol: its latest request, and whether that is being served."""
+    """State of a connection's protocol: its latest request, and whether that is being served.
+
+    ``arriving``: the request's body is not whole yet.
+    """
 
     latest: object
     under_way: bool
+    arriving: bool = False
 
 
 class ConnectionLimits(msgspec.Struct, frozen=True):
@@ -52,10 +62,11 @@ class Connections:
     def __init__(self, limits: ConnectionLimits, refusals: Answered | None = None) -> None:
         self._limits = limits
         self._refusals = refusals
-        self._open: set[GuardedConnection] = set()
+        self._open: dict[GuardedConnection, None] = {}  # the oldest first
         self._timer: asyncio.TimerHandle | None = None
         self._empty = asyncio.Event()
         self._empty.set()
+        self._crowded_until_s = float("-inf")
 
     def __len__(self) -> int:
         """Return how many are open."""
@@ -75,18 +86,32 @@ class Connections:
 
     def admit(self, connection: "GuardedConnection") -> bool:
         """Count a connection; False if there are too many."""
-        if len(self._open) >= self._limits.most:
+        if len(self._open) >= self._limits.most and not self._made_room():
             return False
-        self._open.add(connection)
+        self._open[connection] = None
         self._empty.clear()
         self._watch()
         return True
 
     def remove(self, connection: "GuardedConnection") -> None:
         """A connection is closed."""
-        self._open.discard(connection)
+        self._open.pop(connection, None)
         if not self._open:
             self._empty.set()
+
+    def _made_room(self) -> bool:
+        """Close connections without a request, first those that never had one; False if none."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._crowded_until_s:
+            return False
+        quiet = [one for one in self._open if one.waits_since_s(now_s) <= now_s - CROWDED_S]
+        quiet.sort(key=lambda one: (one.has_asked, one.waits_since_s(now_s)))
+        for one in quiet[: max(int(self._limits.most * _CLOSED_AT_ONCE), 1)]:
+            one.abort()
+            self.remove(one)
+        if not quiet:
+            self._crowded_until_s = now_s + CROWDED_S  # Others are refused without looking again.
+        return bool(quiet)
 
     async def emptied(self, within_s: float) -> None:
         """Return when no connection is open, after ``within_s`` at the latest."""
@@ -125,6 +150,24 @@ class Connections:
             self._timer = loop.call_later(self._limits.quiet_s / 4, self.sweep)
 
 
+def uvicorn_protocol(
+    connections: Connections, make: Callable[..., asyncio.Protocol]
+) -> Callable[..., asyncio.Protocol]:
+    """Return the factory for uvicorn's connections: its own protocol, ``make``, with limits."""
+
+    def protocol(**given: Any) -> asyncio.Protocol:  # noqa: ANN401 - uvicorn's own
+        return connections.guarded(lambda: make(**given), uvicorn_progress)
+
+    return protocol
+
+
+def uvicorn_progress(protocol: asyncio.Protocol) -> Progress:
+    """Return the current request of a uvicorn connection (None before the first) and its state."""
+    cycle = protocol.cycle  # type: ignore[attr-defined]
+    under_way = cycle is not None and not cycle.response_complete
+    return Progress(cycle, under_way, under_way and cycle.more_body)
+
+
 class GuardedConnection(asyncio.Protocol):
     """One connection; everything else is the server's own protocol's, ``inner``."""
 
@@ -138,20 +181,23 @@ class GuardedConnection(asyncio.Protocol):
         self._make = make
         self._progress = progress or self._told
         self._requests = Progress(None, under_way=False)
+        self._is_arriving: Callable[[], bool] = bool
         self.inner: asyncio.Protocol | None = None
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """In the block a request is under way."""
+    def request(self, is_arriving: Callable[[], bool] = bool) -> Iterator[None]:
+        """In the block a request is under way; ``is_arriving``: whether its body is incomplete."""
         number = object()
-        self._requests = Progress(number, under_way=True)
+        self._requests, self._is_arriving = Progress(number, under_way=True), is_arriving
+        self._moved()
         try:
             yield
         finally:
-            self._requests = Progress(number, under_way=False)
+            self._requests, self._is_arriving = Progress(number, under_way=False), bool
+            self._moved()
 
     def _told(self, inner: asyncio.Protocol) -> Progress:
-        return self._requests
+        return self._requests._replace(arriving=self._is_arriving())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Hand the connection on, or refuse it."""
@@ -160,7 +206,7 @@ class GuardedConnection(asyncio.Protocol):
             self._transport.write(self._owner.refusal(TOO_MANY))
             self._transport.close()
             return
-        self._quiet_since_s = asyncio.get_running_loop().time()
+        self._quiet_since_s = self._moved_s = asyncio.get_running_loop().time()
         self._arrived_bytes = 0
         self.inner = self._make()
         self.inner.connection_made(transport)
@@ -201,10 +247,28 @@ class GuardedConnection(asyncio.Protocol):
 
     def close_if_quiet(self, since_s: float, now_s: float) -> None:
         """Close the connection if no request has begun, or been answered, after ``since_s``."""
+        if self.quiet_since_s(now_s) <= since_s:
+            self.abort()
+
+    @property
+    def has_asked(self) -> bool:
+        """Whether there was a request."""
+        return self._seen.latest is not None
+
+    def quiet_since_s(self, now_s: float) -> float:
+        """Return since when there is no request, ``now_s`` while there is one."""
         if self._moved() or self._seen.under_way:
             self._quiet_since_s = now_s
-        elif self._quiet_since_s <= since_s:
-            self._transport.abort()
+        return self._quiet_since_s
+
+    def waits_since_s(self, now_s: float) -> float:
+        """Return since when this side waits for a whole request, ``now_s`` if it has one."""
+        self.quiet_since_s(now_s)
+        return now_s if self._seen.under_way and not self._seen.arriving else self._moved_s
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._transport.abort()
 
     def _moved(self) -> bool:
         """Whether a request has begun or ended since the last check."""
@@ -214,5 +278,5 @@ class GuardedConnection(asyncio.Protocol):
             return False
         self._seen = seen
         self._arrived_bytes = 0
-        self._quiet_since_s = asyncio.get_running_loop().time()
+        self._quiet_since_s = self._moved_s = asyncio.get_running_loop().time()
         return True

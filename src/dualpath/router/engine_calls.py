@@ -15,6 +15,9 @@ from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engines import EngineInfo
 
+#: The calls that an engine's HTTP server has: by name, for how many seconds it has sent nothing of
+#: their answers; None before the first byte.
+OpenCalls = Mapping[str, float | None]
 KeysFor = Callable[[Sequence[int]], Sequence[bytes]]
 
 
@@ -90,7 +93,7 @@ class EngineHealth(Protocol):
 
 
 class EngineCalls(EngineHealth, Protocol):
-    """Model work on an engine.
+    """Model work on an engine.  A call's name is the ``request_id`` of its transfer.
 
     ``prefill`` and ``decode`` raise ``EngineLostError`` or ``TransportError`` if the engine cannot
     be reached or dies (the service then tries elsewhere), and ``BadRequestError`` if it refuses the
@@ -119,5 +122,12 @@ class EngineCalls(EngineHealth, Protocol):
 
         Yields ``job.max_new_tokens - len(prior_tokens)`` tokens at most; the last event carries
         a ``finish_reason``.
+        """
+        ...
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them.
+
+        Raises ``EngineLostError`` if the server does not answer.
         """
         ...

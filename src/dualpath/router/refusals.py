@@ -20,6 +20,7 @@ class HttpRefusal(StrEnum):
     """Why an HTTP request was answered with a 4xx status."""
 
     API_KEY = "api-key"
+    FOREIGN_PAGE = "foreign-page"
     OVERLOADED = "overloaded"
     BODY_SIZE = "body-size"
     PROMPT_LENGTH = "prompt-length"
@@ -46,6 +47,7 @@ class ControlRefusal(StrEnum):
 _BY_STATUS = {
     400: HttpRefusal.BAD_REQUEST,
     401: HttpRefusal.API_KEY,
+    403: HttpRefusal.FOREIGN_PAGE,
     404: HttpRefusal.NOT_FOUND,
     413: HttpRefusal.BODY_SIZE,
     422: HttpRefusal.BAD_REQUEST,

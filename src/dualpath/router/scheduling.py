@@ -6,7 +6,7 @@ Everything that passes between them is defined here, as data or as a call with o
 
     front end → scheduler   begin(RequestOrder) · attempt(AttemptOrder) · prepare · prefilled
                             · prefill_aborted · decoding_started · decoded · close · end(Answered)
-                            · suspect · …
+                            · suspect · call_waits · …
     scheduler → front end   Placed, Staged, Recomputed, Arrived; that an attempt is broken
 
 Names make the calls idempotent: a request is known by its id, an attempt by the name that engines
@@ -199,6 +199,10 @@ class Scheduling(Protocol):
 
     def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
         """Something failed on an engine; ``call_failed``: a call of its HTTP server."""
+        ...
+
+    def call_waits(self, engine: EngineInfo, silent_s: float) -> None:
+        """An engine's HTTP server has a call and has sent nothing of its answer for a while."""
         ...
 
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:

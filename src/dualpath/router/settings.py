@@ -4,9 +4,11 @@ The annotated types are the declarations that a cluster on one machine shares wi
 """
 
 from typing import Annotated
+from urllib.parse import urlsplit
 
 import msgspec
 
+from dualpath.core.addresses import checked_tcp_address
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
@@ -39,6 +41,15 @@ ApiKeys = Annotated[
 ]
 OpenMetrics = Annotated[
     bool, Setting("/metrics asks for no API key, as /health; it names engines and counts requests")
+]
+AllowedHosts = Annotated[
+    tuple[str, ...],
+    Setting(
+        "names, such as that of a proxy, by which a server without API keys may be called, and of "
+        "sites with pages that may call it; addresses, names without a dot and its own are "
+        "allowed; .example.com: all that end with it; *: all",
+        metavar="NAME,…",
+    ),
 ]
 RecomputeLimit = Annotated[
     float,
@@ -76,7 +87,7 @@ FrontEnds = Annotated[
 class RouterSettings(Settings, frozen=True):
     """Everything an operator may choose of the router."""
 
-    control_host: Annotated[str, Setting("where engines register")] = "127.0.0.1"
+    control_host: Annotated[str, Setting("where engines register", host=True)] = "127.0.0.1"
     control_port: Annotated[
         int, Setting("where engines register; 0: any free port", ge=0, le=65535)
     ] = 0
@@ -100,6 +111,13 @@ class RouterSettings(Settings, frozen=True):
         ),
     ] = 0
     cluster_secret_file: SecretFile = ""
+    engine_ca_file: Annotated[
+        str,
+        Setting(
+            "PEM file of the authorities of engines whose api_url is https://; empty: the system's",
+            metavar="FILE",
+        ),
+    ] = ""
     mode: Annotated[Mode | None, Setting("how KV is loaded; none: the first engine's")] = None
     engine_timeout_s: Annotated[
         float,
@@ -112,6 +130,30 @@ class RouterSettings(Settings, frozen=True):
     suspect_timeout_s: Annotated[
         float, Setting("after a failed call an engine must report within this time", gt=0)
     ] = 1.5
+    call_silence_s: Annotated[
+        float,
+        Setting(
+            "a call to an engine that gets no byte for this time leads to an inquiry: the engine's "
+            "HTTP server is asked whether it has the call",
+            gt=0,
+        ),
+    ] = 2.0
+    inquiry_timeout_s: Annotated[
+        float,
+        Setting(
+            "an HTTP server that does not answer an inquiry within this time is silent: its calls "
+            "are retried elsewhere",
+            gt=0,
+        ),
+    ] = 5.0
+    core_timeout_s: Annotated[
+        float,
+        Setting(
+            "an engine that has calls but reports no step of its core for this time is lost; "
+            "longer than its longest step without transfers",
+            gt=0,
+        ),
+    ] = 20.0
     lookup_timeout_s: Annotated[
         float,
         Setting(
@@ -181,8 +223,32 @@ class RouterSettings(Settings, frozen=True):
         str,
         Setting(
             "as standby_lock for routers of several machines, by a lease in a store: "
-            "etcd://HOST:PORT/NAME or, in a pod, kubernetes://NAMESPACE/NAME; empty: no others",
+            "etcds://HOST:PORT/NAME (over TLS), etcd://HOST:PORT/NAME or, in a pod, "
+            "kubernetes://NAMESPACE/NAME; empty: no others",
             metavar="URL",
+        ),
+    ] = ""
+    lease_ca_file: Annotated[
+        str,
+        Setting(
+            "with etcds: file with the authorities that sign etcd's certificate; empty: those of "
+            "the system",
+            metavar="FILE",
+        ),
+    ] = ""
+    lease_cert_file: Annotated[
+        str, Setting("with etcds: this scheduler's certificate; empty: none", metavar="FILE")
+    ] = ""
+    lease_key_file: Annotated[
+        str, Setting("the private key of lease_cert_file", metavar="FILE")
+    ] = ""
+    lease_user: Annotated[str, Setting("with etcd: a user of etcd; empty: none")] = ""
+    lease_password_file: Annotated[
+        str,
+        Setting(
+            "file with the password of lease_user; empty: DUALPATH_LEASE_PASSWORD of the "
+            "environment",
+            metavar="FILE",
         ),
     ] = ""
     max_attempts: Annotated[int, Setting("attempts at a request before it fails", ge=1)] = 3
@@ -195,6 +261,7 @@ class RouterSettings(Settings, frozen=True):
         Setting("longer prompts get status 400; none: the model's context bounds them", ge=1),
     ] = None
     api_keys: ApiKeys = ()
+    allowed_hosts: AllowedHosts = ()
     open_metrics: OpenMetrics = False
     max_body_bytes: Annotated[int, Setting("larger HTTP bodies get status 413", ge=1)] = 64 << 20
     max_arriving_bytes: Annotated[
@@ -259,6 +326,7 @@ class RouterSettings(Settings, frozen=True):
                 "given; the scheduler of front ends is started again by itself, leave them out, or "
                 "start `dualpath scheduler` with them and `dualpath frontend`"
             )
+        self._check_lease()
         try:
             policy = msgspec.convert(self.rebalance_options, RebalanceSettings, strict=False)
         except msgspec.ValidationError as error:
@@ -267,6 +335,38 @@ class RouterSettings(Settings, frozen=True):
             raise ConfigError(
                 "{rebalance_options} has a ttft_slo_s or tpot_slo_s, which the simulator's policy "
                 "knows and the router's does not; leave it out"
+            )
+
+    def _check_lease(self) -> None:
+        """Raise ``ConfigError`` for credentials that the lease's store could not use."""
+        from dualpath.node.cluster_secret import is_loopback  # imports libzmq
+
+        given = [
+            name
+            for name in ("lease_ca_file", "lease_cert_file", "lease_key_file", "lease_user")
+            if getattr(self, name)
+        ]
+        if not given:
+            return
+        parts = urlsplit(self.standby_lease)
+        if parts.scheme not in ("etcd", "etcds"):
+            raise ConfigError(
+                f"{{{given[0]}}} is given and {{standby_lease}} is {self.standby_lease!r}; it is "
+                "for etcds://HOST:PORT/NAME, leave it out"
+            )
+        if bool(self.lease_cert_file) != bool(self.lease_key_file):
+            raise ConfigError(
+                "{lease_cert_file} and {lease_key_file} belong together; give both or none"
+            )
+        if parts.scheme == "etcd" and given != ["lease_user"]:
+            raise ConfigError(
+                f"{{{given[0]}}} is given and {{standby_lease}} is {self.standby_lease!r}, which "
+                "uses no TLS; write etcds://HOST:PORT/NAME"
+            )
+        if parts.scheme == "etcd" and not is_loopback(parts.hostname or ""):
+            raise ConfigError(
+                f"{{standby_lease}} is {self.standby_lease!r}, over which the password of "
+                "{lease_user} would be sent in the clear; write etcds://HOST:PORT/NAME"
             )
 
 
@@ -293,11 +393,16 @@ class LinkSettings(Settings, frozen=True):
         ),
     ] = False
 
+    def check(self) -> None:
+        """Raise ``ConfigError`` for an address that no socket connects to."""
+        super().check()
+        checked_tcp_address(self.scheduler, "scheduler")
+
 
 class SchedulerAddress(Settings, frozen=True):
     """The HTTP server of a scheduler's process; a router has no such settings."""
 
-    host: Annotated[str, Setting("address of the HTTP server")] = "127.0.0.1"
+    host: Annotated[str, Setting("address of the HTTP server", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)] = 8001
     lora_modules: Annotated[
         dict[str, str],

@@ -1,4 +1,4 @@
-"""Waits that leave nothing behind."""
+"""Waits that leave no task behind, and no exception that asyncio reports as never retrieved."""
 
 import asyncio
 from collections.abc import Awaitable
@@ -8,9 +8,10 @@ T = TypeVar("T")
 
 
 async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -> T:
-    """Return what ``work`` returns, or cancel it and raise what ``broken`` carries.
+    """Return what ``work`` returns, or cancel it and raise the exception of ``broken``.
 
-    The cancelled work has ended when this returns, so that nothing of it is left to answer.
+    The cancelled work has ended when this returns.  If this call is cancelled, an exception of
+    ``work`` is dropped: the caller waits for it no longer.
     """
     task = asyncio.ensure_future(work)
     watched: set[asyncio.Future[Any]] = {task, broken}
@@ -18,17 +19,41 @@ async def run_until_broken(work: Awaitable[T], broken: "asyncio.Future[None]") -
         await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
     finally:
         if not task.done():
+            # Also if this call is cancelled again, while it waits here.
+            task.add_done_callback(_retrieve)
             task.cancel()
             await asyncio.wait({task})
-            if not task.cancelled():
-                task.exception()  # Marks it as seen: whoever cancels us does not want it.
+        else:
+            _retrieve(task)
     if task.cancelled() and broken.done():
         broken.result()
     return task.result()
 
 
+#: Parts into which ``within_own_time`` divides its limit.
+_SLICES = 10
+
+
+async def within_own_time(work: Awaitable[T], limit_s: float) -> T:
+    """Return what ``work`` returns; raises ``TimeoutError`` if that takes longer than ``limit_s``.
+
+    Time in which this process's event loop did not run counts little: the result may have arrived
+    by then, unread.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        for _ in range(_SLICES):
+            if (await asyncio.wait({task}, timeout=limit_s / _SLICES))[0]:
+                return task.result()
+        raise TimeoutError
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
 async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
-    """Return all results; if one fails the others are cancelled, so that none is left behind."""
+    """Return all results; if one fails, cancel the others and wait for their end."""
     tasks = [asyncio.ensure_future(work) for work in works]
     try:
         return await asyncio.gather(*tasks)
@@ -38,3 +63,9 @@ async def gather_or_cancel(*works: Awaitable[T]) -> list[T]:
             task.cancel()
         if left:
             await asyncio.wait(left)
+
+
+def _retrieve(task: "asyncio.Future[Any]") -> None:
+    """Mark the exception of a task as retrieved, if it has one."""
+    if not task.cancelled():
+        task.exception()

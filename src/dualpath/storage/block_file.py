@@ -7,6 +7,7 @@ does not protect against someone who forges blocks; sealed blocks do (``storage.
 Nothing here does I/O.
 """
 
+import re
 import struct
 from collections import deque
 from collections.abc import Sequence
@@ -51,6 +52,8 @@ SEALED_VERSION = 3
 VERSIONS = (PLAIN_VERSION, SEALED_VERSION)
 CHECKSUM_BYTES = 16
 _MAGIC = b"DUALPATH"
+#: A ``tenant_tag``.
+_TENANT = re.compile(r"[0-9a-f]{16}")
 _FIELDS = struct.Struct("<8sIIQ32s16s16s32s16sQ16s")
 _SEAL = struct.Struct("<I8s32s")
 _SEAL_AT = _FIELDS.size + CHECKSUM_BYTES
@@ -118,9 +121,9 @@ def decode_header(raw: memoryview | bytes) -> BlockHeader | None:
         if not _is_checked(raw, _SEAL_AT, _SEAL.size):
             return None
         seal = Seal(*_SEAL.unpack(bytes(raw[_SEAL_AT : _SEAL_AT + _SEAL.size])))
-    origin = BlockOrigin(
-        parent if any(parent) else b"", tenant.decode("ascii", "replace") if any(tenant) else ""
-    )
+    tag = tenant.decode("ascii", "replace")
+    # Whoever wrote the block chose the tag; another text would end up in tables and logs.
+    origin = BlockOrigin(parent if any(parent) else b"", tag if _TENANT.fullmatch(tag) else "")
     digest_text = digest.decode("ascii", "replace")
     return BlockHeader(version, key, length, tail, digest_text, head_sum, tail_sum, origin, seal)
 

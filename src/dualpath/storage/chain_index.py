@@ -247,7 +247,10 @@ class ChainIndex:
         return [int(head) for head in np.unique(_heads(tables)[own])]
 
     def compact(self, before_s: float, also: Sequence[int] = ()) -> None:
-        """Drop rows without a stored block, child or use since ``before_s``, except ``also``."""
+        """Drop rows without a stored block, child or use since ``before_s``, except ``also``.
+
+        Tenants that are left without a row are dropped as well.
+        """
         tables = self.tables()
         needed = tables.stored | (tables.times >= before_s)
         needed[list(also)] = True
@@ -262,6 +265,11 @@ class ChainIndex:
         moved[kept] = np.arange(len(kept), dtype=np.int32)
         columns = {name: getattr(tables, name)[kept] for name, _, _ in COLUMNS}
         columns["parents"] = moved[columns["parents"]]
+        # Number 0, for no tenant, stays the first one.
+        numbers, places = np.unique(np.append(0, columns["tenants"]), return_inverse=True)
+        columns["tenants"] = places[1:].astype(np.int32)
+        self.tenants = [self.tenants[number] for number in numbers]
+        self._tenant_numbers = {name: number for number, name in enumerate(self.tenants)}
         self._take(Tables(**columns))
 
     @classmethod

@@ -10,6 +10,7 @@ import msgspec
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
+from dualpath.node.home import with_home
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.memory import MemoryStorage
 from dualpath.storage.objects import MemoryObjects, ObjectTree, PosixObjects
@@ -44,10 +45,17 @@ _REMOVED = {"nixl+posix": "file", "nixl+hf3fs": "file", "nixl+obj": BUCKET}
 
 
 def split_location(location: str | Path) -> tuple[str, str]:
-    """Return scheme and path of a location; raises ``ConfigError`` for an unknown scheme."""
+    """Return scheme and path of a location, with ``~`` expanded.
+
+    The path of ``file://`` and of the plugins is absolute: ``file://localhost/PATH`` is ``/PATH``
+    (RFC 8089), and other hosts are refused.  Raises ``ConfigError`` for these and for an unknown
+    scheme.
+    """
     scheme, separator, rest = str(location).partition("://")
     if not separator:
-        scheme, rest = "file", str(location)
+        scheme, rest = "file", with_home(str(location))
+    elif scheme in DIRECTORIES:
+        rest = _local_path(str(location), rest)
     if scheme in _REMOVED:
         raise ConfigError(
             f"storage location {str(location)!r}: {scheme}:// is no longer supported; give "
@@ -63,11 +71,30 @@ def split_location(location: str | Path) -> tuple[str, str]:
 
 
 def directory_of(location: str) -> Path | None:
-    """Return the directory of a storage, None if the storage is not a directory."""
-    scheme, separator, rest = location.partition("://")
-    if not separator:
-        return Path(location)
+    """Return the directory of a storage, None if the storage is not a directory.
+
+    Raises ``ConfigError``: see ``split_location``.
+    """
+    scheme, rest = split_location(location)
     return Path(rest) if scheme in DIRECTORIES else None
+
+
+def _local_path(location: str, rest: str) -> str:
+    """Return the path of a URL, without the host if that is this machine."""
+    host, slash, path = rest.partition("/")
+    if host and (host.lower() != "localhost" or not slash):
+        raise ConfigError(
+            f"storage location {location!r} names the host {host!r}; give "
+            f"{location.partition('://')[0]}:///PATH, or for a relative directory the path alone"
+        )
+    return f"{slash}{path}"
+
+
+def check_location(location: str) -> None:
+    """Raise ``ConfigError`` for a location that no storage can have; connects to nothing."""
+    scheme, rest = split_location(location)
+    if scheme == BUCKET:
+        parse_location(f"s3://{rest}")
 
 
 _memory_storages: dict[tuple[str, str], MemoryStorage] = {}

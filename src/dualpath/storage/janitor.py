@@ -10,13 +10,13 @@ import logging
 import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 import xxhash
 
-from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey
+from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, TenantTag
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage.block_file import HEADER_BYTES, decode_header
 from dualpath.storage.chain_index import (
@@ -38,7 +38,14 @@ from dualpath.storage.journal import (
     segments,
 )
 from dualpath.storage.objects import ObjectInfo, ObjectTree
-from dualpath.storage.posix import TEMPORARY_FOLDER, key_of, object_name
+from dualpath.storage.posix import (
+    TEMPORARY_FOLDER,
+    is_folder_name,
+    is_namespace,
+    is_object_name,
+    key_of,
+    object_name,
+)
 from dualpath.storage.quotas import StorageLimits, StoredBytes
 
 # ------------------------------------------------------------------------------------------ survey
@@ -51,13 +58,7 @@ from dualpath.storage.quotas import StorageLimits, StoredBytes
 SURVEY_S = 24 * 3600.0
 #: A block written less than this ago may be missing in a listing.
 SETTLED_S = 60.0
-_NAMESPACE = re.compile(r".+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _FAN_OUT = re.compile(r"[0-9a-f]{3}")
-
-
-def is_namespace(folder: str) -> bool:
-    """Whether a folder's name is that of a namespace; other folders are never touched."""
-    return _NAMESPACE.fullmatch(folder) is not None
 
 
 class Differences(msgspec.Struct):
@@ -225,9 +226,9 @@ class Progress(msgspec.Struct, frozen=True, rename={"applied": "taken"}):
 
 
 class _Head(msgspec.Struct, frozen=True):
-    rows: int
+    rows: Annotated[int, msgspec.Meta(ge=0)]
     namespaces: tuple[str, ...]
-    tenants: tuple[str, ...]
+    tenants: tuple[TenantTag, ...]
     progress: Progress
 
 
@@ -273,6 +274,8 @@ def decode(content: bytes) -> tuple[ChainIndex, Progress] | None:
     columns: dict[str, Any] = {}
     try:
         head = msgspec.json.decode(content[start:end], type=_Head)
+        if foreign := [name for name in head.namespaces if not is_folder_name(name)]:
+            raise ValueError(f"{foreign[0][:80]!r} is not the name of a namespace")
         for name, kind, width in COLUMNS:
             shape = (head.rows, *width)
             count = int(np.prod(shape))
@@ -412,7 +415,8 @@ _KINDS = {
 def pin_name(kind: str, *parts: str) -> str:
     """Return the object name of a pin; raises ``ConfigError`` if it is malformed."""
     name = "/".join((kind, *parts))
-    if kind not in _KINDS or not _KINDS[kind].fullmatch(name):
+    named = kind in _KINDS and _KINDS[kind].fullmatch(name) is not None
+    if not (named and is_object_name(name)):
         raise ConfigError(
             f"{name!r} cannot be pinned; give a namespace's folder, a tenant's tag of 16 hex "
             "digits, or a folder and a key of 64 hex digits"

@@ -8,16 +8,19 @@ Events are idempotent.
 
 import functools
 import logging
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from typing import Annotated
 
 import msgspec
 import xxhash
 
-from dualpath.core.blocks import BlockKey, BlockOrigin
+from dualpath.core.blocks import BlockKey, BlockOrigin, TenantTag
 from dualpath.core.errors import StorageError
 from dualpath.storage.objects import ObjectTree
+from dualpath.storage.posix import is_folder_name
 from dualpath.storage.quotas import StoredBytes
 
 log = logging.getLogger(__name__)
@@ -26,6 +29,12 @@ JOURNAL = "janitor/journal/"
 #: Limit of events not yet written; beyond it the oldest are dropped (the storage is unavailable).
 MAX_EVENTS = 1 << 16
 _CHECKSUM_BYTES = 8
+#: A block of more bytes is damage, and would not fit into the index's columns.
+_LARGEST_BLOCK_BYTES = 1 << 40
+
+
+#: What names of objects may not have (``storage.objects``).
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]")
 
 
 class Written(msgspec.Struct, frozen=True, array_like=True, tag=1):
@@ -34,8 +43,8 @@ class Written(msgspec.Struct, frozen=True, array_like=True, tag=1):
     time_s: float
     key: BlockKey
     parent: BlockKey
-    tenant: str
-    bytes: int
+    tenant: TenantTag
+    bytes: Annotated[int, msgspec.Meta(ge=0, le=_LARGEST_BLOCK_BYTES)]
 
 
 class Used(msgspec.Struct, frozen=True, array_like=True, tag=2):
@@ -72,7 +81,10 @@ def encode_segment(segment: Segment) -> bytes:
 
 
 def decode_segment(content: bytes) -> Segment | None:
-    """Return the segment, None if the bytes are damaged."""
+    """Return the segment, None if the bytes are damaged or name what no engine writes.
+
+    The namespace becomes part of a path: ``../other`` would lead to the blocks of another storage.
+    """
     body, checksum = content[:-_CHECKSUM_BYTES], content[-_CHECKSUM_BYTES:]
     if xxhash.xxh3_64_digest(body) != checksum:
         return None
@@ -80,7 +92,11 @@ def decode_segment(content: bytes) -> Segment | None:
         segment = _decoder.decode(body)
     except msgspec.MsgspecError:
         return None
-    return segment if all(len(event.key) == 32 for event in segment.events) else None
+    parents = (event.parent for event in segment.events if isinstance(event, Written))
+    is_whole = all(len(event.key) == 32 for event in segment.events) and all(
+        len(parent) in (0, 32) for parent in parents
+    )
+    return segment if is_whole and is_folder_name(segment.namespace) else None
 
 
 def segment_name(writer: str, number: int) -> str:
@@ -99,11 +115,13 @@ def segments(tree: ObjectTree) -> Iterator[tuple[str, int, str]]:
 class Journal:
     """One process's events of one namespace.  ``writer`` is a unique name, never used again.
 
+    It names a folder, in which characters that names of objects may not have are ``_``.
+
     All methods except ``flush`` are quick and thread-safe; ``flush`` is called by one thread.
     """
 
     def __init__(self, tree: ObjectTree, namespace: str, writer: str) -> None:
-        self.writer = writer
+        self.writer = _NOT_IN_NAMES.sub("_", writer)
         self.namespace = namespace
         self._tree = tree
         self._lock = threading.Lock()

@@ -20,7 +20,6 @@ maintained on every file system.
 import contextlib
 import logging
 import mmap
-import stat
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -29,11 +28,11 @@ from typing import TYPE_CHECKING, NamedTuple
 from dualpath.core.blocks import BlockKey, StoreNamespace
 from dualpath.core.errors import ConfigError, StorageError
 from dualpath.core.recent import KeyUpdates
+from dualpath.node.private_folder import private_folder, warn_if_on_disk
 from dualpath.node.system_calls import KERNEL, SystemCalls
 from dualpath.storage.block_file import HEADER_BYTES, UNREADABLE_HERE
 from dualpath.storage.contract import BlockStorage, ReadOutcome
-from dualpath.storage.janitor import is_namespace
-from dualpath.storage.posix import BLOCK_SUFFIX, PosixStorage, key_of
+from dualpath.storage.posix import BLOCK_SUFFIX, PosixStorage, is_namespace, key_of
 from dualpath.storage.wrapping import WrappingStorage
 
 if TYPE_CHECKING:
@@ -112,8 +111,9 @@ class NodeDram:
     storage.  With ``enabled`` False nothing is cached.  ``directory_id`` identifies the directory
     on its machine, independent of its path in a container; ``capacity_blocks`` fit into it.
 
-    Raises ``ConfigError`` for a directory that cannot be used or is world-writable, and for a
-    bound below one block.
+    The directory belongs to one user, and so do all engines that share it: whoever may write to it
+    decides which KV they read.  Raises ``ConfigError`` for a directory that cannot be used or that
+    others may change (``node.private_folder``), and for a bound below one block.
     """
 
     def __init__(
@@ -132,15 +132,14 @@ class NodeDram:
                 f"dram_bytes is {bound_bytes}, and one block takes {self._block_bytes} in dram_dir;"
                 " raise dram_bytes, or give no dram_dir"
             )
+        if calls is KERNEL:  # A simulated disk has one user.
+            root = private_folder(root, "dram_dir")
+            warn_if_on_disk(root, "dram_dir")
         self._root, self._calls = str(root), calls
         self.files = PosixStorage(
             root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
         )
         root_status = calls.stat(self._root)
-        if root_status.st_mode & stat.S_IWOTH:
-            raise ConfigError(
-                f"dram_dir {root} is world-writable; give a directory of your own in it"
-            )
         self.directory_id = f"{root_status.st_dev:x}-{root_status.st_ino:x}"
         self.capacity_blocks = bound_bytes // self._block_bytes
         sets = _set_count(self.capacity_blocks)

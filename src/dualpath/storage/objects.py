@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -13,8 +14,16 @@ from typing import Protocol
 import msgspec
 
 from dualpath.core.errors import StorageError
-from dualpath.node.system_calls import KERNEL, NotAFileError, SystemCalls, create_file, read_content
-from dualpath.storage.posix import NO_LINKS, TEMPORARY_FOLDER
+from dualpath.core.names import in_one_line
+from dualpath.node.system_calls import (
+    KERNEL,
+    NotAFileError,
+    SystemCalls,
+    create_file,
+    foreign_link,
+    read_content,
+)
+from dualpath.storage.posix import NO_LINKS, TEMPORARY_FOLDER, is_folder_name, is_object_name
 
 
 class ObjectInfo(msgspec.Struct, frozen=True):
@@ -28,8 +37,9 @@ class ObjectInfo(msgspec.Struct, frozen=True):
 class ObjectTree(Protocol):
     """Objects under names such as ``janitor/lease/00000001``; thread-safe.
 
-    Names consist of letters, digits and ``/-._``.  All methods raise ``StorageError`` if the
-    storage does not answer or refuses.  Writes are atomic.
+    Names consist of letters, digits and ``/-._``, and no part is ``.`` or ``..``: all methods
+    raise ``StorageError`` for other ones, and objects with other names are not listed.  They also
+    raise it if the storage does not answer or refuses.  Writes are atomic.
     """
 
     def create(self, name: str, content: bytes) -> bool:
@@ -63,6 +73,16 @@ class ObjectTree(Protocol):
         ...
 
 
+def checked_name(name: str) -> str:
+    """Return the name of an object or folder; raises ``StorageError`` if it may leave the root."""
+    if name and not is_object_name(name.removesuffix("/")):
+        raise StorageError(
+            f"{in_one_line(name, 80)!r} is not the name of an object in a storage; an entry in the "
+            "storage's journal or index was not written by an engine, remove it"
+        )
+    return name
+
+
 # ---------------------------------------------------------------------------------- memory objects
 # Objects in a dict, for tests and simulations.
 
@@ -77,6 +97,7 @@ class MemoryObjects:
 
     def create(self, name: str, content: bytes) -> bool:
         """See the contract."""
+        checked_name(name)
         with self._lock:
             if name in self._objects:
                 return False
@@ -86,27 +107,31 @@ class MemoryObjects:
     def replace(self, name: str, content: bytes) -> None:
         """See the contract."""
         with self._lock:
-            self._objects[name] = (bytes(content), self._now_s())
+            self._objects[checked_name(name)] = (bytes(content), self._now_s())
 
     def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """See the contract."""
         with self._lock:
-            found = self._objects.get(name)
+            found = self._objects.get(checked_name(name))
         return None if found is None else found[0][:max_bytes]
 
     def remove(self, names: Sequence[str]) -> int:
         """See the contract."""
         with self._lock:
-            return sum(self._objects.pop(name, None) is not None for name in names)
+            return sum(
+                self._objects.pop(name, None) is not None for name in map(checked_name, names)
+            )
 
     def folders(self, prefix: str) -> list[str]:
         """See the contract."""
+        checked_name(prefix)
         with self._lock:
             below = [name[len(prefix) :] for name in self._objects if name.startswith(prefix)]
         return sorted({head for head, slash, _ in (n.partition("/") for n in below) if slash})
 
     def objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """See the contract."""
+        checked_name(prefix)
         with self._lock:
             found = [
                 ObjectInfo(name, len(content), written_s)
@@ -125,7 +150,10 @@ _GONE = (FileNotFoundError, NotADirectoryError)
 
 
 class PosixObjects:
-    """See ``dualpath.storage.objects.ObjectTree``; ``root`` need not exist."""
+    """See ``dualpath.storage.objects.ObjectTree``; ``root`` need not exist.
+
+    Folders that are links of another user are treated as absent: they would lead out of the root.
+    """
 
     def __init__(self, root: str | Path, calls: SystemCalls = KERNEL) -> None:
         self._root = str(root)
@@ -135,6 +163,7 @@ class PosixObjects:
         """Write a temporary file and hard-link it to its name, which fails if the name exists."""
         path = self._path(name)
         with self._storage_errors("create", path), self._written(content) as temporary:
+            self._refuse_links(path)
             self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
             try:
                 self._calls.link(temporary, path)
@@ -150,6 +179,7 @@ class PosixObjects:
         """Write a temporary file and rename it."""
         path = self._path(name)
         with self._storage_errors("replace", path), self._written(content) as temporary:
+            self._refuse_links(path)
             self._calls.makedirs(os.path.dirname(path), mode=0o770, exist_ok=True)
             self._calls.rename(temporary, path)
 
@@ -158,6 +188,7 @@ class PosixObjects:
         path = self._path(name)
         with self._storage_errors("read", path):
             try:
+                self._refuse_links(path)
                 return read_content(path, max_bytes, self._calls)
             except (*_GONE, NotAFileError):
                 return None
@@ -168,6 +199,7 @@ class PosixObjects:
         for name in names:
             path = self._path(name)
             with self._storage_errors("remove", path), contextlib.suppress(*_GONE):
+                self._refuse_links(path)
                 self._calls.unlink(path)
                 removed += 1
         return removed
@@ -177,8 +209,13 @@ class PosixObjects:
         path = self._path(prefix)
         with self._storage_errors("list", path):
             try:
+                self._refuse_links(path)
                 with self._calls.scandir(path) as entries:
-                    return sorted(e.name for e in entries if e.is_dir(follow_symlinks=False))
+                    return sorted(
+                        e.name
+                        for e in entries
+                        if is_folder_name(e.name) and e.is_dir(follow_symlinks=False)
+                    )
             except _GONE:
                 return []
 
@@ -187,11 +224,14 @@ class PosixObjects:
         path = self._path(prefix)
         with self._storage_errors("list", path):
             try:
+                self._refuse_links(path)
                 with self._calls.scandir(path) as scan:
                     entries = list(scan)
             except _GONE:
                 return
         for entry in entries:
+            if not is_folder_name(entry.name):
+                continue
             name = f"{prefix}{entry.name}"
             with self._storage_errors("list", entry.path):
                 if entry.is_dir(follow_symlinks=False):
@@ -204,11 +244,17 @@ class PosixObjects:
                     yield ObjectInfo(name, found.st_size, found.st_mtime)
 
     def _path(self, name: str) -> str:
-        return f"{self._root}/{name}"
+        return f"{self._root}/{checked_name(name)}"
+
+    def _refuse_links(self, path: str) -> None:
+        """Raise ``NotADirectoryError`` if a folder of this path is another user's link."""
+        if (link := foreign_link(self._root, path)) is not None:
+            raise NotADirectoryError(errno.ENOTDIR, "a folder is a link of another user", link)
 
     @contextlib.contextmanager
     def _written(self, content: bytes) -> Iterator[str]:
         folder = self._path(_TEMPORARY)
+        self._refuse_links(f"{folder}/")
         self._calls.makedirs(folder, mode=0o770, exist_ok=True)
         temporary = f"{folder}/{self._calls.urandom(16).hex()}"
         try:

@@ -36,6 +36,7 @@ from dualpath.node.system_calls import (
     NotAFileError,
     SystemCalls,
     create_file,
+    foreign_link,
     open_regular,
     read_content,
 )
@@ -70,6 +71,9 @@ TEMPORARY_FOLDER = "tmp"
 _NAME_FILE = "namespace.json"
 #: Suffix of block files.
 BLOCK_SUFFIX = ".kv"
+#: A folder's or file's name in a storage; "." and ".." are none.
+_PART = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,255}")
+_NAMESPACE = re.compile(r"[A-Za-z0-9._-]+_[0-9a-f]{16}[A-Za-z0-9_.-]*")
 _BLOCK = re.compile(rf".*/([0-9a-f]{{64}}){re.escape(BLOCK_SUFFIX)}")
 #: Error numbers of file systems without hard links.
 NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
@@ -79,6 +83,21 @@ def namespace_name(namespace: StoreNamespace) -> str:
     """Return the name of a namespace: letters, digits and ``-._``."""
     slug = re.sub(r"[^A-Za-z0-9.-]+", "-", namespace.model).strip("-.")[-_MODEL_CHARACTERS:]
     return f"{slug or 'model'}_{namespace.digest()}"
+
+
+def is_namespace(folder: str) -> bool:
+    """Whether a folder's name is that of a namespace; other folders are never touched."""
+    return is_folder_name(folder) and _NAMESPACE.fullmatch(folder) is not None
+
+
+def is_folder_name(name: str) -> bool:
+    """Whether a name that was read from a storage names a folder or file directly in another."""
+    return _PART.fullmatch(name) is not None
+
+
+def is_object_name(name: str) -> bool:
+    """Whether a name that was read from a storage, with folders, stays below the storage's root."""
+    return all(map(is_folder_name, name.split("/")))
 
 
 def block_name(key: BlockKey) -> str:
@@ -128,7 +147,11 @@ class NamespaceDirectory:
         suffix: str,
         calls: SystemCalls = KERNEL,
         name_of: Callable[[BlockKey], str] = block_name,
+        *,
+        min_bytes: int = HEADER_BYTES,
     ) -> None:
+        """Create or open the directory; a file below ``min_bytes`` counts as missing."""
+        self._min_bytes = min_bytes
         self.path = root / namespace_name(namespace)
         self._name_of = name_of
         self.temporary = self.path / TEMPORARY_FOLDER
@@ -161,10 +184,15 @@ class NamespaceDirectory:
         return f"{self.path}/{self._name_of(key)}{self._suffix}"
 
     def has(self, key: BlockKey) -> bool:
-        """Return whether a block has a file; raises ``StorageError`` if that cannot be checked."""
+        """Return whether a block has a file; raises ``StorageError`` if that cannot be checked.
+
+        A file that is too short for any block, such as the empty ones that a power cut leaves,
+        counts as missing, so that the next writer of the block replaces it.
+        """
         path = self.block_path(key)
         try:
-            return stat.S_ISREG(self._calls.stat(path).st_mode)
+            status = self._calls.stat(path)
+            return stat.S_ISREG(status.st_mode) and status.st_size >= self._min_bytes
         except (FileNotFoundError, NotADirectoryError):
             return False
         except OSError as error:
@@ -191,6 +219,12 @@ class NamespaceDirectory:
 
     def discard(self, path: str, reason: str) -> None:
         """Remove a corrupt block or whatever has its name; a directory only if it is empty."""
+        if (link := foreign_link(str(self.path.parent), path)) is not None:
+            log.warning(
+                "corrupt block %s (%s) is not removed: %s is a link of another user; remove that",
+                *(path, reason, link),
+            )
+            return
         log.warning("removing corrupt block %s (%s)", path, reason)
         try:
             if stat.S_ISDIR(self._calls.lstat(path).st_mode):
@@ -263,7 +297,7 @@ class NamespaceDirectory:
     def _claim(self, namespace: StoreNamespace) -> None:
         path = str(self.name_file)
         # Write only if needed: an existing namespace can be read from a full disk.
-        if not self._exists(path):
+        if not self._has_content(path):
             self._write_name(namespace)
         try:
             found = msgspec.json.decode(read_content(path, calls=self._calls), type=StoreNamespace)
@@ -283,21 +317,25 @@ class NamespaceDirectory:
         temporary = self.temporary_path()
         try:
             create_file(temporary, [memoryview(content)], self._calls)
-            if not self._exists(str(self.name_file)):
+            if not self._has_content(str(self.name_file)):
                 self._calls.rename(temporary, str(self.name_file))
         finally:
             self.remove_temporary(temporary)
 
-    def _exists(self, path: str) -> bool:
+    def _has_content(self, path: str) -> bool:
         try:
-            self._calls.stat(path)
+            status = self._calls.stat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
-        return True
+        return status.st_size > 0 or not stat.S_ISREG(status.st_mode)
 
     def _remove_stale(self) -> None:
-        with self._calls.scandir(str(self.temporary)) as entries:
-            found = [entry.name for entry in entries]
+        try:
+            with self._calls.scandir(str(self.temporary)) as entries:
+                found = [entry.name for entry in entries]
+        except OSError as error:
+            log.warning("stale files in %s are not removed: %s", self.temporary, error)
+            return
         for name in found:
             host, _, pid = name.rpartition("-")[0].rpartition("-")
             ours = pid.isdecimal() and host == self._host
@@ -368,7 +406,7 @@ class LengthOnlyStorage:
         self.parallel_lookups = 1
         self.namespace = namespace
         self.geometry = namespace.geometry
-        self._directory = NamespaceDirectory(Path(root), namespace, ".length")
+        self._directory = NamespaceDirectory(Path(root), namespace, ".length", min_bytes=0)
 
     def is_stored(self, key: BlockKey) -> bool:
         """Return whether a block has a marker."""

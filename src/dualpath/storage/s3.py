@@ -25,8 +25,8 @@ from dualpath.core.errors import ConfigError, StorageError
 from dualpath.storage import block_file
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder
 from dualpath.storage.contract import ReadOutcome, check_destination, check_sources, run_origins
-from dualpath.storage.objects import ObjectInfo
-from dualpath.storage.posix import namespace_name, object_name
+from dualpath.storage.objects import ObjectInfo, checked_name
+from dualpath.storage.posix import is_folder_name, is_object_name, namespace_name, object_name
 from dualpath.storage.s3_client import RetryPolicy, S3Client, S3Error, S3Location
 from dualpath.storage.sealed_blocks import block_codec
 
@@ -51,16 +51,19 @@ class S3Objects:
 
     def create(self, name: str, content: bytes) -> bool:
         """Put if the object does not exist."""
+        checked_name(name)
         return self._storage_errors(
             lambda: not self._client.exists(name) and self._client.put(name, [content])
         )
 
     def replace(self, name: str, content: bytes) -> None:
         """Put."""
+        checked_name(name)
         self._storage_errors(lambda: self._client.put(name, [content], only_new=False))
 
     def get(self, name: str, max_bytes: int | None = None) -> bytes | None:
         """Get, with ``max_bytes`` a range."""
+        checked_name(name)
         return self._storage_errors(lambda: self._client.get(name, max_bytes))
 
     def remove(self, names: Sequence[str]) -> int:
@@ -68,18 +71,20 @@ class S3Objects:
         with ThreadPoolExecutor(_PARALLEL_REMOVALS, "storage-remove") as pool:
             list(
                 pool.map(
-                    lambda name: self._storage_errors(lambda: self._client.delete(name)), names
+                    lambda name: self._storage_errors(lambda: self._client.delete(name)),
+                    [checked_name(name) for name in names],
                 )
             )
         return len(names)
 
     def folders(self, prefix: str) -> list[str]:
         """List with a delimiter."""
-        return sorted(
+        found = (
             name.removesuffix("/").rpartition("/")[2]
             for page in self._pages(prefix, "/")
             for name in _texts(page, "CommonPrefixes", "Prefix")
         )
+        return sorted(filter(is_folder_name, found))
 
     def objects(self, prefix: str) -> Iterator[ObjectInfo]:
         """List page by page."""
@@ -87,9 +92,13 @@ class S3Objects:
             fields = [_texts(page, "Contents", name) for name in ("Key", "Size", "LastModified")]
             for name, size, written in zip(*fields, strict=True):
                 below = name[len(self._client.list_prefix("")) :]
+                # Keys of other programs, and those that a proxy would resolve to another path.
+                if not (below.startswith(prefix) and is_object_name(below)):
+                    continue
                 yield ObjectInfo(below, int(size), datetime.fromisoformat(written).timestamp())
 
     def _pages(self, prefix: str, delimiter: str) -> Iterator[ElementTree.Element]:
+        checked_name(prefix)
         token = ""
         while True:
             asked = {"delimiter": delimiter, "continuation-token": token}

@@ -23,6 +23,8 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.extras import extra
+from dualpath.node.secret_file import secret_variable
+from dualpath.node.sockets import IDLE_CONNECTION_S
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
@@ -83,6 +85,18 @@ def authorization(
 _DEFAULT_REGION = "us-east-1"
 _PARAMETERS = ("endpoint_url", "region", "addressing_style")
 _STYLES = ("path", "virtual")
+#: Ends the names of Amazon's directory buckets.
+_DIRECTORY_BUCKET = "--x-s3"
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+#: Domains of Amazon's partitions by prefixes of their regions, as in botocore's partitions.json.
+_DOMAINS = (
+    ("cn-", "amazonaws.com.cn"),
+    ("eusc-", "amazonaws.eu"),
+    ("us-iso-", "c2s.ic.gov"),
+    ("us-isob-", "sc2s.sgov.gov"),
+    ("us-isof-", "csp.hci.ic.gov"),
+    ("eu-isoe-", "cloud.adc-e.uk"),
+)
 
 
 class S3Location(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,14 +129,22 @@ def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3L
 
     Parameters override ``AWS_ENDPOINT_URL_S3``, ``AWS_ENDPOINT_URL``, ``AWS_REGION`` and
     ``AWS_DEFAULT_REGION``.  The default endpoint is Amazon's in the region.  ``addressing_style``
-    puts the bucket's name into the ``path`` (the default with an endpoint) or, ``virtual``, into
-    the host name.  Credentials are read from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY`` and
-    ``AWS_SESSION_TOKEN`` only, as URLs are logged.
+    puts the bucket's name into the ``path`` (the default with an endpoint, and for names with dots,
+    which Amazon's certificates do not cover) or, ``virtual``, into the host name.  Credentials are
+    read from ``AWS_ACCESS_KEY_ID``, ``AWS_SECRET_ACCESS_KEY`` and ``AWS_SESSION_TOKEN`` only, as
+    URLs are logged.
 
-    Raises ``ConfigError`` for a malformed URL or environment.
+    Raises ``ConfigError`` for a malformed URL or environment, and for a directory bucket.
     """
     parts = urlsplit(url)
-    if parts.scheme != "s3" or not re.fullmatch(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]", parts.netloc):
+    if parts.fragment or url.endswith("#"):
+        raise ConfigError(f"storage {url!r} has a #, which ends a URL's path; write %23")
+    if parts.netloc.endswith(_DIRECTORY_BUCKET):
+        raise ConfigError(
+            f"storage {url!r} is a directory bucket (S3 Express), which needs another protocol; "
+            "give a general purpose bucket"
+        )
+    if parts.scheme != "s3" or ".." in parts.netloc or not _BUCKET.fullmatch(parts.netloc):
         raise ConfigError(
             f"storage {parts.scheme}://{parts.netloc} is not s3://BUCKET/PREFIX; give a bucket "
             "name of 3 to 63 lowercase letters, digits, dots and hyphens"
@@ -134,16 +156,24 @@ def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3L
         or environment.get("AWS_DEFAULT_REGION")
         or _DEFAULT_REGION
     )
+    if not re.fullmatch(r"[A-Za-z0-9-]+", region):
+        raise ConfigError(f"S3 region is {region!r}; give a name such as eu-central-1")
     endpoint = (
         given.get("endpoint_url")
         or environment.get("AWS_ENDPOINT_URL_S3")
         or environment.get("AWS_ENDPOINT_URL")
         or ""
     )
-    style = given.get("addressing_style") or ("path" if endpoint else "virtual")
-    scheme, host, port, folder = _endpoint(endpoint or f"https://s3.{region}.amazonaws.com")
     bucket = parts.netloc
+    style = given.get("addressing_style") or ("path" if endpoint or "." in bucket else "virtual")
+    own = f"https://s3.{region}.{_domain(region)}"
+    scheme, host, port, folder = _endpoint(endpoint or own)
     if style == "virtual":
+        if not re.search(r"[a-z]", host, re.I) or ":" in host:
+            raise ConfigError(
+                f"addressing_style is virtual, and the S3 endpoint {endpoint!r} has an address in "
+                "place of a name; give addressing_style=path"
+            )
         host = f"{bucket}.{host}"
     else:
         folder = f"{folder}/{bucket}"
@@ -160,14 +190,23 @@ def parse_location(url: str, environment: Mapping[str, str] = os.environ) -> S3L
     )
 
 
+def _domain(region: str) -> str:
+    """Return the domain of Amazon's hosts in a region: partitions such as China have their own."""
+    own = (domain for prefix, domain in _DOMAINS if region.startswith(prefix))
+    return next(own, "amazonaws.com")
+
+
 def _parameters(query: str) -> dict[str, str]:
-    given = dict(parse_qsl(query))
+    given = dict(parse_qsl(query, keep_blank_values=True))
     unknown = [name for name in given if name not in _PARAMETERS]
     if unknown:
         raise ConfigError(
             f"storage parameter {unknown[0]!r} is none of {', '.join(_PARAMETERS)}; correct it, "
             "and give credentials as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY in the environment"
         )
+    empty = [name for name, value in given.items() if not value]
+    if empty:
+        raise ConfigError(f"storage parameter {empty[0]!r} has no value; give one or leave it out")
     style = given.get("addressing_style", "path")
     if style not in _STYLES:
         raise ConfigError(f"addressing_style is {style!r}, must be one of {', '.join(_STYLES)}")
@@ -181,7 +220,7 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
         port = parts.port
     except ValueError as error:
         raise ConfigError(f"S3 endpoint {url!r} is not a URL ({error}); correct it") from error
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query:
+    if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise ConfigError(f"S3 endpoint {url!r} must be http://HOST:PORT or https://HOST")
     if parts.username or parts.password:
         raise ConfigError("the S3 endpoint holds credentials; set AWS_ACCESS_KEY_ID instead")
@@ -190,8 +229,8 @@ def _endpoint(url: str) -> tuple[str, str, int, str]:
 
 
 def _credentials(environment: Mapping[str, str]) -> Callable[[], Credentials] | None:
-    access = environment.get("AWS_ACCESS_KEY_ID", "")
-    secret = environment.get("AWS_SECRET_ACCESS_KEY", "")
+    access = secret_variable("AWS_ACCESS_KEY_ID", environment) or ""
+    secret = secret_variable("AWS_SECRET_ACCESS_KEY", environment) or ""
     if not access and not secret:
         return None
     if not access or not secret:
@@ -432,7 +471,8 @@ class S3Client:
         self._tls = tls_context(location.scheme)
         self._conditional = True
         # A stack: the connection used last is the least likely to have been closed by the server.
-        self._idle: list[Connection] = []
+        # With each, when it became idle, in seconds of ``time.monotonic``.
+        self._idle: list[tuple[Connection, float]] = []
 
     def get_into(self, name: str, parts: list[memoryview], *, all_of_it: bool = True) -> int | None:
         """Fill ``parts`` from the beginning of an object; return the bytes received.
@@ -512,7 +552,7 @@ class S3Client:
         # Another thread may take the last connection in between.
         with contextlib.suppress(IndexError):
             while True:
-                self._idle.pop().close()
+                self._idle.pop()[0].close()
 
     def _request(
         self,
@@ -558,16 +598,21 @@ class S3Client:
         if fresh:
             self.close()
         try:
-            return self._idle.pop()
+            connection, since_s = self._idle.pop()
         except IndexError:
             return Connection(self.location, self._retry_policy, self._tls)
+        if time.monotonic() - since_s > IDLE_CONNECTION_S:
+            connection.close()
+            self.close()  # The others have been idle for longer.
+            return Connection(self.location, self._retry_policy, self._tls)
+        return connection
 
     def _release(self, connection: Connection, response: http.client.HTTPResponse) -> None:
         """Reuse a connection if its response has been read to the end, else close it."""
         if not response.length:
             response.read()
         if response.isclosed() and not response.will_close:
-            self._idle.append(connection)
+            self._idle.append((connection, time.monotonic()))
         else:
             connection.close()
 

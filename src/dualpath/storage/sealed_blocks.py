@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 STORAGE_KEY_VARIABLE = "DUALPATH_STORAGE_KEY"
 STORAGE_KEY_REMEDY = (
     f"create a storage key with `openssl rand -hex 32`; give the same keys to all engines in a "
-    f"file (storage_key_file) or in {STORAGE_KEY_VARIABLE}, one key per line, the newest first"
+    f"file ({{storage_key_file}}) or in {STORAGE_KEY_VARIABLE}, one key per line, the newest first"
 )
 
 
@@ -74,12 +74,16 @@ def block_codec(namespace: StoreNamespace, keys: "KeyRing | None" = None) -> Blo
     digest, protection = namespace.digest(), namespace.protection
     if protection is msgspec.UNSET:
         return PlainBlocks(digest)
+    return SealedBlocks(digest, protection, require_keys(protection, keys))
+
+
+def require_keys(protection: Protection, keys: "KeyRing | None") -> "KeyRing":
+    """Return the keys; raises ``ConfigError`` if there are none."""
     if keys is None:
         raise ConfigError(
             f"blocks must be {protection}, and there is no storage key; {STORAGE_KEY_REMEDY}"
         )
-
-    return SealedBlocks(digest, protection, keys)
+    return keys
 
 
 # ---------------------------------------------------------------------------------------- key ring

@@ -18,7 +18,6 @@ import socket
 import traceback
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import Any
 
 import msgspec
 import uvicorn
@@ -37,9 +36,9 @@ from vllm.v1.metrics.prometheus import get_prometheus_registry
 
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
-from dualpath.router.api_keys import ApiKeyGuard, router_keys
+from dualpath.router.api_keys import ApiKeyGuard, router_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, collect_seldom
-from dualpath.router.connections import Connections, Progress
+from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.dashboard.board import Dashboard
 from dualpath.router.observe.dashboard.page_file import dashboard_page
@@ -188,13 +187,31 @@ async def make_app(llm: DualPathLLM, service: ClientFrontEnd, args: argparse.Nam
     app.state.dualpath_registry = service.registry
     app.state.dualpath_service = service
     app.state.dualpath_api_keys = router_keys(
-        args.api_key or (), open_metrics=service.settings.open_metrics
+        args.api_key or (),
+        open_metrics=service.settings.open_metrics,
+        hosts=server_hosts(service.settings.allowed_hosts, args.host or ""),
     )
     _put_first(app, "/health", _health_endpoint(service))
     _put_first(app, "/metrics", _metrics_endpoint(service))
     _put_first(app, "/dualpath/v1/status", _status_endpoint(service))
     add_sessions(app, service)
+    add_pointers(app)
     return app
+
+
+def add_pointers(app: FastAPI) -> None:
+    """Answer calls of the cluster with their place; ``add_cluster_routes`` takes precedence."""
+    for path in ("/dashboard", "/dualpath/v1/dashboard", ROLES_PATH, PAUSE_PATH):
+        methods = ["GET", "POST", "DELETE"]
+        app.router.routes.append(APIRoute(path, _at_the_scheduler, methods=methods))
+
+
+async def _at_the_scheduler(request: Request) -> Response:
+    message = (
+        f"{request.url.path} is not at this front end but at the scheduler's HTTP address, which "
+        "`dualpath router` and `dualpath serve` print as cluster (--cluster-port)"
+    )
+    return _json({"error": ApiError(message, NOT_FOUND)}, NOT_FOUND)
 
 
 def add_cluster_routes(app: FastAPI, scheduler: Scheduler) -> None:
@@ -233,17 +250,7 @@ def add_dashboard(app: FastAPI, dashboard: Dashboard) -> None:
 def limited_protocol(connections: Connections) -> Callable[..., asyncio.Protocol]:
     """Return the protocol factory for uvicorn: its own protocol, wrapped in connection limits."""
     assert AutoHTTPProtocol is not None
-
-    def protocol(**given: Any) -> asyncio.Protocol:  # noqa: ANN401 - uvicorn's own
-        return connections.guarded(lambda: AutoHTTPProtocol(**given), _progress)
-
-    return protocol
-
-
-def _progress(protocol: asyncio.Protocol) -> Progress:
-    """Return the current request of a uvicorn connection (None before the first) and its state."""
-    cycle = protocol.cycle  # type: ignore[attr-defined]
-    return Progress(cycle, cycle is not None and not cycle.response_complete)
+    return uvicorn_protocol(connections, AutoHTTPProtocol)
 
 
 def add_pauses(app: FastAPI, scheduler: Scheduler) -> None:
@@ -320,6 +327,10 @@ async def serve_app(
             h11_max_header_count=args.h11_max_header_count,
             ssl_keyfile=args.ssl_keyfile,
             ssl_certfile=args.ssl_certfile,
+            ssl_ca_certs=args.ssl_ca_certs,
+            ssl_cert_reqs=args.ssl_cert_reqs,
+            ssl_ciphers=args.ssl_ciphers,
+            enable_ssl_refresh=args.enable_ssl_refresh,
             http=limited_protocol(connections),
             ws="none",
             **({"log_config": log_config} if log_config is not None else {}),

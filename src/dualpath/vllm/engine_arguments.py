@@ -11,20 +11,24 @@ If the plugin is not loaded (``VLLM_PLUGINS`` without it), the connector prints 
 add.  Importing this module does not import vLLM.
 """
 
+import copy
 import logging
 import os
 import socket
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import OTHER_VARIABLES, PREFIX, from_environment, from_tables, layered
 from dualpath.engine.settings import EngineSettings, parse_settings, read_settings_file
+from dualpath.node.home import with_homes
+from dualpath.node.log_level import log_level
+from dualpath.node.sockets import engine_url
+from dualpath.router.api_keys import ApiKeys
 
 # --------------------------------------------------------------------------------- engine settings
 # Settings of an engine, from ``kv_connector_extra_config``, the environment and a settings file.
@@ -57,7 +61,8 @@ def engine_values(extra: Mapping[str, Any], environment: Mapping[str, str]) -> d
         from_tables(schema, {SECTION: table}, file),
         from_environment(schema, variables, OTHER_VARIABLES),
     )
-    return {given.key: given.value for given in outer.values()} | values
+    found = {given.key: given.value for given in outer.values()} | values
+    return with_homes(EngineSettings, found)
 
 
 log = logging.getLogger(__name__)
@@ -90,10 +95,11 @@ BLOCK_TOKENS = 64
 #: How long an engine may take to write queued blocks when it is ended.
 SHUTDOWN_TIMEOUT_S = 5
 
+#: Overrides ``--kv-cache-memory-bytes`` in vLLM's CPU build.
+KV_SPACE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
+
 #: Modes in which a PE holds the KV of all layers.
 _WHOLE_LAYER_MODES = frozenset(mode.value for mode in Mode if not mode.layerwise)
-
-_ANY_HOST = (None, "", "0.0.0.0", "::")
 
 
 class EngineArgument(NamedTuple):
@@ -130,6 +136,44 @@ def lora_arguments(modules: Mapping[str, str]) -> list[str]:
         return []
     pairs = [f"{name}={path}" for name, path in modules.items()]
     return ["--enable-lora", "--max-cpu-loras", str(len(modules)), "--lora-modules", *pairs]
+
+
+class TlsArguments(NamedTuple):
+    """vLLM's options of HTTPS among others: the files, and the arguments without these options."""
+
+    certificate_file: str
+    key_file: str
+    rest: tuple[str, ...]
+
+
+def tls_arguments(arguments: Sequence[str]) -> TlsArguments:
+    """Split vLLM's options of HTTPS from ``arguments``."""
+    files, rest, words = {}, [], iter(arguments)
+    for word in words:
+        name, equals, value = word.partition("=")
+        name = name.replace("_", "-")
+        if name in ("--enable-ssl-refresh", "--no-enable-ssl-refresh"):
+            continue
+        if not name.startswith("--ssl-"):
+            rest.append(word)
+            continue
+        files[name] = value if equals else next(words, "")
+    return TlsArguments(
+        files.get("--ssl-certfile", ""), files.get("--ssl-keyfile", ""), tuple(rest)
+    )
+
+
+def ignore_kv_space_variable(kv_bytes: int | None) -> None:
+    """Let KV memory that was given in bytes hold, which a variable overrides in vLLM's CPU build.
+
+    The variable is removed from the environment of this process, with a warning.
+    """
+    if kv_bytes is not None and os.environ.get(KV_SPACE_VARIABLE):
+        space = os.environ.pop(KV_SPACE_VARIABLE)
+        log.warning(
+            "%s=%s (GiB) of the environment is ignored, because KV memory is given as %d bytes",
+            *(KV_SPACE_VARIABLE, space, kv_bytes),
+        )
 
 
 def engine_arguments(settings: EngineSettings) -> tuple[EngineArgument, ...]:
@@ -197,6 +241,7 @@ def complete(args: Namespace) -> list[str]:
     if getattr(transfer, "kv_connector", None) != CONNECTOR:
         return []
     _check_server(args)
+    ignore_kv_space_variable(getattr(args, "kv_cache_memory_bytes", None))
     extra: MutableMapping[str, Any] = transfer.kv_connector_extra_config  # type: ignore[union-attr]
     added = _identify(extra, args) + _add_adapters(extra, args)
     settings = parse_settings(engine_values(extra, os.environ))
@@ -210,7 +255,7 @@ def complete(args: Namespace) -> list[str]:
 
 
 def _check_server(args: Namespace) -> None:
-    """Raise ``ConfigError`` for servers of vLLM that do not run our guard middleware."""
+    """Raise ``ConfigError`` for servers without our guard middleware, or with an empty API key."""
     rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0")
     unguarded = {
         "--grpc": getattr(args, "grpc", False),
@@ -223,6 +268,7 @@ def _check_server(args: Namespace) -> None:
             f"{' and '.join(found)}: an engine of a DualPath cluster needs vLLM's HTTP server in "
             "Python, which runs the guard middleware; leave this option out"
         )
+    ApiKeys(getattr(args, "api_key", None) or ())
 
 
 def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
@@ -232,8 +278,14 @@ def _identify(extra: MutableMapping[str, Any], args: Namespace) -> list[str]:
     if "layer_buffers" not in values and values.get("mode") in _WHOLE_LAYER_MODES:
         extra["layer_buffers"] = 0
     host, port = getattr(args, "host", None), getattr(args, "port", None)
+    tls = bool(getattr(args, "ssl_certfile", None))
     if "api_url" not in values:
-        extra["api_url"] = _url(host, port, str(values.get("router", "")))
+        extra["api_url"] = _url(host, port, str(values.get("router", "")), tls=tls)
+    elif tls and not str(values["api_url"]).startswith("https://"):
+        raise ConfigError(
+            f"this engine has an --ssl-certfile and its api_url is {values['api_url']!r}; write "
+            "https:// there, or leave out one of them"
+        )
     if "engine_id" not in values:
         extra["engine_id"] = f"{values.get('role', 'engine')}-{socket.gethostname()}-{port}"
     return [f"{key}={value}" for key, value in extra.items() if key not in given]
@@ -255,38 +307,26 @@ def _add_adapters(extra: MutableMapping[str, Any], args: Namespace) -> list[str]
     return [argument.typed] if argument.add_to(args) else []
 
 
-def _url(host: str | None, port: int | None, router: str) -> str:
+def _url(host: str | None, port: int | None, router: str, *, tls: bool) -> str:
     """Return the URL at which the router reaches a server that listens on ``host``."""
     if not port:
         raise ConfigError(
             f"port is {port}, so the router cannot reach this engine; give --port, or api_url in "
             "kv_connector_extra_config"
         )
-    name = _address_towards(router) if host in _ANY_HOST else str(host)
-    return f"http://[{name}]:{port}" if ":" in name else f"http://{name}:{port}"
-
-
-def _address_towards(router: str) -> str:
-    """Return this machine's address on the way to the router; no packet is sent."""
-    try:
-        parts = urlsplit(router)
-        target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(target[0], socket.SOCK_DGRAM) as probe:
-            probe.connect(target[4])
-            return str(probe.getsockname()[0])
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"the router {router!r} cannot be reached ({error}); give router as tcp://host:port, "
-            "or api_url, in kv_connector_extra_config"
-        ) from error
+    return engine_url(host or "0.0.0.0", port, router, tls=tls)  # vLLM's default: every address.
 
 
 def join_vllm_logging() -> None:
     """Give the ``dualpath`` logger vLLM's handlers and level; idempotent.
 
-    vLLM sets them when its server's arguments are parsed, not when it is imported.
+    A level of ``node.log_level`` in the environment overrides vLLM's.  vLLM sets them when its
+    server's arguments are parsed, not when it is imported.  Raises ``ConfigError`` for an unknown
+    level.
     """
     theirs, ours = logging.getLogger("vllm"), logging.getLogger("dualpath")
-    ours.handlers = list(theirs.handlers)
-    ours.setLevel(theirs.level or logging.INFO)
+    ours.handlers = [copy.copy(handler) for handler in theirs.handlers]
+    for handler in ours.handlers:
+        handler.setLevel(logging.NOTSET)  # vLLM's drops lines below VLLM_LOGGING_LEVEL
+    ours.setLevel(log_level(theirs.level or logging.INFO))
     ours.propagate = False

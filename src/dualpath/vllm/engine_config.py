@@ -14,7 +14,9 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.launcher import setup_server
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+from dualpath.core.addresses import HostPort, plain_host
 from dualpath.core.errors import ConfigError
+from dualpath.node.sockets import resolved
 from dualpath.vllm.engine_arguments import lora_arguments
 from dualpath.vllm.front_end_settings import FrontEndSettings
 
@@ -77,6 +79,9 @@ def parse_front_end_arguments(settings: FrontEndSettings) -> argparse.Namespace:
         if namespace.model_tag is not None:
             parser.error(f"unexpected {namespace.model_tag!r}; the model is {settings.model!r}")
         namespace.model = settings.model
+        namespace.host = plain_host(
+            namespace.host or settings.host
+        )  # --vllm-args may have its own.
         validate_parsed_serve_args(namespace)
     except (TypeError, ValueError, OSError) as error:
         raise ConfigError(f"front-end arguments: {_one_line(error)}") from error
@@ -131,11 +136,14 @@ def bind_listen_socket(namespace: argparse.Namespace, *, share_port: bool = Fals
     Raises ``ConfigError`` naming the port, or the unknown tool or reasoning parser.
     """
     try:
-        _, listener = setup_server(namespace, reuse_port=share_port)
+        # vLLM binds names as IPv4 only.
+        _, at = resolved(namespace.host, listens=True)
+        here = argparse.Namespace(**{**vars(namespace), "host": at})
+        _, listener = setup_server(here, reuse_port=share_port)
     except OSError as error:
         raise ConfigError(
-            f"cannot listen on {namespace.host}:{namespace.port}: {error.strerror or error}; "
-            "free it or choose another with --host and --port"
+            f"cannot listen on {HostPort(namespace.host, namespace.port)}: "
+            f"{error.strerror or error}; free it or choose another with --host and --port"
         ) from error
     except KeyError as error:
         raise ConfigError(_one_line(error.args[0])) from error

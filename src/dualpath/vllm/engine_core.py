@@ -268,6 +268,13 @@ def _refuse_unsupported(request: EngineCoreRequest) -> None:
             f"{' and '.join(refused)}: not supported with separate prefill and decode engines; "
             "send token or text prompts without these options"
         )
+    try:
+        msgspec.json.encode(params)  # as it is sent to engines
+    except UnicodeEncodeError:
+        raise BadRequestError(
+            "a text among the sampling parameters has a lone surrogate, half of a character, which "
+            "UTF-8 cannot express; remove it"
+        ) from None
 
 
 logger = logging.getLogger(__name__)

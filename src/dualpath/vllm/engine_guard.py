@@ -2,10 +2,12 @@
 
 An engine is a complete vLLM server, but it serves only the router:
 
-- If the server has API keys, all but a few paths require one (``router.api_keys``).
+- If the server has API keys, all but a few paths require one (``router.api_keys``); without keys,
+  requests that a foreign web page may have sent are refused (``router.foreign_pages``).
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
+- Connections and heads are bounded as at a router, since vLLM's server keeps each one for ever.
 - Routes that change weights or move KV memory are refused: the namespace of stored KV is derived
   from the weights at start (``model_identity``), and peers write to the registered memory.
 
@@ -15,18 +17,29 @@ computes the prompt itself, stores nothing, and its answer is correct.
 ``SchedulerSide`` fails requests that reach a PE's scheduler without passing this middleware.
 """
 
+import contextlib
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
-from dualpath.router.api_keys import ApiKeys, engine_keys
+from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, own_path
-from dualpath.router.requests.limits import refusal
+from dualpath.router.connections import Connections, uvicorn_protocol
+from dualpath.router.foreign_pages import AllowedHosts
+from dualpath.router.requests.limits import refusal, server_limits
+from dualpath.router.token_api.open_calls import (
+    CALL_HEADER,
+    OPEN_CALLS_PATH,
+    OpenCallList,
+    named_call,
+)
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
@@ -82,32 +95,66 @@ class EngineGuard:
     def __init__(self, app: App) -> None:
         self._app = app
         self._known: tuple[Role | None, ApiKeys] | None = None
+        self._calls = OpenCallList()
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forward the call or refuse it."""
         if scope["type"] == "lifespan":
             self._drain_on_sigterm(scope["app"].state.args)
+            _bound_connections(scope["app"].state)
             await self._app(scope, receive, send)
             return
         role, keys = self._engine(scope)
         path = own_path(scope)
         method = scope.get("method", "")  # a web socket has no method
-        refused = None if keys.admit_call(scope) else _no_key(path)
+        refused: tuple[int, str] | None = None
+        if not keys.admit_call(scope):
+            refused = _no_key(path)
+        elif role is not None:
+            refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
             refused = _refused_path(role, path)
         if refused is not None:
             await _refuse(scope, send, *refused)
-        elif may_compute and role is Role.PREFILL and path == GENERATE_PATH:
-            await self._token_api(scope, receive, send)
+        elif path == OPEN_CALLS_PATH and role is not None:
+            await _answer(send, self._calls.body())
+        elif may_compute and path == GENERATE_PATH:
+            await self._listed(role, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _listed(
+        self, role: Role | None, scope: Message, receive: Receive, send: Send
+    ) -> None:
+        """Forward a call of the token API, and list it as open once its body has arrived."""
+        with contextlib.ExitStack() as listed:
+            sent: Callable[[], None] | None = None
+            name = dict(scope["headers"]).get(CALL_HEADER.lower().encode())
+
+            async def received() -> Message:
+                nonlocal sent
+                message = await receive()
+                whole = message["type"] == "http.request" and not message.get("more_body", False)
+                if whole and name is not None and sent is None:
+                    sent = listed.enter_context(self._calls.open(named_call(name)))
+                return message
+
+            async def sending(message: Message) -> None:
+                await send(message)
+                if sent is not None and message.get("body"):
+                    sent()
+
+            if role is Role.PREFILL:
+                await self._token_api(scope, received, sending)
+            else:
+                await self._app(scope, received, sending)
 
     def _engine(self, scope: Message) -> tuple[Role | None, ApiKeys]:
         """Return the engine's role, None if it is not a DualPath engine, and its API keys."""
         if self._known is None:
             args = scope["app"].state.args
-            self._known = _role(args), engine_keys(args.api_key or ())
+            self._known = _role(args), engine_keys(args.api_key or (), _hosts(args))
         return self._known
 
     @staticmethod
@@ -131,6 +178,20 @@ class EngineGuard:
             return arrived.pop() if arrived else await receive()
 
         await self._app(scope, receive_again, send)
+
+
+def _bound_connections(state: Any) -> None:  # noqa: ANN401 - Starlette's
+    """Bound connections and heads of vLLM's server, which has no bounds of its own.
+
+    uvicorn calls the lifespan before it listens, and reads the protocol at each connection.  Web
+    sockets, which the router does not use, would leave these bounds: there are none.
+    """
+    server = getattr(state, "server", None)
+    if server is None or _role(state.args) is None:
+        return
+    make = server.config.http_protocol_class
+    server.config.http_protocol_class = uvicorn_protocol(Connections(server_limits()), make)
+    server.config.ws_protocol_class = None
 
 
 def _no_key(path: str) -> tuple[int, str]:
@@ -173,6 +234,15 @@ def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command lin
     return Role(engine_values(extra, os.environ)["role"])
 
 
+def _hosts(args: Any) -> AllowedHosts:  # noqa: ANN401 - vLLM's parsed command line
+    """Return the hosts by which an engine may be called."""
+    if _role(args) is None:
+        return AllowedHosts()
+    values = engine_values(args.kv_transfer_config.kv_connector_extra_config, os.environ)
+    own = getattr(args, "host", None), urlsplit(str(values.get("api_url", ""))).hostname
+    return server_hosts(values.get("allowed_hosts", ()), *filter(None, own))
+
+
 async def _body(receive: Receive) -> bytes | None:
     parts: list[bytes] = []
     while (message := await receive())["type"] == "http.request":
@@ -180,6 +250,12 @@ async def _body(receive: Receive) -> bytes | None:
         if not message.get("more_body", False):
             return b"".join(parts)
     return None
+
+
+async def _answer(send: Send, body: bytes) -> None:
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:

@@ -10,7 +10,7 @@ import msgspec
 from dualpath.core.settings import Setting, Settings
 
 Model = Annotated[str, Setting("folder or name of the model")]
-Host = Annotated[str, Setting("address of the HTTP server")]
+Host = Annotated[str, Setting("address of the HTTP server", host=True)]
 Port = Annotated[int, Setting("port of the HTTP server; 0: any free port", ge=0, le=65535)]
 ServedNames = Annotated[
     tuple[str, ...],
@@ -19,7 +19,13 @@ ServedNames = Annotated[
 MaxModelLen = Annotated[
     int | None, Setting("longest context in tokens; none: the model's own", ge=2, metavar="TOKENS")
 ]
-Dtype = Annotated[str, Setting("dtype of weights and KV, the same for router and engines")]
+Dtype = Annotated[
+    str,
+    Setting(
+        "dtype of weights and KV, the same for router and engines",
+        choices=("auto", "half", "float16", "bfloat16", "float", "float32"),
+    ),
+]
 LoraModules = Annotated[
     dict[str, str],
     Setting(

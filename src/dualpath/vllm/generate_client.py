@@ -16,7 +16,7 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.client import TokenApiClient, token_event
 from dualpath.router.token_api.wire import (
@@ -236,15 +236,16 @@ class GenerateClient:
         max_logprobs: int,
         headers: Mapping[str, str] | None = None,
         stream_interval: int = 1,
+        ca_file: str = "",
     ) -> None:
         """Create a client; ``max_logprobs`` is the engines' ``--max-logprobs``.
 
         ``headers`` are sent with every call.  ``stream_interval`` is the router's: how many tokens
-        are sent as one chunk, at least 1.
+        are sent as one chunk, at least 1.  ``ca_file`` has the authorities of engines with HTTPS.
         """
         self._max_logprobs = max_logprobs
         self._stream_interval = stream_interval
-        self._api = TokenApiClient(headers)
+        self._api = TokenApiClient(headers, ca_file)
 
     async def prefill(
         self, engine: EngineInfo, job: Job, prefill_transfer: PrefillTransfer
@@ -298,6 +299,10 @@ class GenerateClient:
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server answers that it is healthy."""
         await self._api.answers(engine)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
+        return await self._api.open_calls(engine)
 
     async def aclose(self) -> None:
         """Close all connections; engines abort the requests that still run on them."""

@@ -12,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.passes.forward_pass import PromptPart
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import HbmBlock
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.vllm.pass_costs import PassCosts
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class StepMetadata(KVConnectorMetadata):
     ``ended``: decode transfers of finished requests, by the transfer's request id.
     """
 
-    prefills: list[PromptPart] = field(default_factory=list)
+    prefills: list[PrefillChunk] = field(default_factory=list)
     decodes: list[DecodeWork] = field(default_factory=list)
     rejected: dict[str, str] = field(default_factory=dict)
     refused: list[str] = field(default_factory=list)

@@ -11,7 +11,6 @@ a test compares every field of vLLM's configuration with it.
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +28,8 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.key_cache import Adapter
 from dualpath.core.names import name_problem
 from dualpath.engine.settings import EngineSettings
-from dualpath.node.cache_directory import cache_directory
+from dualpath.node.cache_directory import private_cache_directory
+from dualpath.node.output_files import write_whole
 
 if TYPE_CHECKING:
     from vllm.config import LoadConfig, ModelConfig, VllmConfig
@@ -78,17 +78,26 @@ def _file_sha256(file: Path) -> str:
     if real.parent.name == "blobs" and _is_sha256(real.name):
         return real.name
     stamp = _stamp(real)
-    cached = (
-        cache_directory() / "weights" / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
-    )
-    if (known := _read(cached)) is not None and msgspec.structs.replace(known, sha256="") == stamp:
+    cached = _cached(real)
+    known = None if cached is None else _read(cached)
+    if known is not None and msgspec.structs.replace(known, sha256="") == stamp:
         return known.sha256
     log.info("reading %s (%.1f GB) once to identify its weights", real, stamp.size_bytes / 1e9)
     with real.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
-    if _stamp(real) == stamp:
+    if _stamp(real) == stamp and cached is not None:
         _write(cached, msgspec.structs.replace(stamp, sha256=digest))
     return digest
+
+
+def _cached(real: Path) -> Path | None:
+    """Return the cache's file for a file of weights, None if the cache cannot be trusted."""
+    try:
+        folder = private_cache_directory() / "weights"
+    except ConfigError as error:
+        log.warning("digests of weights are not cached: %s", error)
+        return None
+    return folder / f"{hashlib.sha256(str(real).encode()).hexdigest()}.json"
 
 
 def _is_sha256(name: str) -> bool:
@@ -112,11 +121,8 @@ def _read(cached: Path) -> _FileStamp | None:
 
 def _write(cached: Path, stamp: _FileStamp) -> None:
     """Write a digest to the cache; if that fails, the next start reads the file again."""
-    temporary = cached.with_suffix(f".{os.getpid()}")
     try:
-        cached.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_bytes(msgspec.json.encode(stamp))
-        temporary.replace(cached)
+        write_whole(cached, msgspec.json.encode(stamp), folders=True, private=True)
     except OSError as error:
         log.warning(
             "%s cannot be written (%s); the next start reads the weights again", cached, error

@@ -90,18 +90,25 @@ class _Prefill(msgspec.Struct):
     pair_s: float
 
 
-class _Profile(msgspec.Struct):
+class Profile(msgspec.Struct):
+    """The keys of a file of ``dualpath profile`` that engines read."""
+
     prefill_tokens_per_s: float
     prefill: _Prefill
     computed_weight: ComputedWeight = TYPICAL_COMPUTED_WEIGHT
 
 
-def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
-    """Return the costs that ``dualpath profile`` wrote; raises ``ConfigError``."""
+def read_profile(path: str) -> Profile:
+    """Return the file that ``dualpath profile`` wrote; raises ``ConfigError``."""
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-        profile = msgspec.convert(table, _Profile)
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
+        profile = msgspec.convert(table, Profile)
+    except OSError as error:
+        raise ConfigError(
+            f"{{profile}} {path!r} cannot be read ({error.strerror}); write it with `dualpath "
+            "profile MODEL --out FILE`, or set auto or off"
+        ) from error
+    except (UnicodeDecodeError, tomllib.TOMLDecodeError, msgspec.ValidationError) as error:
         raise ConfigError(
             f"{{profile}} {path!r} is not a file of `dualpath profile`: {error}; write one with "
             "`dualpath profile MODEL --out FILE`, or set auto or off"
@@ -111,6 +118,12 @@ def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
             f"{{profile}} {path!r} has prefill_tokens_per_s {profile.prefill_tokens_per_s} and "
             f"pair_s {profile.prefill.pair_s}; both must be above 0: profile larger passes"
         )
+    return profile
+
+
+def read_file(path: str, geometry: AttentionGeometry) -> PassCosts:
+    """Return the costs that ``dualpath profile`` wrote; raises ``ConfigError``."""
+    profile = read_profile(path)
     flops_per_s = geometry.pair_flops / profile.prefill.pair_s
     attention = LayerTimeEstimate(0.0, flops_per_s)
     return PassCosts(attention, profile.prefill_tokens_per_s, profile.computed_weight)

@@ -20,7 +20,7 @@ from vllm.v1.engine.core_client import InprocClient
 
 from dualpath.core.errors import ConfigError
 from dualpath.policy.batching import AttentionGeometry
-from dualpath.vllm.engine_arguments import HASH_ALGORITHM
+from dualpath.vllm.engine_arguments import HASH_ALGORITHM, ignore_kv_space_variable
 from dualpath.vllm.profile_settings import (
     WARM_STEPS,
     EngineFacts,
@@ -58,6 +58,7 @@ def measure(settings: ProfileSettings, progress: Progress) -> Measurement:
 
 
 def _start(settings: ProfileSettings) -> LLM:
+    ignore_kv_space_variable(settings.hbm_bytes or None)
     try:
         return LLM(
             model=settings.model,

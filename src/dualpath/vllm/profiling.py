@@ -24,6 +24,7 @@ from dualpath.engine.ranks.group import ONE_RANK, RankGroup
 from dualpath.engine.settings import PROFILE_AUTO, PROFILE_OFF, EngineSettings
 from dualpath.node.cache_directory import cache_directory
 from dualpath.node.machine import cpu_model
+from dualpath.node.output_files import write_whole
 from dualpath.policy.batching import AttentionGeometry
 from dualpath.vllm.metadata import StepMetadata
 from dualpath.vllm.pass_costs import (
@@ -101,11 +102,9 @@ class CostsCache:
         return best
 
     def _write(self, best: CachedCosts) -> None:
-        temporary = self.file.with_suffix(f".{os.getpid()}")
+        content = msgspec.json.format(msgspec.json.encode(best))
         try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_bytes(msgspec.json.format(msgspec.json.encode(best)))
-            temporary.replace(self.file)
+            write_whole(self.file, content, folders=True, private=True)
         except OSError as error:
             log.warning("measured costs cannot be written to %s: %s", self.file, error)
 

@@ -19,6 +19,7 @@ from vllm.config import VllmConfig
 from vllm.logger import configure_logging_from_args
 from vllm.utils.gc_utils import freeze_gc_heap
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError
 from dualpath.router.api_keys import ApiKeys, engine_headers, warn_if_open
 from dualpath.router.http.shared_port import SharedPort
@@ -55,7 +56,7 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         else:
             listener = bind_clients(args, stack)
         config = make_engine_config(args)
-        calls = engine_client(config, stack)
+        calls = engine_client(config, settings, stack)
         service = RouterService(settings, calls, adapter_paths=adapter_paths(args))
         stack.push_async_callback(service.stop)
         app = await client_app(config, service, front_end, args, stack)
@@ -72,11 +73,15 @@ async def run_router(settings: RouterSettings, front_end: FrontEndSettings) -> N
         await bound(turn, service.start)
         listener.listen()
         print(
-            f"dualpath router: OpenAI endpoint http://{args.host}:{args.port}/v1, "
+            f"dualpath router: OpenAI endpoint {_endpoint(args)}/v1, "
             f"engines register at {service.scheduler.server.address}{_front_ends(service)}",
             flush=True,
         )
         await serve_app(app, args, listener)
+
+
+def _endpoint(args: Namespace) -> str:
+    return http_url(args.host, args.port, tls=bool(args.ssl_certfile))
 
 
 def _front_ends(service: RouterService) -> str:
@@ -100,12 +105,15 @@ def client_arguments(settings: RouterSettings, front_end: FrontEndSettings) -> N
     return args
 
 
-def engine_client(config: VllmConfig, stack: AsyncExitStack) -> GenerateClient:
+def engine_client(
+    config: VllmConfig, settings: RouterSettings, stack: AsyncExitStack
+) -> GenerateClient:
     """Return the client that calls engines; ``stack`` closes it."""
     calls = GenerateClient(
         config.model_config.max_logprobs,
         engine_headers(),
         config.scheduler_config.stream_interval,
+        settings.engine_ca_file,
     )
     stack.push_async_callback(calls.aclose)
     return calls
@@ -221,14 +229,17 @@ async def run_front_end(
         listener = bind_clients(args, stack, share_port=link.share_port)
         config = make_engine_config(args)
         service = LinkedFrontEnd(
-            settings, link, engine_client(config, stack), adapter_paths=adapter_paths(args)
+            settings,
+            link,
+            engine_client(config, settings, stack),
+            adapter_paths=adapter_paths(args),
         )
         stack.push_async_callback(service.stop)
         app = await client_app(config, service, front_end, args, stack)
         await service.start()
         listener.listen()
         print(
-            f"dualpath frontend: OpenAI endpoint http://{args.host}:{args.port}/v1, scheduler at "
+            f"dualpath frontend: OpenAI endpoint {_endpoint(args)}/v1, scheduler at "
             f"{link.scheduler}",
             flush=True,
         )

@@ -21,9 +21,9 @@ from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
-from dualpath.engine.passes.forward_pass import PromptPart
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
 from dualpath.plan.counts import new_full_blocks
 from dualpath.plan.steps import chunk_of
@@ -185,7 +185,7 @@ class SchedulerSide:
             if isinstance(tracked.transfer, PrefillTransfer):
                 blocks = self._chunk_blocks(start_tokens, end_tokens)
                 hbm_blocks = tuple(tracked.blocks[0][: blocks.end])
-                step.prefills.append(PromptPart(tracked.transfer, blocks, hbm_blocks))
+                step.prefills.append(PrefillChunk(tracked.transfer, blocks, hbm_blocks))
             elif self._role is Role.DECODE:
                 step.generated.extend(self._newly_full(tracked, start_tokens, end_tokens))
         step.decodes = [self._decode_work(request_id) for request_id in self._new_decode_transfers]

@@ -21,9 +21,10 @@ from dualpath.core.blocks import BlockGeometry, PartSlice, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.engine.control.membership import Membership, ServedModel
 from dualpath.engine.control.traffic_manager import TrafficManager
-from dualpath.engine.passes.forward_pass import ForwardPass, PromptPart
+from dualpath.engine.passes.forward_pass import ForwardPass
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import HbmLayout
+from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.ranks.follower import FollowedPass, Follower, open_follower
 from dualpath.engine.ranks.rank import RankPlace
 from dualpath.engine.settings import EngineSettings
@@ -232,6 +233,8 @@ class WorkerSide:
     def begin_step(self, step: StepMetadata) -> None:
         """Start this step's transfers; called before the forward pass."""
         self._generated = step.generated
+        if self._membership is not None:
+            self._membership.manager.made_step()
         for vllm_request_id in step.refused:
             self._copied.put((vllm_request_id, NO_TRANSFER))
         if self._follower is None:
@@ -245,13 +248,13 @@ class WorkerSide:
     def _tell_router(self, step: StepMetadata) -> None:
         membership = self._joined()
         if step.free_hbm_tokens is not None:
-            membership.manager.set_free_hbm_tokens(step.free_hbm_tokens)
+            membership.manager.free_hbm_tokens = step.free_hbm_tokens
         for request_id in step.ended:
-            membership.manager.decode_ended(request_id)
+            membership.manager.active.ended(request_id)
         for request_id, reason in step.rejected.items():
             membership.send(membership.manager.sent(request_id, reason))
 
-    def _begin_pass(self, parts: Sequence[PromptPart]) -> ForwardPass | FollowedPass:
+    def _begin_pass(self, parts: Sequence[PrefillChunk]) -> ForwardPass | FollowedPass:
         if self._follower is not None:
             return self._follower.begin_pass(parts)
         membership = self._joined()
@@ -300,6 +303,7 @@ class WorkerSide:
             self._mover.persist_generated(self._generated)
             self._generated = []
         if self._membership is not None:
+            self._membership.manager.made_step()
             self._membership.changed()
 
     def take_copied(self) -> tuple[set[str], set[str]]:

@@ -20,6 +20,8 @@ from typing import Any
 
 import msgspec
 
+from dualpath.node.output_files import write_whole
+
 _TABLE = "defaults.json"
 
 
@@ -135,7 +137,7 @@ def main() -> None:
         families[name] = declared.only(CONFIG_KEYS)
     table = _Table(metadata.version("transformers"), families)
     text = json.dumps(msgspec.to_builtins(table), indent=1, sort_keys=True)
-    Path(__file__).with_name(_TABLE).write_text(f"{text}\n")
+    write_whole(Path(__file__).with_name(_TABLE), f"{text}\n".encode())
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Reads the data files: by a name in the catalog or by the path of a file of one's own."""
 
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import resources
@@ -11,6 +12,7 @@ import msgspec
 
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting
+from dualpath.node.home import with_home
 from dualpath_sim.catalog.families import KvCacheDtype, decode_config, geometry_of
 from dualpath_sim.catalog.geometry import ModelGeometry
 from dualpath_sim.catalog.gpu import GpuRates
@@ -114,15 +116,20 @@ def find(kind: str, name_or_path: str | Path) -> Traversable:
 
     What ends in ``.toml`` or ``.json``, or has a slash, is a path; raises ``ConfigError``.
     """
-    text, path = str(name_or_path), Path(name_or_path)
-    if kind == MODELS and ("/" in text or text in (".", "..")) and path.is_dir():
-        path /= "config.json"
-    elif not text.endswith(_SUFFIXES if kind == MODELS else ".toml"):
+    text, path = str(name_or_path), Path(with_home(str(name_or_path)))
+    is_path = "/" in text or text in (".", "..")
+    if not is_path and not text.endswith(_SUFFIXES if kind == MODELS else ".toml"):
         return _named_file(kind, text)
-    if not path.is_file():
+    try:
+        if kind == MODELS and is_path and stat.S_ISDIR(path.stat().st_mode):
+            path /= "config.json"
+        reason = "" if stat.S_ISREG(path.stat().st_mode) else " (it is no regular file)"
+    except OSError as error:
+        reason = f" ({error.strerror})"
+    if reason:
         what = "a TOML file, a config.json" if kind == MODELS else "a TOML file"
         known = ", ".join(names(kind))
-        raise ConfigError(f"there is no file {path}; give {what} or one of {known}")
+        raise ConfigError(f"there is no file {path}{reason}; give {what} or one of {known}")
     return path
 
 

@@ -8,8 +8,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputFolder, OutputPath
 from dualpath.cli.output import print_skipped, warn_if_no_plots
 from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.core.errors import ConfigError
+from dualpath_sim.cli.experiments import EXIT_DIFFERS, values
 from dualpath_sim.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath_sim.evaluation.settings import EvaluationSettings
 
@@ -45,9 +48,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         metavar="FIGURE",
         help=f"{', '.join(FIGURE_NAMES)}, all (of these), beyond, or dram-tier",
     )
-    parser.add_argument("--out", metavar="DIR", help="write the files here")
+    parser.add_argument("--out", type=OutputFolder, metavar="DIR", help="write the files here")
     parser.add_argument(
-        "--docs", metavar="FILE.md", help="write one page with all of them, and plots next to it"
+        "--docs",
+        type=OutputPath,
+        metavar="FILE.md",
+        help="write one page with all of them, and plots next to it",
+    )
+    parser.add_argument(
+        "--check",
+        metavar="FILE.json",
+        help="compare the one figure with the JSON that an earlier run wrote, with its settings; "
+        "exit code 1 if a number differs",
     )
     add_settings(parser, EvaluationSettings, without=("tail_share",))
     add_settings(parser, CoreSettings)
@@ -62,9 +74,10 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the simulations, print the comparison, write the files; return 0.
+    """Run the simulations, print the comparison, write the files.
 
-    Raises ``ConfigError`` for invalid settings and files that cannot be written.
+    Returns 0, or 1 if a number differs from that of ``--check``.  Raises ``ConfigError`` for
+    invalid settings and files that cannot be read or written.
     """
     import msgspec
 
@@ -73,14 +86,17 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.workload.formats.lines import SkippedLines
     from dualpath_sim.evaluation.beyond import existing_traces
     from dualpath_sim.evaluation.document import write_document, write_figure
-    from dualpath_sim.evaluation.report import as_report, comparison_table
+    from dualpath_sim.evaluation.report import comparison_table, with_key_results
     from dualpath_sim.evaluation.settings import AS_WRITTEN, AT_48K
+    from dualpath_sim.harness.check import agrees, compare
 
     warn_if_no_plots(args.out)
     if args.docs:
         require_plots("--docs")
 
-    settings = flag_settings(args, EvaluationSettings)
+    expected = _recorded(args)
+    defaults = {} if expected is None else values(expected.evaluation)
+    settings = flag_settings(args, EvaluationSettings, defaults=defaults)
     traces = existing_traces(Path(args.traces)) if args.traces else {}
     core = checked_core(args)
     skipped = SkippedLines()
@@ -94,11 +110,12 @@ def run(args: argparse.Namespace) -> int:
         if report.compared:
             compared = build(second).compared
             report = msgspec.structs.replace(report, compared_at_48k=compared)
+        report = with_key_results(report)
         reports.append(report)
         if args.out:
             write_figure(report, Path(args.out))
         else:
-            print(markdown.page(as_report(report)))
+            print(markdown.page(report.report()))
     print_skipped(skipped)
     if args.docs:
         write_document(reports, Path(args.docs))
@@ -107,7 +124,25 @@ def run(args: argparse.Namespace) -> int:
     if all_compared and args.out:
         table = comparison_table(all_compared, quick=settings.quick, at_48k=at_48k)
         print(markdown.table(table))
-    return 0
+    if expected is None:
+        return 0
+    differences = compare(expected, reports[0])
+    print(markdown.table(differences))
+    return 0 if agrees(differences) else EXIT_DIFFERS
+
+
+def _recorded(args: argparse.Namespace) -> "FigureReport | None":
+    """Return the figure of ``--check``, None without it; raises ``ConfigError``."""
+    if not args.check:
+        return None
+    from dualpath_sim.evaluation.document import read_figure
+
+    figure = read_figure(Path(args.check))
+    if args.figures != [figure.name]:
+        raise ConfigError(
+            f"--check {args.check} is of {figure.name}; give `dualpath eval {figure.name}`"
+        )
+    return figure
 
 
 def _chosen(

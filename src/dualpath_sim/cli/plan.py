@@ -3,7 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Annotated
 
-from dualpath.cli.output import add_json_argument, print_progress, require_json_writable, wrote_json
+from dualpath.cli.output import add_json_argument, print_progress, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import nodes_text
 from dualpath.core.errors import ConfigError
@@ -74,7 +74,6 @@ def run(args: argparse.Namespace) -> int:
     from dualpath.report.text import print_blocks
     from dualpath_sim.evaluation.planner import make_plan
 
-    require_json_writable(args)
     settings = flag_settings(args, PlanSettings)
     inputs = _Inputs(args, settings)
     if settings.objective == "capacity" and inputs.trace.settings.agents is not None:

@@ -6,10 +6,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dualpath.cli.main import OutputPath
 from dualpath.cli.output import print_progress
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.launch.commands import engine_environment
-from dualpath.report.files import require_writable
+from dualpath.report.files import write_file
 from dualpath.vllm.profile_settings import ProfileSettings
 
 if TYPE_CHECKING:
@@ -33,7 +34,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         description=_DESCRIPTION,
         allow_abbrev=False,
     )
-    parser.add_argument("--out", required=True, metavar="COSTS.toml", help="file to write")
+    parser.add_argument(
+        "--out", type=OutputPath, required=True, metavar="COSTS.toml", help="file to write"
+    )
     parser.add_argument("--name", help="name of the model in the file (default: the folder's)")
     add_settings(parser, ProfileSettings, positional=("model",))
 
@@ -47,11 +50,10 @@ def run(args: argparse.Namespace) -> int:
     from dualpath_sim.catalog.costs import fit_profile
 
     settings = flag_settings(args, ProfileSettings, positional=("model",))
-    require_writable("--out", args.out)
     out, typical = Path(args.out), settings.typical_round
     measurement = _measure(settings)
     profile = fit_profile(measurement, args.name or measurement.facts.model, typical)
-    out.write_text(render(profile, measurement, this_machine(), typical))
+    write_file(out, render(profile, measurement, this_machine(), typical).encode())
     _print_summary(profile, measurement, out)
     return 0
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from dualpath.cli.output import add_json_argument, require_json_writable, wrote_json
+from dualpath.cli.output import add_json_argument, wrote_json
 from dualpath.cli.settings import add_settings, flag_settings
 from dualpath.core.cluster import Role, nodes_text
 from dualpath.core.modes import Mode
@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
     from dualpath_sim.simulator.run import simulate
     from dualpath_sim.simulator.settings import Setup
 
-    require_json_writable(args)
     settings = flag_settings(args, SimulateSettings)
     core = checked_core(args)
     cluster = load_cluster(args)

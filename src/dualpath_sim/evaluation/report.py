@@ -1,12 +1,13 @@
 """One figure of the paper: its runs as tables and curves, beside the paper's numbers."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import msgspec
 
-from dualpath.report.model import Block, Notes, Panel, Plots, Report, Table, Text, cell
+from dualpath.report.model import Block, Notes, Plots, Report, Table, Text, cell
 from dualpath_sim.evaluation.settings import EvaluationSettings
+from dualpath_sim.harness.experiment import KeyResult, Page, check_lines
 
 Relation = Literal["equals", "at most", "comparable"]
 
@@ -171,64 +172,69 @@ class Statement(msgspec.Struct, frozen=True):
     evidence: str
 
 
-class FigureReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One figure or table of the paper, complete; ``data`` holds further raw numbers.
+class FigureReport(Page, frozen=True, kw_only=True):
+    """One figure or table of the paper as a page; ``data`` holds further raw numbers.
 
     ``compared_at_48k`` are the same numbers under the second calibration, empty if not made.
     """
 
-    name: str
-    title: str
     evaluation: EvaluationSettings
-    settings: tuple[str, ...]
-    tables: tuple[Table, ...]
     details: tuple[Table, ...] = ()
     """Tables that only the figure's own page has."""
-    panels: tuple[Panel, ...] = ()
     compared: tuple[Compared, ...] = ()
     compared_at_48k: tuple[Compared, ...] = ()
     statements: tuple[Statement, ...] = ()
-    discussion: str = ""
-    data: Mapping[str, Any] = {}
+
+    def report(self, *, alone: bool = True) -> Report:
+        """Return the figure as it is read: setting, numbers beside the paper's, plots, all numbers.
+
+        Not ``alone``, it is part of the page over all figures, which has the comparison, the
+        statements and the workload once for all of them, and leaves out the details.
+        """
+        blocks: list[Block] = [Notes(self._setting_lines(alone=alone))]
+        if alone and self.compared:
+            quick, second = self.evaluation.quick, self.compared_at_48k
+            blocks.append(comparison_table(self.compared, quick=quick, at_48k=second))
+        if alone and self.statements:
+            blocks.append(statement_table(self.statements))
+        if self.panels:
+            blocks.append(Plots(self.title, self.panels))
+        blocks += self.tables
+        if alone:
+            blocks += self.details
+        if self.discussion:
+            blocks.append(Text(self.discussion, "Discussion"))
+        return Report(name=self.name, title=self._heading(), blocks=tuple(blocks))
+
+    def _heading(self) -> str:
+        """Return "Fig. 7. Title", or the title alone of what is no figure."""
+        if not self.name.startswith(("fig", "table")):
+            return self.title
+        return f"{_figure_name(self.name)}. {self.title}"
+
+    def _setting_lines(self, *, alone: bool) -> tuple[str, ...]:
+        """Return the settings, the workload, and a warning where the run was a quick one."""
+        workload = (workload_line(self.evaluation),) if alone else ()
+        quick = ("Quick: small grids, not the paper's settings.",) if self.evaluation.quick else ()
+        check = check_lines(self.results) if alone else ()
+        return (*self.settings, *workload, *quick, *check)
 
 
-def as_report(figure: FigureReport, *, alone: bool = True) -> Report:
-    """Return the figure as it is read: setting, numbers beside the paper's, plots, all numbers.
-
-    Not ``alone``, it is part of the page over all figures, which has the comparison, the statements
-    and the workload once for all of them, and leaves out the details.
-    """
-    blocks: list[Block] = [Notes(_setting_lines(figure, alone=alone))]
-    if alone and figure.compared:
-        blocks.append(
-            comparison_table(
-                figure.compared, quick=figure.evaluation.quick, at_48k=figure.compared_at_48k
-            )
+def with_key_results(figure: FigureReport) -> FigureReport:
+    """Return a figure with what a rerun must give exactly: numbers and statements."""
+    numbers = [
+        (f"{one.quoted.what}{calibration}", one.model)
+        for compared, calibration in (
+            (figure.compared, ""),
+            (figure.compared_at_48k, ", at 48K"),
         )
-    if alone and figure.statements:
-        blocks.append(statement_table(figure.statements))
-    if figure.panels:
-        blocks.append(Plots(figure.title, figure.panels))
-    blocks += figure.tables
-    if alone:
-        blocks += figure.details
-    if figure.discussion:
-        blocks.append(Text(figure.discussion, "Discussion"))
-    return Report(name=figure.name, title=_heading(figure), blocks=tuple(blocks))
-
-
-def _heading(figure: FigureReport) -> str:
-    """Return "Fig. 7. Title", or the title alone of what is no figure."""
-    if not figure.name.startswith(("fig", "table")):
-        return figure.title
-    return f"{_figure_name(figure.name)}. {figure.title}"
-
-
-def _setting_lines(figure: FigureReport, *, alone: bool) -> tuple[str, ...]:
-    """Return the settings, the workload, and a warning where the run was a quick one."""
-    workload = (workload_line(figure.evaluation),) if alone else ()
-    quick = ("Quick: small grids, not the paper's settings.",) if figure.evaluation.quick else ()
-    return (*figure.settings, *workload, *quick)
+        for one in compared
+    ]
+    numbers += [(one.text, float(one.holds)) for one in figure.statements]
+    results = tuple(
+        KeyResult(what, found, tolerance=0.0, any_machine=True) for what, found in numbers
+    )
+    return msgspec.structs.replace(figure, results=results)
 
 
 def workload_line(chosen: EvaluationSettings) -> str:

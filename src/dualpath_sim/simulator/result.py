@@ -44,7 +44,8 @@ class Decisions(NamedTuple):
     """Assignments in the order they were made; engines by number, reasons by index.
 
     Cached tokens were expected in the engine's DRAM and are not read from storage.
-    Reasons are places of ``PE_REASONS``, ``DE_REASONS`` and ``READ_REASONS`` (``policy.events``).
+    Reasons are places of ``PE_REASONS`` and ``DE_REASONS`` (``policy.events``), and of
+    ``READ_REASONS`` (``policy.read_side``).
     """
 
     round: IntArray

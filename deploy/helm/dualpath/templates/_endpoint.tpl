@@ -7,6 +7,7 @@
 {{- if $root.Values.monitoring.serviceMonitor.enabled }}
 - --open-metrics
 {{- end }}
+- --allowed-hosts=.svc,.svc.cluster.local
 {{- range $part.extraArgs }}
 - {{ . | quote }}
 {{- end }}

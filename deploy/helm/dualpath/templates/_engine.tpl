@@ -55,7 +55,7 @@ spec:
 - dualpath
 - emulate
 - {{ $role }}
-- --host=0.0.0.0
+- {{ printf "--host=%s" $root.Values.listenHost | quote }}
 - --port=8000
 - --model={{ include "dualpath.model" $root }}
 {{- if $root.Values.config }}
@@ -72,7 +72,7 @@ spec:
 - -m
 - vllm.entrypoints.launchers.api_server.entry
 - --model={{ include "dualpath.model" $root }}
-- --host=0.0.0.0
+- {{ printf "--host=%s" $root.Values.listenHost | quote }}
 - --port=8000
 - --disable-uvicorn-access-log
 - --kv-transfer-config={{ $transfer | toJson }}

@@ -122,7 +122,7 @@ def environment(device: torch.device) -> dict[str, str]:
     """Return a description of the machine; clocks are those at the time of the call."""
     facts = {
         "device": str(device),
-        "torch": torch.__version__,
+        "torch": str(torch.__version__),
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "cpus": str(os.cpu_count()),

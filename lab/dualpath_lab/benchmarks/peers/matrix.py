@@ -1,50 +1,58 @@
-"""Compares DualPath with other stacks in all cells; writes files of runs and one page of them.
+"""Compares DualPath with other stacks in all regimes; draws one page of them.
 
-    python -m dualpath_lab.benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT … [--cell
-    NAME …]
+    dualpath lab bench peers-matrix --out FOLDER --resume --peer NAME=ENVIRONMENT … [--only REGIME]
 
-A file contains the runs of a cell so far on one processor model, since faster cores make every
-stack faster: if stopped at any point and called again, the missing runs are made.  Cells with runs
-on another processor are run again only if named.  The page is rewritten after every run and names
-the cells without runs.  A cell is a run of `dualpath_lab.benchmarks.peers.comparison` with the same
-requirements.
+Faster cores make every stack faster, so runs of several processors are not mixed: give each its
+own ``--name``.  The page names the regimes without runs.  A regime is a comparison
+(``comparison``) with the same requirements.
 """
 
 import enum
 import itertools
 import math
-import re
-import tempfile
-from argparse import ArgumentParser, Namespace
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 
-from dualpath.node.machine import this_machine
-from dualpath.report.files import as_json, write_file
+from dualpath.core.settings import Settings
 from dualpath.report.model import NOTHING, Table
 from dualpath_lab.benchmarks.peers.comparison import (
     MIB,
     MODES,
-    Measurement,
+    PACKAGES,
+    PEERS_EXPERIMENT,
+    Environments,
+    Logs,
+    OwnModes,
+    PeersSettings,
+    Repeats,
     Stack,
     hit_share,
-    measure,
-    measurement,
     of_stack,
     own_stack,
-    parse_arguments,
+    peers_stage,
+    published,
+    repeatable,
     session,
     stacks,
+    summary_line,
 )
 from dualpath_lab.benchmarks.peers.one_run import RunRecord
-from dualpath_lab.experiments.report import ExperimentReport, write_experiment
 from dualpath_lab.models.random_models import KV_BYTES
+from dualpath_sim.harness.experiment import Experiment, Page, RawData
 
-# ------------------------------------------------------------------------------------------- cells
-# The settings (cells) in which stacks are compared; each is a command of ``measure``.
+# ----------------------------------------------------------------------------------------- regimes
+# The settings in which stacks are compared.
+
+
+class MatrixSettings(Settings, frozen=True, kw_only=True):
+    """The stacks that are compared in every regime."""
+
+    peer: Environments = msgspec.field(default_factory=dict)
+    modes: OwnModes = MODES
+    repeats: Repeats = 1
+    logs: Logs = ""
 
 
 class Agents(enum.StrEnum):
@@ -54,17 +62,17 @@ class Agents(enum.StrEnum):
     LONG = "long"
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """Arguments of `measure`; the model's longest context is that of the longest agent."""
+    def settings(self) -> dict[str, int]:
+        """Settings of the agents; the model's longest context is that of the longest agent."""
         return {
-            Agents.SHORT: (
-                "--agents", "12", "--turns", "8", "--history", "512",
-                "--append", "48", "--generate", "8", "--max-model-len", "1152",
-            ),
-            Agents.LONG: (
-                "--agents", "6", "--turns", "60", "--history", "192",
-                "--append", "6", "--generate", "2", "--max-model-len", "896",
-            ),
+            Agents.SHORT: {
+                "agents": 12, "turns": 8, "history": 512, "append": 48, "generate": 8,
+                "max_model_len": 1152,
+            },
+            Agents.LONG: {
+                "agents": 6, "turns": 60, "history": 192, "append": 6, "generate": 2,
+                "max_model_len": 896,
+            },
         }[self]  # fmt: skip
 
 
@@ -76,9 +84,9 @@ class Bound(enum.StrEnum):
     COMPUTE = "compute"
 
     @property
-    def snic_mb_per_s(self) -> str:
+    def snic_mb_per_s(self) -> float:
         """Bandwidth of a node's storage NIC; the rest of a turn takes 0.5 s on two cores."""
-        return {Bound.STORAGE: "20", Bound.BALANCED: "48", Bound.COMPUTE: "400"}[self]
+        return {Bound.STORAGE: 20.0, Bound.BALANCED: 48.0, Bound.COMPUTE: 400.0}[self]
 
 
 class Fits(enum.StrEnum):
@@ -94,7 +102,7 @@ class Fits(enum.StrEnum):
         return max(share * working_set_bytes, context_bytes)
 
 
-class Cell(msgspec.Struct, frozen=True):
+class Regime(msgspec.Struct, frozen=True):
     """One combination of settings; ``pauses``: a 1 s tool call before every turn but the first."""
 
     agents: Agents
@@ -104,36 +112,39 @@ class Cell(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """Name of the cell and of its file."""
+        """Name of the regime."""
         pauses = "pauses" if self.pauses else "no-pauses"
         return f"{self.agents}-{self.bound}-{self.fits}-{pauses}"
 
-    def arguments(self, words: list[str]) -> Namespace:
-        """Return the arguments of `measure`: ``words`` and those of this cell."""
-        args = parse_arguments([
-            *words,
-            *("--nodes", "1P2D", "--hbm-mib", "64", "--name", self.name),
-            *("--snic-mb-per-s", self.bound.snic_mb_per_s),
-            *("--pause-s", "1" if self.pauses else "0"),
-            *self.agents.arguments,
-        ])  # fmt: skip
-        tokens = sum(session(args, n).trajectory.total_tokens for n in range(args.agents))
-        longest_bytes = args.max_model_len * KV_BYTES
-        args.dram_mib = math.ceil(self.fits.dram_bytes(tokens * KV_BYTES, longest_bytes) / MIB)
-        return args
+    def settings(self, chosen: MatrixSettings) -> PeersSettings:
+        """Return the settings of the comparison."""
+        made = PeersSettings(
+            peer=chosen.peer,
+            modes=chosen.modes,
+            repeats=chosen.repeats,
+            logs=chosen.logs,
+            nodes="1P2D",
+            hbm_mib=64,
+            snic_mb_per_s=self.bound.snic_mb_per_s,
+            pause_s=1.0 if self.pauses else 0.0,
+            **self.agents.settings,
+        )
+        tokens = sum(session(made, n).trajectory.total_tokens for n in range(made.agents))
+        longest_bytes = made.max_model_len * KV_BYTES
+        dram_bytes = self.fits.dram_bytes(tokens * KV_BYTES, longest_bytes)
+        return msgspec.structs.replace(made, dram_mib=math.ceil(dram_bytes / MIB))
 
 
-def cells() -> Iterator[Cell]:
-    """Yield all cells, the shortest ones first."""
+def regimes() -> Iterator[Regime]:
+    """Yield all regimes, the shortest ones first."""
     for agents, pauses in itertools.product(Agents, (False, True)):
         for bound, fits in itertools.product(Bound, Fits):
-            yield Cell(agents, bound, fits, pauses)
+            yield Regime(agents, bound, fits, pauses)
 
 
-# ----------------------------------------------------------------------------------- matrix report
-# The page of all cells: the fastest stack, the ratios, and each stack's bottleneck.
+# ------------------------------------------------------------------------------------------- page
+# The page of all regimes: the fastest stack, the ratios, and each stack's bottleneck.
 
-COMMAND = "python -m dualpath_lab.benchmarks.peers.matrix --out FOLDER --peer NAME=ENVIRONMENT …"
 #: From this utilization on, a link or the cores count as the bottleneck.
 _FULL = 0.85
 _COLUMNS = (
@@ -143,40 +154,57 @@ _COLUMNS = (
 )
 
 _DISCUSSION = """\
-Each regime is a run of `dualpath_lab.benchmarks.peers.comparison`; the run's arguments are stored
-with its results in a file in `cells`; `lab/dualpath_lab/benchmarks/peers/README.md` describes the
-stacks, what they have in common and where they differ. Bytes are those of the measured turns, a
-number per node: prefill nodes, then decode nodes.
+Each regime is a comparison as by `dualpath lab bench peers`;
+`lab/dualpath_lab/benchmarks/peers/README.md` describes the stacks, what they have in common and
+where they differ. Bytes are those of the measured turns, a number per node: prefill nodes, then
+decode nodes.
 
 "Waits for" lists the bottlenecks of a stack's own run: every storage NIC and compute NIC, and the
 cores, with a utilization of at least 85 %. During pauses of the agents' tools nothing has to be
 busy. Where the cores are the bottleneck, a stack may be faster on more cores."""
 
 
-def matrix_report(measured: Mapping[Cell, Sequence[Measurement]]) -> ExperimentReport:
-    """Return the page, which also names cells without runs."""
-    with_runs = [(cell, one) for cell, found in measured.items() for one in found if one.runs]
-    run: dict[str, list[str]] = {}
-    for cell, one in with_runs:
-        run.setdefault(cell.name, []).append(one.machine.cores)
-    return ExperimentReport(
-        name="peers-matrix",
-        title="DualPath and other stacks in every regime",
-        command=COMMAND,
-        settings=_setting_lines(len(run), len(measured), [one for _, one in with_runs]),
-        tables=(_winners(measured), *(_cell_table(cell, one) for cell, one in with_runs)),
+Raw = RawData[PeersSettings, RunRecord]
+
+
+def of_regime(raw: RawData[MatrixSettings, RunRecord], regime: Regime) -> Raw:
+    """Return the runs of one regime as those of a comparison."""
+    runs = [
+        msgspec.structs.replace(run, cell=run.result.stack)
+        for run in raw.runs
+        if run.cell == f"{regime.name} {run.result.stack}"
+    ]
+    return RawData(
+        experiment=PEERS_EXPERIMENT.name,
+        settings=regime.settings(raw.settings),
+        runs=runs,
+        machine=raw.machine,
+        versions=raw.versions,
+        date=raw.date,
+    )
+
+
+def draw(raw: RawData[MatrixSettings, RunRecord]) -> Page:
+    """Draw the page of all regimes, which also names those without runs."""
+    return draw_regimes({regime: [of_regime(raw, regime)] for regime in regimes()})
+
+
+def draw_regimes(measured: Mapping[Regime, Sequence[Raw]]) -> Page:
+    """Draw the page of runs on one or more processors."""
+    with_runs = [(regime, one) for regime, found in measured.items() for one in found if one.runs]
+    return Page(
+        settings=_setting_lines(len(dict(with_runs)), len(measured)),
+        tables=(_winners(measured), *(_regime_table(regime, one) for regime, one in with_runs)),
+        results=tuple(
+            result
+            for regime, one in with_runs
+            for result in repeatable(stacks(one.results), f"{regime.name} ")
+        ),
         discussion=_DISCUSSION,
-        # The runs are in the cells' files.
-        data={"regimes": run},
     )
 
 
-def _setting_lines(run: int, regimes: int, measurements: Sequence[Measurement]) -> tuple[str, ...]:
-    runs_of = Counter(
-        f"{found.machine.cores}, {found.date}, "
-        + ", ".join(f"{name} {number}" for name, number in found.versions.items())
-        for found in measurements
-    )
+def _setting_lines(run: int, regimes: int) -> tuple[str, ...]:
     return (
         "Real vLLM engines on CPU at 1P2D, links shaped by the kernel, a model of random weights "
         "with 32,768 bytes of KV per token in float32. Short agents: 12 with 8 turns; long ones: 6 "
@@ -184,28 +212,27 @@ def _setting_lines(run: int, regimes: int, measurements: Sequence[Measurement]) 
         "context; storage NICs have 20, 48 or 400 MB/s; a pause is a second before a turn.",
         f"{run} of {regimes} regimes have been run. Compare only within a row: other "
         "processors are faster or slower.",
-        *(f"{machine}: {count} regimes." for machine, count in runs_of.items()),
     )
 
 
-def _winners(measured: Mapping[Cell, Sequence[Measurement]]) -> Table:
+def _winners(measured: Mapping[Regime, Sequence[Raw]]) -> Table:
     columns = (
         *("agents", "bound by", "DRAM holds", "tools", "processor", "fastest", "JCT s"),
         *("DualPath's", "why"),
     )
     rows: list[tuple[str, ...]] = []
-    for cell, found in measured.items():
-        regime = (cell.agents, cell.bound, cell.fits, "pauses" if cell.pauses else "none")
+    for regime, found in measured.items():
+        name = (regime.agents, regime.bound, regime.fits, "pauses" if regime.pauses else "none")
         run = [one for one in found if one.runs]
-        rows += [(*regime, one.machine.cpu_model, *_fastest(one)) for one in run]
+        rows += [(*name, _processor(one), *_fastest(one)) for one in run]
         if not run:
-            rows.append((*regime, NOTHING, "not run", *[NOTHING] * 3))
+            rows.append((*name, NOTHING, "not run", *[NOTHING] * 3))
     return Table("Fastest stack", columns, tuple(rows), align="llllllrrl")
 
 
-def _fastest(measured: Measurement) -> tuple[str, str, str, str]:
+def _fastest(measured: Raw) -> tuple[str, str, str, str]:
     """Return the fastest stack, its JCT, DualPath's JCT, and the reason."""
-    ranked = sorted(_without_failures(stacks(measured.runs)), key=lambda stack: stack.jct_s)
+    ranked = sorted(_without_failures(stacks(measured.results)), key=lambda stack: stack.jct_s)
     if not ranked:
         return "all had failed turns", NOTHING, NOTHING, NOTHING
     own, first = own_stack(ranked), ranked[0]
@@ -218,7 +245,7 @@ def _without_failures(found: Sequence[Stack]) -> list[Stack]:
     return [stack for stack in found if not sum(run.turns_failed for run in stack.runs)]
 
 
-def _why(ranked: Sequence[Stack], own: Stack | None, measured: Measurement) -> str:
+def _why(ranked: Sequence[Stack], own: Stack | None, measured: Raw) -> str:
     """Return the bottlenecks of the fastest stack and of the one it is compared with."""
     first = ranked[0]
     other = ranked[1:2] if own in (None, first) else [own]
@@ -230,11 +257,11 @@ def _why(ranked: Sequence[Stack], own: Stack | None, measured: Measurement) -> s
     )
 
 
-def waits_for(stack: Stack, measured: Measurement) -> str:
+def waits_for(stack: Stack, measured: Raw) -> str:
     """Return the bottlenecks of a stack's typical run."""
-    run, arguments = stack.typical, measured.arguments
-    snic_bytes_per_s = float(str(arguments["snic_mb_per_s"])) * 1e6
-    cnic_bytes_per_s = float(str(arguments["cnic_gbit_per_s"])) * 1e9 / 8
+    run = stack.typical
+    snic_bytes_per_s = measured.settings.snic_mb_per_s * 1e6
+    cnic_bytes_per_s = measured.settings.cnic_gbit_per_s * 1e9 / 8
     uses = {f"storage at {n}": b / snic_bytes_per_s for n, b in run.snic_bytes.items()}
     uses |= {f"CNIC of {n}": b / cnic_bytes_per_s for n, b in run.cnic_in_bytes.items()}
     shares = {name: used_s / run.jct_s for name, used_s in uses.items()} | {"cores": run.busy}
@@ -244,15 +271,15 @@ def waits_for(stack: Stack, measured: Measurement) -> str:
     return ", ".join(f"{name} ({share:.0%})" for name, share in saturated.items())
 
 
-def _cell_table(cell: Cell, measured: Measurement) -> Table:
-    found = stacks(measured.runs)
+def _regime_table(regime: Regime, measured: Raw) -> Table:
+    found = stacks(measured.results)
     own = own_stack(found)
     rows = [of_stack(stack, own) | _waits(stack, measured) for stack in found]
-    title = f"{cell.name}, {measured.machine.cores}"
+    title = f"{regime.name}, {_processor(measured)}"
     return Table(title, _COLUMNS, tuple(tuple(row[name] for name in _COLUMNS) for row in rows))
 
 
-def _waits(stack: Stack, measured: Measurement) -> dict[str, str]:
+def _waits(stack: Stack, measured: Raw) -> dict[str, str]:
     """Return a stack's bytes, CPU time and bottlenecks by column."""
     run = stack.typical
     return {
@@ -267,80 +294,32 @@ def _megabytes(of_nodes: Mapping[str, int]) -> str:
     return " + ".join(f"{count / 1e6:.0f}" for count in of_nodes.values())
 
 
-class CellFiles:
-    """The measurements, a file per cell and processor model in ``folder``."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def read(self, cell: Cell) -> list[Measurement]:
-        """Return the runs of a cell, a measurement per processor model."""
-        paths = sorted(self._folder.glob(f"{cell.name}.*.json"))
-        return [msgspec.json.decode(path.read_bytes(), type=Measurement) for path in paths]
-
-    def on_this_processor(self, cell: Cell) -> Measurement | None:
-        """Return the runs of a cell on this machine's processor model, None without runs."""
-        cores = this_machine().cores
-        return next((found for found in self.read(cell) if found.machine.cores == cores), None)
-
-    def write(self, cell: Cell, measured: Measurement) -> None:
-        """Write the runs of a cell atomically."""
-        cores = re.sub("[^a-z0-9]+", "-", measured.machine.cores.lower()).strip("-")
-        path = self._folder / f"{cell.name}.{cores}.json"
-        temporary = path.with_suffix(".new")
-        write_file(temporary, as_json(measured), folders=True)
-        temporary.replace(path)
+def _processor(measured: Raw) -> str:
+    return measured.machine.cores if measured.machine is not None else NOTHING
 
 
-def parse(words: list[str] | None = None) -> tuple[Namespace, list[str]]:
-    """Return the arguments of the matrix, and those that are passed to every measurement."""
-    parser = ArgumentParser(
-        prog="python -m dualpath_lab.benchmarks.peers.matrix", description=__doc__
-    )
-    add = parser.add_argument
-    add("--out", required=True, metavar="FOLDER", help="folder of the page and of the cells' files")
-    add(
-        "--cell",
-        action="append",
-        choices=[cell.name for cell in cells()],
-        help="default: all cells without runs, or with runs on this processor",
-    )
-    add("--peer", action="append", default=[], metavar="NAME=ENVIRONMENT")
-    add("--modes", default=MODES, help="modes of DualPath's engines, separated by commas")
-    add("--repeats", type=int, default=1)
-    add("--logs", metavar="FOLDER", help="write logs and replays to this folder")
-    args = parser.parse_args(words)
-    peers = [f"--peer={peer}" for peer in args.peer]
-    return args, [f"--repeats={args.repeats}", f"--modes={args.modes}", *peers]
+def read_regimes(folder: Path) -> dict[Regime, list[Raw]]:
+    """Return the published runs of every regime: a file per regime and processor model."""
+    return {
+        regime: [
+            published(msgspec.json.decode(path.read_bytes()))
+            for path in sorted(folder.glob(f"{regime.name}.*.json"))
+        ]
+        for regime in regimes()
+    }
 
 
-def main() -> None:
-    """Make the missing runs, cell by cell."""
-    args, words = parse()
-    out = Path(args.out)
-    logs = Path(args.logs or tempfile.mkdtemp(prefix="dualpath-peers-"))
-    files = CellFiles(out / "cells")
-    for cell in cells():
-        existing = files.on_this_processor(cell)
-        selected = cell.name in args.cell if args.cell else existing or not files.read(cell)
-        if not selected:
-            continue
-        arguments = cell.arguments(words)
-
-        def after_run(
-            runs: list[RunRecord], cell: Cell = cell, arguments: Namespace = arguments
-        ) -> None:
-            files.write(cell, measurement(arguments, runs))
-            write_page(files, out)
-
-        measure(arguments, logs / cell.name, existing.runs if existing else [], after_run)
-    write_page(files, out)
-
-
-def write_page(files: CellFiles, out: Path) -> None:
-    """Write the page from the existing files of the cells."""
-    write_experiment(matrix_report({cell: files.read(cell) for cell in cells()}), out)
-
-
-if __name__ == "__main__":
-    main()
+PEERS_MATRIX = Experiment(
+    name="peers-matrix",
+    title="DualPath and other stacks in every regime",
+    settings=MatrixSettings(),
+    result=RunRecord,
+    stages=lambda settings, progress: [
+        peers_stage(regime.settings(settings), f"{regime.name} ") for regime in regimes()
+    ],
+    draw=draw,
+    repeat=lambda settings: settings.repeats,
+    summary=summary_line,
+    keep_going=True,
+    packages=PACKAGES,
+)

@@ -26,7 +26,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     """Results of one run; bytes are those of the measured replay, by node.
 
     ``stored_bytes`` is the size of storage at its start, ``busy`` the utilization of all cores,
-    ``cpu_s`` CPU seconds by process.
+    ``cpu_s`` CPU seconds by process, which the oldest published runs lack.
     """
 
     stack: str
@@ -42,7 +42,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True):
     cnic_in_bytes: dict[str, int]
     stored_bytes: int
     busy: float
-    cpu_s: dict[str, float]
+    cpu_s: dict[str, float] = {}
     digests: dict[str, str]
     errors: list[str]
 

@@ -19,7 +19,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace
 from dualpath.core.cluster import Role
 from dualpath.core.errors import EngineLostError, IncompatibleError
 from dualpath.node.cluster_secret import ClusterSecret
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusals
 from dualpath.router.service import RouterService
@@ -71,7 +71,7 @@ def messages(registration: control.Register) -> list[control.EngineMessage]:
     """Return one valid message of each kind that the engine of a registration may send."""
     return [
         registration,
-        control.Report(1, 0, 0, 0, 0, 100, 100, counters={"storage_read_bytes": 3.0}),
+        control.Report(1, control.Load(0, 0, 0, 100, 100), {"storage_read_bytes": 3.0}),
         control.CacheUpdate((b"8 bytes.",), (b"of a key",), in_node=True),
         control.ConfirmedDead(writer=registration.address.writer),
         control.LookupDone(call_id=1, hit_blocks=2),
@@ -114,6 +114,9 @@ class _NoCalls:
         raise EngineLostError(f"engine {engine.engine_id} has no process")
 
     async def answers(self, engine: EngineInfo) -> None:
+        raise EngineLostError(f"engine {engine.engine_id} has no process")
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
         raise EngineLostError(f"engine {engine.engine_id} has no process")
 
 

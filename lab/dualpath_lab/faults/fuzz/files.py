@@ -188,7 +188,12 @@ _SETTINGS: dict[str, Any] = {
     "endpoint": {"model": "m", "port": 8000, "served_model_names": ["m"], "block_tokens": 64},
 }
 _ENGINE: dict[str, Any] = {
-    **{"role": "decode", "engine_id": "d", "router": "tcp://127.0.0.1:5700", "api_url": "u"},
+    **{
+        "role": "decode",
+        "engine_id": "d",
+        "router": "tcp://127.0.0.1:5700",
+        "api_url": "http://h:1",
+    },
     **{"storage": "kv", "buffer_bytes": 1 << 30, "nixl_engine_config": {"A": "b"}},
 }
 

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import aiohttp
 
+from dualpath.node.http_client import client_session
 from dualpath.router.api_keys import client_headers
 from dualpath_lab.faults.fuzz.inputs import Inputs
 
@@ -63,7 +64,7 @@ class HttpSubject:
         self._paths = paths or tuple(BODIES)
 
     async def __aenter__(self) -> Self:
-        self._http = aiohttp.ClientSession(
+        self._http = client_session(
             headers=client_headers(), timeout=aiohttp.ClientTimeout(total=_GUARD_S)
         )
         await self.still_works()

@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from dualpath.core.cluster import Role
 from dualpath_lab.faults.simulation.clients import Clients
 from dualpath_lab.faults.simulation.cluster import Cluster
 from dualpath_lab.faults.simulation.connections import Connection
+from dualpath_lab.faults.simulation.engine import SimEngine
+from dualpath_lab.faults.simulation.http import Direction
 from dualpath_lab.faults.simulation.ranks import SimFollower
 from dualpath_lab.faults.simulation.router import SimFrontEnd
 from dualpath_lab.faults.simulation.world import Process, World
@@ -21,6 +24,17 @@ _FAULT_SHARE = 0.008
 #: all time-outs.
 _STALL_S = (0.5, 8.0)
 _HANG_S = (32.0, 50.0)
+#: Longer than the deadline of requests.
+_OUTLASTS_S = 170.0
+#: Share of resets of control connections that lose frames in one direction only.
+_ONE_WAY = 1 / 3
+#: How long others are stopped while a DE restarts, less than an engine may be silent, and the delay
+#: until the DE is started.
+_UNNOTICED_S = (0.2, 0.5, 1.0, 1.5)
+_RESTARTED_EARLY_S = 0.02
+#: How often, and at most how many times, the adversary looks for a call to a PE.
+_CALL_POLL_S = 0.001
+_CALL_POLLS = 1000
 
 
 class ClusterFeature(enum.Enum):
@@ -60,6 +74,7 @@ class Adversary:
         self.transfer_hangs = False
         self._waiting = [world.chance.choice(kinds) for _ in range(faults)] if kinds else []
         self._unfinished = len(self._waiting)
+        self._alone = faults == 1
         world.maybe_fault = self._maybe_begin
         for _ in range(faults):
             world.after(world.chance.uniform(0.1, FAULTS_WITHIN_S), self._begin_next)
@@ -114,6 +129,33 @@ class Adversary:
         """SIGSTOP, later SIGCONT."""
         return self.stop(self.cluster.engines[self._some_engine()].process)
 
+    def restart_engine_unnoticed(self, polls: int = _CALL_POLLS) -> None:
+        """SIGKILL and an early restart of a DE while a front end calls a PE; both are stopped.
+
+        When the PE is resumed, it may serve a request that was placed on the DE's former process,
+        as the front end has not ended the request yet.
+        """
+        engines = [engine for _, engine in sorted(self.cluster.engines.items())]
+        decoding = [e for e in engines if e.settings.engine.role is Role.DECODE and e.serves]
+        callers = {one.loop: one.process for one in self.cluster.front_ends.alive}
+        called = [
+            (engine.process, callers[call.caller])
+            for call in self.cluster.shared.http.calls
+            for engine in engines
+            if engine.settings.engine.role is Role.PREFILL
+            and call.server is engine
+            and call.caller in callers
+            and call._abort is None
+        ]
+        if not (decoding and called):
+            if polls:
+                again = functools.partial(self.restart_engine_unnoticed, polls - 1)
+                self.world.after(_CALL_POLL_S, again)
+            return
+        for process in self.world.pick(called):
+            self.world.after(self.world.pick(_UNNOTICED_S), self.stop(process))
+        self.cluster.restart_engine(self.world.pick(decoding).engine_id, _RESTARTED_EARLY_S)
+
     def kill_rank(self) -> None:
         """SIGKILL of a follower rank: its engine ends, and the supervisor restarts it."""
         if (follower := self._some_follower()) is not None:
@@ -167,16 +209,32 @@ class Adversary:
     # ------------------------------------------------------------------ connections
 
     def reset_control(self) -> None:
-        """Reset a control connection."""
+        """Reset a control connection, in some runs in one direction."""
+        if self.world.chance.random() < _ONE_WAY:
+            self._reset_control_one_way()
+            return
         if (connection := self._some_connection()) is not None:
             self.world.note(connection.process.name, "its control connection is reset")
             connection.reset()
 
-    def stall_control(self) -> None:
-        """Delay all frames of a control connection for a while."""
+    def _reset_control_one_way(self) -> None:
+        """Lose what is sent in one direction of a control connection, until its ends notice it."""
         if (connection := self._some_connection()) is not None:
-            connection.stalled_until_s = self.world.now_s + self._pause_s()
-            self.world.note(connection.process.name, "its control connection stalls")
+            to_router = self.world.chance.random() < 1 / 2
+            connection.reset_one_way(self._pause_s(), to_router=to_router)
+            direction = "to" if to_router else "from"
+            self.world.note(connection.process.name, f"its frames {direction} the router are lost")
+
+    def stall_control(self) -> None:
+        """Delay the frames of a control connection for a while, in both directions or in one."""
+        if (connection := self._some_connection()) is not None:
+            both = (connection.to_router, connection.from_router)
+            wires = self.world.chance.choice((both, both[:1], both[1:]))
+            until_s = self.world.now_s + self._pause_s()
+            for wire in wires:
+                wire.stalled_until_s = until_s
+            directions = "" if wires == both else " in one direction"
+            self.world.note(connection.process.name, f"its control connection stalls{directions}")
 
     def duplicate_control(self) -> Callable[[], None]:
         """Make some frames arrive twice."""
@@ -186,6 +244,44 @@ class Adversary:
         """Reset a call of the router to an engine."""
         if calls := list(self.cluster.shared.http.calls):
             self.world.chance.choice(calls).break_off("connection reset by the adversary")
+
+    def lose_call(self) -> None:
+        """Drop all further packets of a call to an engine in one direction."""
+        if calls := list(self.cluster.shared.http.calls):
+            call = self.world.chance.choice(calls)
+            direction = self.world.chance.choice(tuple(Direction))
+            call.cut.add(direction)
+            self.world.note("network", f"drops a call to an engine, {direction.name}")
+
+    def silence_server(self) -> Callable[[], None] | None:
+        """Drop the packets of an engine's HTTP server in one direction or both."""
+        engine = self.cluster.engines[self._some_engine()]
+        directions = self.world.chance.choice((tuple(Direction), *((d,) for d in Direction)))
+        names = ", ".join(direction.name for direction in directions)
+        self.world.note(engine.name, f"packets of its HTTP server are dropped: {names}")
+        return self._perhaps_long(engine, self.cluster.shared.http.drop(engine, directions))
+
+    def hang_core(self) -> Callable[[], None] | None:
+        """Let the thread that computes hang; control link and HTTP server go on."""
+        engine = self.cluster.engines[self._some_engine()]
+        self.world.note(engine.name, "its core hangs")
+        return self._perhaps_long(engine, engine.threads.hang_core())
+
+    def _perhaps_long(
+        self, engine: SimEngine, end: Callable[[], None]
+    ) -> Callable[[], None] | None:
+        """Let an only fault that others of the role can make up for outlast every deadline."""
+        if not (self._alone and self.cluster.has_spare(engine.engine_id)):
+            return end
+        self._unfinished += 1
+
+        def over() -> None:
+            self.world.note("adversary", f"the long fault of {engine.name} is over")
+            end()
+            self._unfinished -= 1
+
+        self.world.after(_OUTLASTS_S, over)
+        return None
 
     def client_leaves(self) -> None:
         """Close a client's connection."""
@@ -277,10 +373,18 @@ FAULT_KINDS = (
         "terminate a front end", Adversary.terminate_front_end, needs=ClusterFeature.FRONT_ENDS
     ),
     FaultKind("stop a front end", Adversary.stop_front_end, needs=ClusterFeature.FRONT_ENDS),
+    FaultKind(
+        "restart a decode engine unnoticed",
+        Adversary.restart_engine_unnoticed,
+        needs=ClusterFeature.FRONT_ENDS,
+    ),
     FaultKind("reset a control connection", Adversary.reset_control),
     FaultKind("stall a control connection", Adversary.stall_control),
     FaultKind("duplicate control messages", Adversary.duplicate_control),
     FaultKind("reset a call to an engine", Adversary.reset_call),
+    FaultKind("lose a call to an engine", Adversary.lose_call),
+    FaultKind("silence an HTTP server", Adversary.silence_server),
+    FaultKind("hang a core", Adversary.hang_core),
     FaultKind("let a client leave", Adversary.client_leaves),
     FaultKind("slow storage", Adversary.slow_storage),
     FaultKind("failing storage", Adversary.failing_storage),

@@ -3,8 +3,9 @@
 import asyncio
 import functools
 from collections.abc import Sequence
+from random import Random
 
-from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.core.blocks import BlockKey, block_keys, tenant_tag
 from dualpath.core.errors import DrainingError, DualPathError, EngineLostError
 from dualpath.core.session_hints import NO_HINTS, SessionHints
 from dualpath.router.engine_calls import Job, TokenEvent
@@ -31,10 +32,13 @@ _HINTS = (
 class SimRequest:
     """One request and its result; ``outcome`` is None while it is in flight."""
 
-    def __init__(self, name: str, prompt: tuple[int, ...], count: int, now_s: float) -> None:
+    def __init__(
+        self, name: str, prompt: tuple[int, ...], count: int, salt: str | None, now_s: float
+    ) -> None:
         self.name = name
         self.prompt = prompt
-        self._prefix = _prefix(prompt, count)
+        self.salt = salt
+        self._prefix = _prefix(prompt, count, salt)
         self.expected = []
         for _ in range(count):
             self.expected.append(self._prefix.next_token)
@@ -56,6 +60,11 @@ class SimRequest:
             and self.exchange.endpoint.lost_leadership
         )
 
+    @property
+    def keys(self) -> Sequence[BlockKey]:
+        """The keys of all full blocks of the prompt and its answer."""
+        return self._prefix.keys
+
     def blocks(self, kv: KvFunction) -> dict[BlockKey, bytes]:
         """Return the right content of all blocks of the prompt and its answer."""
         prefix = self._prefix
@@ -65,11 +74,11 @@ class SimRequest:
         }
 
 
-def _prefix(prompt: Sequence[int], count: int) -> TokenPrefix:
+def _prefix(prompt: Sequence[int], count: int, salt: str | None) -> TokenPrefix:
     return TokenPrefix(
         prompt,
         BLOCK_TOKENS,
-        cache_salt=None,
+        cache_salt=salt,
         vocab_size=VOCABULARY,
         capacity_tokens=len(prompt) + count,
     )
@@ -85,8 +94,11 @@ class Clients:
         self._loop = ProcessLoop(Process(world, "clients"))  # type: ignore[abstract]
         shared = tuple(world.chance.randrange(VOCABULARY) for _ in range(8))
         self._running = agents
+        salts = cluster.settings.salts
         for index in range(agents):
-            agent = self._agent(f"agent{index}", shared, turns)
+            salt = salts[index % len(salts)]
+            prompts = self._prompts(index) if len(salts) > 1 else world.chance
+            agent = self._agent(f"agent{index}", salt, prompts, shared, turns)
             self._loop.call_soon(functools.partial(self._loop.create_task, agent))
 
     @property
@@ -106,31 +118,43 @@ class Clients:
             self._end(request, "left")
             request.arrived.put_nowait("left")
 
-    async def _agent(self, name: str, shared: tuple[int, ...], turns: int) -> None:
+    def _prompts(self, agent: int) -> Random:
+        """Return the random source of an agent's prompts, equal for every two agents."""
+        return Random(f"prompts of agents {agent // 2} of {self._world.seed}")
+
+    async def _agent(
+        self, name: str, salt: str | None, prompts: Random, shared: tuple[int, ...], turns: int
+    ) -> None:
         chance = self._world.chance
         await asyncio.sleep(chance.uniform(0.01, 0.3))
         context = shared
         for turn in range(turns):
-            context += tuple(chance.randrange(VOCABULARY) for _ in range(chance.randrange(1, 14)))
-            request = await self._turn(f"{name}.{turn}", context, chance.randrange(1, 13))
+            new = range(prompts.randrange(1, 14))
+            context += tuple(prompts.randrange(VOCABULARY) for _ in new)
+            count = prompts.randrange(1, 13)
+            request = await self._turn(f"{name}.{turn}", context, count, salt)
             if request.outcome != "answered":
                 break
             context += tuple(request.expected)
             await asyncio.sleep(chance.choice(self._cluster.settings.pauses_s))
         self._running -= 1
 
-    async def _turn(self, name: str, prompt: tuple[int, ...], count: int) -> SimRequest:
+    async def _turn(
+        self, name: str, prompt: tuple[int, ...], count: int, salt: str | None
+    ) -> SimRequest:
         """Send a request, and retry it until it is answered."""
         tries = 0
         while True:
-            request = await self._send(f"{name}.{tries}", prompt, count)
+            request = await self._send(f"{name}.{tries}", prompt, count, salt)
             if request.outcome != "reset" and not request.must_retry:
                 return request
             tries += 1
             await asyncio.sleep(_AGAIN_S)
 
-    async def _send(self, name: str, prompt: tuple[int, ...], count: int) -> SimRequest:
-        request = SimRequest(name, prompt, count, self._world.now_s)
+    async def _send(
+        self, name: str, prompt: tuple[int, ...], count: int, salt: str | None
+    ) -> SimRequest:
+        request = SimRequest(name, prompt, count, salt, self._world.now_s)
         self.requests.append(request)
         endpoint = self._cluster.endpoint()
         if not endpoint.serves:
@@ -175,7 +199,7 @@ class Clients:
 
 def _job(request: SimRequest, count: int, hints: SessionHints) -> Job:
     def keys_for(token_ids: Sequence[int]) -> Sequence[bytes]:
-        return block_keys(token_ids, BLOCK_TOKENS)
+        return block_keys(token_ids, BLOCK_TOKENS, cache_salt=request.salt)
 
     return Job(
         request_id=request.name,
@@ -183,5 +207,7 @@ def _job(request: SimRequest, count: int, hints: SessionHints) -> Job:
         max_new_tokens=count,
         keys=tuple(keys_for(request.prompt)),
         keys_for=keys_for,
+        payload=request.salt,
+        tenant=tenant_tag(request.salt),
         hints=hints,
     )

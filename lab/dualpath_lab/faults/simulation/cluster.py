@@ -32,7 +32,7 @@ _SIBLING_ENDS_S = (0.01, 0.2, 1.0, 4.0)
 _DUPLICATE_ENGINE_S = 3.0
 #: Without faults the janitor writes the storage's status at least this often.
 _STATUS_S = 1.0
-#: Delay until a router that has ended by itself is restarted.
+#: Delay until a router that has ended by itself, or an engine that cannot start, is restarted.
 _PAUSES_S = (0.05, 0.3, 1.0, 2.5)
 #: An engine ends within this time after it has lost a rank: longer than it may be stopped.
 _ENDS_WITHIN_S = 10.0
@@ -163,6 +163,16 @@ class Cluster:
             del self.engines[rank]
         return True
 
+    def has_spare(self, engine_id: str) -> bool:
+        """Whether engines outside its group can take over, and no role changes."""
+        if self.settings.role_switches:
+            return False
+        ranks, role = self._groups[engine_id].ranks, self.engines[engine_id].settings.engine.role
+        return any(
+            e.settings.engine.role is role and e.process.alive and name not in ranks
+            for name, e in self.engines.items()
+        )
+
     def _siblings_end(self, engine_id: str) -> float:
         """End the other ranks of a group; return the time until all have ended."""
         longest_s = 0.0
@@ -217,7 +227,7 @@ class Cluster:
 
     def _janitor_failures(self) -> list[str]:
         """Return what the janitor has failed to do."""
-        if not self.settings.quota_blocks:
+        if not self.settings.has_quota:
             return []
         file = self.shared.disk.files.get(object_path(STATUS))
         if file is None:
@@ -229,7 +239,11 @@ class Cluster:
             self.settings.geometry
         )
         over_bytes = status.used_bytes - self.limits.high * self.limits.quota_bytes
-        return [f"the storage is above its quota: {status}"] if over_bytes > pinned_bytes else []
+        if self.limits.quota_bytes and over_bytes > pinned_bytes:
+            return [f"the storage is above its quota: {status}"]
+        most_bytes = self.limits.high * self.limits.tenant_quota_bytes
+        over = {tag: used for tag, used in status.fullest_tenants.items() if used > most_bytes}
+        return [f"tenants are above their quotas: {over}"] if over else []
 
     def _next_router(self) -> None:
         alive = [router for router in self._routers if router.process.alive]
@@ -267,10 +281,14 @@ class Cluster:
             api_url += f"-{start}"
             self.world.after(_DUPLICATE_ENGINE_S, former.kill)
         settings = engine_settings(self.settings, role, engine_id, api_url)
-        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp)
+        failed = functools.partial(self._start_failed, engine_id)
+        engine = SimEngine(self.shared, settings, start, self._host(engine_id), dp, failed)
         self.engines[engine_id] = engine
         self._followers += engine.followers
         self.shared.http.servers[settings.engine.api_url] = engine
+
+    def _start_failed(self, engine_id: str) -> None:
+        self.restart_engine(engine_id, self.world.pick(_PAUSES_S))
 
     def _host(self, name: str) -> str:
         return self._hosts.setdefault(name, f"host-{len(self._hosts) % self.settings.hosts}")

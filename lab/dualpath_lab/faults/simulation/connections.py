@@ -115,7 +115,6 @@ class Connection(ABC):
 
     def __init__(self, network: Network, process: Process) -> None:
         self.process = process
-        self.stalled_until_s = 0.0
         #: The router's socket; None while it is not connected.
         self.socket: RouterSocket | None = None
         self.from_router = Wire(self, self._arrive)
@@ -123,7 +122,7 @@ class Connection(ABC):
         self._world = network.world
         self._identity: bytes | None = None
         self._outbox: deque[bytes] = deque()
-        self._to_router = Wire(self, self._reach_router)
+        self.to_router = Wire(self, self._reach_router)
         self._closed = False
         network.connections.append(self)
         self._connect()
@@ -138,9 +137,24 @@ class Connection(ABC):
         if self._identity is not None and self.socket is not None:
             self.socket.by_identity.pop(self._identity, None)
         self._identity = self.socket = None
-        self._to_router.cut()
-        self.from_router.cut()
+        for wire in (self.to_router, self.from_router):
+            wire.cut()
+            wire.loses = False
         self._world.after(_RECONNECT_S, self._connect)
+
+    def reset_one_way(self, for_s: float, *, to_router: bool) -> None:
+        """Lose all frames in one direction; after a while both ends notice it and reconnect."""
+        if self._identity is None:
+            return
+        identity, wire = self._identity, self.to_router if to_router else self.from_router
+        wire.cut()
+        wire.loses = True
+
+        def notice() -> None:
+            if self._identity == identity:
+                self.reset()
+
+        self._world.after(for_s, notice)
 
     def close(self) -> None:
         """Send the queued frames and no others."""
@@ -148,8 +162,7 @@ class Connection(ABC):
 
     def delay_s(self) -> float:
         """Return the delay of the next frame."""
-        delay_s = self._world.pick(_DELAYS_S)
-        return max(delay_s, self.stalled_until_s - self._world.now_s)
+        return self._world.pick(_DELAYS_S)
 
     def copies(self) -> int:
         """Return how often the next frame arrives."""
@@ -189,7 +202,7 @@ class Connection(ABC):
     def _flush(self) -> None:
         if self._identity is not None:
             while self._outbox:
-                self._to_router.put(self._outbox.popleft())
+                self.to_router.put(self._outbox.popleft())
 
     def _reach_router(self, frame: bytes) -> None:
         if self._identity is not None and self.socket is not None:
@@ -213,14 +226,21 @@ class Wire:
     def __init__(self, connection: Connection, arrived: Callable[[bytes], None]) -> None:
         self._connection = connection
         self._arrived = arrived
+        #: Frames sent before this time arrive after it.
+        self.stalled_until_s = 0.0
         self._free_s = 0.0
         self._cuts = 0
+        #: Whether frames that are sent now are lost, until the connection is reset.
+        self.loses = False
 
     def put(self, frame: bytes) -> None:
         """Send a frame."""
+        if self.loses:
+            return
         world = self._connection._world
         cuts = self._cuts
-        self._free_s = max(world.now_s + self._connection.delay_s(), self._free_s)
+        earliest_s = world.now_s + self._connection.delay_s()
+        self._free_s = max(earliest_s, self.stalled_until_s, self._free_s)
 
         def arrive() -> None:
             if cuts == self._cuts:

@@ -3,12 +3,12 @@
 import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from dualpath.core.blocks import UNKNOWN_ORIGIN, BlockKey, BlockOrigin, StoreNamespace
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import decode_engine_message, decode_router_message
-from dualpath.core.errors import DualPathError, EngineLostError
+from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, StorageError
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
@@ -27,7 +27,7 @@ from dualpath_lab.emulated.decode import DecodeEngine
 from dualpath_lab.emulated.engine_server import Admission
 from dualpath_lab.emulated.prefill import PrefillEngine
 from dualpath_lab.emulated.rank_processes import ConnectedLeader
-from dualpath_lab.emulated.requests import Sampling
+from dualpath_lab.emulated.requests import Answer, Sampling
 from dualpath_lab.emulated.settings import EmulatedSettings
 from dualpath_lab.faults.simulation.cluster_resources import ClusterResources
 from dualpath_lab.faults.simulation.connections import ADDRESS, Connection, Network
@@ -262,21 +262,16 @@ class EngineFiles:
         )
 
     def open_storage(self, settings: EngineSettings, namespace: StoreNamespace) -> BlockStorage:
-        """Open the storage without faults: a fault at this moment only restarts the engine."""
+        """Open the storage; raises ``ConfigError`` if a system call fails."""
         self._shared.namespaces[namespace] = None
-        self._block_calls.reliable = True
         inner = PosixStorage(ROOT, namespace, direct_io=False, calls=self._block_calls)
-        self._block_calls.reliable = False
         return SimStorage(inner, self._shared.disk, self._pace, self._check)
 
     def open_node_dram(
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
         """Open the DRAM that engines of the machine share; None without shared DRAM."""
-        self._dram_calls.reliable = True
-        dram = open_node_dram(settings, namespace, self._dram_calls)
-        self._dram_calls.reliable = False
-        return dram
+        return open_node_dram(settings, namespace, self._dram_calls)
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
         """Open the objects that are stored with the blocks."""
@@ -291,7 +286,8 @@ _POLL_S = 0.05
 class SimEngine:
     """An engine from the start of its process to its end; ``name`` has the number of the start.
 
-    Its first rank runs in ``process``; the other ranks are ``followers``.
+    Its first rank runs in ``process``; the other ranks are ``followers``.  ``start_failed`` is
+    called if it has ended because it cannot use its storage.
     """
 
     def __init__(
@@ -300,9 +296,11 @@ class SimEngine:
         settings: EmulatedSettings,
         start: int,
         host: str,
-        dp: GroupRank | None = None,
+        dp: GroupRank | None,
+        start_failed: Callable[[], None],
     ) -> None:
         self.settings = settings
+        self._start_failed = start_failed
         self._dp = dp
         self.shared = shared
         self.engine_id = settings.engine.engine_id
@@ -316,6 +314,8 @@ class SimEngine:
         self._admission: Admission | None = None
         self._ending = False
         self._leaving = False
+        #: The calls that its HTTP server has, and when it has last sent anything of each.
+        self._calls: dict[str, float | None] = {}
         self._hbm_owners: dict[int, str] = {}
         self._files = EngineFiles(shared, self.threads, self._known, self._check_read)
         shared.world.note(self.name, "starts")
@@ -345,6 +345,11 @@ class SimEngine:
         except EngineLostError as error:
             self.shared.world.note(self.name, f"ends: {error}")
             self.kill()
+            return
+        except (ConfigError, StorageError) as error:
+            self.shared.world.note(self.name, f"cannot start: {error}")
+            self.kill()
+            self._start_failed()
             return
         self._watch_hbm(plane)
         self.plane = plane
@@ -419,6 +424,15 @@ class SimEngine:
         """Accept a request on a thread of its own."""
         self._on_thread("api", lambda: self._accept(body, call))
 
+    def ask(self, reply: Callable[[Mapping[str, float | None]], None]) -> None:
+        """Reply with the open calls, once the process runs."""
+
+        def answer() -> None:
+            now_s = self.shared.world.now_s
+            reply({n: None if s is None else now_s - s for n, s in self._calls.items()})
+
+        self.process.step(answer)
+
     def aborted(self, abort: Callable[[], None]) -> None:
         """The client has disconnected."""
         self._on_thread("abort", abort)
@@ -436,7 +450,23 @@ class SimEngine:
             self.shared.world.note(self.name, f"refuses {request.request_id}: {error}")
             call.deliver(error)
             return
-        call.begun(self._admission.submit(request, transfer, prefix, call.deliver))
+        name = request.request_id
+        self._calls[name] = None
+
+        def deliver(answer: Answer) -> None:
+            call.deliver(answer)
+            if answer.finish_reason is None and answer.error is None:
+                self._calls[name] = self.shared.world.now_s
+            else:
+                self._calls.pop(name, None)
+
+        abort = self._admission.submit(request, transfer, prefix, deliver)
+
+        def aborted() -> None:
+            self._calls.pop(name, None)
+            abort()
+
+        call.begun(aborted)
 
     # ------------------------------------------------------------------ surroundings
 
@@ -508,12 +538,12 @@ class SimEngine:
         manager = self.plane.manager
         report = manager.report()
         # Where a death cannot be proven, slots stay in quarantine, and these alone.
-        unproven = report.quarantined_buffer_tokens if self.shared.unproven else 0
+        unproven = report.load.quarantined_buffer_tokens if self.shared.unproven else 0
         transports = (self.transport, *(follower.transport for follower in self.followers))
         counts = {
-            "requests": (report.unfinished_requests, 0),
-            "tokens to read": (report.read_queue_tokens, 0),
-            "free buffer": (report.free_buffer_tokens + unproven, manager.buffer_tokens),
+            "requests": (report.load.unfinished_requests, 0),
+            "tokens to read": (report.load.read_queue_tokens, 0),
+            "free buffer": (report.load.free_buffer_tokens + unproven, manager.buffer_tokens),
             "free HBM": (self.plane.hbm.free_tokens, manager.hbm_tokens),
             "free staging": (manager.staging.free, manager.staging.capacity),
             "transfers": (sum(t.unfinished for t in transports if t is not None), 0),

@@ -2,17 +2,23 @@
 
 A call to a stopped process waits, a call to a dead process is refused.  One end of a call notices
 the death of the other end, or a reset, after a short delay.
+
+The network may drop the packets of one server in one direction or in both for a while, as a broken
+link or a server that hangs: what is sent then arrives afterwards, since TCP sends it again.  It may
+also drop those of one call for ever, as a firewall that has lost a connection: nothing more of it
+arrives in that direction, and neither end notices.
 """
 
 import asyncio
+import enum
 import functools
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from typing import Any, Protocol
 
 import msgspec
 
 from dualpath.core.errors import DualPathError, EngineLostError
-from dualpath.router.engine_calls import Job
+from dualpath.router.engine_calls import Job, OpenCalls
 from dualpath.router.engines import EngineInfo
 from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE, engine_error
 from dualpath.router.token_api.wire import Choice, GenerateAnswer, GenerateRequest
@@ -21,6 +27,13 @@ from dualpath_lab.faults.simulation.event_loop import ProcessLoop
 from dualpath_lab.faults.simulation.world import World
 
 _DELAYS_S = (0.0001, 0.0005, 0.002, 0.04)
+
+
+class Direction(enum.Enum):
+    """Where a packet goes."""
+
+    TO_SERVER = enum.auto()
+    TO_CALLER = enum.auto()
 
 
 class Server(Protocol):
@@ -35,6 +48,10 @@ class Server(Protocol):
         """Accept a request, once the process runs."""
         ...
 
+    def ask(self, reply: Callable[[Mapping[str, float | None]], None]) -> None:
+        """Reply with the open calls, once the process runs."""
+        ...
+
     def aborted(self, abort: Callable[[], None]) -> None:
         """The client has disconnected."""
         ...
@@ -47,13 +64,62 @@ class HttpNetwork:
         self.world = world
         self.servers: dict[str, Server] = {}
         self.calls: dict[Call, None] = {}
+        #: Directions in which packets of a server are dropped, and what they would have done.
+        self._dropped: dict[tuple[Server, Direction], list[Callable[[], None]]] = {}
 
     def open(self, url: str, body: bytes, loop: ProcessLoop) -> "Call":
         """Begin a call."""
         call = Call(self, self.servers[url], loop)
         self.calls[call] = None
-        self.world.after(self.delay_s(), functools.partial(call.connect, body))
+        connect = functools.partial(call.connect, body)
+        self.world.after(self.delay_s(), lambda: call.arrive(Direction.TO_SERVER, connect))
         return call
+
+    def ask(self, url: str, loop: ProcessLoop) -> "asyncio.Future[OpenCalls]":
+        """Return the future of a server's answer to a question for its open calls."""
+        answer: asyncio.Future[OpenCalls] = loop.create_future()
+        server = self.servers[url]
+
+        def settle(calls: OpenCalls) -> None:
+            if not answer.done():
+                answer.set_result(calls)
+
+        def refuse() -> None:
+            if not answer.done():
+                answer.set_exception(EngineLostError(f"{url} does not answer; restart it"))
+
+        def back(then: Callable[[], None]) -> None:
+            step = functools.partial(loop.process.step, then)
+            self.world.after(self.delay_s(), lambda: self.arrive(server, Direction.TO_CALLER, step))
+
+        def there() -> None:
+            if server.serves:
+                server.ask(lambda calls: back(lambda: settle(calls)))
+            else:
+                back(refuse)
+
+        self.world.after(self.delay_s(), lambda: self.arrive(server, Direction.TO_SERVER, there))
+        return answer
+
+    def arrive(self, server: Server, direction: Direction, call: Callable[[], None]) -> None:
+        """Run ``call`` at the arrival of its packet, later if packets are dropped now."""
+        dropped = self._dropped.get((server, direction))
+        if dropped is None:
+            call()
+        else:
+            dropped.append(call)
+
+    def drop(self, server: Server, directions: Collection[Direction]) -> Callable[[], None]:
+        """Drop the packets of a server; return the function that ends it."""
+        for direction in directions:
+            self._dropped.setdefault((server, direction), [])
+
+        def end() -> None:
+            for direction in directions:
+                for call in self._dropped.pop((server, direction), ()):
+                    self.world.after(0.0, call)
+
+        return end
 
     def server_died(self, server: Server) -> None:
         """Break all calls to a server."""
@@ -80,7 +146,14 @@ class Call:
         self.caller = loop
         self._abort: Callable[[], None] | None = None
         self._open = True
+        #: The directions in which nothing arrives any more.
+        self.cut: set[Direction] = set()
         self._free_s = 0.0
+
+    def arrive(self, direction: Direction, call: Callable[[], None]) -> None:
+        """Run ``call`` at the arrival of its packet, if it arrives."""
+        if direction not in self.cut:
+            self._network.arrive(self.server, direction, call)
 
     def connect(self, body: bytes) -> None:
         """The request reaches the engine."""
@@ -124,7 +197,7 @@ class Call:
             put = functools.partial(
                 self.caller.process.step, functools.partial(self.arrived.put_nowait, item)
             )
-            world.at(self._free_s, put)
+            world.at(self._free_s, lambda: self.arrive(Direction.TO_CALLER, put))
 
 
 class SimTokenApi:
@@ -176,10 +249,12 @@ class SimTokenApi:
             call.close()
 
     async def answers(self, engine: EngineInfo) -> None:
-        """Return if the engine's server accepts connections; ``Sync`` checks the rest."""
-        await asyncio.sleep(2 * self._network.delay_s())
-        if not self._network.servers[engine.api_url].serves:
-            raise EngineLostError(f"engine {engine.engine_id} does not answer; restart it")
+        """Return if the engine's server answers."""
+        await self._network.ask(engine.api_url, self._loop)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has."""
+        return await self._network.ask(engine.api_url, self._loop)
 
     async def aclose(self) -> None:
         """Nothing to close: each call closes itself."""

@@ -24,7 +24,7 @@ class JanitorChecker:
     """The recorded events of blocks and their times, in seconds of the simulation."""
 
     def __init__(self, world: World, disk: Disk, protect_s: float) -> None:
-        self.evicted = 0
+        self.evicted: list[BlockKey] = []
         self._world = world
         self._disk = disk
         self._protect_s = protect_s
@@ -70,7 +70,7 @@ class JanitorChecker:
 
     def on_evicted(self, key: BlockKey, by: str, events_s: float, pins_s: float) -> None:
         """A janitor removes a block; it last read events and pins at these times."""
-        self.evicted += 1
+        self.evicted.append(key)
         now_s, name = self._world.now_s, f"{by} evicts block {key.hex()[:8]}"
         uses = self._uses.get(key, ())
         used_s = max((use_s for recorded_s, use_s in uses if recorded_s < events_s), default=0.0)

@@ -180,16 +180,13 @@ class LeaseSession:
         url: str,
         json: dict[str, Any] | None = None,
         headers: dict[str, str] | None = None,
+        allow_redirects: bool = True,
     ) -> AsyncIterator[LeaseResponse]:
         """Send a request; raises ``OSError`` if the connection is reset."""
         answered: asyncio.Future[Response] = asyncio.get_running_loop().create_future()
         body = msgspec.json.encode(json or {})
         self._later(functools.partial(self._arrive, method, url, body, answered))
         yield LeaseResponse(await answered)
-
-    def post(self, url: str, json: dict[str, Any]) -> Any:  # noqa: ANN401
-        """Send a POST request."""
-        return self.request("POST", url, json)
 
     async def close(self) -> None:
         """Nothing to close."""

@@ -13,7 +13,7 @@ from unittest import mock
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey, BlockOrigin
+from dualpath.core.blocks import BlockKey, BlockOrigin, KeyExtras, block_keys
 from dualpath.core.cluster import HostProcess, Role
 from dualpath.core.control import Envelope, Release
 from dualpath.core.errors import ConfigError, StorageError
@@ -22,9 +22,10 @@ from dualpath.engine.buffer.block_buffer import NO_REQUEST, BlockBuffer, CachedB
 from dualpath.engine.buffer.dram_tier import Retention
 from dualpath.engine.control.assigned_requests import ActiveRequests
 from dualpath.engine.control.membership import Membership
+from dualpath.engine.control.peers import Peers
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_queue import ReadQueue, ReadTask
-from dualpath.engine.passes.layer_stream import LayerStream
+from dualpath.engine.passes.layer_stream import LayerStream, RegionHandover
 from dualpath.engine.passes.pass_transfers import BlockHolder, ChunkTransfers
 from dualpath.engine.passes.prefill_passes import PassOutcome
 from dualpath.engine.ranks import follower
@@ -33,6 +34,7 @@ from dualpath.node import host_process
 from dualpath.node.host_process import ProcessTable, Sight
 from dualpath.node.system_calls import create_file
 from dualpath.router.engine_calls import Job
+from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases
@@ -40,6 +42,7 @@ from dualpath.router.scheduler.control_server import LivenessProbes
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
 from dualpath.router.scheduler.leases import KubernetesLease, LeasedLeadership
+from dualpath.router.scheduler.pauses import SuspectList
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.remote import RemoteAttempt, RemoteRequest, RemoteScheduling
@@ -53,8 +56,9 @@ from dualpath.storage.journal import segments
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.posix import NamespaceDirectory, PosixStorage, refused
-from dualpath.storage.quotas import StorageLimits
+from dualpath.storage.quotas import StorageLimits, StoredBytes
 from dualpath_lab.faults.simulation.cluster_resources import ProcView, SimProcessTable
+from dualpath_lab.faults.simulation.settings import BLOCK_TOKENS
 
 
 class PlantedBug(msgspec.Struct, frozen=True):
@@ -271,6 +275,63 @@ STORAGE_BUGS: dict[str, PlantedBug] = {
 }
 
 
+# --------------------------------------------------------------------------------- bugs of tenants
+# Cache salts, and the quota of each tenant.
+
+
+def _attempt_without_salt(self: RequestLife, job: Job) -> Any:  # noqa: ANN401
+    """``RequestLife._one_attempt`` with keys that do not depend on the cache salt."""
+    keys = block_keys(job.prompt_token_ids, BLOCK_TOKENS)
+    return _one_attempt(self, msgspec.structs.replace(job, keys=tuple(keys)))
+
+
+def _left_to_fullest(
+    self: StorageLimits, stored: StoredBytes, namespace: str, tenant: str
+) -> int | None:
+    """``StorageLimits.left_bytes`` of the tenant that has stored most."""
+    used = stored.by_tenant
+    return _left_bytes(self, stored, namespace, max(used, key=used.__getitem__, default=tenant))
+
+
+def _without_tenant_quota(
+    index: ChainIndex, limits: StorageLimits, pins: Pins, now_s: float
+) -> Rows:
+    return victims(index, msgspec.structs.replace(limits, tenant_quota_bytes=0), pins, now_s)
+
+
+def _first_tenant(self: ChainIndex, name: str) -> int:
+    """``ChainIndex._tenant`` that takes all tenants for the first one."""
+    return 1 if len(self.tenants) > 1 else _tenant(self, name)
+
+
+_tenant = ChainIndex._tenant
+_one_attempt, _left_bytes = RequestLife._one_attempt, StorageLimits.left_bytes
+
+#: By name, in the order of the reference.
+TENANT_BUGS: dict[str, PlantedBug] = {
+    "salt-ignored": PlantedBug(
+        "the keys of blocks do not depend on the cache salt",
+        replaced(KeyExtras, "_own", lambda self, begin, end, block_tokens: {}),
+    ),
+    "hits-unsalted": PlantedBug(
+        "the router looks up and stores a prompt's blocks under keys without the cache salt",
+        replaced(RequestLife, "_one_attempt", _attempt_without_salt),
+    ),
+    "quota-of-another": PlantedBug(
+        "every write counts against the quota of the tenant that has stored most",
+        replaced(StorageLimits, "left_bytes", _left_to_fullest),
+    ),
+    "charged-to-another": PlantedBug(
+        "the janitor charges the blocks of all tenants to one of them",
+        replaced(ChainIndex, "_tenant", _first_tenant),
+    ),
+    "tenant-unlimited": PlantedBug(
+        "the janitor evicts nothing of a tenant that exceeds its quota",
+        replaced(janitor, "victims", _without_tenant_quota),
+    ),
+}
+
+
 # ------------------------------------------------------------------------------ bugs of leadership
 # Leader election by a lease.
 
@@ -362,6 +423,10 @@ def _over_at_once(
     return PassOutcome(dict(stream.failures), ()), []
 
 
+async def _never_ticks(self: CallWatch) -> None:
+    """``CallWatch._tick`` that notices nothing."""
+
+
 def _dead_unless_shown(process: HostProcess, table: ProcessTable) -> bool:
     """``host_process._is_dead`` that takes the processes that ``/proc`` shows for all."""
     same_host = bool(process.host) and process.host == table.host()
@@ -392,8 +457,29 @@ _NONE = property(lambda self: (), lambda self, value: None)
 #: An attribute that is always true.
 _ALWAYS = property(lambda self: True, lambda self, value: None)
 
+_agents_of = Peers.agents_of
+
+
+def _agents_of_any_process(self: Peers, engine_id: str, epoch: str) -> tuple[str, ...]:
+    """``Peers.agents_of`` for whichever process of the engine is connected."""
+    peer = self._peers.get(engine_id)
+    return _agents_of(self, engine_id, epoch if peer is None else peer.epoch)
+
+
 #: By name, in the order of docs/reference/simulated-faults.md.
 PLANTED_BUGS: dict[str, PlantedBug] = {
+    "call-silence-ignored": PlantedBug(
+        "a call to an engine may be silent for ever",
+        replaced(CallWatch, "_tick", _never_ticks),
+    ),
+    "slow-calls-broken-off": PlantedBug(
+        "a call that is silent for long is broken off although its server has it",
+        replaced(CallWatch, "_judge", lambda self, call, served: self._end(call, "it is silent")),
+    ),
+    "core-silence-ignored": PlantedBug(
+        "an engine of which the core hangs is not declared lost",
+        replaced(SuspectList, "call_waits", lambda self, engine, silent_s: None),
+    ),
     "no-resend": PlantedBug(
         "frames lost by a reset are not resent",
         replaced(Channel, "_resent", lambda self, now_s: []),
@@ -442,6 +528,10 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
         "no engine is asked whether a lost process has exited",
         replaced(LivenessProbes, "ask", lambda self, writers: []),
     ),
+    "epoch-ignored": PlantedBug(
+        "a PE sends KV to a restarted DE although the request was placed on its former process",
+        replaced(Peers, "agents_of", _agents_of_any_process),
+    ),
     "table-grows": PlantedBug(
         "the scheduler remembers every attempt that has ended",
         replaced(Exchange, "close", _close_and_remember),
@@ -478,7 +568,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "next-pass-at-once": PlantedBug(
         "a pass loads its first layers before the last ones of the previous pass have been sent",
-        replaced(LayerStream, "when_left", lambda self, region, then: then()),
+        replaced(RegionHandover, "when_left", lambda self, region, then: then()),
     ),
     "no-pins": PlantedBug(
         "slots are not pinned while they are read or written",
@@ -515,6 +605,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     **DRAM_BUGS,
     **STORAGE_BUGS,
+    **TENANT_BUGS,
     **FRONT_END_BUGS,
     **LEADERSHIP_BUGS,
 }

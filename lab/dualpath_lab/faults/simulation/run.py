@@ -10,6 +10,8 @@
 * No byte arrives in memory of another owner.
 * No token, no stored block and no block cached in a buffer is wrong.
 * The invariants of ``janitor_checks`` and ``storage_problems`` hold.
+* Tenants share no block, not even for equal prompts, and only a tenant that has stored much is
+  limited by its quota.
 * After the faults the cluster becomes idle: no request, slot, block of HBM, transfer or call is
   held; slots of cached blocks are free.
 """
@@ -19,14 +21,15 @@ import gc
 import logging
 import multiprocessing
 import sys
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from unittest import mock
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey
+from dualpath.core.blocks import BlockKey, BlockOrigin, tenant_tag
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import EngineLostError
 from dualpath.engine.control import link
@@ -39,9 +42,10 @@ from dualpath.router.scheduler import front_end_server
 from dualpath.storage import janitor
 from dualpath.storage.block_file import HEADER_BYTES, FileOrder, defect_of_file
 from dualpath.storage.janitor import LEASE_S, STALE_S, Janitor, pin_name, remove_stale_temporaries
+from dualpath.storage.maintenance import StorageMaintenance
 from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage, key_of
-from dualpath.storage.quotas import StorageLimits
+from dualpath.storage.quotas import Refusal, StorageLimits
 from dualpath.storage.sealed_blocks import block_codec
 from dualpath_lab.emulated.checkable_kv import KvFunction
 from dualpath_lab.faults.simulation.adversary import (
@@ -55,7 +59,7 @@ from dualpath_lab.faults.simulation.clients import Clients, SimRequest
 from dualpath_lab.faults.simulation.cluster import Cluster, RoleChanges
 from dualpath_lab.faults.simulation.disk import NODE_DRAM_ROOT, ROOT, Disk, DiskCalls
 from dualpath_lab.faults.simulation.planted_bugs import planted
-from dualpath_lab.faults.simulation.settings import ONE_RANK, drawn_settings
+from dualpath_lab.faults.simulation.settings import ONE_RANK, SLOW_COSTS, drawn_settings
 from dualpath_lab.faults.simulation.tables import HISTORIES, QUARANTINES, naming
 from dualpath_lab.faults.simulation.world import World
 
@@ -92,13 +96,18 @@ def pin_stored_block(cluster: Cluster) -> None:
 _ADDERS = 3
 
 
-def storage_problems(cluster: Cluster, right: dict[BlockKey, bytes]) -> Iterator[str]:
-    """Yield problems of the storage of an idle cluster; ``right`` has the payload of each block."""
+def storage_problems(
+    cluster: Cluster, right: dict[BlockKey, bytes], owners: Mapping[BlockKey, str]
+) -> Iterator[str]:
+    """Yield problems of the storage of an idle cluster.
+
+    ``right`` has the payload of each block, ``owners`` its tenant's tag.
+    """
     for disk in (cluster.shared.disk, *cluster.shared.node_dram.values()):
         yield from _wrong_blocks(cluster, disk, right)
     yield from _oversized_shared_dram(cluster)
     yield from _after_next_starts(cluster)
-    yield from _a_day_later(cluster)
+    yield from _a_day_later(cluster, owners)
 
 
 def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) -> Iterator[str]:
@@ -113,6 +122,8 @@ def _wrong_blocks(cluster: Cluster, disk: Disk, right: dict[BlockKey, bytes]) ->
             elif reason := defect_of_file(form, key, content):
                 if not file.corrupted:
                     yield f"stored block {key.hex()[:8]} is bad: {reason}"
+            elif key not in right:
+                yield f"stored block {key.hex()[:8]} belongs to no prompt"
             elif b"".join(order.of(memoryview(right[key])).buffers) != content[HEADER_BYTES:]:
                 yield f"stored block {key.hex()[:8]} is wrong"
 
@@ -140,13 +151,13 @@ def _after_next_starts(cluster: Cluster) -> Iterator[str]:
                     yield f"{path} was not removed although its writer has exited"
 
 
-def _a_day_later(cluster: Cluster) -> Iterator[str]:
+def _a_day_later(cluster: Cluster, owners: Mapping[BlockKey, str]) -> Iterator[str]:
     """A janitor removes temporary files, knows every block, and evicts all but pinned blocks."""
     disk, now_s = cluster.shared.disk, cluster.world.now_s + STALE_S + LEASE_S
     tree = PosixObjects(ROOT, fault_free_calls(cluster, "elsewhere"))
     remove_stale_temporaries(tree, now_s)
     yield from (f"{path} is never removed" for path, _ in disk.half_written())
-    if not cluster.settings.quota_blocks:
+    if not cluster.settings.has_quota:
         return
     pinned = cluster.shared.janitor_checker.pinned
     pinned_paths = {path for path, _ in disk.blocks() if key_of(path) in pinned}
@@ -157,11 +168,24 @@ def _a_day_later(cluster: Cluster) -> Iterator[str]:
     janitor.survey.run_to_end()
     if janitor.index.blocks != (blocks := sum(1 for _ in disk.blocks())):
         yield f"the janitor knows {janitor.index.blocks} blocks of {blocks}"
+    if (known := janitor.index.used_by_tenant()) != (used := _used_by_tenant(disk, owners)):
+        yield f"the janitor charges {known} bytes to tenants, which have {used}"
     janitor.step()
     left = {path for path, _ in disk.blocks()}
     yield from (f"{path} was evicted although it is pinned" for path in pinned_paths - left)
     if not pinned:
         yield from (f"{path} was not evicted" for path in left)
+
+
+def _used_by_tenant(disk: Disk, owners: Mapping[BlockKey, str]) -> dict[str, int]:
+    """Return the bytes of all stored blocks by the tag of their tenant."""
+    used: dict[str, int] = {}
+    for path, file in disk.blocks():
+        key = key_of(path)
+        assert key is not None
+        tag = owners.get(key, "")
+        used[tag] = used.get(tag, 0) + len(file.content)
+    return used
 
 
 def _janitor_of_the_next_day(tree: PosixObjects, now_s: float) -> Janitor:
@@ -173,6 +197,60 @@ def _janitor_of_the_next_day(tree: PosixObjects, now_s: float) -> Janitor:
     steady_s += 2 * LEASE_S
     janitor.step()
     return janitor
+
+
+# ----------------------------------------------------------------------------------------- tenants
+
+
+class Tenants:
+    """What the requests of each tenant, named by its tag, may store, and what the quotas refuse."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.owners: dict[BlockKey, str] = {}
+        #: How many times a write of each tenant was declined because of a quota.
+        self.declined: Counter[str] = Counter()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Count refused writes within ``with``."""
+        admitted = StorageMaintenance.admitted
+
+        def counted(
+            maintenance: StorageMaintenance,
+            keys: Sequence[BlockKey],
+            origin: BlockOrigin,
+            block_bytes: int,
+        ) -> tuple[int, Refusal | None]:
+            count, refusal = admitted(maintenance, keys, origin, block_bytes)
+            if refusal is Refusal.QUOTA:
+                self.declined[origin.tenant] += 1
+            return count, refusal
+
+        with mock.patch.object(StorageMaintenance, "admitted", counted):
+            yield
+
+    def problems(self, requests: Sequence[SimRequest]) -> Iterator[str]:
+        """Yield violations after a run with these requests."""
+        for request in requests:
+            tag = tenant_tag(request.salt)
+            for key in request.keys:
+                if self.owners.setdefault(key, tag) != tag:
+                    yield f"tenants share block {key.hex()[:8]} of {request.name}"
+        yield from self._harmed()
+
+    def _harmed(self) -> Iterator[str]:
+        """A tenant whose blocks together are half its quota is neither refused nor evicted."""
+        if not (quota := self._cluster.settings.tenant_quota_blocks):
+            return
+        # Engines count a block twice until the janitor knows that two of them have stored it.
+        owned = Counter(self.owners.values())
+        modest = {tag for tag, blocks in owned.items() if 2 * blocks <= quota}
+        for tag in sorted(modest & self.declined.keys()):
+            yield f"tenant {tag} has {owned[tag]} of {quota} blocks, but is refused"
+        for key in self._cluster.shared.janitor_checker.evicted:
+            if (tag := self.owners.get(key, "")) in modest:
+                yield f"tenant {tag} has {owned[tag]} of {quota} blocks, but loses {key.hex()[:8]}"
 
 
 #: Poll interval of the pump.  A real pump polls a thousand times a second; here it is woken when a
@@ -305,12 +383,18 @@ class _Run:
             world.note("world", f"{settings.front_ends} front ends")
         if settings.standby.leased:
             world.note("world", f"the leader is elected by {settings.standby}")
+        if settings.costs is SLOW_COSTS:
+            world.note("world", "slow engines")
         if settings.quota_blocks:
             world.note("world", f"a quota of {settings.quota_blocks} blocks")
+        if len(settings.salts) > 1:
+            quota = settings.tenant_quota_blocks
+            world.note("world", f"salts {settings.salts}, a quota of {quota} blocks for each")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         self.world = world
         self.cluster = Cluster(world, settings)
+        self.tenants = Tenants(self.cluster)
         if settings.quota_blocks and world.seed % 2:
             world.after(
                 chance.uniform(*_PINNED_S), functools.partial(pin_stored_block, self.cluster)
@@ -327,11 +411,11 @@ class _Run:
 
     def execute(self, story: bool) -> Outcome:
         world, clients = self.world, self.clients
-        world.run(self._is_done, _AGENTS_LIMIT_S)
-        for request in clients.in_flight():
-            world.problem(f"{request.name} never ended")
-        self._wait_idle()
-        self._check_tables()
+        with self.tenants.watched():
+            world.run(self._is_done, _AGENTS_LIMIT_S)
+            for request in clients.in_flight():
+                world.problem(f"{request.name} never ended")
+            self._wait_idle()
         for request in clients.requests:
             self._check(request)
         if self.faults == 0:
@@ -356,15 +440,22 @@ class _Run:
         """Wait until the cluster holds nothing."""
         world = self.world
         end_s = world.now_s + _REST_S
-        held = self.cluster.held_when_idle()
+        held = self._held()
         while held and world.now_s < end_s:
             world.run(lambda: False, 0.25)
-            held = self.cluster.held_when_idle()
+            held = self._held()
         for what in held:
             world.problem(f"held when idle: {what}")
 
-    def _check_tables(self) -> None:
-        """No table of a live process names a request that has ended."""
+    def _held(self) -> list[str]:
+        """Return what the cluster holds, or else which tables of processes name a request.
+
+        The last messages about a request may still be queued when nothing else is held.
+        """
+        return self.cluster.held_when_idle() or list(self._naming())
+
+    def _naming(self) -> Iterator[str]:
+        """Yield the tables of live processes that name a request."""
         names = {request.name for request in self.clients.requests}
         engines = [engine for engine in self.cluster.engines.values() if engine.process.alive]
         roots: list[tuple[str, object]] = [(e.name, (e.plane, e._engine)) for e in engines]
@@ -372,7 +463,7 @@ class _Run:
         bounded = QUARANTINES if self.cluster.shared.unproven else frozenset()
         for process, root in roots:
             for what in naming(root, names, HISTORIES | bounded):
-                self.world.problem(f"{process}: {what} after all requests have ended")
+                yield f"{process}: {what} after all requests have ended"
 
     def _check_nothing_failed(self) -> None:
         """Without faults no attempt fails, and requested role changes complete."""
@@ -390,7 +481,9 @@ class _Run:
         kv = KvFunction(settings.geometry, settings.tensor_parallel.kv_heads)
         for request in self.clients.requests:
             right.update(request.blocks(kv))
-        for what in storage_problems(self.cluster, right):
+        for what in self.tenants.problems(self.clients.requests):
+            self.world.problem(what)
+        for what in storage_problems(self.cluster, right, self.tenants.owners):
             self.world.problem(what)
         for engine in self.cluster.engines.values():
             for key, payload in engine.cached_blocks():

@@ -28,6 +28,13 @@ COSTS = ModelCosts(
     decode=DecodeCosts(step_s=1e-2),
     prefill_tokens_per_s=1e4,
 )
+#: Slower than ``call_silence_s`` in every pass and step: calls are silent although engines work.
+SLOW_COSTS = msgspec.structs.replace(
+    COSTS,
+    prefill=PrefillCosts(batch_s=0.6, attention_token_s=2e-4, pair_s=1e-6),
+    decode=DecodeCosts(step_s=0.6),
+    prefill_tokens_per_s=25.0,
+)
 #: By KV heads: equal layers, layers of two parts, and different layers, one of them a window layer.
 _LAYER_PARTS = {
     1: ("8*3", "16+8*3", "24,8+8@6,8"),
@@ -72,6 +79,8 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     another role; some of these also change the size of a group.  The engines of each machine share
     ``node_dram_blocks`` if it is above 0.  Each run draws its number of agents from ``agents``,
     the number of turns of each from ``turns`` and every pause between two turns from ``pauses_s``.
+    ``salts`` are the agents' cache salts, in turn; with several of them every two agents send the
+    same prompts.  ``tenant_quota_blocks`` above 0 limits the stored blocks of each salt.
     ``proc`` is what ``/proc`` shows on the first machine, where the router is.
     """
 
@@ -84,6 +93,7 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     router: RouterSettings
     hosts: int
     geometry: BlockGeometry
+    costs: ModelCosts = COSTS
     prefill_ranks: int = 1
     decode_ranks: int = 1
     standby: LeaderElection = LeaderElection.ONE
@@ -97,6 +107,13 @@ class ClusterSettings(msgspec.Struct, frozen=True):
     agents: tuple[int, ...] = (2, 3, 4)
     turns: tuple[int, ...] = (1, 2, 3)
     pauses_s: tuple[float, ...] = (0.0, 0.0, 0.01, 0.3)
+    salts: tuple[str | None, ...] = (None,)
+    tenant_quota_blocks: int = 0
+
+    @property
+    def has_quota(self) -> bool:
+        """Whether the storage has a quota, and thus a janitor."""
+        return self.quota_blocks > 0 or self.tenant_quota_blocks > 0
 
     def usual_ranks(self, role: Role) -> int:
         """Engines of a group of a role, unless another number was requested."""
@@ -120,6 +137,7 @@ def engine_settings(
         parallel_reads=2,
         drain_timeout_s=30.0,
         storage_quota=cluster.quota_blocks * stored_bytes(cluster.geometry),
+        storage_tenant_quota=cluster.tenant_quota_blocks * stored_bytes(cluster.geometry),
         storage_protect_s=PROTECT_S,
         dram_dir=NODE_DRAM_ROOT if cluster.node_dram_blocks else "",
         dram_bytes=cluster.node_dram_blocks * page_rounded(stored_bytes(cluster.geometry)),
@@ -129,7 +147,7 @@ def engine_settings(
     return EmulatedSettings(
         engine=engine,
         geometry=cluster.geometry,
-        costs=COSTS,
+        costs=cluster.costs,
         tensor_parallel_size=ranks,
         kv_heads=heads,
         hbm_bytes=hbm_bytes // slices_of(ranks, heads),
@@ -171,6 +189,9 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
     router = RouterSettings(
         engine_timeout_s=2.0,
         suspect_timeout_s=1.0,
+        call_silence_s=0.5,
+        inquiry_timeout_s=1.0,
+        core_timeout_s=2.0,
         lookup_timeout_s=1.0,
         read_deadline_s=3.0,
         read_margin_s=2.0,
@@ -203,10 +224,14 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
         node_dram_blocks=_node_dram_blocks(world.seed),
         proc=_proc(world.seed),
     )
+    if faults <= 1 and world.seed % 5 == 1:
+        settings = msgspec.structs.replace(settings, costs=SLOW_COSTS)
     if settings.proc is ProcView.FOREIGN:  # Slots of dead writers are never free again.
         settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
+    if world.seed % 5 == 3:
+        settings = _with_tenants(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
 
 
@@ -253,6 +278,27 @@ def _with_pauses(settings: ClusterSettings) -> ClusterSettings:
     """Let agents pause for tools while others need the buffers, which hold about one context."""
     return msgspec.structs.replace(
         settings, buffer_blocks=24, agents=(5, 6), turns=(3,), pauses_s=(0.1, 0.5, 1.5)
+    )
+
+
+#: Salts of agents where tenants have no quotas; the first two differ, as do the next two.
+_SALTS = (("red", "blue"), (None, "red"), ("red", None, "blue", "red"))
+#: Salts where they have: the first tenant has most agents and exceeds its quota.
+_QUOTA_SALTS = ("red", "blue", "red", "red", "red", "red")
+
+
+def _with_tenants(settings: ClusterSettings, seed: int) -> ClusterSettings:
+    """Let agents be of several tenants; without a quota of all blocks, tenants have quotas."""
+    chance = Random(f"tenants of {seed}")
+    settings = msgspec.structs.replace(settings, agents=(4, 6), turns=(2, 3))
+    if settings.quota_blocks or chance.random() < 1 / 4:
+        return msgspec.structs.replace(settings, salts=chance.choice(_SALTS))
+    return msgspec.structs.replace(
+        settings,
+        salts=_QUOTA_SALTS,
+        tenant_quota_blocks=chance.choice((16, 24, 32)),
+        turns=(3,),
+        pauses_s=(0.0, 0.1, 0.5),
     )
 
 

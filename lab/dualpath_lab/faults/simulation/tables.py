@@ -1,11 +1,11 @@
-"""The tables of a process that still name a request after all requests have ended.
+"""The tables of a process: their sizes, and which still name a request after all have ended.
 
 Every table that grows with traffic has a bound.  A table with an entry for each request that is not
 removed when the request ends has none, so that after a run no table may name a request, except
 histories of a fixed length.
 """
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Set
 
 import msgspec
@@ -38,9 +38,22 @@ def tables(root: object) -> Iterator[tuple[str, Collection[object]]]:
             if not isinstance(value, tuple):
                 yield name, value
             pending += [(name, one) for one in value]
-        elif type(value).__module__.startswith(_SYSTEM):
-            kind = type(value).__name__
+        elif (kind := _system_class(value)) is not None:
             pending += [(f"{kind}.{field}", one) for field, one in _fields(value)]
+
+
+def _system_class(value: object) -> str | None:
+    """Return the name of an object's first class that belongs to the system, None without one."""
+    classes = (kind for kind in type(value).__mro__ if kind.__module__.startswith(_SYSTEM))
+    return next((kind.__name__ for kind in classes), None)
+
+
+def sizes(root: object) -> Counter[str]:
+    """Return the entries of all tables reached from ``root``, by class and attribute."""
+    found: Counter[str] = Counter()
+    for name, table in tables(root):
+        found[name] += len(table)
+    return found
 
 
 def _fields(value: object) -> Iterator[tuple[str, object]]:

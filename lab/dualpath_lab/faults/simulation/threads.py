@@ -17,6 +17,8 @@ from dualpath_lab.faults.simulation.world import Process, Timer
 _WAKE_UPS_S = (0.0, 0.0, 0.0, 0.0, 1e-6, 1e-5, 1e-4, 2e-3)
 #: A thread is preempted at one of this many acquisitions and releases of locks, on average.
 _PREEMPTED_OF = 50
+#: Names of the threads that compute.
+_CORES = ("prefill", "decode")
 
 
 class SimThreads:
@@ -30,6 +32,9 @@ class SimThreads:
         self._running: dict[greenlet, SimThread] = {}
         #: Acquisitions and releases of locks until the running thread is preempted.
         self.until_preempted = 0
+        #: Whether the thread that computes hangs, while the others of its process go on.
+        self.core_hangs = False
+        self._hanging: list[Waiting] = []
         self.world.on_end(self._dispose)
 
     def start(self, name: str, work: Callable[[], None]) -> Thread:
@@ -60,8 +65,20 @@ class SimThreads:
         return int(self.world.now_s * 1e9)
 
     def sleep(self, seconds: float) -> None:
-        """Sleep."""
+        """Sleep; the thread that computes sleeps as long as it hangs."""
         self.wait([], seconds)
+        while self.core_hangs and self._running[getcurrent()].name in _CORES:
+            self.wait(self._hanging, None)
+
+    def hang_core(self) -> Callable[[], None]:
+        """Let the thread that computes hang; return the function that ends it."""
+        self.core_hangs = True
+
+        def end() -> None:
+            self.core_hangs = False
+            _wake_first(self._hanging, len(self._hanging))
+
+        return end
 
     # ------------------------------------------------------------------ for locks and events
 

@@ -609,17 +609,14 @@ class BlockBuffer:
         memory: RegisteredMemory | None = None,
     ) -> None:
         self.geometry = geometry
+        #: Number of slots.
+        self.capacity = slots
         self._granted = granted
         self._lock = threads.lock()
         self._pool = SlotPool(slots)
         size_bytes = max(slots, 1) * geometry.full_block_bytes
         self._memory = memory or allocate_registered(size_bytes)
         self._view = self._memory.view(0, self._memory.size_bytes)
-
-    @property
-    def capacity(self) -> int:
-        """Number of slots."""
-        return self._pool.capacity
 
     @property
     def free(self) -> int:

@@ -41,6 +41,8 @@ def open_memory(
     Every rank calls it.  Raises ``ConfigError`` at all ranks if one of them fails.  On a machine
     with less memory than it promised, the kernel kills the process when it touches the pages.
     """
+    if settings.mode.moves_bytes:
+        settings.check_buffer(geometry.full_block_bytes)
     slots = max(settings.buffer_slots(geometry), 1)
     sizes = _Sizes(
         slots * geometry.full_block_bytes,

@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import zmq
 
+from dualpath.core.addresses import tcp_address, tcp_endpoint
 from dualpath.core.control import (
     Deregister,
     EngineMessage,
@@ -46,6 +47,7 @@ from dualpath.core.sessions import (
 )
 from dualpath.engine.threads import OS_THREADS, Thread, Threads
 from dualpath.node.cluster_secret import SECRET_VARIABLE, ClusterSecret, check_control_url
+from dualpath.node.sockets import zmq_host
 
 # ------------------------------------------------------------------------------------------ dealer
 # The socket by which engines and front ends connect to their router or scheduler.
@@ -86,15 +88,27 @@ def prepare_dealer(dealer: "zmq.Socket[Any]", secret: ClusterSecret | None) -> N
         secret.guard_connection(dealer)
 
 
-def connect_dealer(dealer: "zmq.Socket[Any]", address: str, target: str) -> None:
-    """Connect; raises ``ConfigError`` for an invalid address of ``target``."""
+def connect_dealer(dealer: "zmq.Socket[Any]", address: str, target: str) -> str:
+    """Connect; return libzmq's endpoint.
+
+    Raises ``ConfigError`` for an invalid address of ``target``.
+    """
     try:
-        dealer.connect(address)
-    except zmq.ZMQError as error:
+        return _connected(dealer, address)
+    except (ValueError, zmq.ZMQError) as error:
         dealer.context.destroy(linger=0)
         raise ConfigError(
-            f"{target} address {address!r}: {error}; use the form tcp://host:port"
+            f"{target} address {address!r}: {error}; use the form tcp://host:port, or "
+            "tcp://[address]:port for IPv6"
         ) from error
+
+
+def _connected(dealer: "zmq.Socket[Any]", address: str) -> str:
+    """Connect to ``tcp://HOST:PORT``; return libzmq's endpoint."""
+    host, port = tcp_address(address)
+    endpoint = tcp_endpoint(zmq_host(dealer, host), port)
+    dealer.connect(endpoint)
+    return endpoint
 
 
 # ------------------------------------------------------------------------------- router connection
@@ -151,7 +165,7 @@ class ZmqRouterConnection:
         self._socket = self._context.socket(zmq.DEALER)
         prepare_dealer(self._socket, secret)
         self._connected = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        connect_dealer(self._socket, router, "router")
+        self._endpoint = connect_dealer(self._socket, router, "router")
         self._wake_receiver, self._wake_sender = socket.socketpair()
         self._wake_receiver.setblocking(False)
         self._wake_sender.setblocking(False)
@@ -198,8 +212,8 @@ class ZmqRouterConnection:
     def reconnect(self) -> None:
         """Reconnect: libzmq does not retry after a failed security handshake with an old router."""
         with contextlib.suppress(zmq.ZMQError):
-            self._socket.disconnect(self.router)
-        self._socket.connect(self.router)
+            self._socket.disconnect(self._endpoint)
+        self._endpoint = _connected(self._socket, self.router)
 
     def close(self) -> None:
         """Close the socket; frames have ``LINGER_MS`` to be sent."""
@@ -268,6 +282,10 @@ class RouterSession(Generic[M, R]):
     def session(self) -> str:
         """The name of the open session, empty without one."""
         return self._channel.session if self.joined else ""
+
+    def silent_s(self, now_s: float) -> float:
+        """Return for how long the router has sent nothing in this session or registration."""
+        return now_s - (self._received_s if self.joined else self._registration_s)
 
     def send(self, message: M, now_s: float) -> Sequence[Envelope[M]]:
         """Return the envelope of a message; without a session the message is dropped."""
@@ -426,6 +444,11 @@ class ControlLink:
     def unregistered(self) -> bool:
         """Whether there is neither a session nor a registration under way."""
         return self._session.state is EngineSideState.UNREGISTERED
+
+    @property
+    def silent_s(self) -> float:
+        """For how long the router has sent nothing; for the link's thread."""
+        return self._session.silent_s(self._now_s())
 
     def close(self, deregister: Deregister) -> None:
         """Deregister, then stop; idempotent."""

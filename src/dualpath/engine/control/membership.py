@@ -24,6 +24,7 @@ from dualpath.core.control import (
 )
 from dualpath.core.key_cache import Adapter
 from dualpath.core.rates import Rate, RateOrigin, Rates
+from dualpath.core.sessions import HEARTBEAT_S
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
@@ -39,6 +40,10 @@ log = logging.getLogger(__name__)
 
 #: Time for the last report to be sent before a process ends itself.
 _LAST_REPORT_NS = 200_000_000
+#: A draining engine without requests waits this long for a router that sends nothing: three
+#: heartbeats.  The router may have ended at the same time, and container runtimes kill a process
+#: 10 s after SIGTERM.  A router that lives gets a ``Deregister`` as from any engine that leaves.
+_DRAIN_SILENCE_S = 3 * HEARTBEAT_S
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -200,8 +205,9 @@ class Membership:
     def drain(self, reason: str, drained: Callable[[], None]) -> None:
         """Request no new requests from the router and finish the present ones.
 
-        ``drained`` is called once when no request is left: the router has sent ``Drained`` or this
-        engine has no session, and requests that decode without a session are over.  Then call
+        ``drained`` is called once when no request is left: the router has sent ``Drained``, this
+        engine has no session, or it has no request and the router has been silent for
+        ``_DRAIN_SILENCE_S``; and requests that decode without a session are over.  Then call
         ``leave``.  Only the first call has an effect.
         """
         if self._drained is not None:
@@ -239,11 +245,14 @@ class Membership:
     def _leave_if_drained(self) -> None:
         """Called on the link's thread, which owns the state of the session."""
         link, drained = self._link, self._drained
-        if drained is None or link is None or self.manager.decodes_without_session:
+        if drained is None or link is None or self.manager.active.any_detached:
             return
-        if self._empty or link.unregistered:
+        if self._empty or link.unregistered or self._router_left_idle(link):
             self._drained = _nothing
             drained()
+
+    def _router_left_idle(self, link: ControlLink) -> bool:
+        return self.manager.active.load()[0] == 0 and link.silent_s >= _DRAIN_SILENCE_S
 
     def _failed(self, reason: str) -> None:
         """End this process, so that a failed engine does not seem alive."""

@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+import msgspec
+
 from dualpath.core.blocks import StoreNamespace
 from dualpath.core.cluster import HostProcess
+from dualpath.core.errors import ConfigError
 from dualpath.engine.control.link import RouterConnection, ZmqRouterConnection
 from dualpath.engine.io.storage_maintenance import load_storage_keys
 from dualpath.engine.settings import EngineSettings
@@ -28,6 +31,7 @@ from dualpath.storage.factory import open_storage, open_tree
 from dualpath.storage.node_dram import NodeDram
 from dualpath.storage.objects import ObjectTree
 from dualpath.storage.readers import FileReader
+from dualpath.storage.sealed_blocks import require_keys
 from dualpath.transport.contract import Transport
 
 if TYPE_CHECKING:
@@ -42,23 +46,40 @@ def _open_storage(settings: EngineSettings, namespace: StoreNamespace) -> BlockS
         namespace,
         mode=settings.mode,
         read_bytes_per_s=settings.snic_bytes_per_s or None,
-        keys=_storage_keys(settings),
+        keys=storage_keys(settings),
         open_plugin=_open_plugin,
     )
 
 
-def _storage_keys(settings: EngineSettings) -> "KeyRing | None":
-    return load_storage_keys(settings.storage_key_file) if settings.seals_blocks else None
+def storage_keys(settings: EngineSettings) -> "KeyRing | None":
+    """Return the keys that seal an engine's blocks, None if they are not sealed.
+
+    Raises ``ConfigError`` if keys are needed and there are none, or they cannot be read.
+    """
+    if settings.protection is msgspec.UNSET:
+        return None
+    keys = load_storage_keys(settings.storage_key_file)
+    require_keys(settings.protection, keys)
+    return keys
 
 
 def open_node_dram(
     settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
 ) -> NodeDram | None:
-    """Open the DRAM cache that engines of this machine share; None if it is not enabled."""
+    """Open the DRAM cache that engines of this machine share; None if it is not enabled.
+
+    Raises ``ConfigError`` if its folder cannot be used.
+    """
     if not settings.dram_dir or not settings.mode.moves_bytes:
         return None
-    keys = _storage_keys(settings)
-    return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+    keys = storage_keys(settings)
+    try:
+        return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+    except OSError as error:
+        raise ConfigError(
+            f"dram_dir {settings.dram_dir} cannot be used ({error.strerror}); give a directory in "
+            "tmpfs"
+        ) from error
 
 
 def _open_tree(settings: EngineSettings) -> ObjectTree:

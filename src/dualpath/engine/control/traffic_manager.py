@@ -1,9 +1,9 @@
 """The traffic manager of one engine (§4, §5): every KV byte in or out of it passes here.
 
-It owns the PE or DE buffer with its reservations and reads (``engine.assigned_requests``), the
-storage writer, and the transfers.  The router sends commands as control messages (``handle``), the
-engine calls ``begin_prefill``, ``fill_hbm`` and ``persist_generated``.  It is independent of models
-and engine frameworks; the vLLM connector and the emulated engine both use it.
+It owns the PE or DE buffer with its reservations, the queue of storage reads, the storage writer,
+and the transfers.  The router sends commands as control messages (``handle``), the engine calls
+``passes.begin``, ``fill_hbm`` and ``persist_generated``.  It is independent of models and engine
+frameworks; the vLLM connector and the emulated engine both use it.
 """
 
 import logging
@@ -12,13 +12,14 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from dualpath.core.blocks import BlockGeometry
-from dualpath.core.cluster import EngineAddress, HostProcess
+from dualpath.core.cluster import EngineAddress, HostProcess, Role
 from dualpath.core.control import (
     Assign,
     ConfirmedDead,
     EngineMessage,
     Failed,
     LivenessProbe,
+    Load,
     Lookup,
     NodeDramShare,
     PeerDown,
@@ -28,62 +29,209 @@ from dualpath.core.control import (
     Read,
     Registered,
     Release,
+    Released,
     Report,
+    Reserved,
     Retain,
     RouterMessage,
     Sync,
     Synced,
 )
-from dualpath.core.errors import DualPathError
+from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.transfers import DecodeTransfer
-from dualpath.engine.buffer.block_buffer import BlockBuffer
-from dualpath.engine.control.assigned_requests import AssignedRequests, InDoubt, ServedPrompts
+from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
+from dualpath.engine.buffer.dram_tier import DramTier, Retention
+from dualpath.engine.control.assigned_requests import (
+    ActiveRequests,
+    InDoubt,
+    ServedPrompts,
+    SessionTeardown,
+)
 from dualpath.engine.io.lookups import Lookups
 from dualpath.engine.io.persister import Persister, WriteShare
+from dualpath.engine.io.read_queue import ReadQueue, ReadTask
 from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.generated import GeneratedBlock, GeneratedBlocks
 from dualpath.engine.passes.hbm_layout import HbmBlock, HbmLayout
-from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.pass_transfers import BlockHolder, NoHolder
 from dualpath.engine.passes.prefill_passes import PrefillPasses
-from dualpath.engine.passes.step_transfers import PrefillChunk
-from dualpath.engine.ranks.group import RankGroup
 from dualpath.engine.ranks.rank import ALONE, Rank, RankPlace
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import OS_THREADS, Threads, TimeLimit
 from dualpath.node.host_process import has_exited
+from dualpath.plan.steps import run_reads
 from dualpath.storage.contract import BlockStorage
 from dualpath.storage.node_dram import NodeDram, NodeDramStorage
 from dualpath.storage.wrapping import LookupCachingStorage
 from dualpath.transport.contract import Transport
 
-# --------------------------------------------------------------------------------- router commands
-# Dispatch of the router's messages to the parts of an engine that execute them.
-
 log = logging.getLogger(__name__)
 
+_NS_PER_S = 1_000_000_000
+#: Total time limit of ``close``.
+CLOSE_S = 5.0
 
-class RouterCommands:
-    """Executes commands in the order of their arrival; called by one thread.
 
-    ``has_exited`` returns whether a process of this machine has ended.
+class TrafficManager:
+    """See the module's docstring; all public methods may be called from any thread.
+
+    ``active`` are the requests of this engine; ``passes`` begins and ends forward passes (PE);
+    ``peers`` are the connected engines; ``persister`` writes to storage; ``buffer`` is the DRAM
+    buffer and ``staging`` the slots of generated blocks that are being written.  ``ranks`` is the
+    group of the engine's ranks, for the engine's thread.
+
+    ``has_exited`` returns whether a process of this machine has ended; ``holder`` holds HBM blocks
+    back from reuse while a late transfer may still write to them; ``node_dram`` is the DRAM cache
+    that engines of the node share.
     """
 
     def __init__(
         self,
-        rank: Rank,
-        requests: AssignedRequests,
-        prompts: ServedPrompts,
-        lookups: Lookups,
+        settings: EngineSettings,
+        geometry: BlockGeometry,
+        storage: BlockStorage,
+        transport: Transport,
+        hbm: HbmLayout,
         send: Callable[[EngineMessage], None],
-        has_exited: Callable[[HostProcess], bool],
+        device: Device | None = None,
+        threads: Threads = OS_THREADS,
+        has_exited: Callable[[HostProcess], bool] = has_exited,
+        holder: BlockHolder | None = None,
+        place: RankPlace = ALONE,
+        node_dram: NodeDram | None = None,
     ) -> None:
-        self._rank = rank
-        self._requests = requests
-        self._prompts = prompts
-        self._lookups = lookups
-        self._send = send
-        self._has_exited = has_exited
+        self.settings = settings
+        self._send, self._has_exited = send, has_exited
+        holder = holder or NoHolder()
+        self._device = device or HostDevice()
+        self._rank = rank = Rank(
+            *(settings, geometry, transport, hbm, self._device, holder, threads, place)
+        )
+        self.geometry = geometry
+        self.counters = counters = rank.counters
+        self.trace = trace = rank.trace
+        self._threads = threads
+        if node_dram is not None:
+            storage = NodeDramStorage(storage, node_dram)
+        self._storage = storage = LookupCachingStorage(storage, threads.now_ns)
+        self._transport = transport
+        share = WriteShare(settings.storage_write_share, threads)
+        self._node_dram = node_dram
+        self.active = ActiveRequests(threads)
+        slots = settings.buffer_slots(geometry)
+        self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
+        self._tier = DramTier(self.buffer, counters, send, node_dram)
+        self._reader = ReadQueue(
+            storage,
+            self.buffer,
+            counters,
+            trace,
+            send,
+            settings.parallel_reads,
+            rank.health,
+            # A PE may recompute blocks that a DE has read: a DE caches them only at ``Persist``.
+            caches=settings.role is Role.PREFILL,
+            share=share,
+        )
+        self._retention = Retention(self.buffer, self._reader.fetch, self._reader.cancel_fetch)
+        self._teardown = SessionTeardown(
+            settings.role, self.active, self.buffer, rank.peers, self._reader.cancel
+        )
+        staging = settings.staging_blocks
+        self.staging = BlockBuffer(
+            geometry, staging, lambda grant: None, threads, rank.memory.staging
+        )
+        self.ranks, self.peers = rank.group, rank.peers
+        self.passes = PrefillPasses(rank, self.active, holder, self._release)
+        blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
+        self.persister = Persister(
+            storage, counters, trace, blank, settings.parallel_writes, rank.health, share
+        )
+        self._generated = GeneratedBlocks(
+            rank, self.staging, self.persister, self.buffer.cache_copy
+        )
+        self._lookups = Lookups(storage, self.persister.pending, self.counters, send, threads)
+        self._prompts = ServedPrompts(
+            *(rank, self.active, self.buffer, self.persister, send),
+            moves_bytes=settings.mode.moves_bytes,
+        )
+        self._report_seq = 0
+        #: Capacities of the DRAM buffer and of the engine's KV memory.
+        self.buffer_tokens = self.buffer.capacity * geometry.block_tokens
+        self.hbm_tokens = hbm.capacity_tokens
+        #: Free KV memory of the engine's scheduler, which sets it for reports.
+        self.free_hbm_tokens = hbm.capacity_tokens
+
+    # ------------------------------------------------------------------ state of the engine
+
+    def address(self, epoch: str, process: HostProcess | None = None) -> EngineAddress:
+        """Return the address of this engine for other engines."""
+        return EngineAddress(
+            engine_id=self.settings.engine_id,
+            epoch=epoch,
+            role=self.settings.role,
+            agents=self._rank.agents,
+            process=msgspec.structs.replace(
+                process or HostProcess(), ranks=self._rank.other_processes
+            ),
+        )
+
+    @property
+    def node_dram(self) -> NodeDramShare | None:
+        """The DRAM cache that it shares with other engines of its node, None without one."""
+        if (shared := self._node_dram) is None:
+            return None
+        return NodeDramShare(
+            shared.directory_id, shared.capacity_blocks * self.geometry.block_tokens
+        )
+
+    def report(self) -> Report:
+        """Return the current load (§6.1)."""
+        self._report_seq += 1
+        unfinished_requests, unfinished_tokens = self.active.load()
+        return Report(
+            report_seq=self._report_seq,
+            load=Load(
+                unfinished_requests=unfinished_requests,
+                unfinished_tokens=unfinished_tokens,
+                read_queue_tokens=self._reader.tokens(),
+                free_hbm_tokens=self.free_hbm_tokens,
+                free_buffer_tokens=self.buffer.free * self.geometry.block_tokens,
+                cached_buffer_tokens=self.buffer.evictable * self.geometry.block_tokens,
+                quarantined_buffer_tokens=(
+                    self.buffer.quarantined_slots() * self.geometry.block_tokens
+                ),
+            ),
+            counters=self.counters.snapshot() | self._tier.totals(),
+            unhealthy=self.health(),
+            steps=self._rank.health.steps,
+        )
+
+    @property
+    def broken(self) -> str | None:
+        """Why this engine cannot go on in this process, None if it can."""
+        return self._rank.health.broken
+
+    def fail(self, reason: str) -> None:
+        """Mark this engine as permanently ``broken``; only the first reason is stored."""
+        self._rank.health.fail(reason)
+
+    def made_step(self) -> None:
+        """The engine's core has begun or ended a step; called by the core's own thread."""
+        self._rank.health.steps += 1
+
+    def health(self) -> str | None:
+        """Return why this engine should get no requests now, None if it is healthy."""
+        if (problem := self._rank.problem()) is not None:
+            return problem
+        ranks = self._rank.memory.board.unhealthy()
+        return f"ranks {ranks} of this engine are unhealthy; see their log" if ranks else None
+
+    def wake_pump(self) -> None:
+        """Have the pump poll transfers now."""
+        self._rank.movers.pump.call(lambda: None)
+
+    # ------------------------------------------------------------------ commands from the router
 
     def handle(self, message: RouterMessage) -> None:
         """Execute a command; answers go through ``send``.  Never raises for a bad command."""
@@ -108,7 +256,7 @@ class RouterCommands:
             case PeerUp():
                 self._rank.peer_up(message.address)
             case PeerDown():
-                self._rank.peers.down(message)
+                self.peers.down(message)
             case LivenessProbe():
                 if self._has_exited(message.writer.process):
                     self._send(ConfirmedDead(message.writer))
@@ -117,206 +265,92 @@ class RouterCommands:
             case Sync():
                 self._send(Synced(call_id=message.call_id))
             case Assign():
-                self._requests.assign(message)
+                self._assign(message)
             case Read():
-                self._requests.read(message)
+                self._read(message)
             case Persist():
                 self._prompts.persist(message)
             case Release():
-                self._requests.ask_release(message)
+                self._ask_release(message)
             case Retain():
-                self._requests.retain(message)
+                self._retention.apply(message, self.trace.now_ns())
 
     def _begin_session(self, message: Registered) -> None:
-        self._requests.begin_session(caching=message.enable_caching)
-        self._rank.peers.only(message.peers)
+        self._tier.begin_session(caching=message.enable_caching)
+        self.peers.only(message.peers)
         for peer in message.peers:
             self._rank.peer_up(peer)
-        self._requests.send_settled()
+        for request_id in self._teardown.settled_since():
+            self._send(Released(request_id=request_id))
 
+    def _assign(self, message: Assign) -> None:
+        """Count a request and queue its reservation of slots; ``Reserved`` follows.
 
-_NS_PER_S = 1_000_000_000
-#: Total time limit of ``close``.
-CLOSE_S = 5.0
+        Raises ``BadRequestError`` if an earlier request of this id is still here,
+        ``BufferTooSmallError`` for more slots than the buffer has.
+        """
+        if self.active.is_known(message.request_id) or self.buffer.has_request(message.request_id):
+            raise BadRequestError(
+                f"request {message.request_id}: an earlier request of this name has not left the "
+                "engine; send it under another id"
+            )
+        self.active.add(message.request_id, message.tokens, self.trace.now_ns())
+        if message.reserve_blocks == 0:
+            return
+        try:
+            self.buffer.request(message.request_id, message.reserve_blocks, message.keys)
+        except BufferTooSmallError:
+            self.active.drop(message.request_id)
+            raise
 
+    def _granted(self, grant: Grant) -> None:
+        assigned_ns = self.active.assigned_ns(grant.request_id)
+        if assigned_ns is None:  # released while waiting
+            self.buffer.release(grant.request_id)
+            return
+        wait_s = (self.trace.now_ns() - assigned_ns) / _NS_PER_S
+        self._tier.granted(grant)
+        self._send(Reserved(grant.request_id, grant.slots, wait_s, grant.cached))
 
-class TrafficManager:
-    """See the module's docstring; all public methods may be called from any thread.
-
-    ``holder`` holds HBM blocks back from reuse while a late transfer may still write to them;
-    ``node_dram`` is the DRAM cache that engines of the node share.
-    """
-
-    def __init__(
-        self,
-        settings: EngineSettings,
-        geometry: BlockGeometry,
-        storage: BlockStorage,
-        transport: Transport,
-        hbm: HbmLayout,
-        send: Callable[[EngineMessage], None],
-        device: Device | None = None,
-        threads: Threads = OS_THREADS,
-        has_exited: Callable[[HostProcess], bool] = has_exited,
-        holder: BlockHolder | None = None,
-        place: RankPlace = ALONE,
-        node_dram: NodeDram | None = None,
-    ) -> None:
-        self.settings = settings
-        holder = holder or NoHolder()
-        self._device = device or HostDevice()
-        self._rank = rank = Rank(
-            *(settings, geometry, transport, hbm, self._device, holder, threads, place)
-        )
-        self.geometry = geometry
-        self.counters = counters = rank.counters
-        self.trace = trace = rank.trace
-        self._threads = threads
-        if node_dram is not None:
-            storage = NodeDramStorage(storage, node_dram)
-        self._storage = storage = LookupCachingStorage(storage, threads.now_ns)
-        self._transport = transport
-        self._hbm = hbm
-        share = WriteShare(settings.storage_write_share, threads)
-        self._node_dram = node_dram
-        self._requests = requests = AssignedRequests(
-            settings, rank, storage, threads, send, share, node_dram
-        )
-        self._buffer = requests.buffer
-        staging = settings.staging_blocks
-        self._staging = BlockBuffer(
-            geometry, staging, lambda grant: None, threads, rank.memory.staging
-        )
-        self._passes = PrefillPasses(rank, requests.active, holder, requests.release)
-        blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
-        self._persister = Persister(
-            storage, counters, trace, blank, settings.parallel_writes, rank.health, share
-        )
-        self._generated = GeneratedBlocks(
-            rank, self._staging, self._persister, self._buffer.cache_copy
-        )
-        self._lookups = Lookups(storage, self._persister.pending, self.counters, send, threads)
-        self._prompts = ServedPrompts(
-            *(rank, requests.active, self._buffer, self._persister, send),
-            moves_bytes=settings.mode.moves_bytes,
-        )
-        self._commands = RouterCommands(
-            *(rank, requests, self._prompts, self._lookups, send, has_exited)
-        )
-        self._report_seq = 0
-        self._free_hbm_tokens = hbm.capacity_tokens
-
-    # ------------------------------------------------------------------ state of the engine
-
-    def address(self, epoch: str, process: HostProcess | None = None) -> EngineAddress:
-        """Return the address of this engine for other engines."""
-        return EngineAddress(
-            engine_id=self.settings.engine_id,
-            epoch=epoch,
-            role=self.settings.role,
-            agents=self._rank.agents,
-            process=msgspec.structs.replace(
-                process or HostProcess(), ranks=self._rank.other_processes
-            ),
+    def _read(self, message: Read) -> None:
+        """Queue the storage reads of a run of blocks; ``ReadDone`` follows."""
+        reads, now_ns = run_reads(self.geometry, message.run), self.trace.now_ns()
+        self._reader.add(
+            ReadTask(
+                message.request_id, reads, message.keys, now_ns, message.deadline_s, message.parent
+            )
         )
 
-    @property
-    def buffer(self) -> BlockBuffer:
-        """The DRAM buffer."""
-        return self._buffer
+    def _ask_release(self, message: Release) -> None:
+        """Release a request, at once or after the forward pass that it is part of."""
+        if self.active.ask_release(message):
+            self._release(message)
 
-    @property
-    def staging(self) -> BlockBuffer:
-        """The staging slots of generated blocks."""
-        return self._staging
-
-    @property
-    def buffer_tokens(self) -> int:
-        """Capacity of the DRAM buffer in tokens."""
-        return self._buffer.capacity * self.geometry.block_tokens
-
-    @property
-    def node_dram(self) -> NodeDramShare | None:
-        """The DRAM cache that it shares with other engines of its node, None without one."""
-        if (shared := self._node_dram) is None:
-            return None
-        return NodeDramShare(
-            shared.directory_id, shared.capacity_blocks * self.geometry.block_tokens
-        )
-
-    @property
-    def hbm_tokens(self) -> int:
-        """Capacity of the engine's KV memory in tokens."""
-        return self._hbm.capacity_tokens
-
-    def report(self) -> Report:
-        """Return the current load (§6.1)."""
-        self._report_seq += 1
-        assign_seq = self._requests.assign_seq
-        unfinished_requests, unfinished_tokens = self._requests.active.load()
-        return Report(
-            report_seq=self._report_seq,
-            assign_seq=assign_seq,
-            unfinished_requests=unfinished_requests,
-            unfinished_tokens=unfinished_tokens,
-            read_queue_tokens=self._requests.read_queue_tokens(),
-            free_hbm_tokens=self._free_hbm_tokens,
-            free_buffer_tokens=self._buffer.free * self.geometry.block_tokens,
-            counters=self.counters.snapshot() | self._requests.totals(),
-            unhealthy=self.health(),
-            cached_buffer_tokens=self._buffer.evictable * self.geometry.block_tokens,
-            quarantined_buffer_tokens=(
-                self._buffer.quarantined_slots() * self.geometry.block_tokens
-            ),
-        )
-
-    def set_free_hbm_tokens(self, tokens: int) -> None:
-        """Set the free KV memory of the engine's scheduler, for reports."""
-        self._free_hbm_tokens = tokens
-
-    @property
-    def ranks(self) -> RankGroup:
-        """The group of the engine's ranks, with a limit for every wait; for the engine's thread."""
-        return self._rank.group
-
-    @property
-    def broken(self) -> str | None:
-        """Why this engine cannot go on in this process, None if it can."""
-        return self._rank.health.broken
-
-    def fail(self, reason: str) -> None:
-        """Mark this engine as permanently ``broken``; only the first reason is stored."""
-        self._rank.health.fail(reason)
-
-    def health(self) -> str | None:
-        """Return why this engine should get no requests now, None if it is healthy."""
-        if (problem := self._rank.problem()) is not None:
-            return problem
-        ranks = self._rank.memory.board.unhealthy()
-        return f"ranks {ranks} of this engine are unhealthy; see their log" if ranks else None
-
-    def wake_pump(self) -> None:
-        """Have the pump poll transfers now."""
-        self._rank.movers.pump.call(lambda: None)
-
-    # ------------------------------------------------------------------ commands from the router
-
-    def handle(self, message: RouterMessage) -> None:
-        """Execute a command; answers go through ``send``.  Never raises for a bad command."""
-        self._commands.handle(message)
+    def _release(self, message: Release) -> None:
+        """Release a request that is in no forward pass; ``Released`` follows."""
+        self._reader.cancel(message.request_id)
+        self.active.drop(message.request_id)
+        if message.writer_certain:
+            self.buffer.end_quarantine(message.request_id)
+        else:
+            self.buffer.quarantine(message.request_id)
+        self.buffer.release(message.request_id)
+        self._send(Released(request_id=message.request_id))
 
     def end_session(self, reason: str) -> None:
         """Drop the requests that do not decode yet, as the router does (``assigned_requests``).
 
         A request does not need the router once its KV is in HBM.  It goes on while the client of
-        its HTTP call is connected, and counts in the load until ``decode_ended``.
+        its HTTP call is connected, and counts in the load until ``active.ended``.
         """
-        self._requests.end_session(reason)
+        self._tier.end_session()
+        self._retention.end_session()
+        self._teardown.end_session(reason)
         self._lookups.drop()
 
     def in_doubt(self) -> InDoubt:
         """Return the in-doubt requests of earlier sessions, for the next ``Register``."""
-        return self._requests.in_doubt()
+        return self._teardown.in_doubt()
 
     def tick(self, now_ns: int) -> None:
         """Answer reads and look-ups that are past their deadline; called periodically.
@@ -325,40 +359,16 @@ class TrafficManager:
         DRAM cache to the router.
         """
         self._rank.poll()
-        self._requests.expire(now_ns)
+        self._reader.expire(now_ns)
+        self._retention.expire(now_ns)
         self._lookups.expire(now_ns)
-        self._requests.send_cache_updates()
+        self._tier.send_changes()
 
     # ------------------------------------------------------------------ work from the engine
 
-    def is_active(self, request_id: str) -> bool:
-        """Whether a request is assigned to this engine and not released."""
-        return self._requests.active.is_active(request_id)
-
-    def decode_agents(self, engine_id: str, epoch: str) -> tuple[str, ...]:
-        """Return a DE's transport agents; raises ``TransportError`` if it is not connected."""
-        return self._rank.peers.agents_of(engine_id, epoch)
-
-    def begin_prefill(
-        self,
-        chunks: Sequence[PrefillChunk],
-        layers: LayerSettings,
-        before: LayerStream | None = None,
-    ) -> LayerStream:
-        """Start the transfers of one forward pass (PE); ``end_prefill`` must follow.
-
-        Requests released by now take no part: they have no transfers and count as failed.
-        ``before`` is the pass before, if it may not be over (``engine.layer_stream``).
-        """
-        return self._passes.begin(chunks, layers, before)
-
-    def end_prefill(self, stream: LayerStream) -> dict[str, str]:
-        """Wait for the last transfers of a forward pass; return failed requests with reasons."""
-        return self._passes.end(stream)
-
     def sent(self, request_id: str, failure: str | None) -> PrefillDone:
         """Return the message that ends a prefill, with the times of its forward passes."""
-        pass_ns, waited_ns = self._requests.active.pass_times_ns(request_id)
+        pass_ns, waited_ns = self.active.pass_times_ns(request_id)
         return PrefillDone(
             request_id=request_id,
             failure=failure,
@@ -378,15 +388,6 @@ class TrafficManager:
         """
         self._prompts.fill_hbm(decode_transfer, hbm_blocks, done)
 
-    def decode_ended(self, request_id: str) -> None:
-        """The engine's own request has ended or failed (DE); called for each of them."""
-        self._requests.active.ended(request_id)
-
-    @property
-    def decodes_without_session(self) -> bool:
-        """Whether requests decode after the end of their session, unknown to the router."""
-        return self._requests.active.any_detached
-
     def persist_generated(self, blocks: Sequence[GeneratedBlock]) -> None:
         """Persist full blocks; returns when their HBM is no longer needed."""
         if self.settings.mode.moves_bytes:
@@ -394,17 +395,13 @@ class TrafficManager:
         else:
             self._generated.persist_keys([block.key for block in blocks])
 
-    def drain(self, timeout_s: float) -> bool:
-        """Wait until all queued blocks are persisted; False after the timeout."""
-        return self._persister.drain(timeout_s)
-
     def close(self) -> None:
         """Finish writes, stop all threads and free memory, within ``CLOSE_S``; idempotent."""
         limit = TimeLimit(self._threads, CLOSE_S)
         self._rank.close(limit)
-        self._persister.close(limit)
+        self.persister.close(limit)
         self._lookups.close(limit)
-        self._requests.close(limit)
+        self._reader.close(limit)
         self._transport.close()
         self._device.close()
         self._storage.close()

@@ -7,36 +7,16 @@ computed calls ``enter`` when it starts to compute it; passes end in the order i
 
 from collections.abc import Callable, Mapping, Sequence
 
-import msgspec
-
 from dualpath.core.blocks import BlockGeometry
 from dualpath.core.cluster import Role
 from dualpath.core.control import EngineMessage
 from dualpath.core.errors import TransportError
-from dualpath.core.runs import BlockRun
-from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.counters import Counter
 from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.prefill_passes import RELEASED
 from dualpath.engine.passes.step_transfers import PrefillChunk
 from dualpath.engine.settings import EngineSettings
-
-
-class PromptPart(msgspec.Struct, frozen=True):
-    """The part of a request's prompt that a forward pass computes.
-
-    ``hbm_blocks`` are engine block ids, at least of prompt blocks ``0 … chunk.end - 1``.
-    """
-
-    transfer: PrefillTransfer
-    chunk: BlockRun
-    hbm_blocks: tuple[int, ...]
-
-    def chunk_with(self, decode_agents: tuple[str, ...]) -> PrefillChunk:
-        """Return the chunk to be moved by a rank that is connected to these agents of the DE."""
-        blocks = self.hbm_blocks[: self.chunk.end]
-        return PrefillChunk(self.transfer, self.chunk, blocks, decode_agents)
 
 
 def layer_settings(settings: EngineSettings, geometry: BlockGeometry) -> LayerSettings:
@@ -84,7 +64,7 @@ class ForwardPass(StreamedPass):
         self,
         manager: TrafficManager,
         send: Callable[[EngineMessage], None],
-        parts: Sequence[PromptPart],
+        parts: Sequence[PrefillChunk],
         before: "ForwardPass | None" = None,
     ) -> None:
         self._before = before
@@ -100,9 +80,10 @@ class ForwardPass(StreamedPass):
         moves_bytes = manager.settings.mode.moves_bytes
         stream_before = before._stream if before is not None else None
         super().__init__(
-            manager.begin_prefill(chunks, layers, stream_before) if moves_bytes else None
+            manager.passes.begin(chunks, layers, stream_before) if moves_bytes else None
         )
         manager.trace.record("begin", "pass", start_ns, manager.trace.now_ns())
+        manager.made_step()
 
     def failed(self, request_id: str) -> bool:
         """Whether a request's loaded KV is unusable."""
@@ -121,8 +102,9 @@ class ForwardPass(StreamedPass):
         has reported it, or in this one.  ``wrong`` are requests with wrong KV found by the engine,
         and why.
         """
+        self._manager.made_step()
         earlier = self._before.failures if self._before is not None else {}
-        transfers = self._manager.end_prefill(self._stream) if self._stream is not None else {}
+        transfers = self._manager.passes.end(self._stream) if self._stream is not None else {}
         found = {**self._rejected, **transfers, **wrong}
         for part in self._parts:
             request_id = part.transfer.request_id
@@ -136,17 +118,17 @@ class ForwardPass(StreamedPass):
         self._before = None  # its failures of requests of this pass are in ``failures`` now
         return self.failures
 
-    def _chunk(self, part: PromptPart) -> PrefillChunk | None:
+    def _chunk(self, part: PrefillChunk) -> PrefillChunk | None:
         try:
             return self._checked_chunk(part)
         except TransportError as error:
             self._rejected[part.transfer.request_id] = str(error)
             return None
 
-    def _checked_chunk(self, part: PromptPart) -> PrefillChunk:
+    def _checked_chunk(self, part: PrefillChunk) -> PrefillChunk:
         manager, transfer = self._manager, part.transfer
         request_id = transfer.request_id
-        if not manager.is_active(request_id):
+        if not manager.active.is_active(request_id):
             raise TransportError(f"request {request_id}: {RELEASED}")
         if part.chunk.first < transfer.shared_blocks:
             raise TransportError(
@@ -160,5 +142,5 @@ class ForwardPass(StreamedPass):
             raise TransportError(f"request {request_id}: its buffer slots have a new owner")
         agents: tuple[str, ...] = ()
         if manager.settings.mode.moves_bytes:
-            agents = manager.decode_agents(transfer.decode_engine, transfer.decode_epoch)
-        return part.chunk_with(agents)
+            agents = manager.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
+        return part.connected(agents)

@@ -175,7 +175,7 @@ class HbmCopier:
         holder: BlockHolder,
     ) -> None:
         self._holder = holder
-        self._threads = movers.threads
+        self._threads = movers.health.threads
         self._transfers = movers.transfers
         self._pump = movers.pump
         self._device = movers.device
@@ -183,7 +183,7 @@ class HbmCopier:
         self._trace = movers.trace
         self._stalled = movers.stalled
         self._deadline_s = movers.transfer_deadline_s
-        self.paced = PacedPosts(movers.pump, movers.threads, movers.transfer_deadline_s)
+        self.paced = PacedPosts(movers.pump, movers.health.threads, movers.transfer_deadline_s)
 
     def into_hbm(
         self,

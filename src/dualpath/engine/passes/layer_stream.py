@@ -136,8 +136,8 @@ class LayerStream:
         self._shared = shared
         self._before = before
         self._regions = min(settings.buffers, geometry.layers)
-        self._handover = RegionHandover(movers.threads)
-        self._closing = movers.threads.lock()
+        self.handover = RegionHandover(movers.health.threads)
+        self._closing = movers.health.threads.lock()
         self._entered = False
         self._finishing = False
         self._finished = False
@@ -177,7 +177,7 @@ class LayerStream:
         self._moves.give_up_stalled()
         if self._before is not None:
             for layer in range(self._regions):
-                self._before.when_left(layer, functools.partial(self._load, layer))
+                self._before.handover.when_left(layer, functools.partial(self._load, layer))
             return
         self._begin_ns = self._trace.now_ns()
         earlier = self._device.record()  # earlier passes may still use the blocks
@@ -196,14 +196,6 @@ class LayerStream:
             for layer in range(self._regions):
                 self.wait_loaded(layer)
         self._layer_start_ns = self._trace.now_ns()
-
-    def when_left(self, region: int, then: Callable[[], None]) -> None:
-        """Call ``then`` when this pass no longer uses a region, on the thread that observes it."""
-        self._handover.when_left(region, then)
-
-    def has_left(self, region: int) -> bool:
-        """Whether this pass no longer uses a region."""
-        return self._handover.has_left(region)
 
     def leave(self, region: int) -> str:
         """Return once the last layer of a region has been sent, with a description of the wait.
@@ -249,6 +241,7 @@ class LayerStream:
         if layer in self._computed:
             return
         self._computed.add(layer)
+        self._health.steps += 1
         if layer not in self._waited:
             self._unannounced(layer, "without a wait for its stored KV")
         now_ns = self._trace.now_ns()
@@ -329,7 +322,7 @@ class LayerStream:
         assert previous < 0 or self._moves.sends[previous].over.complete, (
             f"layer {layer} is loaded before layer {previous} has left its region"
         )
-        assert previous >= 0 or before is None or before.has_left(layer), (
+        assert previous >= 0 or before is None or before.handover.has_left(layer), (
             f"layer {layer} is loaded before the pass before has left its region"
         )
         resident = self._settings.buffers >= self._geometry.layers
@@ -342,7 +335,7 @@ class LayerStream:
             if following < self._geometry.layers:
                 self._load(following)
             else:
-                self._handover.left(layer % self._regions)
+                self.handover.left(layer % self._regions)
 
         self._after.call(computed, self._moves.sending(layer, sent))
 
@@ -364,6 +357,7 @@ class LayerStream:
         ``follows``: the following pass waits; it leaves this to the thread in ``finish``, if any.
         """
         while not stage.reached.is_set() and not self._block(stage.reached):
+            self._health.steps += 1  # The core does not hang: this wait has a limit.
             if not (follows and self._finishing):
                 for agent in self._budget.waited(stage.agents(), _POLL_S):
                     self._moves.stalled(agent, what)

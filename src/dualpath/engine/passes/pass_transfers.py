@@ -75,7 +75,7 @@ class ChunkTransfers:
     @property
     def request_id(self) -> str:
         """The request of the chunk."""
-        return self.chunk.prefill_transfer.request_id
+        return self.chunk.transfer.request_id
 
     @property
     def moves(self) -> bool:
@@ -243,7 +243,7 @@ class PassTransfers:
         movers: Movers,
         counters: Counters,
     ) -> None:
-        threads = movers.threads
+        threads = movers.health.threads
         self.chunks = [ChunkTransfers(chunk, geometry, threads) for chunk in chunks]
         self.loads = [LayerWork(threads) for _ in range(geometry.layers)]
         self.sends = [LayerWork(threads) for _ in range(geometry.layers)]

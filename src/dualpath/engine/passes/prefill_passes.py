@@ -58,7 +58,7 @@ def begin_stream(
 
 
 def _in_one_order(chunks: Sequence[PrefillChunk]) -> list[PrefillChunk]:
-    return sorted(chunks, key=lambda chunk: chunk.prefill_transfer.request_id)
+    return sorted(chunks, key=lambda chunk: chunk.transfer.request_id)
 
 
 def end_stream(
@@ -106,8 +106,8 @@ class PrefillPasses:
         ``before`` is the pass before, if it may not be over; passes end in the order in which they
         began.
         """
-        refused = self._active.enter_stream(chunk.prefill_transfer.request_id for chunk in chunks)
-        taking_part = [c for c in chunks if c.prefill_transfer.request_id not in refused]
+        refused = self._active.enter_stream(chunk.transfer.request_id for chunk in chunks)
+        taking_part = [c for c in chunks if c.transfer.request_id not in refused]
         number = self._rank.work.begin()
         stream = begin_stream(self._rank, number, taking_part, layers, before=before)
         stream.failures.update(dict.fromkeys(refused, RELEASED))

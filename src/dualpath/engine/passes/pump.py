@@ -429,14 +429,9 @@ class Movers(msgspec.Struct, frozen=True):
     health: Health
     announced: set[int] = msgspec.field(default_factory=set)
 
-    @property
-    def threads(self) -> Threads:
-        """The source of all clocks, locks and events."""
-        return self.health.threads
-
     def wait_budget(self) -> WaitBudget:
         """Return the wait budget of a new pass."""
-        return WaitBudget(self.transfer_deadline_s, self.stalled, self.threads)
+        return WaitBudget(self.transfer_deadline_s, self.stalled, self.health.threads)
 
 
 def open_movers(

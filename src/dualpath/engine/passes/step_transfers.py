@@ -33,20 +33,27 @@ _DRAM_REGIONS = {
 
 
 class PrefillChunk(msgspec.Struct, frozen=True):
-    """One request's part in a forward pass.
+    """One request's part in a forward pass: the ``chunk`` of its prompt that the pass computes.
 
-    ``hbm_blocks`` are the engine's block ids for prompt blocks ``0 … chunk.end - 1``;
-    ``decode_agents`` are the transport agents of the DE that this rank is connected to.
+    ``hbm_blocks`` are the engine's block ids, at least of prompt blocks ``0 … chunk.end - 1``;
+    ``decode_agents`` are the transport agents of the DE that this rank is connected to, none before
+    ``connected``.
     """
 
-    prefill_transfer: PrefillTransfer
+    transfer: PrefillTransfer
     chunk: BlockRun
     hbm_blocks: tuple[int, ...]
-    decode_agents: tuple[str, ...]
+    decode_agents: tuple[str, ...] = ()
+
+    def connected(self, decode_agents: tuple[str, ...]) -> "PrefillChunk":
+        """Return the chunk to be moved by a rank that is connected to these agents of the DE."""
+        return PrefillChunk(
+            self.transfer, self.chunk, self.hbm_blocks[: self.chunk.end], decode_agents
+        )
 
     def layout(self, geometry: BlockGeometry) -> PromptLayout:
         """Return the plan's view of the prompt."""
-        transfer = self.prefill_transfer
+        transfer = self.transfer
         return PromptLayout(geometry, transfer.prompt_tokens, transfer.hits, transfer.de_slots)
 
 

@@ -14,7 +14,7 @@ from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.transfers import DecodeTransfer
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.passes.device import Device, HostDevice
-from dualpath.engine.passes.forward_pass import PromptPart, StreamedPass, layer_settings
+from dualpath.engine.passes.forward_pass import StreamedPass, layer_settings
 from dualpath.engine.passes.generated import GeneratedBlock, StagingOrder
 from dualpath.engine.passes.hbm_copy import BlockOut
 from dualpath.engine.passes.hbm_layout import HbmBlock, HbmLayout
@@ -83,7 +83,7 @@ class Follower:
 
     # ------------------------------------------------------------------ one engine step
 
-    def begin_pass(self, parts: Sequence[PromptPart]) -> "FollowedPass":
+    def begin_pass(self, parts: Sequence[PrefillChunk]) -> "FollowedPass":
         """Start this rank's transfers of a forward pass; ``finish`` must follow."""
         if not self._settings.mode.moves_bytes:
             return FollowedPass(self, None)
@@ -99,7 +99,7 @@ class Follower:
                     chunks.append(self._chunk(part))
                 except TransportError as error:
                     failures[part.transfer.request_id] = str(error)
-                    not_moved.append(part.chunk_with(()))
+                    not_moved.append(part.connected(()))
         layers = layer_settings(self._settings, self._geometry)
         stream = begin_stream(self.rank, order.number, chunks, layers, not_moved)
         stream.failures.update(failures)
@@ -183,10 +183,10 @@ class Follower:
         copies = generated_steps(self._geometry, slot)[:-1]
         return BlockOut(copies, hbm_block, copied)
 
-    def _chunk(self, part: PromptPart) -> PrefillChunk:
+    def _chunk(self, part: PrefillChunk) -> PrefillChunk:
         transfer = part.transfer
         agents = self.rank.peers.agents_of(transfer.decode_engine, transfer.decode_epoch)
-        return part.chunk_with(agents)
+        return part.connected(agents)
 
     def _check_number(self, own: int, leaders: int) -> None:
         if own != leaders:

@@ -16,6 +16,7 @@ from dualpath.engine.settings import DEFAULT_PARALLEL_READS, BufferBytes
 from dualpath.launch.doctor import network, software
 from dualpath.launch.doctor.finding import Finding, error, mebibytes, ok, warning
 from dualpath.launch.doctor.node import Node
+from dualpath.node.output_files import not_creatable
 from dualpath.storage.factory import directory_of
 
 # ----------------------------------------------------------------------------------------- machine
@@ -119,11 +120,10 @@ class StorageMeasurement(msgspec.Struct, frozen=True):
 
 
 def measure(folder: Path, size_bytes: int) -> StorageMeasurement:
-    """Write and read a temporary file in ``folder``, created if needed; raises ``OSError``.
+    """Write and read a temporary file in ``folder``, which must exist; raises ``OSError``.
 
     Without O_DIRECT the file is dropped from the page cache before it is read.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     chunks = max(size_bytes // CHUNK_BYTES, 1)
     descriptor, name = tempfile.mkstemp(dir=folder, prefix=".dualpath-doctor-")
     try:
@@ -215,6 +215,16 @@ def unusable(location: str, reason: str) -> Finding:
     return error("Storage", f"{location}: {reason}", "writable", "give a writable directory")
 
 
+def missing(folder: Path) -> Finding:
+    """Return the finding of a storage directory that does not exist: the check creates none."""
+    found = f"{folder} does not exist"
+    if (reason := not_creatable(folder)) is not None:
+        remedy = "correct --storage, or give a directory that the engines' user can create"
+        return error("Storage", f"{found} and cannot be created: {reason}", "writable", remedy)
+    remedy = "correct --storage, or create the directory to have it measured; engines create it too"
+    return warning("Storage", found, "measured", remedy)
+
+
 def not_measured(location: str) -> Finding:
     """Return the finding of a storage that is not a directory."""
     remedy = "engines check it when they start; lab/dualpath_lab/benchmarks/s3_read.py measures S3"
@@ -238,7 +248,9 @@ class CheckSettings(Settings, frozen=True, kw_only=True):
         float, Setting("read rate that the storage should reach; 0: any", ge=0)
     ] = 0.0
     buffer_bytes: BufferBytes = 1 << 30
-    host: Annotated[str, Setting("address on which the ports must be free")] = "127.0.0.1"
+    host: Annotated[str, Setting("address on which the ports must be free", host=True)] = (
+        "127.0.0.1"
+    )
     ports: Annotated[tuple[int, ...], Setting("ports that must be free", metavar="PORT,…")] = ()
     router: Annotated[
         str, Setting("the router's address, which must be reachable", metavar="TCP-ADDRESS")
@@ -305,6 +317,9 @@ def _storage(settings: CheckSettings) -> Iterator[Finding]:
         yield not_measured(settings.storage)
         return
     try:
+        if not folder.exists():
+            yield missing(folder)
+            return
         measured = measure(folder, settings.storage_bytes)
     except OSError as failure:
         yield unusable(str(folder), failure.strerror or str(failure))

@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from dualpath.core.addresses import tcp_address
 from dualpath.core.errors import ConfigError
 from dualpath.launch.doctor.network import RdmaPort
 from dualpath.launch.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
+from dualpath.launch.ports import free_port
+from dualpath.node.sockets import resolved
 from dualpath.transport.memory import allocate_shared, map_shared
 from dualpath.transport.nic_pairing import local_nic_pairing
 
@@ -147,22 +149,18 @@ class Node:
 
     def port_refusal(self, host: str, port: int) -> str:
         """Return why a port cannot be listened on; empty if it can."""
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except (OSError, OverflowError) as failure:
-                return str(failure)
+        try:
+            free_port(host, port)
+        except (OSError, OverflowError) as failure:
+            return str(failure)
         return ""
 
     def connection_refusal(self, address: str) -> str:
         """Return why ``tcp://host:port`` cannot be connected to; empty if it can."""
         try:
-            parts = urlsplit(address)
-            target = (parts.hostname or "", parts.port or 0)
-            if parts.scheme != "tcp" or not all(target):
-                return "not of the form tcp://host:port"
-            socket.create_connection(target, timeout=CONNECT_S).close()
+            host, port = tcp_address(address)
+            _, at = resolved(host)  # Of the family that engines use.
+            socket.create_connection((at, port), timeout=CONNECT_S).close()
         except (OSError, ValueError) as failure:
             return str(failure)
         return ""

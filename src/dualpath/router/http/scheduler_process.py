@@ -15,8 +15,15 @@ from contextlib import AsyncExitStack
 from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError
-from dualpath.router.api_keys import ApiKeys, engine_headers, router_keys, warn_if_open
+from dualpath.router.api_keys import (
+    ApiKeys,
+    engine_headers,
+    router_keys,
+    server_hosts,
+    warn_if_open,
+)
 from dualpath.router.asgi import collect_seldom
 from dualpath.router.connections import Connections
 from dualpath.router.http.cluster_calls import ClusterCalls
@@ -36,14 +43,19 @@ from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.statuses import UNAVAILABLE
 
 
-def scheduler_app(scheduler: Scheduler) -> web.Application:
-    """Return the application over a scheduler's service."""
+def scheduler_app(scheduler: Scheduler, host: str = "") -> web.Application:
+    """Return the application over a scheduler's service; ``host`` is where it listens."""
     settings = scheduler.settings
+    keys = router_keys(
+        settings.api_keys,
+        open_metrics=settings.open_metrics,
+        hosts=server_hosts(settings.allowed_hosts, host),
+    )
     app = web.Application(
         middlewares=[
             refusal_count(scheduler.metrics),
             until_client_leaves,
-            api_key_guard(router_keys(settings.api_keys, open_metrics=settings.open_metrics)),
+            api_key_guard(keys),
         ],
     )
 
@@ -83,7 +95,7 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
     async with AsyncExitStack() as stack:
         leadership = open_leadership(settings)
         stack.push_async_callback(leadership.release)
-        calls = TokenApiClient(engine_headers())
+        calls = TokenApiClient(engine_headers(), settings.engine_ca_file)
         stack.push_async_callback(calls.aclose)
         scheduler = Scheduler(settings, calls, time.monotonic, adapter_paths=address.lora_modules)
         if leadership.contended:
@@ -96,13 +108,13 @@ async def run_scheduler(settings: RouterSettings, address: SchedulerAddress) -> 
         connections = Connections(connection_limits(settings), scheduler.metrics)
 
         async def serve() -> int:
-            app = serving_app(scheduler_app(scheduler), host, address.port, connections)
+            app = serving_app(scheduler_app(scheduler, host), host, address.port, connections)
             return await stack.enter_async_context(app)
 
         at = await bound(leadership, serve)
         collect_seldom()
         print(
-            f"dualpath scheduler: cluster at http://{host}:{at}, engines register at "
+            f"dualpath scheduler: cluster at {http_url(host, at)}, engines register at "
             f"{scheduler.server.address}, front ends at {scheduler.front_ends.address}",
             flush=True,
         )

@@ -4,6 +4,7 @@ import asyncio
 import functools
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
@@ -13,12 +14,19 @@ from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.log import server_logger
 from aiohttp.typedefs import Handler, Middleware
 
+from dualpath.core.addresses import HostPort
 from dualpath.core.errors import BadRequestError, ConfigError, DrainingError, DualPathError
-from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys
-from dualpath.router.connections import ConnectionLimits, Connections, GuardedConnection
+from dualpath.node.sockets import listening_socket
+from dualpath.router.api_keys import UNAUTHORIZED, ApiKeys, foreign_body
+from dualpath.router.connections import Connections, GuardedConnection
 from dualpath.router.http.shared_port import SharedPort
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.requests.limits import RETRY_AFTER_S, ArrivingBodies, BodyRefusedError
+from dualpath.router.requests.limits import (
+    RETRY_AFTER_S,
+    ArrivingBodies,
+    BodyRefusedError,
+    server_limits,
+)
 from dualpath.router.token_api.statuses import LATER, api_error, status_of
 from dualpath.router.token_api.wire import ApiError
 
@@ -47,11 +55,11 @@ async def serving_app(
 ) -> AsyncIterator[int]:
     """Serve an application in the block; yields the port.
 
-    ``connections`` bounds them, by default at ``ConnectionLimits``'.  With ``shared`` others of
-    this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
+    ``connections`` bounds them, by default at half of the process's files.  With ``shared`` others
+    of this user that do the same may have the same port.  Raises ``ConfigError`` if the address is
     taken.
     """
-    guard = Connections(ConnectionLimits()) if connections is None else connections
+    guard = Connections(server_limits()) if connections is None else connections
     if shared is not None:
         app.on_response_prepare.append(functools.partial(_last_if_left, shared))
     runner = web.AppRunner(
@@ -64,18 +72,11 @@ async def serving_app(
     await runner.setup()
     assert runner.server is not None
     runner.server.request_handler = _outermost(runner.server.request_handler)
-    server_logger.addFilter(_is_ours)
+    log_no_bad_requests()
     loop, made = asyncio.get_running_loop(), functools.partial(guard.guarded, runner.server)
     try:
-        try:
-            listener = await loop.create_server(
-                made, host, port, backlog=BACKLOG, reuse_port=True if shared else None
-            )
-        except (OSError, OverflowError) as error:
-            raise ConfigError(
-                f"cannot listen on {host}:{port}: {getattr(error, 'strerror', error)}; free it or "
-                "choose another port"
-            ) from error
+        sock = http_listener(host, port, share=shared is not None)
+        listener = await loop.create_server(made, sock=sock, backlog=BACKLOG)
         if shared is not None:
             shared.taken([listener], guard, functools.partial(loop.connect_accepted_socket, made))
         try:
@@ -84,6 +85,21 @@ async def serving_app(
             listener.close()
     finally:
         await runner.cleanup()
+
+
+def http_listener(host: str, port: int, *, share: bool = False) -> socket.socket:
+    """Return the listening socket of a server; ``share``: others of this user may have the port.
+
+    Raises ``ConfigError`` if the address is taken or is not of this machine.
+    """
+    try:
+        return listening_socket(host, port, BACKLOG, share=share)
+    except (OSError, OverflowError) as error:
+        # Python adds the address, which is in this message already.
+        reason = str(getattr(error, "strerror", error)).partition(" (while attempting")[0]
+        raise ConfigError(
+            f"cannot listen on {HostPort(host, port)}: {reason}; free it or choose another port"
+        ) from error
 
 
 def _outermost(handle: _Handle) -> _Handle:
@@ -97,7 +113,7 @@ def _outermost(handle: _Handle) -> _Handle:
         guarded = transport.get_protocol() if transport is not None else None
         if not isinstance(guarded, GuardedConnection):
             return await handle(request)  # The connection has gone.
-        with guarded.request():
+        with guarded.request(lambda: not request.content.is_eof()):
             return await handle(request)
 
     return handled
@@ -110,6 +126,11 @@ async def _last_if_left(
     if shared.left:
         response.headers["Connection"] = "close"
         response.force_close()
+
+
+def log_no_bad_requests() -> None:
+    """Keep tracebacks about clients' bytes that are no HTTP out of aiohttp's log; idempotent."""
+    server_logger.addFilter(_is_ours)
 
 
 def _is_ours(record: logging.LogRecord) -> bool:
@@ -161,13 +182,24 @@ async def until_signal(drain: Callable[[], Awaitable[None]]) -> None:
 
 
 def api_key_guard(keys: ApiKeys) -> Middleware:
-    """Return the middleware that answers 401, in vLLM's words, to requests without a key."""
+    """Return the middleware that refuses requests without a key, and those of foreign pages.
+
+    A request without a key gets 401 in vLLM's words.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if keys.admit(request.method, request.path, request.headers.get("Authorization")):
+        method, path, headers = request.method, request.path, request.headers
+        if not keys.admit(method, path, headers.get("Authorization")):
+            return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        foreign = keys.foreign(method, path, lambda name: headers.getall(name, ()))
+        if foreign is None:
             return await handler(request)
-        return web.Response(status=401, body=UNAUTHORIZED, content_type="application/json")
+        refused = web.Response(
+            status=foreign.status, body=foreign_body(foreign), content_type="application/json"
+        )
+        refused.force_close()
+        return refused
 
     return guard
 

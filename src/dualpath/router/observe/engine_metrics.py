@@ -174,13 +174,13 @@ def _usage(reporting: Sequence[EngineState]) -> Iterator[Metric]:
         reporting,
         "buffer_usage_ratio",
         "Share of the DRAM buffer in use, 0 to 1.",
-        lambda e: _used(e.info.buffer_tokens, e.report.free_buffer_tokens if e.report else 0),
+        lambda e: _used(e.info.buffer_tokens, e.report.load.free_buffer_tokens if e.report else 0),
     )
     yield _gauge(
         reporting,
         "hbm_usage_ratio",
         "Share of the KV memory in HBM in use, 0 to 1.",
-        lambda e: _used(e.info.hbm_tokens, e.report.free_hbm_tokens if e.report else 0),
+        lambda e: _used(e.info.hbm_tokens, e.report.load.free_hbm_tokens if e.report else 0),
     )
     yield _gauge(
         [engine for engine in reporting if engine.info.snic_bytes_per_s],
@@ -234,7 +234,8 @@ def _labels(engine: EngineState) -> list[str]:
 
 
 def _reported(field: str, engine: EngineState) -> float:
-    value: float = getattr(engine.report, field)
+    assert engine.report is not None, "only engines that have reported are scraped"
+    value: float = getattr(engine.report.load, field)
     return value
 
 

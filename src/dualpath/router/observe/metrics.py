@@ -74,6 +74,9 @@ class RouterMetrics:
         for reason in HttpRefusal:
             self._http_refusals.labels(reason)
         self._retries = self._counter("retries", "Attempts at requests repeated after a fault.")
+        self._silent_calls = self._counter(
+            "silent_calls", "Calls to engines that were broken off because they were silent."
+        )
         self._engine_losses = self._counter(
             "engine_losses", "Engines that were lost, goodbyes not counted.", "role"
         )
@@ -227,6 +230,10 @@ class RouterMetrics:
         """Count a repeated attempt."""
         self.retries += 1
         self._retries.inc()
+
+    def silent_call(self) -> None:
+        """A call to an engine was broken off because it was silent."""
+        self._silent_calls.inc()
 
     def engine_lost(self, role: Role) -> None:
         """Count an engine that did not leave on purpose."""

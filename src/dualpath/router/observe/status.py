@@ -6,11 +6,13 @@ from typing import Any
 import msgspec
 
 from dualpath.core.modes import Mode
+from dualpath.core.request import Request
 from dualpath.engine.counters import Counter
+from dualpath.policy.events import Assignment
 from dualpath.router.observe.engine_metrics import bytes_by_path
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.scheduler.control_server import LivenessProbes
-from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.router.scheduler.dispatch import Placement
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.scheduler.releases import Releases
 from dualpath.router.scheduler.thresholds import ClusterThresholds
@@ -25,7 +27,7 @@ def status_report(
     waiting: int,
     running: int,
     thresholds: ClusterThresholds,
-    assignments: Iterable[AssignmentNote],
+    placements: Iterable[Placement],
     roles: dict[str, Any],
     quarantine: dict[str, Any],
 ) -> dict[str, Any]:
@@ -53,7 +55,38 @@ def status_report(
         "quarantine": quarantine,
         "waiting": waiting,
         "running": running,
-        "assignments": [msgspec.to_builtins(note) for note in assignments],
+        "assignments": assignments(registry, placements),
+    }
+
+
+def assignments(registry: Registry, placements: Iterable[Placement]) -> list[dict[str, Any]]:
+    """Return assignments with their reasons, JSON-safe; reads in tokens instead of blocks."""
+    block_tokens = registry.namespace.geometry.block_tokens if registry.namespace else 0
+    return [
+        _assignment(placement.request, placement.assignment, block_tokens)
+        for placement in placements
+        if placement.assignment is not None
+    ]
+
+
+def _assignment(request: Request, assignment: Assignment, block_tokens: int) -> dict[str, Any]:
+    return {
+        "request_id": request.request_id,
+        "prompt_tokens": request.prompt_tokens,
+        "hit_tokens": request.hit_tokens,
+        "prefill_engine": assignment.prefill_engine,
+        "decode_engine": assignment.decode_engine,
+        "reads": [
+            {
+                "side": run.side.value,
+                "first_token": run.blocks.first * block_tokens,
+                "tokens": run.tokens(block_tokens, request.hit_tokens),
+            }
+            for run in assignment.reads
+        ],
+        "pe_reason": assignment.pe_reason,
+        "de_reason": assignment.de_reason,
+        "read_reason": assignment.read_reason,
     }
 
 
@@ -121,13 +154,13 @@ def _engine(engine: EngineState, waits_for: str | None) -> dict[str, Any]:
         "alive": engine.alive,
         "paused": sorted(engine.pauses),
         "rates": msgspec.to_builtins(info.rates),
-        "seq": report.unfinished_requests if report else 0,
-        "tok": report.unfinished_tokens if report else 0,
-        "read_queue_tokens": report.read_queue_tokens if report else 0,
-        "free_hbm_tokens": report.free_hbm_tokens if report else info.hbm_tokens,
-        "free_buffer_tokens": report.free_buffer_tokens if report else info.buffer_tokens,
-        "quarantined_buffer_tokens": report.quarantined_buffer_tokens if report else 0,
-        "cached_buffer_tokens": report.cached_buffer_tokens if report else 0,
+        "seq": report.load.unfinished_requests if report else 0,
+        "tok": report.load.unfinished_tokens if report else 0,
+        "read_queue_tokens": report.load.read_queue_tokens if report else 0,
+        "free_hbm_tokens": report.load.free_hbm_tokens if report else info.hbm_tokens,
+        "free_buffer_tokens": report.load.free_buffer_tokens if report else info.buffer_tokens,
+        "quarantined_buffer_tokens": report.load.quarantined_buffer_tokens if report else 0,
+        "cached_buffer_tokens": report.load.cached_buffer_tokens if report else 0,
     }
 
 

@@ -20,6 +20,7 @@ from dualpath.router.engine_calls import EngineCalls, Job, TokenEvent
 from dualpath.router.engines import geometry, missing_engines
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.observe.tracing import Tracing, open_tracing
+from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import RequestLife
 from dualpath.router.scheduling import Answered, RequestOrder, ScheduledRequest, Scheduling
 from dualpath.router.settings import RouterSettings
@@ -49,6 +50,10 @@ class FrontEnd:
         self.settings, self.scheduling, self.metrics = settings, scheduling, metrics
         self.records: deque[RequestRecord] = deque(maxlen=_RECENT_RECORDS)
         self.engine_calls, self.clock = engine_calls, clock
+        self.call_watch = CallWatch(
+            *(engine_calls, settings.call_silence_s, settings.inquiry_timeout_s),
+            *(scheduling.call_waits, metrics.silent_call),
+        )
         self.admission = asyncio.Semaphore(settings.max_concurrent_requests)
         self.tracing: Tracing | None = None
         self._ended = ended
@@ -70,6 +75,7 @@ class FrontEnd:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self.call_watch.stop()
 
     async def close_traces(self) -> None:
         """Export the traces that are left; after ``end_requests``."""
@@ -125,7 +131,10 @@ class FrontEnd:
         """
         self._draining, self._refusing = True, clients_gone is None
         limit_s = self.settings.drain_timeout_s
-        logger.warning("draining: %d requests may take %g s more", len(self._lives), limit_s)
+        if self._lives:
+            logger.info("draining: waiting up to %g s for %d requests", limit_s, len(self._lives))
+        else:
+            logger.info("draining: no request is under way")
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(limit_s):
                 if clients_gone is not None:

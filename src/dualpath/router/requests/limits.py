@@ -331,6 +331,16 @@ def connection_limits(settings: RouterSettings) -> ConnectionLimits:
     return ConnectionLimits(min(settings.max_connections, allowed), settings.quiet_timeout_s)
 
 
+def server_limits() -> ConnectionLimits:
+    """Return the limits of a server of which each request takes one file, such as an engine's.
+
+    Half of the files are for what the process itself opens: blocks, devices, other connections.
+    """
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = ConnectionLimits().most
+    return ConnectionLimits(most if files == resource.RLIM_INFINITY else min(most, files // 2))
+
+
 def raised_limit(soft: int, hard: int) -> int:
     """Return the soft limit to set, never below ``soft``; either may be without limit."""
     if soft == resource.RLIM_INFINITY:

@@ -26,6 +26,7 @@ from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.router.engine_calls import Job, TokenEvent
 from dualpath.router.engines import EngineInfo, KnownEngines, is_alive
 from dualpath.router.observe.tracing import RequestTrace
+from dualpath.router.requests.call_watch import OpenCall
 from dualpath.router.scheduling import (
     Arrived,
     AttemptEvent,
@@ -188,7 +189,7 @@ class Attempt:
         with self._record.stage(Stage.PREFILL, engine.engine_id):
             job = self._traced(Stage.PREFILL, engine)
             call = self._front_end.engine_calls.prefill(engine, job, transfer)
-            first = await self._model_work(engine, call)
+            first = await self._model_work(engine, lambda open_call: call)
             if first.finish_reason in _ABORTED:
                 await scheduled.prefill_aborted()
             _check_not_aborted(engine, first)
@@ -198,10 +199,14 @@ class Attempt:
         self._account(prefilled)
         return first
 
-    async def _model_work(self, engine: EngineInfo, work: Awaitable[T]) -> T:
-        """Return the result of an engine's call; if it fails, the engine is suspect."""
+    async def _model_work(self, engine: EngineInfo, work: Callable[[OpenCall], Awaitable[T]]) -> T:
+        """Return the result of an engine's call; if it fails or is silent, the engine is suspect.
+
+        ``work`` reports to the ``OpenCall`` what it has received.
+        """
         try:
-            return await work
+            with self._front_end.call_watch.watch(engine, self.attempt_id) as call:
+                return await run_until_broken(work(call), call.broken)
         except (EngineLostError, TransportError) as error:
             self._front_end.scheduling.suspect(engine, str(error), call_failed=True)
             raise
@@ -256,16 +261,23 @@ class Attempt:
         job = self._traced(Stage.DECODE, engine)
         events = self._front_end.engine_calls.decode(engine, job, decode_transfer, prior_tokens)
         try:
-            await self._model_work(engine, self._stream(scheduled, engine, events))
+            await self._model_work(
+                engine, lambda call: self._stream(scheduled, engine, events, call)
+            )
         finally:
             self._record.add(Stage.DECODE, self._decode_start_s, engine.engine_id)
         await scheduled.decoded()
 
     async def _stream(
-        self, scheduled: ScheduledAttempt, engine: EngineInfo, events: AsyncIterator[TokenEvent]
+        self,
+        scheduled: ScheduledAttempt,
+        engine: EngineInfo,
+        events: AsyncIterator[TokenEvent],
+        call: OpenCall,
     ) -> None:
         try:
             async for event in events:
+                call.heard()
                 _check_not_aborted(engine, event)
                 if self._decoding_s is None:
                     self._decoding_s = self._front_end.clock()

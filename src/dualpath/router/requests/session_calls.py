@@ -6,10 +6,14 @@ import msgspec
 
 from dualpath.core.blocks import tenant_tag
 from dualpath.core.errors import BadRequestError
-from dualpath.core.session_hints import SessionHints, session_hints
+from dualpath.core.session_hints import HINT_ARGUMENTS, SessionHints, session_hints
+from dualpath.core.settings import nearest
 from dualpath.router.requests.request import check_salt
 from dualpath.router.token_api.statuses import NOT_FOUND, api_error, status_of
 from dualpath.router.token_api.wire import ApiError, decode_body
+
+#: The fields of a call's body.
+_FIELDS = HINT_ARGUMENTS | {"cache_salt"}
 
 
 class HintedService(Protocol):
@@ -30,6 +34,8 @@ async def session_call(
     """
     try:
         fields = decode_body(body, dict[str, Any]) if body else {}
+        if unknown := [name for name in fields if name not in _FIELDS]:
+            raise BadRequestError(f"{unknown[0]!r} is no hint; {nearest(unknown[0], _FIELDS)}")
         salt = fields.get("cache_salt")
         if salt is not None and not isinstance(salt, str):
             raise BadRequestError(f"cache_salt is {salt!r}; send text")

@@ -33,6 +33,7 @@ from dualpath.core.blocks import (
 )
 from dualpath.core.cluster import Role
 from dualpath.core.control import (
+    Assign,
     KvInHbm,
     Lookup,
     LookupDone,
@@ -95,7 +96,7 @@ ENGINE_SHARE = 0.75
 
 
 class EngineAttempt(AttemptChannel):
-    """The ``ScheduledAttempt`` of the scheduler's own process; ``arrival_seq`` is its request's.
+    """The ``ScheduledAttempt`` of the scheduler's own process.
 
     Raises ``BadRequestError`` if another attempt has its name.  Whatever starts something new
     raises ``EngineLostError`` once ``broken`` is done.  An engine that does not answer within a
@@ -106,13 +107,11 @@ class EngineAttempt(AttemptChannel):
         self,
         scheduler: "Scheduler",
         order: AttemptOrder,
-        arrival_seq: int,
         listener: AttemptListener,
     ) -> None:
         super().__init__(order.attempt_id)
         self._scheduler = scheduler
         self._order = order
-        self._arrival_seq = arrival_seq
         self._listener = listener
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
@@ -152,7 +151,7 @@ class EngineAttempt(AttemptChannel):
         """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
-        self.done_with(engine_id)
+        self.engines.discard(engine_id)
         self._assigned.discard(engine_id)
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
@@ -175,7 +174,7 @@ class EngineAttempt(AttemptChannel):
         """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
         if not self._arrived:
             # Only the record waits: the client has its tokens, whatever happens to the DE.
-            self.done_with(self._decode_engine.engine_id)
+            self.engines.discard(self._decode_engine.engine_id)
             await self._synced(self._decode_engine)
 
     def close(self, reason: str) -> None:
@@ -223,7 +222,6 @@ class EngineAttempt(AttemptChannel):
             prompt_tokens=self._order.prompt_tokens,
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
-            arrival_seq=self._arrival_seq,
             cached=self._cached_prefixes(),
         )
         with self._stages.stage(Stage.QUEUE):
@@ -430,11 +428,13 @@ class EngineAttempt(AttemptChannel):
         self, engine: EngineInfo, reserve_blocks: int, keys: tuple[BlockKey, ...] = ()
     ) -> None:
         self.check()
-        message = self._scheduler.dispatch.assign(
-            engine.engine_id, self.attempt_id, reserve_blocks, keys
-        )
+        scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
-        self._scheduler.send(engine.engine_id, message)
+        number = scheduler.server.send_numbered(
+            engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
+        )
+        if number is not None:
+            scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
         tokens = blocks * self._scheduler.block_tokens
@@ -570,7 +570,7 @@ async def look_up(scheduler: "Scheduler", keys: tuple[BlockKey, ...]) -> tuple[i
     if failure is not None or stored_blocks == len(keys):
         return found
     more = [_ask_in_turn(scheduler, [writer], keys, end_s) for writer in writers[1:]]
-    return max([found, *await asyncio.gather(*more)], key=lambda answer: answer[0])
+    return max([found, *await gather_or_cancel(*more)], key=lambda answer: answer[0])
 
 
 async def _ask_in_turn(

@@ -53,8 +53,11 @@ class ControlListener(Protocol):
     def on_dead(self, writer: Writer) -> None:
         """A process is proven to be dead, or to have ended its transfers for good."""
 
-    def on_message(self, info: EngineInfo, message: control.EngineMessage) -> None:
-        """A live engine sent a message other than its registration or deregistration."""
+    def on_message(self, info: EngineInfo, message: control.EngineMessage, received: int) -> None:
+        """A live engine sent a message other than its registration or deregistration.
+
+        It had received the router's messages up to this number.
+        """
 
     def in_doubt(self) -> Iterable[Writer]:
         """Return the processes that would free slots by their death."""
@@ -273,9 +276,16 @@ class ControlServer:
         A message to an engine without a session is dropped: the engine drops all its requests when
         it registers again.
         """
+        self.send_numbered(engine_id, message)
+
+    def send_numbered(self, engine_id: str, message: control.RouterMessage) -> int | None:
+        """Send as ``send``; return the message's number in the session, None without a session."""
         engine = self._registry.get(engine_id)
-        if engine is not None and engine.has_session:
-            self._post(engine, engine.talk.send(message, self._clock()))
+        if engine is None or not engine.has_session:
+            return None
+        envelope = engine.talk.send(message, self._clock())
+        self._post(engine, envelope)
+        return envelope.number
 
     def declare_lost(self, engine_id: str, reason: str, certain: bool) -> None:
         """End an engine's session, if it has one."""
@@ -299,6 +309,7 @@ class ControlServer:
         if late_s := self._stalls.late_s(now_s):
             for engine in self._registry.all():
                 engine.heard_s = min(engine.heard_s + late_s, now_s)
+                engine.step_s = min(engine.step_s + late_s, now_s)
         for silent in self._registry.silent(now_s, self._timeout_s):
             self._on(silent, Event.SILENT, f"silent for more than {self._timeout_s:g} s")
         for late in self._registry.staying(now_s, self._timeout_s):
@@ -363,9 +374,9 @@ class ControlServer:
             for resent in again:
                 self._post(engine, resent)
             if message is not None:
-                self._take(engine, message)
+                self._take(engine, message, envelope.received)
 
-    def _take(self, engine: EngineState, message: control.EngineMessage) -> None:
+    def _take(self, engine: EngineState, message: control.EngineMessage, received: int) -> None:
         if isinstance(message, control.Deregister):
             self._deregister(engine, message)
             return
@@ -373,11 +384,13 @@ class ControlServer:
             self.declare_dead(message.writer)
             return
         if isinstance(message, control.Report):
+            if engine.report is not None and message.report_seq < engine.report.report_seq:
+                return  # A later report has overtaken it on another connection.
             if message.unhealthy is not None:
                 self._on(engine, Event.FAILED, in_one_line(message.unhealthy))
                 return
-            engine.report = message
-        self._listener.on_message(engine.info, message)
+            engine.reports(message, self._clock())
+        self._listener.on_message(engine.info, message, received)
 
     def _deregister(self, engine: EngineState, goodbye: control.Deregister) -> None:
         engine.left = True

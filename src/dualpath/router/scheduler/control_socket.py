@@ -8,6 +8,7 @@
 
 import asyncio
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -23,8 +24,10 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils.monitor import parse_monitor_message
 
+from dualpath.core.addresses import HostPort, tcp_endpoint
 from dualpath.core.errors import ConfigError
 from dualpath.node.cluster_secret import SECRET_VARIABLE, ClusterSecret, check_control_host
+from dualpath.node.sockets import zmq_host
 from dualpath.router.refusals import ControlRefusal, ControlRefusals
 
 logger = logging.getLogger(__name__)
@@ -396,14 +399,16 @@ class ZmqControlSocket:
         on_stranger = self._guard.refused if self._guard else _ignore_failed_handshake
         self._connections = ControlConnections(self._socket, refusals, on_stranger)
         try:
-            self._socket.bind(f"tcp://{host}:{port}")
+            self._socket.bind(tcp_endpoint(zmq_host(self._socket, host, listens=True), port))
         except zmq.ZMQError as error:
             await self._close_now()
             self._socket.close(linger=0)
             self._context.destroy(linger=0)
+            remedy = "choose another control port or stop what uses it"
+            if error.errno != errno.EADDRINUSE:
+                remedy = "give {control_host} an address of this machine"
             raise ConfigError(
-                f"control address {host}:{port} cannot be bound: {error}; choose another "
-                "control port or stop what uses it"
+                f"control address {HostPort(host, port)} cannot be bound: {error}; {remedy}"
             ) from error
         self._in_loop = LoopSocket(self._socket)
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)

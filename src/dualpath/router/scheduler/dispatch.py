@@ -4,10 +4,9 @@
 long poll: after each report, submission or end of a request, the open fetches of all groups are
 answered at once, PE groups first.  The decisions are those of groups that fetch after every event.
 
-*Numbers of assignments.*  The scheduler numbers an engine's assignments in the order of its
-decisions; the engine receives them in another order, because a request is sent to its PE only after
-its DE has granted buffer space.  An engine reports "counted up to ``assign_seq``" in the order of
-receipt.  ``EngineAssignments`` has both orders, and translates reports into the scheduler's.
+*What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
+only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
+the ``Assign``, which has a number in the engine's session like every message.
 """
 
 import asyncio
@@ -15,14 +14,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Self
 
 import msgspec
 
-from dualpath.core.blocks import BlockKey
 from dualpath.core.cluster import Role
-from dualpath.core.control import Assign, Report
-from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
+from dualpath.core.control import Load
+from dualpath.core.errors import BadRequestError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.policy.events import (
     Assignment,
@@ -57,13 +54,14 @@ _RECENT_ASSIGNMENTS = 256
 class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
-    ``sent_seq`` is its number in the order of receipt, ``reading`` whether the engine was sent its
-    reads, ``in_hbm`` whether the engine has allocated HBM for it.
+    ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
+    ``reading`` whether the engine was sent its reads, ``in_hbm`` whether the engine has allocated
+    HBM for it.
     """
 
     def __init__(self, charge: Charge) -> None:
         self.charge = charge
-        self.sent_seq: int | None = None
+        self.assign_number: int | None = None
         self.reading = self.in_hbm = False
 
 
@@ -74,97 +72,41 @@ class EngineAssignments:
         self.role = role
         self.group = group
         self.open: dict[str, Share] = {}
-        self.last_sent = 0
         self._engine_id = engine_id
-        self._last_decided = 0
 
     def decided(self, request_id: str, charge: Charge) -> None:
         """The scheduler has assigned a request to the engine, or planned its reads again."""
         if (share := self.open.get(request_id)) is not None:
             share.charge = charge
             return
-        assert charge.assign_seq > self._last_decided, "decisions are numbered in order"
-        self._last_decided = charge.assign_seq
         self.open[request_id] = Share(charge)
 
-    def sent(self, request_id: str) -> tuple[int, int]:
-        """It is about to be sent to the engine; return its ``assign_seq`` there and its tokens."""
-        self.last_sent += 1
-        if (share := self.open.get(request_id)) is None:
-            return self.last_sent, 0
-        share.sent_seq = self.last_sent
-        return self.last_sent, share.charge.tokens
+    def event(self, load: Load, received: int) -> EngineReport:
+        """Return the event of a report whose envelope acknowledges messages up to ``received``.
 
-    def translate(self, report: Report) -> EngineReport:
-        """Return the report in the scheduler's order of assignments.
-
-        ``assign_seq`` becomes the last decision before the first one that the engine has not
-        counted; what the engine has counted beyond it is subtracted, since the ledger still adds
-        that.  Two figures are added that the engine cannot know: reads of counted requests that
-        wait for buffer space, and HBM that counted requests need once their KV is there.
+        Requests whose ``Assign`` is not among these messages are uncounted.  Two figures are added
+        that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
+        that counted requests need once their KV is there.
         """
-        counted: list[Share] = []
-        uncounted: list[Share] = []
-        for share in self.open.values():
-            received = share.sent_seq is not None and share.sent_seq <= report.assign_seq
-            (counted if received else uncounted).append(share)
-        bound = min((s.charge.assign_seq - 1 for s in uncounted), default=self._last_decided)
-        ahead = [s for s in counted if s.charge.assign_seq > bound]
-        before = [s for s in counted if s.charge.assign_seq <= bound]
-        to_be_read = sum(s.charge.read_tokens for s in before if not s.reading)
-        read_ahead = sum(s.charge.read_tokens for s in ahead if s.reading)
-        hbm_wanted = sum(s.charge.tokens for s in before if not s.in_hbm)
-        hbm_ahead = sum(s.charge.tokens for s in ahead if s.in_hbm)
-        tokens_ahead = sum(s.charge.tokens for s in ahead)
-        return EngineReport(
-            engine_id=self._engine_id,
-            assign_seq=bound,
-            unfinished_requests=max(report.unfinished_requests - len(ahead), 0),
-            unfinished_tokens=max(report.unfinished_tokens - tokens_ahead, 0),
-            read_queue_tokens=max(report.read_queue_tokens - read_ahead, 0) + to_be_read,
-            free_hbm_tokens=max(report.free_hbm_tokens + hbm_ahead - hbm_wanted, 0),
-            free_buffer_tokens=report.free_buffer_tokens,
+        uncounted, to_be_read, hbm_wanted = [], 0, 0
+        for request_id, share in self.open.items():
+            if share.assign_number is None or share.assign_number > received:
+                uncounted.append(request_id)
+                continue
+            if not share.reading:
+                to_be_read += share.charge.read_tokens
+            if not share.in_hbm:
+                hbm_wanted += share.charge.tokens
+        full_load = msgspec.structs.replace(
+            load,
+            read_queue_tokens=load.read_queue_tokens + to_be_read,
+            free_hbm_tokens=max(load.free_hbm_tokens - hbm_wanted, 0),
         )
+        return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
 
-class AssignmentNote(msgspec.Struct, frozen=True):
-    """One decision with its reasons, as ``/dualpath/v1/status`` shows it."""
-
-    request_id: str
-    prompt_tokens: int
-    hit_tokens: int
-    prefill_engine: str
-    decode_engine: str
-    reads: tuple[dict[str, object], ...]
-    pe_reason: str
-    de_reason: str
-    read_reason: str
-
-    @classmethod
-    def of(cls, request: Request, assignment: Assignment, block_tokens: int) -> Self:
-        """Return the decision on a request, with reads in tokens instead of blocks."""
-        return cls(
-            request_id=request.request_id,
-            prompt_tokens=request.prompt_tokens,
-            hit_tokens=request.hit_tokens,
-            prefill_engine=assignment.prefill_engine,
-            decode_engine=assignment.decode_engine,
-            reads=tuple(
-                {
-                    "side": run.side.value,
-                    "first_token": run.blocks.first * block_tokens,
-                    "tokens": run.tokens(block_tokens, request.hit_tokens),
-                }
-                for run in assignment.reads
-            ),
-            pe_reason=assignment.pe_reason,
-            de_reason=assignment.de_reason,
-            read_reason=assignment.read_reason,
-        )
-
-
-class _Placement:
-    """A request from its submission to its end; ``assignment`` is None while it waits."""
+class Placement:
+    """A request at the scheduler, from its submission on; without an assignment while it waits."""
 
     def __init__(self, request: Request) -> None:
         self.request = request
@@ -184,7 +126,6 @@ class Dispatch:
         scheduler: RequestScheduler,
         log: EventLogWriter | None,
         bytes_per_token: int,
-        block_tokens: int,
         on_assigned: Callable[[Assignment], None],
         on_scheduled: Callable[[float, int], None],
         role_policy: LiveRolePolicy | None = None,
@@ -195,11 +136,11 @@ class Dispatch:
         self._on_scheduled = on_scheduled
         self._role_policy = role_policy
         self._engines: dict[str, EngineAssignments] = {}
-        self._placements: dict[str, _Placement] = {}
+        self._placements: dict[str, Placement] = {}
         self._bytes_per_token = bytes_per_token
-        self._block_tokens = block_tokens
         self._usual_snic: float | None = None
-        self.recent: deque[AssignmentNote] = deque(maxlen=_RECENT_ASSIGNMENTS)
+        #: The latest placements with an assignment, which may have ended.
+        self.recent: deque[Placement] = deque(maxlen=_RECENT_ASSIGNMENTS)
 
     # ------------------------------------------------------------------ state
 
@@ -271,12 +212,12 @@ class Dispatch:
             self._apply(EnginePaused(engine_id) if paused else EngineResumed(engine_id))
             self._fetch_all()
 
-    def report(self, engine_id: str, report: Report) -> None:
-        """An engine reported; its group fetches with it."""
+    def report(self, engine_id: str, load: Load, received: int) -> None:
+        """An engine that has received the messages up to this number reported; all groups fetch."""
         if (assigned := self._engines.get(engine_id)) is None:
             return
         try:
-            self._apply(assigned.translate(report))
+            self._apply(assigned.event(load, received))
         except IncompatibleError as error:
             logger.warning("report ignored: %s", error)
         self._fetch_all()
@@ -288,7 +229,7 @@ class Dispatch:
 
         Cancelling the wait withdraws the request.
         """
-        placement = self._placements[request.request_id] = _Placement(request)
+        placement = self._placements[request.request_id] = Placement(request)
         try:
             self._apply(Submitted(request))
             self._fetch_all()
@@ -297,24 +238,10 @@ class Dispatch:
             self.ended(request.request_id)
             raise
 
-    def assign(
-        self, engine_id: str, request_id: str, reserve_blocks: int, keys: tuple[BlockKey, ...]
-    ) -> Assign:
-        """Return the message that assigns a request to one of its engines.
-
-        Raises ``EngineLostError`` if the engine is gone.
-        """
-        assigned = self._engines.get(engine_id)
-        if assigned is None:
-            raise EngineLostError(f"engine {engine_id} is lost; restart it")
-        assign_seq, tokens = assigned.sent(request_id)
-        return Assign(
-            assign_seq=assign_seq,
-            request_id=request_id,
-            tokens=tokens,
-            reserve_blocks=reserve_blocks,
-            keys=keys,
-        )
+    def assign_sent(self, engine_id: str, request_id: str, number: int) -> None:
+        """An engine was sent the ``Assign`` of a request, as the message of this number."""
+        if (share := self._share(request_id, engine_id)) is not None:
+            share.assign_number = number
 
     def slots_granted(self, grant: SlotsGranted) -> Assignment | None:
         """Return the assignment if its reads are planned again, None if they stay.
@@ -326,12 +253,7 @@ class Dispatch:
             return None
         (new,) = replanned
         self._note(new)
-        for place in range(len(self.recent) - 1, -1, -1):
-            if self.recent[place].request_id == new.request_id:
-                request = self._placements[new.request_id].request
-                self.recent[place] = AssignmentNote.of(request, new, self._block_tokens)
-                logger.debug("planned again %s", self.recent[place])
-                break
+        logger.debug("planned again %s", new)
         return new
 
     def reading(self, request_id: str, engine_id: str) -> None:
@@ -397,8 +319,8 @@ class Dispatch:
     def _assigned(self, assignment: Assignment) -> None:
         placement = self._placements[assignment.request_id]
         self._note(assignment)
-        self.recent.append(AssignmentNote.of(placement.request, assignment, self._block_tokens))
-        logger.debug("assigned %s", self.recent[-1])
+        self.recent.append(placement)
+        logger.debug("assigned %s", assignment)
         self._on_assigned(assignment)
         if not placement.decided.done():
             placement.decided.set_result(assignment)

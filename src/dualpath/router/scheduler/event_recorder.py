@@ -15,6 +15,7 @@ from typing import BinaryIO
 
 from dualpath import __version__
 from dualpath.core.errors import ConfigError, TraceError
+from dualpath.node.output_files import open_in_place
 from dualpath.policy import event_log
 from dualpath.policy.event_log import Begin, Entry, EventLog, Line
 from dualpath.policy.events import Effects, Event, SchedulerSettings
@@ -37,7 +38,8 @@ class EventLogWriter:
         self._queue: queue.Queue[Line | None] = queue.Queue(waiting_events)
         self._over = False
         try:
-            self._file: BinaryIO = path.open("wb")
+            # Readable by this user only: it has the keys of all prompts' blocks.
+            self._file: BinaryIO = open_in_place(path, wait=False, private=True)
         except OSError as error:
             raise ConfigError(
                 f"event log {str(path)!r} cannot be written ({error.strerror}); choose another "

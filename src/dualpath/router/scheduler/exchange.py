@@ -23,23 +23,12 @@ class AttemptChannel:
     def __init__(self, attempt_id: str) -> None:
         self.attempt_id = attempt_id
         self.broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._engines: set[str] = set()
+        #: Losing one of these engines breaks the attempt.
+        self.engines: set[str] = set()
         self._expected: dict[tuple[type, str], asyncio.Future[Answer]] = {}
 
     def kv_in_hbm(self, arrived: request_messages.KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
-
-    def depends_on(self, *engine_ids: str) -> None:
-        """Losing one of these engines breaks the attempt."""
-        self._engines.update(engine_ids)
-
-    def needs(self, engine_id: str) -> bool:
-        """Whether losing this engine would break the attempt."""
-        return engine_id in self._engines
-
-    def done_with(self, engine_id: str) -> None:
-        """Losing this engine no longer matters."""
-        self._engines.discard(engine_id)
 
     def check(self) -> None:
         """Raise ``EngineLostError`` if the attempt is broken.
@@ -69,7 +58,7 @@ class AttemptChannel:
 
     def engine_lost(self, engine_id: str, reason: str) -> None:
         """An engine is gone."""
-        if engine_id in self._engines:
+        if engine_id in self.engines:
             self.break_off(f"engine {engine_id} is lost: {reason}")
 
     def break_off(self, reason: str) -> None:
@@ -114,7 +103,7 @@ class Exchange:
     def depends_on(self, engine_id: str) -> bool:
         """Whether an attempt needs an engine, or a call waits for its answer."""
         asked = any(engine_id == name for name, _ in self._calls.values())
-        return asked or any(channel.needs(engine_id) for channel in self._channels.values())
+        return asked or any(engine_id in channel.engines for channel in self._channels.values())
 
     def call(self, engine_id: str) -> tuple[int, "asyncio.Future[CallAnswer | None]"]:
         """Return a call id and the future of its answer, None if the engine is lost."""

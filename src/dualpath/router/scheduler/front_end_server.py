@@ -112,6 +112,9 @@ class FrontEndSession:
             case m.SuspectEngine():
                 for engine in self._named([(message.engine_id, message.epoch)]):
                     self._scheduler.suspect(engine, message.why, call_failed=message.call_failed)
+            case m.CallWaits():
+                for engine in self._named([(message.engine_id, message.epoch)]):
+                    self._scheduler.call_waits(engine, message.silent_s)
             case m.AwaitLiveness():
                 engines = self._named(message.engines)
                 self._answer(message.call_id, lambda: self._scheduler.await_liveness(engines))

@@ -17,6 +17,7 @@ import os
 import re
 import signal
 import socket
+import stat
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from dualpath.core.errors import ConfigError
+from dualpath.node.secret_file import read_secret
 from dualpath.router.scheduler.leases import (
+    EtcdAccess,
     EtcdLease,
     KubernetesLease,
     LeasedLeadership,
@@ -35,6 +38,8 @@ from dualpath.router.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 
+#: The password of etcd's user, where no file has it.
+LEASE_PASSWORD_VARIABLE = "DUALPATH_LEASE_PASSWORD"
 #: Printed by a scheduler that has loaded everything and waits to become the leader.
 STANDS_BY = "dualpath router: everything is loaded; it serves when it becomes the leader"
 
@@ -98,7 +103,7 @@ class FileLeadership:
 
     The kernel frees the lock when its holder ends, however it ends, so that the next one serves
     moments after a kill without any detection.  Raises ``ConfigError`` if the file cannot be
-    opened.
+    opened, or is another user's.
     """
 
     contended = True
@@ -112,6 +117,13 @@ class FileLeadership:
                 f"{{standby_lock}} {lock_file!r} cannot be opened ({error.strerror}); name a file "
                 "on this machine in a directory that the routers may write to"
             ) from error
+        found = os.fstat(self._file)
+        if found.st_uid != os.geteuid() or not stat.S_ISREG(found.st_mode):
+            self.free()
+            raise ConfigError(
+                f"{{standby_lock}} {lock_file!r} is not a file of this user, and its owner could "
+                "hold the lock for ever; remove it or name another file"
+            )
         self.held = False
 
     async def acquired(self) -> None:
@@ -182,7 +194,7 @@ async def bound(leadership: Leadership, bind: Callable[[], Awaitable[T]]) -> T:
     return await bind()
 
 
-_FORMS = re.compile(r"(etcd)://([^/]+:\d+)/([\w.-]+)|(kubernetes)://([a-z0-9-]+)/([a-z0-9.-]+)")
+_FORMS = re.compile(r"(etcds?)://([^/]+:\d+)/([\w.-]+)|(kubernetes)://([a-z0-9-]+)/([a-z0-9.-]+)")
 
 
 def open_leadership(
@@ -194,15 +206,37 @@ def open_leadership(
     if not (lease := settings.standby_lease):
         return SoleLeader()
     holder = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-    return LeasedLeadership(_store(lease, clock), lease, holder, clock)
+    return LeasedLeadership(_store(settings, lease, clock), lease, holder, clock)
 
 
-def _store(lease: str, clock: Callable[[], float]) -> LeaseStore:
+def _store(settings: RouterSettings, lease: str, clock: Callable[[], float]) -> LeaseStore:
     if (form := _FORMS.fullmatch(lease)) is None:
         raise ConfigError(
-            f"{{standby_lease}} is {lease!r}; give etcd://HOST:PORT/NAME or "
-            "kubernetes://NAMESPACE/NAME"
+            f"{{standby_lease}} is {lease!r}; give etcds://HOST:PORT/NAME, "
+            "etcd://HOST:PORT/NAME or kubernetes://NAMESPACE/NAME"
         )
     if form[1]:
-        return EtcdLease(f"http://{form[2]}", form[3])
+        scheme = "https" if form[1] == "etcds" else "http"
+        return EtcdLease(f"{scheme}://{form[2]}", form[3], _etcd_access(settings))
     return KubernetesLease(form[5], form[6], clock)
+
+
+def _etcd_access(settings: RouterSettings) -> EtcdAccess:
+    password = read_secret(
+        settings.lease_password_file,
+        setting="lease_password_file",
+        variable=LEASE_PASSWORD_VARIABLE,
+        remedy=f"write the password of lease_user there, or set {LEASE_PASSWORD_VARIABLE}",
+    )
+    if settings.lease_user and password is None:
+        raise ConfigError(
+            f"{{lease_user}} is {settings.lease_user!r} and there is no password; give "
+            f"{{lease_password_file}} or set {LEASE_PASSWORD_VARIABLE}"
+        )
+    return EtcdAccess(
+        ca_file=settings.lease_ca_file,
+        cert_file=settings.lease_cert_file,
+        key_file=settings.lease_key_file,
+        user=settings.lease_user,
+        password=password.text if settings.lease_user and password is not None else "",
+    )

@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import aiohttp
+import msgspec
 
+from dualpath.core.addresses import http_url
 from dualpath.core.errors import ConfigError, StorageError
+from dualpath.node.certificates import trusting
+from dualpath.node.http_client import client_session
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +149,55 @@ class LeasedLeadership:
 _TIMEOUT_S = 2.0
 
 
-class EtcdLease:
-    """A key of etcd v3 that expires with its lease, by etcd's JSON gateway at ``http://HOST:PORT``."""
+class EtcdAccess(msgspec.Struct, frozen=True):
+    """How a scheduler proves to etcd who it is, and etcd to the scheduler.
 
-    def __init__(self, url: str, name: str) -> None:
+    ``ca_file``: certificates of the authorities that may have signed etcd's; empty: the system's.
+    ``cert_file`` and ``key_file``: the scheduler's own certificate.  ``user`` and ``password``:
+    of etcd's users.
+    """
+
+    ca_file: str = ""
+    cert_file: str = ""
+    key_file: str = ""
+    user: str = ""
+    password: str = ""
+
+    def __repr__(self) -> str:
+        return f"EtcdAccess({self.user!r})"
+
+    def context(self) -> ssl.SSLContext:
+        """Return what verifies etcd's certificate; raises ``ConfigError`` for unusable files."""
+        try:
+            context = ssl.create_default_context(cafile=self.ca_file or None)
+            if self.cert_file:
+                context.load_cert_chain(self.cert_file, self.key_file or None)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"{{lease_ca_file}} {self.ca_file!r}, {{lease_cert_file}} {self.cert_file!r} and "
+                f"{{lease_key_file}} cannot be used ({error}); give files in PEM format, the key "
+                "without a passphrase"
+            ) from error
+        return context
+
+
+_NO_ACCESS = EtcdAccess()
+#: etcd's statuses for a token that has expired, or that is older than a change of its users.
+_TOKEN_REFUSED = (400, 401)
+
+
+class EtcdLease:
+    """A key of etcd v3 that expires with its lease, by etcd's JSON gateway at ``url``.
+
+    ``url`` is http://HOST:PORT or https://HOST:PORT.  Raises ``ConfigError`` if the files of
+    ``access`` cannot be used.
+    """
+
+    def __init__(self, url: str, name: str, access: EtcdAccess = _NO_ACCESS) -> None:
         self._url = url.rstrip("/")
+        self._access = access
+        self._ssl = access.context() if url.startswith("https:") else None
+        self._token = ""
         self._key = _text(f"dualpath/{name}")
         self._lease_id = ""
         self._session: aiohttp.ClientSession | None = None
@@ -185,22 +233,56 @@ class EtcdLease:
             self._session = None
 
     async def _call(self, method: str, **body: object) -> dict[str, Any]:
+        had_token = bool(self._token)
+        if self._access.user and not had_token:
+            await self._authenticate()
+        status, answer = await self._post(method, body)
+        if status in _TOKEN_REFUSED and had_token:
+            await self._authenticate()
+            status, answer = await self._post(method, body)
+        if status != 200:
+            raise self._refused(method, status, answer)
+        return answer
+
+    async def _authenticate(self) -> None:
+        self._token = ""
+        named = {"name": self._access.user, "password": self._access.password}
+        status, answer = await self._post("auth/authenticate", named)
+        if status != 200 or not answer.get("token"):
+            raise self._refused("auth/authenticate", status, answer)
+        self._token = str(answer["token"])
+
+    def _refused(self, method: str, status: int, answer: dict[str, Any]) -> StorageError:
+        return StorageError(
+            f"etcd at {self._url} answered {method} with {status}: {str(answer)[:200]}; see its "
+            "log, and check --lease-user, its password and its permission on dualpath/"
+        )
+
+    async def _post(self, method: str, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), trust_env=False
+            self._session = client_session(
+                timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S), tls=self._ssl
             )
+        headers = {"Authorization": self._token} if self._token else {}
         try:
-            async with self._session.post(f"{self._url}/v3/{method}", json=body) as answer:
-                body_read = await answer.json(content_type=None)
-                if answer.status != 200:
-                    raise StorageError(
-                        f"etcd at {self._url} answered {method} with {answer.status}: "
-                        f"{str(body_read)[:200]}; see its log"
-                    )
-                return dict(body_read)
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+            async with self._session.request(
+                "POST",
+                f"{self._url}/v3/{method}",
+                json=body,
+                headers=headers,
+                allow_redirects=False,  # They would carry the password to another server.
+            ) as answer:
+                try:
+                    return answer.status, dict(await answer.json(content_type=None))
+                except ValueError:
+                    if answer.status == 200:
+                        raise
+                    # etcd's gateway refuses some requests in plain text.
+                    return answer.status, {"error": await answer.text()}
+        except (aiohttp.ClientError, OSError, TimeoutError, TypeError, ValueError) as error:
             raise StorageError(
-                f"etcd at {self._url} does not answer ({error!r}); check that it runs there"
+                f"etcd at {self._url} does not answer ({error!r}); check that it runs there, and "
+                "with etcds:// that its certificate is of --lease-ca-file and names this host"
             ) from error
 
 
@@ -321,6 +403,7 @@ class KubernetesLease:
                 f"{self._api}{path}",
                 json=body,
                 headers={"Authorization": f"Bearer {token}"},
+                allow_redirects=False,
             ) as answer:
                 body_read = await answer.json(content_type=None)
                 known = (_CREATED, _CONFLICT) if method == "POST" else (_OK, *_NO_LEASE)
@@ -338,11 +421,9 @@ class KubernetesLease:
 
     def _open(self) -> aiohttp.ClientSession:
         authority = self._account / "ca.crt"
-        context = ssl.create_default_context(cafile=authority) if authority.exists() else True
-        return aiohttp.ClientSession(
+        return client_session(
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            connector=aiohttp.TCPConnector(ssl=context),
-            trust_env=False,
+            tls=trusting(str(authority) if authority.exists() else ""),
         )
 
 
@@ -353,4 +434,4 @@ def _api_of_pod() -> str:
             "{standby_lease} is in Kubernetes and KUBERNETES_SERVICE_HOST is not set; run in a "
             "pod, or name an etcd"
         )
-    return f"https://{host}:{os.environ.get('KUBERNETES_SERVICE_PORT', '443')}"
+    return http_url(host, int(os.environ.get("KUBERNETES_SERVICE_PORT", "443")), tls=True)

@@ -39,7 +39,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 4
+LINK_VERSION = 5
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):
@@ -122,6 +122,14 @@ class SuspectEngine(Message, frozen=True, tag=True):
     call_failed: bool = False
 
 
+class CallWaits(Message, frozen=True, tag=True):
+    """This process of an engine has a call and has sent nothing for ``silent_s``."""
+
+    engine_id: Name
+    epoch: Name
+    silent_s: float
+
+
 class AwaitLiveness(Message, frozen=True, tag=True):
     """Answered when it is known which of these processes of engines live."""
 
@@ -190,6 +198,7 @@ FrontEndMessage = (
     | EndAttempt
     | EndRequest
     | SuspectEngine
+    | CallWaits
     | AwaitLiveness
     | HintSession
     | Deregister

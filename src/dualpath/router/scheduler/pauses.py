@@ -8,18 +8,28 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 
 from dualpath.core.control import Drained, Report, RouterMessage, Sync
-from dualpath.core.errors import EngineLostError
+from dualpath.core.errors import DualPathError, EngineLostError
 from dualpath.router.engine_calls import EngineHealth
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.dispatch import Dispatch
 from dualpath.router.scheduler.exchange import Exchange
-from dualpath.router.scheduler.registry import EngineState, Pause, Registry
-from dualpath.router.waits import gather_or_cancel
+from dualpath.router.scheduler.registry import (
+    MOST_FORMER_ENGINES,
+    EngineState,
+    Pause,
+    Registry,
+)
+from dualpath.router.settings import RouterSettings
+from dualpath.router.waits import gather_or_cancel, within_own_time
 
 #: An operator pauses (POST) and resumes (DELETE) an engine here.
 PAUSE_PATH = "/dualpath/v1/engines/{engine_id}/pause"
 
 logger = logging.getLogger(__name__)
+
+#: Each engine without requests is asked once in this time, if there are not too many: there is at
+#: least this gap between two of them.
+_PATROL_S, _PATROL_GAP_S = 5.0, 0.1
 
 
 class Pauses:
@@ -121,7 +131,19 @@ class SuspectList:
 
     There is one probe at a time of each process of an engine.
 
-    ``send`` sends a control message, ``lose`` declares an engine lost with a reason.
+    *A silent core.*  The control link of an engine lives in a thread, and its HTTP server perhaps
+    in a process of its own: both may answer while the core of the engine hangs.  Front ends notify
+    of calls that an engine has and does not answer (``call_waits``).  If its reports have shown no
+    step for ``core_timeout_s`` as well, it is lost.
+
+    *A lost engine that registers again*, in the same process, is suspect until what was silent has
+    shown its life: its HTTP server by an answer, its core by a step or after ``engine_wait_s``.
+
+    *Idle engines.*  No call shows that the HTTP server of an engine without requests is silent, so
+    ``patrol`` asks one after the other, at a rate that does not grow with their number.
+
+    ``send`` sends a control message, ``lose`` declares an engine lost with a reason; ``clock`` is
+    that of engines' reports.
     """
 
     def __init__(
@@ -132,7 +154,8 @@ class SuspectList:
         calls: EngineHealth,
         send: Callable[[str, RouterMessage], None],
         lose: Callable[[str, str], None],
-        timeout_s: float,
+        settings: RouterSettings,
+        clock: Callable[[], float],
     ) -> None:
         self._registry = registry
         self._exchange = exchange
@@ -140,8 +163,14 @@ class SuspectList:
         self._calls = calls
         self._send = send
         self._lose = lose
-        self._timeout_s = timeout_s
+        self._timeout_s = settings.suspect_timeout_s
+        self._settings = settings
+        self._clock = clock
         self._probes: dict[tuple[str, str], asyncio.Task[None]] = {}
+        #: Lost processes that may register again, and their steps if their core was silent.
+        self._lost: dict[tuple[str, str], int | None] = {}
+        #: Engines that are suspect since they have registered again.
+        self._returning: set[tuple[str, str]] = set()
         #: Engines that a probe covers, by the suspect engine.
         self._covered: dict[tuple[str, str], frozenset[str]] = {}
         self._resting: set[asyncio.Task[None]] = set()
@@ -163,6 +192,53 @@ class SuspectList:
             self._probe(engine, group, why, call_failed), name=f"probe {engine.engine_id}"
         )
 
+    def call_waits(self, engine: EngineInfo, silent_s: float) -> None:
+        """An engine's HTTP server has a call and has sent nothing of its answer for a while."""
+        state = self._registry.get(engine.engine_id)
+        if state is None or not self._lives(engine) or state.report is None:
+            return
+        still_s = min(silent_s, self._clock() - state.step_s)
+        if still_s > self._settings.core_timeout_s:
+            self._note_lost(engine, state.report.steps)
+            self._lose(
+                engine.engine_id,
+                f"its core has made no step for {still_s:.0f} s while a call waits for it "
+                "(core_timeout_s); see its log, and restart it",
+            )
+
+    def joined(self, engine: EngineInfo) -> None:
+        """An engine begins a session."""
+        name = engine.writer.id
+        if name not in self._lost:
+            return
+        steps = self._lost.pop(name)
+        self._pauses.pause(engine.engine_id, Pause.SUSPECT)
+        self._returning.add(name)
+        task = asyncio.create_task(self._return(engine, steps), name=f"return {engine.engine_id}")
+        self._resting.add(task)
+        task.add_done_callback(self._resting.discard)
+
+    async def patrol(self) -> None:
+        """Ask the HTTP servers of engines without requests, one after the other, without end."""
+        turn = 0
+        while True:
+            engines = self._registry.alive()
+            await asyncio.sleep(max(_PATROL_S / max(len(engines), 1), _PATROL_GAP_S))
+            turn += 1
+            if engines and self._idle(engine := engines[turn % len(engines)]):
+                try:
+                    limit_s = self._settings.engine_timeout_s
+                    await within_own_time(self._calls.answers(engine), limit_s)
+                except (DualPathError, TimeoutError) as error:
+                    if self._lives(engine):
+                        why = str(error) or f"its HTTP server is silent for {limit_s:g} s"
+                        self.suspect(engine, why, call_failed=True)
+
+    def _idle(self, engine: EngineInfo) -> bool:
+        state = self._registry.get(engine.engine_id)
+        report = state.report if state is not None and not state.pauses else None
+        return report is not None and report.load.unfinished_requests == 0
+
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""
         open_ones = [self._probes.get(engine.writer.id) for engine in engines]
@@ -181,11 +257,13 @@ class SuspectList:
         self, engine: EngineInfo, group: Sequence[EngineInfo], why: str, call_failed: bool
     ) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s):
-                await gather_or_cancel(*(self._answers(rank, call_failed) for rank in group))
+            answers = gather_or_cancel(*(self._answers(rank, call_failed) for rank in group))
+            await within_own_time(answers, self._timeout_s)
         except Exception as error:  # any error means there is no proof
             if self._lives(engine):
                 answer = str(error) or f"no answer within {self._timeout_s:g} s"
+                for rank in group if call_failed else ():
+                    self._note_lost(rank, None)
                 self._lose(engine.engine_id, f"{answer} after a failure ({why})")
             return
         finally:
@@ -213,8 +291,51 @@ class SuspectList:
     def _clear(self, engine: EngineInfo) -> None:
         """Let an engine get requests again, unless another probe covers it."""
         covered = any(engine.engine_id in engines for engines in self._covered.values())
+        covered = covered or engine.writer.id in self._returning
         if self._lives(engine) and not covered:
             self._pauses.resume(engine.engine_id, Pause.SUSPECT)
+
+    def _note_lost(self, engine: EngineInfo, steps: int | None) -> None:
+        self._lost[engine.writer.id] = steps
+        while len(self._lost) > MOST_FORMER_ENGINES:
+            del self._lost[next(iter(self._lost))]
+
+    async def _return(self, engine: EngineInfo, steps: int | None) -> None:
+        try:
+            if steps is None:
+                await self._server_answers(engine)
+            else:
+                await self._core_steps(engine, steps)
+        finally:
+            self._returning.discard(engine.writer.id)
+        self._clear(engine)
+
+    async def _server_answers(self, engine: EngineInfo) -> None:
+        """Return when the HTTP server of a live engine answers, or the engine is lost."""
+        warned = False
+        while self._lives(engine):
+            try:
+                await within_own_time(self._calls.answers(engine), self._timeout_s)
+                return
+            except (DualPathError, TimeoutError):
+                if not warned:
+                    logger.warning(
+                        "engine %s has registered again but gets no requests: its HTTP server at "
+                        "%s does not answer",
+                        *(engine.engine_id, engine.api_url),
+                    )
+                warned = True
+            await asyncio.sleep(self._timeout_s)
+
+    async def _core_steps(self, engine: EngineInfo, steps: int) -> None:
+        """Return when an engine makes steps, is lost, or might serve again after a long time."""
+        waited_s = 0.0
+        while self._lives(engine) and waited_s < self._settings.engine_wait_s:
+            state = self._registry.get(engine.engine_id)
+            if state is not None and state.report is not None and state.report.steps != steps:
+                return
+            await asyncio.sleep(self._timeout_s)
+            waited_s += self._timeout_s
 
     def _lives(self, engine: EngineInfo) -> bool:
         state = self._registry.get(engine.engine_id)

@@ -14,7 +14,7 @@ its ``engine_id``.
 import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from enum import StrEnum
 
 import msgspec
@@ -24,6 +24,7 @@ from dualpath.core.cluster import GroupRank, Role, Writer
 from dualpath.core.control import PROTOCOL_VERSION, EngineMessage, Register, Report, RouterMessage
 from dualpath.core.errors import EngineRefusedError
 from dualpath.core.modes import Mode
+from dualpath.core.names import in_one_line
 from dualpath.core.rates import MAX_COMPUTED_WEIGHT
 from dualpath.core.sessions import ROUTER_TABLE, Channel, Event, RouterSideState, StateMachine
 from dualpath.router.engines import EngineInfo
@@ -48,6 +49,7 @@ class EngineState:
 
     ``left`` if it deregistered, itself or with its drained group; ``pauses`` are the reasons why it
     gets no new requests; ``drained`` if it was notified that its group has no requests left.
+    ``step_s`` is when a report first had the present number of steps of its core.
     """
 
     def __init__(self, info: EngineInfo) -> None:
@@ -56,7 +58,7 @@ class EngineState:
         self.talk: Channel[RouterMessage, EngineMessage] = Channel("")
         self.machine = StateMachine(ROUTER_TABLE, RouterSideState.UNKNOWN)
         self.registration = 0
-        self.heard_s = self.spoken_s = float("-inf")
+        self.heard_s = self.spoken_s = self.step_s = float("-inf")
         self.left = self.drained = False
         self.group_left_s = float("-inf")
         self.former_epochs: deque[str] = deque(maxlen=_EPOCHS_KEPT)
@@ -84,9 +86,15 @@ class EngineState:
     def open(self, session: str, identity: bytes, now_s: float) -> None:
         """Begin a session."""
         self.talk = Channel(session)
-        self.identity, self.heard_s = identity, now_s
+        self.identity, self.heard_s, self.step_s = identity, now_s, now_s
         self.left = self.drained = False
         self.pauses &= {Pause.ASKED}
+
+    def reports(self, report: Report, now_s: float) -> None:
+        """Take a report of this process."""
+        if self.report is None or report.steps != self.report.steps:
+            self.step_s = now_s
+        self.report = report
 
     def registers(self, identity: bytes, now_s: float) -> None:
         """It registers on a connection; while it waits for its group this shows that it lives."""
@@ -282,13 +290,35 @@ def _check_place(name: str, hello: Register, engines: "Collection[EngineState]")
 
 
 def _differences(theirs: StoreNamespace, ours: StoreNamespace) -> str:
-    return ", ".join(
-        f"{field} = {getattr(theirs, field)!r} where this router has {getattr(ours, field)!r}"
-        for field in StoreNamespace.__struct_fields__
-        if getattr(theirs, field) != getattr(ours, field)
-    )
+    """Return the fields that differ, a geometry with hundreds of layers in a few words."""
+    found = list(_unequal("", theirs, ours))
+    more = f" and {len(found) - MOST_DIFFERENCES} more" if len(found) > MOST_DIFFERENCES else ""
+    return ", ".join(found[:MOST_DIFFERENCES]) + more
 
 
+def _unequal(name: str, theirs: object, ours: object) -> Iterator[str]:
+    """Yield the fields of two values that differ; of two sequences their first different item."""
+    if theirs == ours:
+        return
+    if isinstance(theirs, msgspec.Struct) and type(theirs) is type(ours):
+        for field in theirs.__struct_fields__:
+            own = f"{name}.{field}" if name else field
+            yield from _unequal(own, getattr(theirs, field), getattr(ours, field))
+        return
+    if isinstance(theirs, tuple) and isinstance(ours, tuple) and theirs and ours:
+        if len(theirs) != len(ours):
+            theirs, ours = f"{len(theirs)} items", f"{len(ours)}"
+        else:
+            pairs = zip(theirs, ours, strict=True)
+            index = next(i for i, (one, other) in enumerate(pairs) if one != other)
+            yield from _unequal(f"{name}[{index}]", theirs[index], ours[index])
+            return
+    shown = [in_one_line(str(value), 80) if value != "" else "empty" for value in (theirs, ours)]
+    yield f"{name} = {shown[0]} where this router has {shown[1]}"
+
+
+#: Differences of a refused engine that are named.
+MOST_DIFFERENCES = 4
 #: Engines with a session, or waiting for one, at a time.
 MOST_ENGINES = 4096
 #: Other engines that are remembered; no process of a removed engine counts as dead.

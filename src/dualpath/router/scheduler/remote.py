@@ -391,6 +391,10 @@ class RemoteScheduling:
         """Something failed on an engine."""
         self.send(m.SuspectEngine(engine.engine_id, engine.epoch, why, call_failed))
 
+    def call_waits(self, engine: EngineInfo, silent_s: float) -> None:
+        """An engine has a call and has sent nothing for a while."""
+        self.send(m.CallWaits(engine.engine_id, engine.epoch, silent_s))
+
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""
         names = tuple((engine.engine_id, engine.epoch) for engine in engines)

@@ -1,13 +1,15 @@
 """HTTP calls about roles: ``GET`` returns the state, ``POST`` requests another role or size."""
 
 import http.client
+import ssl
 from typing import Annotated, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
+from dualpath.core.addresses import checked_http_url
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError, ConfigError, EngineLostError
+from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.router.scheduler.registry import MAX_RANKS
 from dualpath.router.scheduler.roles import Roles
 from dualpath.router.token_api.statuses import api_error, status_of
@@ -42,20 +44,33 @@ def roles_call(roles: Roles, body: bytes | None) -> tuple[int, object]:
 _TIMEOUT_S = 2.0
 
 
-def call_roles(endpoint: str, headers: dict[str, str], request: object = None) -> dict[str, Any]:
+def open_connection(
+    url: SplitResult, timeout_s: float, tls: ssl.SSLContext | None
+) -> http.client.HTTPConnection:
+    """Return a connection to the server of an HTTP or HTTPS URL, for one call."""
+    if url.scheme == "https":
+        return http.client.HTTPSConnection(url.netloc, timeout=timeout_s, context=tls)
+    return http.client.HTTPConnection(url.netloc, timeout=timeout_s)
+
+
+def call_roles(
+    endpoint: str,
+    headers: dict[str, str],
+    request: object = None,
+    tls: ssl.SSLContext | None = None,
+) -> dict[str, Any]:
     """Return the answer to a ``RoleRequest``, or without one the state; needs no event loop.
 
+    ``tls`` checks the certificate of an ``https://`` endpoint, None: by the system's authorities.
     Raises ``BadRequestError`` if the router refuses, ``EngineLostError`` if it does not answer.
     """
-    parts = urlsplit(endpoint)
-    if not parts.hostname:
-        raise ConfigError(f"{{endpoint}} is {endpoint!r}; write http://host:port")
-    kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.netloc, timeout=_TIMEOUT_S)
+    parts = urlsplit(checked_http_url(endpoint, "endpoint"))
+    connection = open_connection(parts, _TIMEOUT_S, tls)
     try:
         body = None if request is None else msgspec.json.encode(request)
         path = f"{parts.path.rstrip('/')}{ROLES_PATH}"
-        connection.request("GET" if body is None else "POST", path, body, headers)
+        sent = {**headers, "Content-Type": "application/json"}
+        connection.request("GET" if body is None else "POST", path, body, sent)
         response = connection.getresponse()
         answer = response.read()
         if response.status == 200:

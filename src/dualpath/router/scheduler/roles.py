@@ -262,7 +262,7 @@ def _named(
 
 
 def _unfinished(node: Sequence[EngineState]) -> int:
-    return sum(state.report.unfinished_tokens for state in node if state.report is not None)
+    return sum(state.report.load.unfinished_tokens for state in node if state.report is not None)
 
 
 class LiveRolePolicy:

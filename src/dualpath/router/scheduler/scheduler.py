@@ -133,7 +133,7 @@ class Scheduler:
             self.metrics.session_ordered,
             lambda: self.thresholds.read_tokens_per_s,
         )
-        self._arrivals, self._lookups = itertools.count(), itertools.count()
+        self._lookups = itertools.count()
         # Placement.
         self.thresholds = ClusterThresholds()
         self.event_log: EventLogWriter | None = None
@@ -146,7 +146,8 @@ class Scheduler:
             engine_calls,
             self.send,
             lambda engine_id, reason: self.server.declare_lost(engine_id, reason, certain=False),
-            settings.suspect_timeout_s,
+            settings,
+            clock,
         )
         self.roles = Roles(
             self.registry, clock, settings.role_switch_timeout_s, self.metrics.role_switched
@@ -158,7 +159,7 @@ class Scheduler:
         )
         # What people and front ends in other processes connect to.
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
-        self._sampling: asyncio.Task[None] | None = None
+        self._background: list[asyncio.Task[None]] = []
         socket = front_ends_socket or ZmqControlSocket()
         self.front_ends = FrontEndServer(self, socket, clock, timeout_s, epoch)
 
@@ -175,13 +176,16 @@ class Scheduler:
         if self.settings.event_log:
             self.event_log = EventLogWriter(Path(self.settings.event_log))
         await self.server.start(host, self.settings.control_port, secret)
-        self._sampling = asyncio.create_task(self.dashboard.run(), name="dashboard samples")
+        self._background = [
+            asyncio.create_task(self.dashboard.run(), name="dashboard samples"),
+            asyncio.create_task(self.suspects.patrol(), name="patrol of idle engines"),
+        ]
 
     async def stop(self) -> None:
         """End the sessions of front ends and engines, then close; idempotent."""
-        if self._sampling is not None:
-            self._sampling.cancel()
-            await asyncio.gather(self._sampling, return_exceptions=True)
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
         await self.front_ends.stop()
         self.sessions.stop()
         await self.suspects.stop()
@@ -207,11 +211,15 @@ class Scheduler:
 
     def begin(self, order: RequestOrder) -> "ArrivedRequest":
         """Register a request that has arrived."""
-        return ArrivedRequest(self, next(self._arrivals), self.sessions.began(order))
+        return ArrivedRequest(self, self.sessions.began(order))
 
     def suspect(self, engine: EngineInfo, why: str, *, call_failed: bool = False) -> None:
         """Something failed on an engine."""
         self.suspects.suspect(engine, why, call_failed=call_failed)
+
+    def call_waits(self, engine: EngineInfo, silent_s: float) -> None:
+        """An engine has a call and has sent nothing for a while."""
+        self.suspects.call_waits(engine, silent_s)
 
     async def await_liveness(self, engines: Iterable[EngineInfo]) -> None:
         """Wait until it is known which of these engines live."""
@@ -257,7 +265,7 @@ class Scheduler:
             waiting=waiting,
             running=running,
             thresholds=self.thresholds,
-            assignments=self._dispatch.recent if self._dispatch is not None else (),
+            placements=self._dispatch.recent if self._dispatch is not None else (),
             roles=self.roles.report(),
             quarantine=quarantine_report(self.releases, self.server.probes, self.clock()),
         )
@@ -338,7 +346,7 @@ class Scheduler:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (attempt := self.exchange.get(assignment.request_id)) is not None:
-            attempt.depends_on(assignment.prefill_engine, assignment.decode_engine)
+            attempt.engines.update((assignment.prefill_engine, assignment.decode_engine))
 
     # ------------------------------------------------------------------ ControlListener
 
@@ -351,6 +359,7 @@ class Scheduler:
         self.releases.engine_joined(info)
         self._dispatch.joined(info)
         self.pauses.joined(info)
+        self.suspects.joined(info)
         self.sessions.engines_changed()
         self.membership.changed()
         self.roles.poll()
@@ -383,11 +392,11 @@ class Scheduler:
         """Called by the control server."""
         return self.releases.in_doubt()
 
-    def on_message(self, info: EngineInfo, message: EngineMessage) -> None:
+    def on_message(self, info: EngineInfo, message: EngineMessage, received: int) -> None:
         """Called by the control server."""
         if isinstance(message, Report):
             self.pauses.reported(info, message)
-            self.dispatch.report(info.engine_id, message)
+            self.dispatch.report(info.engine_id, message.load, received)
             self.roles.poll()
             if self.role_policy is not None:
                 self.role_policy.tick(self.dispatch.queue)
@@ -416,7 +425,6 @@ class Scheduler:
             RequestScheduler(settings),
             self.event_log,
             self._bytes_per_token(),
-            self.block_tokens,
             self._assigned,
             self.metrics.scheduled,
             self.role_policy,
@@ -445,14 +453,13 @@ class Scheduler:
 class ArrivedRequest:
     """The ``ScheduledRequest`` of the scheduler's own process."""
 
-    def __init__(self, scheduler: Scheduler, arrival_seq: int, session: SessionName) -> None:
+    def __init__(self, scheduler: Scheduler, session: SessionName) -> None:
         self._scheduler = scheduler
-        self._arrival_seq = arrival_seq
         self._session: SessionName | None = session
 
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> EngineAttempt:
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
-        return EngineAttempt(self._scheduler, order, self._arrival_seq, listener)
+        return EngineAttempt(self._scheduler, order, listener)
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended, with an answer if ``answered`` is given; idempotent."""

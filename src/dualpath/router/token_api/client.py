@@ -17,8 +17,11 @@ from dualpath.core.errors import (
     EngineLostError,
     IncompatibleError,
 )
-from dualpath.router.engine_calls import Job, TokenEvent
+from dualpath.node.certificates import trusting
+from dualpath.node.http_client import client_session, sent
+from dualpath.router.engine_calls import Job, OpenCalls, TokenEvent
 from dualpath.router.engines import EngineInfo
+from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallsAnswer, call_header
 from dualpath.router.token_api.statuses import engine_error
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
@@ -32,14 +35,12 @@ from dualpath.router.token_api.wire import (
 #: An engine on a cluster network answers a connection attempt in far less.
 CONNECT_TIMEOUT_S = 5.0
 
-#: Shorter than the 5 s after which vLLM's server closes an idle connection: a connection must
-#: not be picked for a new request in the event the other end closes it.
-IDLE_CONNECTION_S = 3.0
-
 _ERROR_TEXT_BYTES = 300
 
 
 HEALTH_PATH = "/health"
+#: Statuses of a proxy that does not reach the engine, or of an engine that is not healthy.
+_UNREACHABLE = (502, 503, 504)
 #: vLLM's, for a server of several data-parallel ranks.
 RANK_HEADER = "X-data-parallel-rank"
 
@@ -63,6 +64,10 @@ class TokenApi(Protocol):
         """Return if the engine's server is healthy."""
         ...
 
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them."""
+        ...
+
     async def aclose(self) -> None:
         """Close all connections."""
         ...
@@ -71,13 +76,16 @@ class TokenApi(Protocol):
 class TokenApiClient:
     """Calls engines; used on one event loop, ``aclose`` at the end.
 
-    ``headers`` go with every call, a job's trace headers with its own.  All calls raise
+    ``headers`` go with every call, a job's trace headers with its own.  ``ca_file`` has the
+    authorities of engines with HTTPS, empty for the system's; raises ``ConfigError`` for a file
+    without certificates.  All calls raise
     ``EngineLostError`` for an engine that does not answer, ``BadRequestError`` if it refuses the
     request itself, and ``IncompatibleError`` if it is not set up for this API.
     """
 
-    def __init__(self, headers: Mapping[str, str] | None = None) -> None:
+    def __init__(self, headers: Mapping[str, str] | None = None, ca_file: str = "") -> None:
         self._headers = dict(headers or {})
+        self._tls = trusting(ca_file, "engine_ca_file")
         self._session: aiohttp.ClientSession | None = None
 
     async def generate(
@@ -109,11 +117,30 @@ class TokenApiClient:
 
     async def answers(self, engine: EngineInfo) -> None:
         """Return if the engine's server is healthy."""
-        url = engine.api_url.rstrip("/") + HEALTH_PATH
+        status, _ = await self._get(engine, HEALTH_PATH)
+        if status != 200:
+            raise engine_error(_named(engine), status, HEALTH_PATH)
+
+    async def open_calls(self, engine: EngineInfo) -> OpenCalls | None:
+        """Return the calls that the engine's server has; None if it does not report them.
+
+        A server without this route is alive, and so is one that refuses the call or answers
+        something else; a proxy that does not reach it is no sign of its life.
+        """
+        status, body = await self._get(engine, OPEN_CALLS_PATH)
+        if status in _UNREACHABLE:
+            raise engine_error(_named(engine), status, OPEN_CALLS_PATH)
+        try:
+            return decode_body(body, OpenCallsAnswer).calls if status == 200 else None
+        except BadRequestError:
+            return None
+
+    async def _get(self, engine: EngineInfo, path: str) -> tuple[int, bytes]:
+        """Return status and body; raises ``EngineLostError`` without an answer."""
+        url = engine.api_url.rstrip("/") + path
         try:
             async with self._open_session().get(url, headers=self._headers) as response:
-                if response.status != 200:
-                    raise engine_error(_named(engine), response.status, HEALTH_PATH)
+                return response.status, await response.read()
         except (aiohttp.ClientError, OSError, TimeoutError) as error:
             raise _silent(engine, error) from error
 
@@ -131,12 +158,16 @@ class TokenApiClient:
             **self._headers,
             **(job.trace_headers or {}),
             **_to_rank(engine),
+            **call_header(request.request_id),
             "Content-Type": "application/json",
         }
         url = engine.api_url.rstrip("/") + GENERATE_PATH
         try:
-            async with self._open_session().post(
-                url, data=msgspec.json.encode(request), headers=headers
+            async with sent(
+                self._open_session(),
+                *("POST", url),
+                data=msgspec.json.encode(request),
+                headers=headers,
             ) as response:
                 if response.status != 200:
                     message = _error_text(await response.read())
@@ -152,9 +183,9 @@ class TokenApiClient:
     def _open_session(self) -> aiohttp.ClientSession:
         """Return the session, made on first use because it belongs to the running loop."""
         if self._session is None:
-            self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S),
+            self._session = client_session(
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT_S),
+                tls=self._tls,
             )
         return self._session
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol, cast
 
 from dualpath.core.errors import TraceError
 from dualpath.core.settings import Setting, Settings
+from dualpath.node.output_files import OutputFile
 from dualpath.workload.formats.lines import Document, OnBroken, documents
 
 if TYPE_CHECKING:
@@ -82,13 +83,14 @@ def write_trace(sessions: "Sequence[Session]", path: str | Path, format: str) ->
             f"{place}: sessions of {' and '.join(sorted(kinds)) or 'nothing'} cannot be written as "
             f"{format}; {f'set {{format}} to {known}' if known else 'there is nothing to write'}"
         )
-    partial = place.with_name(f".{place.name}.partial")
     try:
-        with partial.open("wb") as file:
-            file.writelines(line + b"\n" for line in module.write(sessions))
-        partial.replace(place)
+        with OutputFile(place) as file:
+            for line in module.write(sessions):
+                file.write(line + b"\n")
     except OSError as error:
-        raise TraceError(f"{place}: cannot be written ({error}); check folder and disk") from None
+        raise TraceError(
+            f"{place}: cannot be written ({error.strerror}); check folder and disk"
+        ) from None
 
 
 def read_trace(

@@ -1,23 +1,36 @@
 """A proxy in front of an OpenAI endpoint that records completions.
 
-The proxy requests token ids from the endpoint (vLLM's ``return_token_ids``) and removes them for
-clients that did not request them.  Everything else is forwarded unchanged.  Requests that cannot be
-recorded are also forwarded, and counted: requests for several answers, refused requests, broken
-streams, and answers of endpoints that send no token ids.
+Requests and answers pass unchanged: any method and path, status, headers, bodies, redirects,
+comments and errors in streams.  A client that leaves ends its request at the endpoint.  There are
+two exceptions:
+
+- A completion is sent with vLLM's ``return_token_ids``; in its answer the token ids are null again,
+  as vLLM answers clients that did not ask for them.  vLLM sends further chunks without content for
+  such requests, which are left out.  A client's ``echo`` is not recorded, because vLLM answers it
+  differently with token ids.  If the endpoint refuses the field, the request is sent without it.
+- Headers of one connection are this proxy's own, and so is ``Host``.  Completions are asked for
+  without compression.
+
+Requests to the paths of completions that cannot be recorded are counted.
 """
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import AsyncExitStack
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import msgspec
-from aiohttp import web
+from aiohttp import hdrs, web
+from multidict import CIMultiDict
+from yarl import URL
 
+from dualpath.core.addresses import checked_http_url
 from dualpath.core.blocks import BlockKey, block_keys
+from dualpath.node.http_client import client_session, sent
 from dualpath.policy.session_warmth import SessionMemory
-from dualpath.router.token_api.wire import STREAM_END, EventLines, server_event
+from dualpath.router.http.server import SHUTDOWN_GRACE_S, http_listener, log_no_bad_requests
 from dualpath.workload.conversation.block_session import BlockSession, BlockTurn
 from dualpath.workload.conversation.text_session import (
     Message,
@@ -157,60 +170,187 @@ def _runs(block_ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 RECORDED_PATHS = ("/v1/completions", "/v1/chat/completions")
+#: Larger bodies of requests pass piece by piece, and are not recorded.
 MAX_BODY_BYTES = 256 << 20
 #: Timeout for connecting to the endpoint; there is no timeout for answers.
 _CONNECT_S = 10.0
-_TOKEN_IDS = ("prompt_token_ids", "token_ids")
+#: Longest line of a head, of clients and of the endpoint.
+_LINE_BYTES = 64 << 10
 _SESSION_HEADER = "X-Session-ID"
-#: Headers that apply to one connection only, or that are set again.
+#: Headers of one connection, and those that are set again.
 _NOT_FORWARDED = frozenset(
     {
-        *("connection", "keep-alive", "transfer-encoding", "te", "trailer", "upgrade"),
-        *("host", "content-length", "accept-encoding", "content-encoding"),
+        *("connection", "keep-alive", "proxy-connection", "transfer-encoding", "te", "trailer"),
+        *("upgrade", "expect", "host", "content-length"),
     }
 )
+#: Headers that aiohttp adds on its own, to requests and to answers.
+_ADDED_TO_REQUESTS = (hdrs.USER_AGENT, hdrs.ACCEPT, hdrs.ACCEPT_ENCODING, hdrs.CONTENT_TYPE)
+_ADDED_TO_ANSWERS = (hdrs.DATE, hdrs.SERVER, hdrs.CONTENT_TYPE)
+#: Statuses of endpoints that do not know a field of the body.
+_UNKNOWN_FIELD = (400, 422)
+_TOKEN_IDS = ("prompt_token_ids", "token_ids")
+_NULL = msgspec.Raw(b"null")
+_ASKS_FOR_IDS = b'"return_token_ids":true}'
 
 OnExchange = Callable[[Exchange], None]
 
 
-class _Answer:
-    """Token ids and text of an answer, collected from whole bodies or chunks."""
+# ------------------------------------------------------------------------------------------ answers
+# What is recorded of an answer, and the answer without the token ids.
 
-    def __init__(self) -> None:
+
+class _Message(msgspec.Struct):
+    content: str | None = None
+
+
+class _Choice(msgspec.Struct):
+    index: int = 0
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    text: str | None = None
+    delta: _Message | None = None
+    message: _Message | None = None
+
+
+class _Body(msgspec.Struct):
+    choices: list[_Choice] = []
+    prompt_token_ids: list[int] | None = None
+    error: msgspec.Raw | None = None
+
+
+class _Answer:
+    """Token ids and text of an answer, collected from a whole body or from a stream's events.
+
+    ``strip``: the client gets no token ids.
+    """
+
+    def __init__(self, *, strip: bool) -> None:
+        self._strip = strip
         self.prompt: list[int] | None = None
         self.generated: list[int] = []
         self.text = ""
         self.answers: set[int] = set()
+        #: False for an answer that cannot be read, or is an error.
+        self.readable = True
 
-    def add(self, body: dict[str, Any], strip: bool) -> None:
-        """Add the tokens and text of a body; with ``strip`` remove its token ids."""
-        prompt = body.get("prompt_token_ids")
-        for choice in body.get("choices") or ():
-            prompt = choice.get("prompt_token_ids") or prompt
-            self.generated += choice.get("token_ids") or ()
-            self.answers.add(choice.get("index", 0))
-            message = choice.get("delta") or choice.get("message") or choice
-            self.text += message.get("content") or message.get("text") or ""
-        self.prompt = self.prompt or prompt
-        if strip:
-            for holder in (body, *(body.get("choices") or ())):
-                for name in _TOKEN_IDS:
-                    holder.pop(name, None)
-
-    def add_event(self, payload: bytes, strip: bool) -> bytes:
-        """Add an event of a stream; return the event to forward."""
+    def pass_on(self, payload: bytes) -> bytes | None:
+        """Add a JSON object of the endpoint; return it for the client, None to leave it out."""
         try:
-            event = msgspec.json.decode(payload)
-        except msgspec.DecodeError:
-            event = None
-        if not isinstance(event, dict):
-            return b"data: " + payload + b"\n\n"
-        self.add(event, strip)
-        return server_event(event)
+            body = msgspec.json.decode(payload, type=_Body)
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            self.readable = False
+            return payload
+        self.readable = self.readable and body.error is None
+        self.prompt = self.prompt or body.prompt_token_ids
+        for choice in body.choices:
+            self.prompt = self.prompt or choice.prompt_token_ids
+            self.generated += choice.token_ids or ()
+            self.answers.add(choice.index)
+            message = choice.delta or choice.message or _Message()
+            self.text += choice.text or message.content or ""
+        return _without_ids(payload) if self._strip else payload
+
+
+def _without_ids(payload: bytes) -> bytes | None:
+    """Return a JSON object with null for token ids; None for a chunk that has only these.
+
+    All other values stay as they were written.
+    """
+    fields = msgspec.json.decode(payload, type=dict[str, msgspec.Raw])
+    changed = _nullify(fields)
+    if "choices" in fields:
+        choices = msgspec.json.decode(fields["choices"], type=list[dict[str, msgspec.Raw]])
+        if choices and all(map(_has_ids_only, choices)):
+            return None
+        if any([_nullify(choice) for choice in choices]):
+            fields["choices"] = msgspec.Raw(msgspec.json.encode(choices))
+            changed = True
+    return msgspec.json.encode(fields) if changed else payload
+
+
+def _nullify(holder: dict[str, msgspec.Raw]) -> bool:
+    found = [name for name in _TOKEN_IDS if name in holder]
+    holder.update(dict.fromkeys(found, _NULL))
+    return bool(found)
+
+
+def _has_ids_only(choice: dict[str, msgspec.Raw]) -> bool:
+    """Whether vLLM sends this choice of a chat's chunk only because of ``return_token_ids``."""
+    return bytes(choice.get("delta", b"")) == b"{}" and all(
+        bytes(choice.get(name, b"null")) == b"null" for name in ("finish_reason", "logprobs")
+    )
+
+
+class _Events:
+    """Passes on a stream of server-sent events; ``ended`` after ``[DONE]``."""
+
+    def __init__(self, answer: _Answer) -> None:
+        self.ended = False
+        self._answer = answer
+        self._line = b""
+        self._event: list[bytes] = []
+
+    def feed(self, received: bytes) -> Iterator[bytes]:
+        """Take bytes as they arrive; yield those to pass on."""
+        *lines, self._line = (self._line + received).split(b"\n")
+        for line in lines:
+            self._event.append(line + b"\n")
+            ends = not line.strip()
+            comment = len(self._event) == 1 and line.startswith(b":")
+            if ends or comment:
+                yield self._taken()
+
+    def rest(self) -> bytes:
+        """Return what came after the last whole event."""
+        self._event.append(self._line)
+        return self._taken()
+
+    def _taken(self) -> bytes:
+        event, self._event = self._event, []
+        places = [place for place, line in enumerate(event) if line.startswith(b"data:")]
+        if len(places) == 1:
+            payload = event[places[0]].removeprefix(b"data:").strip()
+            if payload == b"[DONE]":
+                self.ended = True
+            elif (passed := self._answer.pass_on(payload)) is None:
+                return b""
+            elif passed is not payload:
+                event[places[0]] = event[places[0]].replace(payload, passed, 1)
+        elif places:
+            self._answer.readable = False
+        return b"".join(event)
+
+
+# -------------------------------------------------------------------------------------------- proxy
+
+
+class _Passed(web.StreamResponse):
+    """An answer with the endpoint's status and headers, and no others."""
+
+    def __init__(self, response: aiohttp.ClientResponse, length: str | None) -> None:
+        super().__init__(status=response.status, reason=response.reason)
+        for name, value in response.headers.items():
+            if _forwarded(name):
+                self.headers.add(name, value)
+            elif name.lower() == "content-length" and length is not None:
+                self.headers[name] = length
+        if length is not None:
+            self.headers.setdefault(hdrs.CONTENT_LENGTH, length)
+        self._given = {name.lower() for name in self.headers}
+
+    async def _prepare_headers(self) -> None:
+        await super()._prepare_headers()
+        for name in _ADDED_TO_ANSWERS:
+            if name.lower() not in self._given:
+                self.headers.popall(name, None)
 
 
 class RecordingProxy:
-    """Forwards requests to ``endpoint`` and calls ``on_exchange`` with completed ones."""
+    """Forwards requests to ``endpoint`` and calls ``on_exchange`` with completed ones.
+
+    Raises ``ConfigError`` for an endpoint that is no URL of a server.
+    """
 
     def __init__(
         self,
@@ -219,88 +359,135 @@ class RecordingProxy:
         clock: Callable[[], float],
         *,
         texts: bool = False,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
-        """Create a proxy; ``clock`` returns seconds, and with ``texts`` texts are recorded."""
-        self._endpoint = endpoint.rstrip("/")
+        """Create a proxy; ``clock`` returns seconds, and with ``texts`` texts are recorded.
+
+        ``tls`` checks the certificate of an ``https://`` endpoint, None: by the system's
+        authorities.
+        """
+        self._endpoint = checked_http_url(endpoint, "endpoint").removesuffix("/v1")
         self._on_exchange = on_exchange
         self._clock = clock
         self._texts = texts
+        self._tls = tls
+        self._endpoint_has_ids = True
         self.recorded = 0
         self.not_recorded = 0
 
-    def app(self) -> web.Application:
-        """Return the application; it owns the connections to the endpoint."""
-        app = web.Application(client_max_size=MAX_BODY_BYTES)
-        app.cleanup_ctx.append(self._connected)
-        app.router.add_route("*", "/{path:.*}", self._pass)
-        return app
+    @asynccontextmanager
+    async def serving(self, host: str, port: int) -> AsyncIterator[int]:
+        """Serve clients in the block; yields the port.
 
-    async def _connected(self, app: web.Application) -> AsyncIterator[None]:
-        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
-        # Bodies are not decompressed; recorded ones are requested without compression.
-        async with aiohttp.ClientSession(
-            timeout=timeout, auto_decompress=False, connector=aiohttp.TCPConnector(limit=0)
-        ) as self._http:
-            yield
-
-    async def _pass(self, request: web.Request) -> web.StreamResponse:
-        body = await request.read()
-        completion = self._completion_body(request, body)
-        start_s = self._clock()
-        headers = {name: value for name, value in request.headers.items() if _forwarded(name)} | {
-            "Accept-Encoding": "identity"
-        }
-        data = (
-            body
-            if completion is None
-            else msgspec.json.encode(completion | {"return_token_ids": True})
+        Raises ``ConfigError`` if the address cannot be listened on.
+        """
+        listener = http_listener(host, port)
+        log_no_bad_requests()
+        # Bodies stay as they are encoded.
+        server = web.Server(
+            self._handle,
+            handler_cancellation=True,
+            access_log=None,
+            auto_decompress=False,
+            max_line_size=_LINE_BYTES,
+            max_field_size=_LINE_BYTES,
         )
-        async with AsyncExitStack() as stack:
-            sending = self._http.request(
-                request.method, self._endpoint + request.path_qs, data=data, headers=headers
-            )
+        runner = web.ServerRunner(server, shutdown_timeout=SHUTDOWN_GRACE_S)
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_S)
+        async with client_session(
+            timeout=timeout, tls=self._tls, auto_decompress=False, line_bytes=_LINE_BYTES
+        ) as self._http:
+            await runner.setup()
             try:
-                response = await stack.enter_async_context(sending)
-            except (aiohttp.ClientError, OSError) as error:
-                return _unreachable(self._endpoint, error)
-            if completion is None or response.status != 200:
-                self.not_recorded += request.path in RECORDED_PATHS
-                return (await _passed(request, response))[0]
-            answer = _Answer()
-            strip = not completion.get("return_token_ids")
-            if "text/event-stream" in response.headers.get("Content-Type", ""):
-                made, whole = await _streamed(request, response, answer, strip)
-            else:
-                made, whole = await _at_once(request, response, answer, strip)
-        self._note(request, completion, answer, start_s, whole)
-        return made
+                await web.SockSite(runner, listener).start()
+                yield int(listener.getsockname()[1])
+            finally:
+                await runner.cleanup()
 
-    def _completion_body(self, request: web.Request, body: bytes) -> dict[str, Any] | None:
-        """Return the body of a completion request, None for other requests."""
-        if request.method != "POST" or request.path not in RECORDED_PATHS:
-            return None
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        recorded = False
         try:
-            completion = msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            return None
-        return completion if isinstance(completion, dict) else None
+            made, recorded = await self._pass(request)
+            return made
+        except (aiohttp.ClientError, web.RequestPayloadError, OSError):
+            # The endpoint broke off, or the client has left or sends a body that is none.
+            return _broken_off(request)
+        finally:
+            if _path(request) in RECORDED_PATHS:
+                self.recorded += recorded
+                self.not_recorded += not recorded
 
-    def _note(
+    async def _pass(self, request: web.BaseRequest) -> tuple[web.StreamResponse, bool]:
+        """Return the answer, and whether the request was recorded."""
+        body = await _whole_body(request)
+        completion = _completion(request, body)
+        start_s = self._clock()
+        asks = completion is not None and not completion.get("return_token_ids")
+        async with AsyncExitStack() as stack:
+            data = body
+            if completion is None or not self._endpoint_has_ids:
+                asks = False
+            elif asks and isinstance(body, bytes):
+                data = _asking_for_ids(body)
+            try:
+                response = await self._send(stack, request, data, plain=completion is not None)
+                if asks and response.status in _UNKNOWN_FIELD:
+                    # Nothing was generated.  What the client gets is the answer to its own request.
+                    response = await self._send(stack, request, body, plain=False)
+                    self._endpoint_has_ids = response.status in _UNKNOWN_FIELD
+                    completion = None
+            except (aiohttp.ClientError, OSError) as error:
+                return _unreachable(self._endpoint, error), False
+            encoded = response.headers.get(hdrs.CONTENT_ENCODING, "identity") != "identity"
+            if completion is None or response.status != 200 or encoded:
+                return await _copied(request, response), False
+            answer = _Answer(strip=asks)
+            if response.content_type == "text/event-stream":
+                made, whole = await _streamed(request, response, answer)
+            else:
+                made, whole = await _at_once(request, response, answer), True
+        return made, whole and self._record(request, completion, answer, start_s)
+
+    async def _send(
         self,
-        request: web.Request,
+        stack: AsyncExitStack,
+        request: web.BaseRequest,
+        data: "bytes | AsyncIterator[bytes] | None",
+        *,
+        plain: bool,
+    ) -> aiohttp.ClientResponse:
+        """Send a request to the endpoint; ``plain``: its answer must not be compressed."""
+        headers = CIMultiDict(
+            (name, value) for name, value in request.headers.items() if _forwarded(name)
+        )
+        if plain:
+            headers[hdrs.ACCEPT_ENCODING] = "identity"
+        url = URL(self._endpoint + _target(request), encoded=True)
+        more: dict[str, Any] = {
+            "data": data,
+            "headers": headers,
+            "skip_auto_headers": _ADDED_TO_REQUESTS,
+            "allow_redirects": False,
+        }
+        if data is None or isinstance(data, bytes):
+            return await stack.enter_async_context(sent(self._http, request.method, url, **more))
+        if (length := request.headers.get(hdrs.CONTENT_LENGTH)) is not None:
+            headers[hdrs.CONTENT_LENGTH] = length
+        return await stack.enter_async_context(self._http.request(request.method, url, **more))
+
+    def _record(
+        self,
+        request: web.BaseRequest,
         completion: dict[str, Any],
         answer: _Answer,
         start_s: float,
-        whole: bool,
-    ) -> None:
+    ) -> bool:
+        """Record an exchange; return whether it could be."""
         prompt = answer.prompt or _listed_tokens(completion.get("prompt"))
         messages = _messages(completion) if self._texts else ()
-        if not (whole and len(answer.answers) == 1 and prompt and answer.generated) or (
-            messages is None
-        ):
-            self.not_recorded += 1
-            return
-        self.recorded += 1
+        one = answer.readable and len(answer.answers) == 1
+        if not (one and prompt and answer.generated) or messages is None:
+            return False
         self._on_exchange(
             Exchange(
                 tenant=str(completion.get("cache_salt") or ""),
@@ -315,10 +502,71 @@ class RecordingProxy:
                 answer_text=answer.text if self._texts else "",
             )
         )
+        return True
+
+
+def _target(request: web.BaseRequest) -> str:
+    """Return path and query as the client wrote them."""
+    written = request.raw_path
+    if written.startswith("/"):
+        return written
+    parts = urlsplit(written)  # The absolute form, as to any proxy.
+    return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
+
+def _path(request: web.BaseRequest) -> str:
+    return _target(request).partition("?")[0]
 
 
 def _forwarded(name: str) -> bool:
     return name.lower() not in _NOT_FORWARDED
+
+
+async def _whole_body(request: web.BaseRequest) -> "bytes | AsyncIterator[bytes] | None":
+    """Return the body, None without one; an iterator over one above ``MAX_BODY_BYTES``."""
+    if request.headers.get(hdrs.EXPECT, "").lower() == "100-continue":
+        assert request.transport is not None
+        request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+    if not request.body_exists:
+        return None
+    pieces, received_bytes = [], 0
+    while piece := await request.content.readany():
+        pieces.append(piece)
+        received_bytes += len(piece)
+        if received_bytes > MAX_BODY_BYTES:
+            return _continued(pieces, request)
+    return b"".join(pieces)
+
+
+async def _continued(pieces: list[bytes], request: web.BaseRequest) -> AsyncIterator[bytes]:
+    while pieces:
+        yield pieces.pop(0)
+    async for piece in request.content.iter_any():
+        yield piece
+
+
+def _completion(
+    request: web.BaseRequest, body: "bytes | AsyncIterator[bytes] | None"
+) -> dict[str, Any] | None:
+    """Return the body of a completion that may be recorded, None for other requests."""
+    if request.method != "POST" or _path(request) not in RECORDED_PATHS:
+        return None
+    try:
+        completion = msgspec.json.decode(body) if isinstance(body, bytes) else None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    if not isinstance(completion, dict) or completion.get("echo"):
+        return None
+    return completion
+
+
+def _asking_for_ids(body: bytes) -> bytes:
+    """Return a JSON object with ``return_token_ids``; the rest stays as the client wrote it.
+
+    Of a field that occurs twice, JSON readers take the last one.
+    """
+    inside = body.rstrip()[:-1].rstrip()
+    return inside + (b"" if inside.endswith(b"{") else b",") + _ASKS_FOR_IDS
 
 
 def _unreachable(endpoint: str, error: Exception) -> web.Response:
@@ -326,79 +574,50 @@ def _unreachable(endpoint: str, error: Exception) -> web.Response:
     return web.json_response({"error": {"message": message, "code": 502}}, status=502)
 
 
-def _like(response: aiohttp.ClientResponse) -> web.StreamResponse:
-    """Return a response with the endpoint's status and headers, without a body."""
-    made = web.StreamResponse(status=response.status, reason=response.reason)
-    for name, value in response.headers.items():
-        if _forwarded(name) or name.lower() == "content-encoding":
-            made.headers.add(name, value)
+def _broken_off(request: web.BaseRequest) -> web.Response:
+    """Close the client's connection in the middle of an answer, as the endpoint did."""
+    if request.transport is not None:
+        request.transport.abort()
+    return web.Response(status=502)
+
+
+async def _copied(request: web.BaseRequest, response: aiohttp.ClientResponse) -> web.StreamResponse:
+    """Pass an answer on unchanged, piece by piece."""
+    made = _Passed(response, response.headers.get(hdrs.CONTENT_LENGTH))
+    await made.prepare(request)
+    async for received in response.content.iter_any():
+        await made.write(received)
+    await made.write_eof()
     return made
 
 
-async def _passed(
-    request: web.Request, response: aiohttp.ClientResponse
-) -> tuple[web.StreamResponse, bool]:
-    """Forward an answer unchanged."""
-    made = _like(response)
-    await made.prepare(request)
-    return made, await _until_broken(request, _copied(response, made))
-
-
 async def _streamed(
-    request: web.Request, response: aiohttp.ClientResponse, answer: _Answer, strip: bool
+    request: web.BaseRequest, response: aiohttp.ClientResponse, answer: _Answer
 ) -> tuple[web.StreamResponse, bool]:
-    """Forward a stream event by event; return the response and whether it is complete."""
-    made = _like(response)
+    """Pass a stream on event by event; return the response and whether it is complete."""
+    made = _Passed(response, None)
     await made.prepare(request)
-    return made, await _until_broken(request, _events(response, made, answer, strip))
-
-
-async def _copied(response: aiohttp.ClientResponse, made: web.StreamResponse) -> bool:
+    events = _Events(answer)
     async for received in response.content.iter_any():
-        await made.write(received)
-    return True
-
-
-async def _events(
-    response: aiohttp.ClientResponse, made: web.StreamResponse, answer: _Answer, strip: bool
-) -> bool:
-    lines = EventLines()
-    async for received in response.content.iter_any():
-        for payload in lines.feed(received):
-            await made.write(answer.add_event(payload, strip))
-        if lines.ended:
-            await made.write(STREAM_END)
-            return True
-    return False
-
-
-async def _until_broken(request: web.Request, passing: Coroutine[Any, Any, bool]) -> bool:
-    """Return whether an answer was forwarded completely; if not, abort the client connection."""
-    try:
-        if await passing:
-            return True
-    except (aiohttp.ClientError, OSError):
-        pass
-    if request.transport is not None:
-        request.transport.abort()
-    return False
+        if passed := b"".join(events.feed(received)):
+            await made.write(passed)
+    if rest := events.rest():
+        await made.write(rest)
+    await made.write_eof()
+    return made, events.ended
 
 
 async def _at_once(
-    request: web.Request, response: aiohttp.ClientResponse, answer: _Answer, strip: bool
-) -> tuple[web.StreamResponse, bool]:
+    request: web.BaseRequest, response: aiohttp.ClientResponse, answer: _Answer
+) -> web.StreamResponse:
     body = await response.read()
-    try:
-        decoded = msgspec.json.decode(body)
-    except msgspec.DecodeError:
-        decoded = None
-    if isinstance(decoded, dict):
-        answer.add(decoded, strip)
-        body = msgspec.json.encode(decoded)
-    made = _like(response)
+    passed = answer.pass_on(body)
+    passed = body if passed is None else passed
+    made = _Passed(response, str(len(passed)))
     await made.prepare(request)
-    await made.write(body)
-    return made, True
+    await made.write(passed)
+    await made.write_eof()
+    return made
 
 
 def _listed_tokens(prompt: object) -> list[int]:
@@ -419,14 +638,3 @@ def _messages(completion: dict[str, Any]) -> tuple[Message, ...] | None:
         return None
     tools = completion.get("tools")
     return tuple(flatten(one, tools if place == 0 else None) for place, one in enumerate(raw))
-
-
-async def serve(proxy: RecordingProxy, host: str, port: int, stop: asyncio.Event) -> None:
-    """Listen at ``host:port`` until ``stop``; raises ``OSError`` if that fails."""
-    runner = web.AppRunner(proxy.app())
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, host, port).start()
-        await stop.wait()
-    finally:
-        await runner.cleanup()

@@ -4,7 +4,7 @@
 
 Each agent sends its next turn as soon as it has the last answer, or after the recorded tool delay.
 A failed turn is not retried: it is recorded with its error and ends its agent; other agents
-continue.
+continue.  Only a request that no server can have begun is sent again (``node.http_client``).
 """
 
 import asyncio
@@ -20,8 +20,12 @@ import aiohttp
 import msgspec
 import numpy as np
 
-from dualpath.core.errors import ConfigError, DualPathError
+from dualpath.core.addresses import checked_http_url
+from dualpath.core.errors import DualPathError
+from dualpath.core.names import name_problem
 from dualpath.core.settings import Setting
+from dualpath.node.certificates import CaFile, trusting
+from dualpath.node.http_client import client_session, sent
 from dualpath.node.machine import this_machine
 from dualpath.router.api_keys import client_headers
 from dualpath.workload.arrivals import arrival_times_s
@@ -62,9 +66,22 @@ from dualpath.workload.replay.result import (
 # Hints about sessions that agents of a replay send in addition to their turns.
 
 #: Timeout of a hint, after which it is useless.
+_JSON = {"Content-Type": "application/json"}
 _TIMEOUT_S = 5.0
 
 logger = logging.getLogger(__name__)
+
+
+def sent_name(conversation_id: str) -> str:
+    """Return the name under which a router knows a session of a trace.
+
+    It is the session's id, or a digest of it if the router would refuse that, or if it would not
+    survive as a part of a URL's path.
+    """
+    if conversation_id not in ("", ".", "..") and name_problem(conversation_id) is None:
+        return conversation_id
+    digest = hashlib.sha256(conversation_id.encode("utf-8", "surrogatepass")).hexdigest()
+    return f"session-{digest[:32]}"
 
 
 class HintSender:
@@ -80,7 +97,7 @@ class HintSender:
 
     def session_name(self, conversation_id: str) -> str | None:
         """Return the session name to send with a turn, None for none."""
-        return None if self._given is SentHints.NONE else conversation_id
+        return None if self._given is SentHints.NONE else sent_name(conversation_id)
 
     async def tool_begins(
         self, conversation_id: str, cache_salt: str | None, runs_s: float
@@ -100,11 +117,13 @@ class HintSender:
         body: dict[str, object] = {**hints}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        url = f"{self._sessions}/{quote(conversation_id, safe='')}"
+        url = f"{self._sessions}/{quote(sent_name(conversation_id), safe='')}"
         try:
             async with (
                 asyncio.timeout(_TIMEOUT_S),
-                self._http.request(method, url, data=msgspec.json.encode(body)) as answer,
+                sent(
+                    self._http, method, url, data=msgspec.json.encode(body), headers=_JSON
+                ) as answer,
             ):
                 if answer.status != 200:
                     text = (await answer.text())[:200]
@@ -156,6 +175,7 @@ class ReplayOptions(AgentSettings, frozen=True, kw_only=True):
     read_timeout_s: Annotated[
         float, Setting("longest time between two chunks of a stream", gt=0, le=86400)
     ] = 600.0
+    ca_file: CaFile = ""
     run_id: Annotated[str, Setting("id from which cache salts are derived", flag=False)] = ""
     label: Annotated[str, Setting("name of this run in reports")] = ""
     trace: Annotated[str, Setting("name of the trace", flag=False)] = ""
@@ -234,6 +254,10 @@ class ReplayRun:
         async with asyncio.TaskGroup() as group:
             for agent in zip(conversations, stored, arrivals_s, strict=True):
                 group.create_task(self._one_agent(*agent))
+
+    def jct_s(self, *, interrupted: bool) -> float:
+        """Return the time from the start to the last answer, or until now if interrupted."""
+        return self._since_start() if interrupted else self.last_answer_s
 
     async def _one_agent(
         self, conversation: Conversation, stored: StoredPrefixes[TokenIds], arrival_s: float
@@ -408,29 +432,31 @@ async def replay(
     histories: Sequence[Session] = (),
     progress: Progress | None = None,
     clock: Clock | None = None,
+    cluster_endpoint: str = "",
+    partial: bool = False,
 ) -> ReplayResult:
     """Replay ``sessions`` against ``endpoint`` (``http://host:port``) and return the measurements.
 
     ``encode`` converts text to token ids; only text sessions need it.  ``histories`` are sessions
     of one prompt that an earlier run with the same ``run_id`` has stored, so that the agent with
-    the same id can hit it.  Failed turns are in the result and raise no error.  Requests carry the
+    the same id can hit it.  ``cluster_endpoint`` has the counters of engines if front ends are
+    processes of their own.  Failed turns are in the result and raise no error.  ``partial``: if
+    this task is cancelled while agents run, return what has been measured.  Requests carry the
     environment's ``VLLM_API_KEY``.  Raises ``ConfigError`` for invalid settings and
     ``EngineLostError`` if the endpoint does not answer at the start.
     """
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"endpoint {endpoint!r} is not an http:// or https:// URL")
-    endpoint = endpoint.rstrip("/").removesuffix("/v1")
+    endpoint = checked_http_url(endpoint, "endpoint").removesuffix("/v1")
     agents = make_agents(sessions, options.agents, options.seed)
     arrivals_s = arrival_times_s(len(agents), options.agents_per_s, options.seed)
     timeout = aiohttp.ClientTimeout(
         total=None, sock_connect=_CONNECT_TIMEOUT_S, sock_read=options.read_timeout_s
     )
-    # No connection limit, because requests must queue at the server, not at the client.
-    connector = aiohttp.TCPConnector(limit=0)
     keys = client_headers()
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector, headers=keys) as http:
+    async with client_session(timeout=timeout, headers=keys, tls=trusting(options.ca_file)) as http:
         model, model_limit = await served_model(http, endpoint, options.model)
-        before = await status(http, endpoint)
+        cluster = cluster_endpoint.rstrip("/") or endpoint
+        before = await status(http, cluster)
+        _warn_without_bytes(before, cluster_endpoint)
         setting = _setting(options, endpoint, model, model_limit, before, len(agents))
         run = ReplayRun(
             http, setting, options.run_id, clock or RealClock(), progress or NoProgress()
@@ -438,17 +464,34 @@ async def replay(
         vocabulary = Vocabulary(options.seed, setting.token_low, setting.token_high, encode)
         vocabulary.check()
         settings = msgspec.structs.replace(options, max_context_tokens=setting.max_context_tokens)
-        await run.all_agents(agents, arrivals_s, settings, vocabulary, histories)
-        after = await _status_after(http, endpoint)
+        interrupted = False
+        try:
+            await run.all_agents(agents, arrivals_s, settings, vocabulary, histories)
+        except asyncio.CancelledError:
+            if not partial:
+                raise
+            interrupted = True
+        after = await _status_after(http, cluster)
     return ReplayResult(
         setting=setting,
         machine=this_machine(),
-        summary=summarise(run.turns, run.sessions, run.last_answer_s),
+        summary=summarise(run.turns, run.sessions, run.jct_s(interrupted=interrupted)),
         trace=trace_shape(run.turns),
         server=counter_changes(before, after),
         sessions=run.sessions,
         turns=run.turns,
+        interrupted=interrupted,
     )
+
+
+def _warn_without_bytes(served: Status | None, cluster_endpoint: str) -> None:
+    """Warn if a front end answers, which does not know what engines move."""
+    if served is not None and served.front_end and not cluster_endpoint:
+        logging.getLogger(__name__).warning(
+            "a front end serves the endpoint, so bytes and hits of engines are not reported; give "
+            "the scheduler's HTTP address, which `dualpath router` prints as cluster, with "
+            "--cluster-endpoint"
+        )
 
 
 async def _status_after(http: aiohttp.ClientSession, endpoint: str) -> Status | None:

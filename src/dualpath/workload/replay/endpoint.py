@@ -18,6 +18,7 @@ from dualpath.core.errors import (
     DualPathError,
     EngineLostError,
 )
+from dualpath.node.http_client import sent
 from dualpath.router.token_api.wire import EventLines
 from dualpath.workload.replay.result import ServerCounters
 
@@ -41,6 +42,7 @@ class EngineStatus(msgspec.Struct, frozen=True):
 class Status(msgspec.Struct, frozen=True):
     """The fields of ``/dualpath/v1/status`` that clients use; other fields are ignored."""
 
+    front_end: str | None = None
     mode: str | None = None
     mode_note: str | None = None
     vocab_size: int | None = None
@@ -225,7 +227,8 @@ async def complete(
     """
     headers = {"Content-Type": "application/json"}
     try:
-        async with http.post(url, data=msgspec.json.encode(body), headers=headers) as response:
+        data = msgspec.json.encode(body)
+        async with sent(http, "POST", url, data=data, headers=headers) as response:
             if response.status != 200:
                 raise _refusal(url, response.status, await response.text())
             completion = await _collect(response, clock)

@@ -437,6 +437,8 @@ def _warnings(results: Sequence[ReplayResult]) -> tuple[str, ...]:
                 f"prompt exceeds {result.setting.max_context_tokens} tokens: "
                 f"{', '.join(silent[:_NAMES_SHOWN])}{more}"
             )
+        if result.interrupted:
+            warnings.append(f"{label}: interrupted; only turns that had ended are counted")
         if result.setting.broken_lines:
             warnings.append(f"{label}: {result.setting.broken_lines} broken trace lines left out")
     return tuple(warnings)

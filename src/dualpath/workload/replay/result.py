@@ -191,7 +191,10 @@ class ServerCounters(msgspec.Struct, frozen=True):
 
 
 class ReplayResult(msgspec.Struct, frozen=True):
-    """A complete run; ``server`` is None for an endpoint without ``/dualpath/v1/status``."""
+    """A run; ``server`` is None for an endpoint without ``/dualpath/v1/status``.
+
+    An ``interrupted`` run has the turns and sessions that had ended.
+    """
 
     setting: ReplaySetting
     machine: ClientMachine
@@ -201,6 +204,7 @@ class ReplayResult(msgspec.Struct, frozen=True):
     sessions: list[SessionRecord]
     turns: list[TurnRecord]
     schema: str = SCHEMA
+    interrupted: bool = False
 
     @property
     def failed(self) -> bool:
@@ -223,7 +227,9 @@ def read_result(path: str | Path) -> ReplayResult:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from None
     except msgspec.DecodeError as error:
-        raise ConfigError(f"{path}: is not a replay result ({error}); give a run's --out") from None
+        raise ConfigError(
+            f"{path}: is not a replay result ({error}); give the --json file of a replay"
+        ) from None
     raise ConfigError(
         f"{path}: schema is {schema!r}, but this version reads {SCHEMA!r}; repeat the run"
     )

@@ -8,7 +8,7 @@ import numpy as np
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.plan.counts import chunk_blocks, kv_tokens, new_full_blocks
-from dualpath.policy.accounts import LAST_SEQ, decode_tokens
+from dualpath.policy.accounts import decode_tokens
 from dualpath.policy.batching import next_chunk
 from dualpath_sim.simulator.compiled.jit import inlined, lean, prefetch
 from dualpath_sim.simulator.compiled.machine import (
@@ -66,6 +66,7 @@ from dualpath_sim.simulator.compiled.tables import (
     PE,
     PE_BLOCKS,
     PE_READ,
+    PLACED,
     PROMPT,
     PROMPT_BLOCKS,
     QUEUE_HEAD,
@@ -208,7 +209,7 @@ def _report(p: World, group: int) -> None:
             report(
                 s,
                 engine,
-                s.engines[LAST_SEQ, engine],
+                s.work[PLACED, :0],
                 engines[engine, REQUESTS],
                 engines[engine, TOKENS],
                 engines[engine, READING],

@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 from dualpath.policy import accounts
 from dualpath.policy.accounts import (
     FREE_HBM,
-    LAST_SEQ,
     NODE,
-    REPORTED_SEQ,
     SEQ,
     TOK,
     IntArray,
@@ -31,15 +29,12 @@ from dualpath_sim.simulator.compiled.tables import (
     A_DE,
     A_DE_READ,
     A_DE_REASON,
-    A_DE_SEQ,
     A_PE,
     A_PE_READ,
     A_PE_REASON,
-    A_PE_SEQ,
     A_READ_REASON,
     A_REQUEST,
     AHEAD,
-    ASSIGN_SEQ,
     BEHIND,
     CHARGE,
     COMMON_QUEUES,
@@ -49,21 +44,18 @@ from dualpath_sim.simulator.compiled.tables import (
     ENTERED,
     FAR_BEHIND,
     FIRST,
-    FIRST_PENDING,
     FIRST_SIDE,
     HBM,
     IN_TURN_PES,
     LARGEST_HBM,
     LAST_DEALT,
-    LAST_PENDING,
     LATEST,
     LENGTH,
     LENGTHS,
     NO_CACHED_ROWS,
     NONE,
+    NOT_IN_REPORT,
     NUMBER,
-    PENDING_AFTER,
-    PENDING_BEFORE,
     PLACED,
     PREFILL,
     PRIVATE_TOKENS,
@@ -74,6 +66,7 @@ from dualpath_sim.simulator.compiled.tables import (
     READ_TOKENS,
     READ_TOTAL,
     REASON,
+    REPORTS,
     REQUEST_HIT,
     RING,
     ROWS,
@@ -85,8 +78,8 @@ from dualpath_sim.simulator.compiled.tables import (
     SchedulerState,
 )
 
-# Doubly linked lists inside the table of requests: wait queues, and what an engine was assigned and
-# has not reported.  Every operation costs the same however many requests wait.
+# Wait queues: doubly linked lists inside the table of requests.  Every operation costs the same
+# however many requests wait.
 
 
 @inlined
@@ -132,46 +125,14 @@ def leave_queue(state: SchedulerState, request: int, role: int) -> None:
     requests[request, QUEUE + role] = NONE
 
 
-@inlined
-def enter_pending(state: SchedulerState, request: int, role: int) -> None:
-    """Put a request at the end of what its engine was assigned and has not reported yet."""
-    requests, engines = state.requests, state.engines
-    engine = requests[request, ENGINE + role]
-    last = engines[LAST_PENDING, engine]
-    requests[request, PENDING_BEFORE + role] = last
-    requests[request, PENDING_AFTER + role] = NONE
-    if last == NONE:
-        engines[FIRST_PENDING, engine] = request
-    else:
-        requests[last, PENDING_AFTER + role] = request
-    engines[LAST_PENDING, engine] = request
-
-
-@inlined
-def leave_pending(state: SchedulerState, request: int, role: int) -> None:
-    """Take a request out of that list."""
-    requests, engines = state.requests, state.engines
-    engine = requests[request, ENGINE + role]
-    before = requests[request, PENDING_BEFORE + role]
-    after = requests[request, PENDING_AFTER + role]
-    if before == NONE:
-        engines[FIRST_PENDING, engine] = after
-    else:
-        requests[before, PENDING_AFTER + role] = after
-    if after == NONE:
-        engines[LAST_PENDING, engine] = before
-    else:
-        requests[after, PENDING_BEFORE + role] = before
-
-
-# ``policy.load.Ledger``: which charges an engine has not reported yet.
+# ``policy.accounts.Ledger``: which charges no report of an engine has counted in.
 
 
 @inlined
 def report(
     state: SchedulerState,
     engine: int,
-    assign_seq: int,
+    left_out: IntArray,
     unfinished_requests: int,
     unfinished_tokens: int,
     read_queue_tokens: int,
@@ -179,22 +140,19 @@ def report(
 ) -> None:
     """Take over an engine's load; a late report is dropped (``Ledger.report``).
 
-    The numbers must be such that the ledger would accept them.
+    ``left_out`` are the assigned requests that it does not count.  No figure may be negative.
     """
-    engines = state.engines
-    if assign_seq < engines[REPORTED_SEQ, engine]:
-        return
-    if assign_seq == engines[LAST_SEQ, engine]:
-        accounts.count_in_all(engines, engine)
-        engines[FIRST_PENDING, engine] = NONE
-        engines[LAST_PENDING, engine] = NONE
-    else:
-        _drop_counted(state, engine, assign_seq)
+    role = DECODE if engine >= state.first_decode_engine else PREFILL
+    if left_out.size:
+        for request in left_out:
+            assigned = _is_assigned(state, request, role, engine)
+            if assigned and not uncounted(state, request, role):
+                return
+    _count_in(state, engine, role, left_out)
     accounts.take_report(
-        engines,
+        state.engines,
         state.nodes[READ_Q],
         engine,
-        assign_seq,
         unfinished_requests,
         unfinished_tokens,
         read_queue_tokens,
@@ -202,20 +160,23 @@ def report(
     )
 
 
-@lean
-def _drop_counted(state: SchedulerState, engine: int, assign_seq: int) -> None:
-    """Take the charges up to ``assign_seq`` off the list."""
-    role = DECODE if engine >= state.first_decode_engine else PREFILL
+@inlined
+def _is_assigned(state: SchedulerState, request: int, role: int, engine: int) -> bool:
+    requests = state.requests
+    return requests[request, ENGINE + role] == engine and requests[request, CHARGE + role] > 0
+
+
+@inlined
+def _count_in(state: SchedulerState, engine: int, role: int, left_out: IntArray) -> None:
+    """Count in all that was assigned to an engine and is not ``left_out``."""
     engines, requests = state.engines, state.requests
-    request = engines[FIRST_PENDING, engine]
-    while request != NONE and requests[request, ASSIGN_SEQ + role] <= assign_seq:
-        tokens = requests[request, CHARGE + role]
-        accounts.count_in(
-            engines, engine, tokens, int(tokens > 0), requests[request, READ_TOKENS + role]
-        )
-        following = requests[request, PENDING_AFTER + role]
-        leave_pending(state, request, role)
-        request = following
+    accounts.count_in_all(engines, engine)
+    for request in left_out:
+        if requests[request, ENGINE + role] == engine and uncounted(state, request, role):
+            tokens, reads = requests[request, CHARGE + role], requests[request, READ_TOKENS + role]
+            accounts.leave_uncounted(engines, engine, tokens, int(tokens > 0), reads)
+            requests[request, NOT_IN_REPORT + role] += 1
+    engines[REPORTS, engine] += 1
 
 
 @inlined
@@ -226,21 +187,19 @@ def hold(state: SchedulerState, request: int, role: int, engine: int) -> None:
 
 
 @inlined
-def _charge_assigned(state: SchedulerState, request: int, role: int) -> int:
-    """Turn a held charge into an assigned one and return its number."""
+def _charge_assigned(state: SchedulerState, request: int, role: int) -> None:
+    """Turn a held charge into an assigned one."""
     requests = state.requests
     engine, tokens = requests[request, ENGINE + role], requests[request, LENGTH + role]
-    seq = accounts.assign(state.engines, engine, tokens, 0)
-    requests[request, ASSIGN_SEQ + role] = seq
+    accounts.assign(state.engines, engine, tokens, 0)
+    requests[request, NOT_IN_REPORT + role] = state.engines[REPORTS, engine]
     requests[request, CHARGE + role] = tokens
     requests[request, READ_TOKENS + role] = 0
-    enter_pending(state, request, role)
-    return seq
 
 
 @inlined
 def charge_read(state: SchedulerState, request: int, role: int, tokens: int) -> None:
-    """Charge a read of the engine's latest assignment, this request's."""
+    """Charge a read of a request that was assigned just now."""
     nodes, engine = state.nodes, state.requests[request, ENGINE + role]
     state.requests[request, READ_TOKENS + role] = tokens
     accounts.charge_read(state.engines, nodes[READ_Q], nodes[READ_TOTAL], engine, tokens)
@@ -248,7 +207,7 @@ def charge_read(state: SchedulerState, request: int, role: int, tokens: int) -> 
 
 @inlined
 def release_read(state: SchedulerState, request: int, role: int) -> None:
-    """Strike a read that no report has counted in yet."""
+    """Strike a read if it is uncounted."""
     tokens = state.requests[request, READ_TOKENS + role]
     if tokens > 0 and uncounted(state, request, role):
         engine = state.requests[request, ENGINE + role]
@@ -258,7 +217,7 @@ def release_read(state: SchedulerState, request: int, role: int) -> None:
 
 @inlined
 def release(state: SchedulerState, request: int, role: int) -> None:
-    """Strike an assigned request that no report has counted in yet."""
+    """Strike an assigned request if it is uncounted."""
     requests = state.requests
     engine, tokens = requests[request, ENGINE + role], requests[request, CHARGE + role]
     if tokens > 0 and uncounted(state, request, role):
@@ -270,7 +229,7 @@ def release(state: SchedulerState, request: int, role: int) -> None:
 def uncounted(state: SchedulerState, request: int, role: int) -> bool:
     """Return whether no report of the engine counts in an assigned request."""
     engine = state.requests[request, ENGINE + role]
-    return state.requests[request, ASSIGN_SEQ + role] > state.engines[REPORTED_SEQ, engine]
+    return state.requests[request, NOT_IN_REPORT + role] == state.engines[REPORTS, engine]
 
 
 # The placers of ``policy``: which requests get an engine in a fetch, and which one.  Each function
@@ -586,8 +545,6 @@ def finished(state: SchedulerState, request: int) -> None:
     read_done(state, request)
     for role in range(2):
         release(state, request, role)
-        if uncounted(state, request, role):
-            leave_pending(state, request, role)
 
 
 @inlined
@@ -604,11 +561,11 @@ def _assign_placed(state: SchedulerState, other_role: int, placed: int) -> int:
 
 @inlined
 def _assign(state: SchedulerState, request: int, row: int) -> None:
-    """Number it at both engines and choose its reads (``Assigner.assign``)."""
+    """Charge it to both engines and choose its reads (``RequestScheduler``)."""
     requests, assigned = state.requests, state.assigned
     state.counters[UNASSIGNED] -= 1
-    assigned[row, A_PE_SEQ] = _charge_assigned(state, request, PREFILL)
-    assigned[row, A_DE_SEQ] = _charge_assigned(state, request, DECODE)
+    _charge_assigned(state, request, PREFILL)
+    _charge_assigned(state, request, DECODE)
     head, tail, reason = _choose_reads(state, request)
     if head > 0:
         charge_read(state, request, PREFILL, head)

@@ -48,13 +48,10 @@ CACHE_LINE_BYTES = 64
 # ---------------------------------------------------------------- the scheduler's tables
 
 #: Rows of ``SchedulerState.engines`` behind those of an account (``policy.accounts``), one column
-#: per engine.  FIRST_PENDING and LAST_PENDING are the ends of the list of requests that the engine
-#: was assigned and has not reported; FIRST_SIDE is the side of the first read of the PE's next new
-#: pair.  RING lists the engines of each role in ``EngineSpec.order``.
-FIRST_PENDING, LAST_PENDING, FIRST_SIDE, GROUP, HBM, RING = range(
-    ACCOUNT_COLUMNS, ACCOUNT_COLUMNS + 6
-)
-ENGINE_ROWS = ACCOUNT_COLUMNS + 6
+#: per engine.  REPORTS is the number of reports so far; FIRST_SIDE is the side of the first read of
+#: the PE's next new pair.  RING lists the engines of each role in ``EngineSpec.order``.
+REPORTS, FIRST_SIDE, GROUP, HBM, RING = range(ACCOUNT_COLUMNS, ACCOUNT_COLUMNS + 5)
+ENGINE_ROWS = ACCOUNT_COLUMNS + 5
 
 #: Rows of ``groups``: engines [FIRST, END), tokens of the private queue, these and the engines'
 #: while the global queue is drained, and the largest engine's HBM.
@@ -65,11 +62,11 @@ GROUP_ROWS = 5
 READ_Q, READ_TOTAL = range(2)
 
 #: Columns of ``requests``, most in pairs, the PE's and the DE's.  One cache line for an assigned
-#: request: the engine; the assignment number; the tokens of the charge and of the read (0 when
-#: struck); the neighbours in the engine's list of pending requests.  One for the rest: the tokens
-#: it counts for; the wait queue with its neighbours; why it got the engine; the request that
-#: entered the queue STRIDE places behind it.
-ENGINE, ASSIGN_SEQ, CHARGE, READ_TOKENS, PENDING_BEFORE, PENDING_AFTER = range(0, 12, 2)
+#: request: the engine; the latest of the engine's reports that does not count it in; the tokens of
+#: the charge and of the read (0 when struck).  One for the rest: the tokens it counts for; the wait
+#: queue with its neighbours; why it got the engine; the request that entered the queue STRIDE
+#: places behind it.
+ENGINE, NOT_IN_REPORT, CHARGE, READ_TOKENS = range(0, 8, 2)
 NUMBER, REQUEST_HIT = 16, 17
 LENGTH, QUEUE, AHEAD, BEHIND, REASON, FAR_BEHIND = range(18, 30, 2)
 REQUEST_COLUMNS = 32
@@ -103,10 +100,8 @@ WORK_ROWS = 5
     A_PE_REASON,
     A_DE_REASON,
     A_READ_REASON,
-    A_PE_SEQ,
-    A_DE_SEQ,
-) = range(10)
-ASSIGNED_COLUMNS = 10
+) = range(8)
+ASSIGNED_COLUMNS = 8
 
 
 class Rules(NamedTuple):
@@ -202,7 +197,7 @@ def _scheduler_engines(
     specs: Sequence[EngineSpec], groups: list[str], nodes: list[str]
 ) -> IntArray:
     engines = np.zeros((ENGINE_ROWS, len(specs)), np.int64)
-    engines[[FIRST_PENDING, LAST_PENDING, FIRST_SIDE]] = NONE
+    engines[FIRST_SIDE] = NONE
     engines[NODE] = [nodes.index(spec.node) for spec in specs]
     engines[GROUP] = [groups.index(spec.group) for spec in specs]
     engines[HBM] = engines[FREE_HBM] = [spec.hbm_tokens for spec in specs]

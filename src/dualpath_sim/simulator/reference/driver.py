@@ -7,6 +7,7 @@ import msgspec
 
 from dualpath.core.blocks import holding_blocks
 from dualpath.core.cluster import Role
+from dualpath.core.control import Load
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
     Assignment,
@@ -34,15 +35,13 @@ class _Account:
 
     def __init__(self, engine: int, hbm_tokens: int) -> None:
         self._engine_id = str(engine)
-        self._assign_seq = 0
         self.requests = 0
         self.tokens = 0
         self.free_hbm_tokens = hbm_tokens
         self.read_tokens = 0
         self.dirty = False
 
-    def assigned(self, seq: int, tokens: int, hbm_tokens: int, read_tokens: int) -> None:
-        self._assign_seq = seq
+    def assigned(self, tokens: int, hbm_tokens: int, read_tokens: int) -> None:
         self.requests += 1
         self.tokens += tokens
         self.free_hbm_tokens -= hbm_tokens
@@ -58,13 +57,14 @@ class _Account:
     def report(self) -> EngineReport:
         self.dirty = False
         return EngineReport(
-            engine_id=self._engine_id,
-            assign_seq=self._assign_seq,
-            unfinished_requests=self.requests,
-            unfinished_tokens=self.tokens,
-            read_queue_tokens=self.read_tokens,
-            free_hbm_tokens=self.free_hbm_tokens,
-            free_buffer_tokens=0,
+            self._engine_id,
+            Load(
+                unfinished_requests=self.requests,
+                unfinished_tokens=self.tokens,
+                read_queue_tokens=self.read_tokens,
+                free_hbm_tokens=self.free_hbm_tokens,
+                free_buffer_tokens=0,
+            ),
         )
 
 
@@ -267,14 +267,11 @@ class SchedulerDriver:
 
     def _take(self, assignment: Assignment) -> None:
         self._accounts[int(assignment.prefill_engine)].assigned(
-            assignment.prefill_assign_seq,
-            assignment.prefill_tokens,
-            0,
-            assignment.prefill_read_tokens,
+            assignment.prefill_tokens, 0, assignment.prefill_read_tokens
         )
         tokens = assignment.decode_tokens
         self._accounts[int(assignment.decode_engine)].assigned(
-            assignment.decode_assign_seq, tokens, tokens, assignment.decode_read_tokens
+            tokens, tokens, assignment.decode_read_tokens
         )
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)

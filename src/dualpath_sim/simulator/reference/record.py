@@ -3,7 +3,8 @@
 import numpy as np
 
 from dualpath.core.cluster import Role
-from dualpath.policy.events import DE_REASONS, PE_REASONS, READ_REASONS, Assignment
+from dualpath.policy.events import DE_REASONS, PE_REASONS, Assignment
+from dualpath.policy.read_side import READ_REASONS
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.reference.machine import SimulatedMachine
 from dualpath_sim.simulator.reference.units import Pass

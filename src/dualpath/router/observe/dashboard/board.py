@@ -18,8 +18,8 @@ from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.router.observe.engine_metrics import MOVEMENTS
 from dualpath.router.observe.metrics import RouterMetrics
-from dualpath.router.observe.status import ORACLE_NOTE, model_name
-from dualpath.router.scheduler.dispatch import AssignmentNote
+from dualpath.router.observe.status import ORACLE_NOTE, assignments, model_name
+from dualpath.router.scheduler.dispatch import Placement
 from dualpath.router.scheduler.registry import EngineState, Registry
 from dualpath.router.stages import RequestRecord
 
@@ -201,7 +201,7 @@ def _node(
         return moved / window.span_s if window.span_s else 0.0
 
     def reported(field: str) -> int:
-        return sum(getattr(e.report, field) for e in up if e.report is not None)
+        return sum(getattr(e.report.load, field) for e in up if e.report is not None)
 
     buffer_tokens, hbm_tokens = _capacity(up, "buffer_tokens"), _capacity(up, "hbm_tokens")
     return {
@@ -255,7 +255,7 @@ class Load(NamedTuple):
     open_requests: Iterable[RequestRecord]
     waiting: int
     running: int
-    assignments: Iterable[AssignmentNote]
+    placements: Iterable[Placement]
 
 
 class Dashboard:
@@ -353,10 +353,9 @@ class Dashboard:
             **self._picture(engines),
             "recent": self.history.recent_ttft(),
             "history": self.history.since(seq),
-            "assignments": [
-                msgspec.to_builtins(note)
-                for note in reversed(deque(load.assignments, maxlen=_ASSIGNMENTS))
-            ],
+            "assignments": assignments(
+                registry, reversed(deque(load.placements, maxlen=_ASSIGNMENTS))
+            ),
         }
 
     def _picture(self, engines: Sequence[EngineState]) -> dict[str, Any]:
