@@ -1,14 +1,19 @@
 """The router's bookkeeping: what reports count, and when slots may be released."""
 
+from collections import Counter
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
 from dualpath.core.cluster import AgentAddress, EngineAddress, Role, Writer
-from dualpath.policy.events import Charge
+from dualpath.core.modes import Mode
+from dualpath.core.request import Request
+from dualpath.policy.events import Charge, SchedulerSettings
+from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.engines import EngineInfo
-from dualpath.router.scheduler.dispatch import EngineAssignments
+from dualpath.router.scheduler.dispatch import Dispatch, EngineAssignments
 from dualpath.router.scheduler.releases import Releases
 
 
@@ -185,3 +190,36 @@ async def test_in_doubt_slots_with_known_writers_are_freed_at_once(sent, release
     assert sent == [("d0", "old", True)]
     joins(releases, "d1", quarantined=("other",))
     assert sent[1:] == [("d1", "other", True)]
+
+
+async def test_groups_of_prefill_engines_fetch_in_turn():
+    """§6.1: while each is below β, neither gets all requests."""
+    scheduler = RequestScheduler(SchedulerSettings(Mode.DUALPATH, 10**6, 10**6))
+    chosen: list[str] = []
+    dispatch = Dispatch(
+        scheduler, None, 1, lambda made: chosen.append(made.prefill_engine), lambda s, n: None
+    )
+    groups = [("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)]
+    for order, (name, role) in enumerate(groups):
+        address = EngineAddress(name, "1", role, (AgentAddress("", b"", ()),))
+        dispatch.joined(
+            EngineInfo(
+                engine_id=name,
+                epoch="1",
+                role=role,
+                node=name,
+                group=f"group of {name}",
+                api_url="",
+                address=address,
+                order=order,
+                hbm_tokens=10**6,
+                buffer_tokens=10**6,
+            )
+        )
+    for number in range(20):
+        request = Request(f"r{number}", 1000, 640, 10)
+        await dispatch.place(request)
+        dispatch.reads_done(request.request_id)
+        dispatch.prefill_done(request.request_id, chosen[-1])
+        dispatch.ended(request.request_id)
+    assert Counter(chosen) == {"p0": 10, "p1": 10}

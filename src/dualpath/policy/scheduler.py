@@ -29,8 +29,8 @@ the reads are planned again, as if the request had no read and no computation on
 Its engines stay, and hits that were to be recomputed are.
 """
 
-from collections.abc import Mapping
-from typing import NamedTuple, assert_never
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
 
@@ -65,6 +65,8 @@ from dualpath.policy.events import (
 from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
 from dualpath.policy.read_side import HitSource, HitSources, more_weight, weight_tokens
+
+T = TypeVar("T")
 
 
 class QueueLengths(NamedTuple):
@@ -403,6 +405,15 @@ class RequestScheduler:
         if isinstance(placer, FifoPrefillPlacer):
             alpha_tokens = effective_alpha_tokens(self._settings)
             placer.set_thresholds(alpha_tokens, thresholds.beta_tokens)
+
+
+def fetch_order(prefill: Sequence[T], decode: Sequence[T], first: int) -> list[T]:
+    """Return groups in the order in which they fetch (§6.1): PE groups in turn, then DE groups.
+
+    ``first`` (0 to the number of PE groups - 1) is the PE group that begins.  Another one begins in
+    each round of fetches, or the first group would get all requests while it is below β.
+    """
+    return [*prefill[first:], *prefill[:first], *decode]
 
 
 def places_in_turn(settings: SchedulerSettings) -> bool:

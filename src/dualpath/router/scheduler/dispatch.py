@@ -2,7 +2,8 @@
 
 §6.1 lets engine groups fetch regularly.  Live, every connected group has an open fetch like a
 long poll: after each report, submission or end of a request, the open fetches of all groups are
-answered at once, PE groups first.  The decisions are those of groups that fetch after every event.
+answered at once, PE groups first and in turn.  The decisions are those of groups that fetch after
+every event.
 
 *What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
 only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
@@ -41,7 +42,7 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.rebalance import RoleQueue
-from dualpath.policy.scheduler import RequestScheduler
+from dualpath.policy.scheduler import RequestScheduler, fetch_order
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.event_recorder import EventLogWriter
 from dualpath.router.scheduler.roles import LiveRolePolicy
@@ -139,6 +140,8 @@ class Dispatch:
         self._placements: dict[str, Placement] = {}
         self._bytes_per_token = bytes_per_token
         self._usual_snic: float | None = None
+        #: Rounds of fetches with an assignment: PE groups begin in turn.
+        self._rounds = 0
         #: The latest placements with an assignment, which may have ended.
         self.recent: deque[Placement] = deque(maxlen=_RECENT_ASSIGNMENTS)
 
@@ -307,13 +310,17 @@ class Dispatch:
         if not self._scheduler.waiting:
             return
         start_ns, decisions = time.perf_counter_ns(), 0
-        for role in (Role.PREFILL, Role.DECODE):
-            for group in dict.fromkeys(e.group for e in self._engines.values() if e.role is role):
-                if not self._scheduler.waiting:
-                    break
-                for assignment in self._apply(Fetch(group)).assignments:
-                    self._assigned(assignment)
-                    decisions += 1
+        prefill, decode = (
+            list(dict.fromkeys(e.group for e in self._engines.values() if e.role is role))
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        for group in fetch_order(prefill, decode, self._rounds % max(len(prefill), 1)):
+            if not self._scheduler.waiting:
+                break
+            for assignment in self._apply(Fetch(group)).assignments:
+                self._assigned(assignment)
+                decisions += 1
+        self._rounds += decisions > 0
         self._on_scheduled((time.perf_counter_ns() - start_ns) / 1e9, decisions)
 
     def _assigned(self, assignment: Assignment) -> None:

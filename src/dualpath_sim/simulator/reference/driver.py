@@ -22,7 +22,7 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.rebalance import RoleQueue
-from dualpath.policy.scheduler import RequestScheduler
+from dualpath.policy.scheduler import RequestScheduler, fetch_order
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath_sim.simulator.derived import ClusterLayout, Limits, engine_specs, scheduler_settings
 from dualpath_sim.simulator.reference.machine import EventQueue
@@ -258,7 +258,7 @@ class SchedulerDriver:
         prefill = [group for group in self._groups if group.role is Role.PREFILL]
         decode = [group for group in self._groups if group.role is Role.DECODE]
         first = first_group(self._events.now_ns, self._interval_ns, max(len(prefill), 1))
-        return prefill[first:] + prefill[:first] + decode
+        return fetch_order(prefill, decode, first)
 
     def _report(self, group: _Group) -> None:
         for account in group.members:
