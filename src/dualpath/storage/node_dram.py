@@ -18,8 +18,10 @@ maintained on every file system.
 """
 
 import contextlib
+import errno
 import logging
 import mmap
+import os
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -136,10 +138,12 @@ class NodeDram:
             root = private_folder(root, "dram_dir")
             warn_if_on_disk(root, "dram_dir")
         self._root, self._calls = str(root), calls
+        self._parent = os.path.dirname(os.path.abspath(self._root))
         self.files = PosixStorage(
             root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
         )
         root_status = calls.stat(self._root)
+        self._device = root_status.st_dev
         self.directory_id = f"{root_status.st_dev:x}-{root_status.st_ino:x}"
         self.capacity_blocks = bound_bytes // self._block_bytes
         sets = _set_count(self.capacity_blocks)
@@ -180,10 +184,13 @@ class NodeDram:
             if self.files.is_stored(key):
                 self._touch(key)
             else:
-                self._make_room(key)
+                try:
+                    self._make_room(key)
+                except FileNotFoundError:
+                    self._restore()
                 self.files.write([key], [block])
                 self._warned = False
-        except (OSError, StorageError) as error:
+        except (OSError, ConfigError, StorageError) as error:
             self._warn_once("cannot cache a block", error)
         else:
             self.index.add(key)
@@ -191,6 +198,20 @@ class NodeDram:
     def close(self) -> None:
         """Release resources; the blocks stay for other engines and for the next start."""
         self.files.close()
+
+    def _restore(self) -> None:
+        """Create the directory again after it was removed under the engines.
+
+        Raises ``FileNotFoundError`` if a file system was mounted there: what is below the mount
+        point must not be filled instead.
+        """
+        if self._calls.stat(self._parent).st_dev != self._device:
+            raise FileNotFoundError(errno.ENOENT, "dram_dir is not mounted any more", self._root)
+        if self._calls is KERNEL:
+            private_folder(self._root, "dram_dir")
+        else:
+            self._calls.makedirs(self._root, exist_ok=True)
+        log.warning("dram_dir %s was removed and is created again", self._root)
 
     def _touch(self, key: BlockKey) -> None:
         with contextlib.suppress(OSError):  # removed meanwhile
