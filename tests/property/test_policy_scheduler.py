@@ -176,8 +176,9 @@ class Cluster(RuleBasedStateMachine):
         engine_id = data.draw(
             st.sampled_from([assignment.prefill_engine, assignment.decode_engine])
         )
-        if assignment.request_id in self.engines[engine_id].tokens:
-            self.engines[engine_id].received.add(assignment.request_id)
+        engine = self.engines.get(engine_id)  # it may be lost
+        if engine is not None and assignment.request_id in engine.tokens:
+            engine.received.add(assignment.request_id)
 
     @rule(data=st.data(), resent=st.booleans())
     @precondition(lambda self: self.engines)

@@ -91,7 +91,7 @@ def test_a_profile_file_gives_speed_and_attention(tmp_path: Path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (None, "is not a file"),
+        (None, "cannot be read"),
         ("prefill_tokens_per_s = 1.0", "is not a file"),
         ("[", "is not a file"),
         ("prefill_tokens_per_s = 1.0\n[prefill]\npair_s = 0.0", "above 0"),

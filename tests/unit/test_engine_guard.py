@@ -321,7 +321,7 @@ async def test_calls_are_reported_from_the_end_of_their_body_to_the_end_of_their
             await asyncio.sleep(0)
             return (await client.get(OPEN_CALLS_PATH)).json()["calls"]
 
-        headers = call_header("chat/ä.2")
+        headers = {**call_header("chat/ä.2"), "Content-Type": "application/json"}
         call = asyncio.create_task(client.post(GENERATE_PATH, content=body(), headers=headers))
         assert await listed() == {}
         body_s.set()

@@ -142,7 +142,7 @@ async def test_requested_token_ids_are_forwarded_and_other_paths_are_unchanged()
             assert models.headers["X-Mine"] == "kept"
             assert await models.json() == {"data": [{"id": "m"}]}
 
-    assert '"token_ids":[111]' in answer
+    assert '"token_ids": [111]' in answer
     assert (live.proxy.recorded, live.proxy.not_recorded) == (1, 0)
 
 

@@ -24,7 +24,7 @@ LEASED = seeds_of(LeaderElection.ETCD, LeaderElection.KUBERNETES)
 
 #: When the leader is dead, and when the standby serves.
 _PAUSE = re.compile(
-    r"(router#[12]) +serves[^§]*?([\d.]+)  \1 +is dead[^§]*?([\d.]+)  router#[12] +serves"
+    r"(router#\d+) +serves[^§]*?([\d.]+)  \1 +is dead[^§]*?([\d.]+)  router#\d+ +serves"
 )
 
 

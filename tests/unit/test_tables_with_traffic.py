@@ -263,7 +263,8 @@ async def bad_over_http(made: EmulatedCluster, number: int) -> None:
     assert await post(made, number, prompt=[1] * 600) == 400
     assert await post(made, number, cache_salt="s" * 5000) == 400
     url = f"{made.endpoint}/v1/completions"
-    async with made.http.post(url, data=f"no JSON {number}") as response:
+    kind = {"Content-Type": "application/json"}
+    async with made.http.post(url, data=f"no JSON {number}", headers=kind) as response:
         assert response.status == 400
 
 

@@ -139,9 +139,12 @@ class NodeDram:
             warn_if_on_disk(root, "dram_dir")
         self._root, self._calls = str(root), calls
         self._parent = os.path.dirname(os.path.abspath(self._root))
-        self.files = PosixStorage(
-            root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
-        )
+        try:
+            self.files = PosixStorage(
+                root, namespace, direct_io=False, keys=keys, calls=calls, name_of=_name
+            )
+        except ConfigError as error:
+            raise ConfigError(f"dram_dir: {error}") from error
         root_status = calls.stat(self._root)
         self._device = root_status.st_dev
         self.directory_id = f"{root_status.st_dev:x}-{root_status.st_ino:x}"

@@ -226,10 +226,10 @@ def drawn_settings(world: World, faults: int, deadline_s: float) -> ClusterSetti
     )
     if faults <= 1 and world.seed % 5 == 1:
         settings = msgspec.structs.replace(settings, costs=SLOW_COSTS)
-    if settings.proc is ProcView.FOREIGN:  # Slots of dead writers are never free again.
-        settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if settings.node_dram_blocks or world.seed % 5 == 4:
         settings = _with_pauses(settings)
+    if settings.proc is not ProcView.COMPLETE:  # Slots of dead writers may never be free again.
+        settings = msgspec.structs.replace(settings, buffer_blocks=_LARGE_BUFFER_BLOCKS)
     if world.seed % 5 == 3:
         settings = _with_tenants(settings, world.seed)
     return _with_roles_that_change(settings, world.seed) if world.seed % 7 == 3 else settings
