@@ -249,7 +249,8 @@ async def killing_its_decoder(
     lines, killed = EventLines(), False
     token_ids: list[int] = []
     url, content = f"{endpoint}/v1/completions", msgspec.json.encode(body)
-    async with http.post(url, data=content) as response:
+    headers = {"Content-Type": "application/json"}
+    async with http.post(url, data=content, headers=headers) as response:
         async for received in response.content.iter_any():
             for payload in lines.feed(received):
                 for choice in msgspec.json.decode(payload)["choices"]:
