@@ -110,6 +110,7 @@ class Agents:
             except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 # An idle connection was closed just when it was reused; no byte of an answer came.
                 self.ends["not answered"] += 1
+                await asyncio.sleep(0.05)
             except aiohttp.ClientError as error:
                 self.ends[f"broken off: {error!r}"] += 1
                 return None
@@ -195,5 +196,6 @@ async def test_no_request_fails_while_processes_are_killed_and_restarted(
         await until(functools.partial(all_there, http, made.endpoint, set()))
         await well_after(agents, AGENTS)
     assert set(agents.ends) <= RETRIED_ENDS | {"well"}, agents.ends
-    # Only requests that were open when the router was killed.
-    assert agents.ends["not answered"] - not_answered <= AGENTS
+    # Only requests that were open when the router was killed, and of each agent one that the
+    # socket of the dying process had still accepted.
+    assert agents.ends["not answered"] - not_answered <= 2 * AGENTS
