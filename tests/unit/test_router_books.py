@@ -18,7 +18,7 @@ from dualpath.router.scheduler.releases import Releases
 
 
 def assignments_of(engine_id: str) -> EngineAssignments:
-    return EngineAssignments(engine_id, Role.PREFILL, "group")
+    return EngineAssignments(engine_id)
 
 
 def load(requests: int, tokens: int, read_queue: int = 0) -> control.Load:

@@ -19,6 +19,7 @@ import aiohttp
 import msgspec
 
 from dualpath.launch.process import SpawnedProcess
+from dualpath.workload.replay.client import RealClock
 from dualpath.workload.replay.endpoint import (
     Completion,
     complete,
@@ -56,19 +57,12 @@ class Client:
     async def complete(self, prompt: Sequence[int], count: int) -> Served:
         """Return the answer of ``count`` tokens; raises ``DualPathError`` if there is none."""
         body = completion_body(self._model, prompt, count, None)
-        started_s = time.perf_counter()
-        found: Completion = await complete(self._http, self._url, body, _WallClock())
+        clock = RealClock()
+        started_s = clock.now()
+        found: Completion = await complete(self._http, self._url, body, clock)
         times = found.arrivals_s
         tpot_s = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
         return Served(found.token_ids, times[0] - started_s, tpot_s, found.cached_tokens)
-
-
-class _WallClock:
-    def now(self) -> float:
-        return time.perf_counter()
-
-    async def sleep(self, delay_s: float) -> None:
-        raise NotImplementedError
 
 
 class Cluster:

@@ -4,9 +4,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dualpath.node.output_files import write_whole
 from dualpath.report import markdown
 from dualpath.report.model import NOTHING, Block, Report, Table
-from dualpath_lab.gpu.results import PhaseResult, read_result, write_atomically
+from dualpath_lab.gpu.results import PhaseResult, read_result
 from dualpath_lab.gpu.settings import PHASES
 
 PAGE = "report.md"
@@ -17,7 +18,7 @@ def write_page(out: Path) -> Path:
     """Write the page of the results in a folder."""
     results = [result for name in PHASES if (result := read_result(out, name)) is not None]
     path = out / PAGE
-    write_atomically(path, markdown.page(report(results)).encode())
+    write_whole(path, markdown.page(report(results)).encode())
     return path
 
 

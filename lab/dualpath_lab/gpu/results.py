@@ -1,11 +1,11 @@
 """Results of phases as JSON files; a phase's findings are on the disk before the phase ends."""
 
-import os
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
+from dualpath.node.output_files import write_whole
 from dualpath.report.files import as_json
 from dualpath_lab.gpu.settings import GpuCheckSettings
 
@@ -40,7 +40,7 @@ def result_file(out: Path, phase: str) -> Path:
 
 def write_result(out: Path, result: PhaseResult) -> None:
     """Replace the file of a phase's result atomically."""
-    write_atomically(result_file(out, result.phase), as_json(result))
+    write_whole(result_file(out, result.phase), as_json(result))
 
 
 def read_result(out: Path, phase: str) -> PhaseResult | None:
@@ -49,13 +49,6 @@ def read_result(out: Path, phase: str) -> PhaseResult | None:
         return msgspec.json.decode(result_file(out, phase).read_bytes(), type=PhaseResult)
     except (OSError, msgspec.MsgspecError):
         return None
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write a file of which no reader sees a part."""
-    temporary = path.with_suffix(f".{os.getpid()}")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 class Check:

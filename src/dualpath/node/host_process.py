@@ -115,17 +115,16 @@ class KernelProcessTable:
     def sight(self, pid: int) -> Sight:
         """See ``ProcessTable``."""
         try:
-            os.kill(pid, 0)
-        except ProcessLookupError:
-            return Sight.ABSENT
-        except PermissionError:
-            pass  # A process of another user.
-        except (OSError, OverflowError):
+            if not is_running(pid):
+                return Sight.ABSENT
+        except OSError:
             return Sight.UNKNOWN
         try:
             descriptor = os.pidfd_open(pid)
         except ProcessLookupError:
             return Sight.ABSENT
+        except OverflowError:
+            return Sight.UNKNOWN
         except (OSError, AttributeError):
             # No pidfd in this kernel or container, or the number is that of a thread.
             return Sight.ALIVE

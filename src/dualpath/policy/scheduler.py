@@ -136,6 +136,17 @@ class RequestScheduler:
         """Requests that are submitted and not assigned yet."""
         return self._unassigned
 
+    def fetching_groups(self, rounds: int) -> list[str]:
+        """Return the groups of live engines in the order in which they fetch, see ``fetch_order``.
+
+        ``rounds`` counts the rounds of fetches before this one.
+        """
+        prefill, decode = (
+            [group.name for group in self._ledger.groups_of(role)]
+            for role in (Role.PREFILL, Role.DECODE)
+        )
+        return fetch_order(prefill, decode, rounds % max(len(prefill), 1))
+
     def queue_lengths(self) -> QueueLengths:
         """Return the lengths of the queues."""
         return QueueLengths(

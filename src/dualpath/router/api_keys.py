@@ -26,8 +26,8 @@ import msgspec
 from dualpath.core.errors import ConfigError
 from dualpath.node.cluster_secret import is_loopback
 from dualpath.node.secret_file import secret_variable
-from dualpath.router.asgi import App, Message, Receive, Send, own_path
-from dualpath.router.foreign_pages import AllowedHosts, Header, Refused
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.foreign_pages import AllowedHosts, Header, PageRefused
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,7 @@ class ApiKeys:
         fits = [hmac.compare_digest(_bytes(shown), key) for key in self._keys]
         return any(fits)
 
-    def foreign(self, method: str, path: str, header: Header) -> Refused | None:
+    def foreign(self, method: str, path: str, header: Header) -> PageRefused | None:
         """Return why a request may be one that a page of another site sent, None if it is not."""
         if self._keys or path in self._open:
             return None
@@ -111,7 +111,7 @@ class ApiKeys:
         authorization = next(iter(call_header(scope)("authorization")), None)
         return self.admit(scope.get("method", "GET"), own_path(scope), authorization)
 
-    def foreign_call(self, scope: Message) -> Refused | None:
+    def foreign_call(self, scope: Message) -> PageRefused | None:
         """As ``foreign`` for an ASGI call."""
         return self.foreign(scope.get("method", "GET"), own_path(scope), call_header(scope))
 
@@ -173,7 +173,7 @@ class ApiKeyGuard:
             await self._app(scope, receive, send)
 
 
-def foreign_body(foreign: Refused) -> bytes:
+def foreign_body(foreign: PageRefused) -> bytes:
     """Return the body of the answer to a request of a foreign page, in OpenAI's form."""
     error = {"message": foreign.reason, "type": "invalid_request_error", "code": foreign.status}
     return msgspec.json.encode({"error": error})
@@ -183,10 +183,8 @@ async def _refuse(scope: Message, send: Send, status: int, body: bytes) -> None:
     if scope["type"] == "websocket":
         await send({"type": "websocket.close", "code": 1008, "reason": "Unauthorized"})
         return
-    headers = [(b"content-type", b"application/json"), (b"connection", b"close")]
-    headers.append((b"content-length", b"%d" % len(body)))
-    await send({"type": "http.response.start", "status": int(status), "headers": headers})
-    await send({"type": "http.response.body", "body": body})
+    for message in json_answer(status, body, (b"connection", b"close")):
+        await send(message)
 
 
 def warn_if_open(host: str, keys: ApiKeys) -> None:

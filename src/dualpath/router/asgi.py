@@ -16,6 +16,17 @@ def own_path(scope: Message) -> str:
     return path.removeprefix(root) if path.startswith(f"{root}/") else path
 
 
+def json_answer(status: int, body: bytes, *more: tuple[bytes, bytes]) -> tuple[Message, Message]:
+    """Return the messages of a whole answer in JSON, with ``more`` headers."""
+    headers = [
+        (b"content-type", b"application/json"),
+        (b"content-length", b"%d" % len(body)),
+        *more,
+    ]
+    start = {"type": "http.response.start", "status": int(status), "headers": headers}
+    return start, {"type": "http.response.body", "body": body}
+
+
 #: New objects before a collection of the youngest generation; such collections before one of the
 #: middle generation; these before one of all objects.
 THRESHOLDS = (10_000, 20, 50)

@@ -32,7 +32,7 @@ ANY_HOST = "*"
 Header = Callable[[str], Sequence[str]]
 
 
-class Refused(NamedTuple):
+class PageRefused(NamedTuple):
     """HTTP status and reason of a refusal."""
 
     status: int
@@ -51,7 +51,7 @@ class AllowedHosts:
         self._allowed = tuple(name.lower().rstrip(".") for name in allowed)
         self._own = frozenset(name.lower().rstrip(".") for name in own if name)
 
-    def refusal(self, method: str, header: Header, *, any_host: bool = False) -> Refused | None:
+    def refusal(self, method: str, header: Header, *, any_host: bool = False) -> PageRefused | None:
         """Return why a request is refused, None if it is not; ``any_host``: by whatever name."""
         hosts, origins = header("host"), header("origin")
         for host in () if any_host else hosts:
@@ -62,7 +62,7 @@ class AllowedHosts:
                 return _foreign("Origin", origin)
         if method == _POST and not (_is_json(header) or any(map(header, PREFLIGHT_HEADERS))):
             found = in_one_line(next(iter(header("content-type")), "none"), 80)
-            return Refused(
+            return PageRefused(
                 HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
                 f"the Content-Type is {found}, which any web page can make a browser send; send "
                 "Content-Type: application/json (without a body, too)",
@@ -110,8 +110,8 @@ def _is_json(header: Header) -> bool:
     )
 
 
-def _foreign(header: str, value: str) -> Refused:
-    return Refused(
+def _foreign(header: str, value: str) -> PageRefused:
+    return PageRefused(
         HTTPStatus.FORBIDDEN,
         f"{header} is {in_one_line(value, 80)!r}, the name of another site: a web page may have "
         "sent this request; call this server by its address, allow the name with --allowed-hosts, "

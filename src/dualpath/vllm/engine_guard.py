@@ -21,6 +21,7 @@ import contextlib
 import os
 from collections.abc import Callable
 from functools import partial
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,7 +31,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
 from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
-from dualpath.router.asgi import App, Message, Receive, Send, own_path
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
 from dualpath.router.connections import Connections, uvicorn_protocol
 from dualpath.router.foreign_pages import AllowedHosts
 from dualpath.router.requests.limits import refusal, server_limits
@@ -118,7 +119,8 @@ class EngineGuard:
         if refused is not None:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
-            await _answer(send, self._calls.body())
+            for message in json_answer(HTTPStatus.OK, self._calls.body()):
+                await send(message)
         elif may_compute and path == GENERATE_PATH:
             await self._listed(role, scope, receive, send)
         else:
@@ -250,12 +252,6 @@ async def _body(receive: Receive) -> bytes | None:
         if not message.get("more_body", False):
             return b"".join(parts)
     return None
-
-
-async def _answer(send: Send, body: bytes) -> None:
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 200, "headers": headers})
-    await send({"type": "http.response.body", "body": body})
 
 
 async def _refuse(scope: Message, send: Send, status: int, reason: str) -> None:

@@ -30,12 +30,8 @@ def write(page: Page, folder: Path) -> list[Path]:
 
 def write_runs(raw: RawData[Any, Any], name: str, command: str, folder: Path) -> None:
     """Replace ``<name>.json`` by the runs so far; the page is drawn after the last one."""
-    path = folder / f"{name}.json"
-    unfinished = path.with_suffix(".new")
-    write_file(
-        unfinished, as_json(Page(name=name, command=command, data=raw), DIGITS), folders=True
-    )
-    unfinished.replace(path)
+    content = as_json(Page(name=name, command=command, data=raw), DIGITS)
+    write_file(folder / f"{name}.json", content, folders=True)
 
 
 def read(path: Path) -> Page:

@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar
 import msgspec
 
 from dualpath.core.errors import TurnedAwayError
-from dualpath.router.asgi import App, Message, Receive, Send, own_path
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
 from dualpath.router.connections import ConnectionLimits
 from dualpath.router.observe.metrics import RouterMetrics
 from dualpath.router.settings import RouterSettings
@@ -282,13 +282,10 @@ def refusal(status: int, reason: str) -> tuple[Message, Message]:
     kind = _ERROR_TYPES.get(status, "invalid_request_error")
     error = {"message": reason, "type": kind, "param": None, "code": status}
     body = msgspec.json.encode({"error": error})
-    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    if status in LATER:
-        headers.append(_RETRY_AFTER)
+    more = [_RETRY_AFTER] if status in LATER else []
     if status != TOO_MANY:
-        headers.append((b"connection", b"close"))  # The rest is not waited for; the router goes.
-    start = {"type": "http.response.start", "status": status, "headers": headers}
-    return start, {"type": "http.response.body", "body": body}
+        more.append((b"connection", b"close"))  # The rest is not waited for; the router goes.
+    return json_answer(status, body, *more)
 
 
 def allow_many_streams() -> None:

@@ -42,7 +42,7 @@ from dualpath.policy.events import (
     Submitted,
 )
 from dualpath.policy.rebalance import RoleQueue
-from dualpath.policy.scheduler import RequestScheduler, fetch_order
+from dualpath.policy.scheduler import RequestScheduler
 from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduler.event_recorder import EventLogWriter
 from dualpath.router.scheduler.roles import LiveRolePolicy
@@ -69,9 +69,7 @@ class Share:
 class EngineAssignments:
     """Assignments of one engine in one session; ``open`` are those that have not ended there."""
 
-    def __init__(self, engine_id: str, role: Role, group: str) -> None:
-        self.role = role
-        self.group = group
+    def __init__(self, engine_id: str) -> None:
         self.open: dict[str, Share] = {}
         self._engine_id = engine_id
 
@@ -177,7 +175,7 @@ class Dispatch:
 
     def joined(self, info: EngineInfo) -> None:
         """An engine (or a new process of it) may get requests."""
-        self._engines[info.engine_id] = EngineAssignments(info.engine_id, info.role, info.group)
+        self._engines[info.engine_id] = EngineAssignments(info.engine_id)
         self._usual_snic = self._usual_snic or info.snic_bytes_per_s
         self._apply(
             EngineJoined(
@@ -310,11 +308,7 @@ class Dispatch:
         if not self._scheduler.waiting:
             return
         start_ns, decisions = time.perf_counter_ns(), 0
-        prefill, decode = (
-            list(dict.fromkeys(e.group for e in self._engines.values() if e.role is role))
-            for role in (Role.PREFILL, Role.DECODE)
-        )
-        for group in fetch_order(prefill, decode, self._rounds % max(len(prefill), 1)):
+        for group in self._scheduler.fetching_groups(self._rounds):
             if not self._scheduler.waiting:
                 break
             for assignment in self._apply(Fetch(group)).assignments:
