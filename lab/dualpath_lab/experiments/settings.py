@@ -240,8 +240,8 @@ class VllmNodes(Settings, frozen=True, kw_only=True):
 class JctSettings(Settings, frozen=True, kw_only=True):
     """Clusters, modes and agents; every mode runs ``repeat`` times, interleaved with the others.
 
-    ``agents_per_node`` times P + D agents replay ``windows`` (whose ``agents`` is replaced) on
-    links of ``lab`` (whose nodes are replaced).  Engines are vLLM's if ``vllm`` names a model, else
+    ``agents_per_node`` times P + D agents replay ``windows`` (its ``agents`` are replaced) on
+    links of ``lab`` (its nodes are replaced).  Engines are vLLM's if ``vllm`` names a model, else
     ``emulated``.
     """
 

@@ -136,7 +136,7 @@ Progress = Callable[[str], None]
 class CampaignResult(CampaignSummary, frozen=True, kw_only=True):
     """The result of a campaign; ``engines`` describes the engines under test.
 
-    ``missed`` counts faults whose step was not reached in time, by component and step; ``leaks``
+    ``missed`` counts faults at steps not reached in time, by component and step; ``leaks``
     are resources still held by the idle cluster; ``problems`` counts processes that did not end or
     restart as they should; ``wrong_kv`` and ``tracebacks`` count lines of logs.
     """

@@ -28,7 +28,7 @@ from typing import NamedTuple
 REQUIREMENTS = Path(__file__).with_name("payload-requirements.txt")
 ARCHIVE, MANIFEST = "payload.tar.xz", "payload.json"
 PYTHON = "3.12"
-#: Compute capability, times ten, of the GPUs whose code is packed: Hopper.
+#: Compute capability, times ten, of the GPUs with packed code: Hopper.
 ARCHITECTURES = frozenset({90})
 _PLATFORMS = (
     *(f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 26, 24, 17)),

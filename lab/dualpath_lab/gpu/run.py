@@ -49,7 +49,7 @@ def run_phases(
 ) -> list[PhaseResult]:
     """Run the phases of the settings and return their results, which are also files in ``out``.
 
-    Results of earlier runs in this folder are kept, except those of the same phases.
+    Results of earlier runs in this folder remain, except those of the same phases.
     Raises ``ConfigError`` for a folder that cannot be written.
     """
     try:
@@ -136,7 +136,7 @@ def _end(process: SpawnedProcess, mark: str, stop_s: float) -> None:
 
 
 def _marked(mark: str) -> Iterator[int]:
-    """Yield the processes of this machine whose environment contains ``mark``."""
+    """Yield the processes of this machine that have ``mark`` in their environment."""
     for pid, stat in all_processes():
         try:
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

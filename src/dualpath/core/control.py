@@ -375,7 +375,7 @@ class Report(Message, frozen=True, tag=True):
     """State of an engine, sent on change and as heartbeat; may be lost.
 
     ``report_seq`` numbers an engine's reports: one that is older than the last one received is
-    dropped.  ``load`` counts each request whose ``Assign`` the envelope of the report acknowledges,
+    dropped.  ``load`` counts each request if the report's envelope acknowledges its ``Assign``,
     until the engine has released it.  ``counters`` are monotonic totals for metrics (names in
     ``engine/counters.py``).  ``unhealthy``: why the data plane is blocked or broken, None if it
     works; ``storage``: how full the storage is, None without a janitor; ``draining``: why the

@@ -40,7 +40,7 @@ _NOT_BEGUN = "dualpath_not_begun"
 
 
 class _Handler(ResponseHandler):
-    """Marks the error of a connection whose current request the other end has not received."""
+    """Marks the error of a connection if the other end has not received its request."""
 
     #: Local address and acknowledged bytes when the current request began; None if unknown.
     at_request: tuple[object, int] | None = None

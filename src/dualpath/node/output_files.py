@@ -230,7 +230,7 @@ def _open_in_place(target: str, wait: bool, mode: int) -> int:
 
 
 def _followed(path: str) -> str:
-    """Return an absolute path whose last part is no symbolic link; descriptors are /dev/fd/N."""
+    """Return an absolute path that ends with no symbolic link; descriptors are /dev/fd/N."""
     followed = os.path.abspath(os.path.expanduser(path))
     own_descriptors = f"/proc/{os.getpid()}/fd"
     for _ in range(_MAX_LINKS):

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 _EVERYBODY_ELSE = stat.S_IRWXG | stat.S_IRWXO
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-#: File systems whose files are in memory.
+#: File systems with files in memory.
 _MEMORY = frozenset({"tmpfs", "ramfs", "hugetlbfs"})
 
 

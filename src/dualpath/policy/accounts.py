@@ -5,7 +5,7 @@ request is *held* from its placement until its other engine is known, *assigned*
 then is the engine notified.  An assigned request is *uncounted* until a report of the engine counts
 it in.
 
-Accounts are kept per group as columns of plain integers, one list or array per column, with rows in
+Accounts are stored per group as columns of plain integers, one list or array per column, rows in
 ``EngineSpec.order``, so that the kernels of ``prefill`` and ``decode`` read them as they are and
 the first minimum is the one of lowest order.  Here they are lists, which Python reads faster than
 arrays; the simulator's compiled core keeps one table of arrays, and compiles the functions on

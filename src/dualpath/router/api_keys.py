@@ -39,7 +39,7 @@ ENGINE_KEY_VARIABLE = "DUALPATH_ENGINE_API_KEY"
 OPEN_PATHS = frozenset({"/health", "/ping", "/dashboard"})
 METRICS_PATH = "/metrics"
 #: What a router answers by whatever name it is called, as vLLM does: clients and Prometheus use
-#: names of all kinds.  A page whose name resolves to the router can only have tokens generated.
+#: names of all kinds.  A page that resolves its name to the router can only have tokens generated.
 ROUTER_BY_ANY_NAME = frozenset(
     {
         METRICS_PATH,

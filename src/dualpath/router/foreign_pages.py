@@ -4,7 +4,7 @@ A browser sends requests of any page to every address that it reaches, this mach
 address included.  A server that requires API keys is safe, since a browser adds no key by itself.
 Any other server compares what a page cannot choose:
 
-- ``Host``: a page whose site resolves its own name to our address (*DNS rebinding*) sends that
+- ``Host``: a page of a site that resolves its own name to our address (*DNS rebinding*) sends that
   name.  Addresses, names without a dot and a server's own names are accepted, since a stranger
   cannot register any of them.
 - ``Origin``: browsers send it with all requests that change something, and with all answers that a

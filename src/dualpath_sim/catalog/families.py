@@ -402,7 +402,7 @@ _STATE_BLOCK_TOKENS, _LATENT_STATE_BLOCK_TOKENS = 16, 128
 
 
 class _Family(NamedTuple):
-    """How a family's keys are read; ``defaults`` names the family whose defaults it has."""
+    """How a family's keys are read; ``defaults`` names the family that has its defaults."""
 
     attention: Callable[[HubConfig, KvCacheDtype], tuple[Attention, ...]]
     feed_forward: Callable[[HubConfig], tuple[FeedForward, ...]]
@@ -469,7 +469,7 @@ def _by_interval(interval: int, other: str) -> LayerRule:
 
 
 def _windowed(config: HubConfig) -> Sequence[str]:
-    """A window in all layers, or in none; families whose window needs use_sliding_window."""
+    """A window in all layers, or in none; some families need use_sliding_window for it."""
     if config.sliding_window and config.use_sliding_window:
         raise ConfigError(
             f"use_sliding_window is true, but no layer_types list the layers with the window "
@@ -602,7 +602,7 @@ def _checkpointed(
 
 
 def _latent(config: HubConfig, kv_cache_dtype: KvCacheDtype) -> tuple[Attention, ...]:
-    """Latent attention; with an indexer in all layers or in some, whose choice the others share."""
+    """Latent attention; with an indexer in all layers, or in some that choose for the others."""
     if config.index_topk is None:
         return (_latent_layers(config, kv_cache_dtype, config.layers, None),)
     kinds = _indexer_kinds(config)
@@ -885,7 +885,7 @@ FAMILIES = {
 }
 DEFAULTS_OF_FAMILIES = {name: family.defaults for name, family in FAMILIES.items()}
 
-#: Families with Mamba layers or another linear attention, whose states are not known here.
+#: Families with Mamba layers or another linear attention; their states are not known here.
 _STATE_FAMILIES = frozenset(
     (
         "bamba",

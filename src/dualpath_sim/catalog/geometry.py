@@ -374,8 +374,8 @@ class StateAttention(
     """Linear attention (gated delta rule, Kimi delta attention): one state per sequence.
 
     The state of each of ``heads`` value heads is a matrix ``key_dim`` × ``value_dim``; the last
-    ``conv_width`` - 1 inputs of the convolution are kept beside it.  An engine stores the state of
-    a prefix once per ``checkpoint_tokens`` tokens: a hit moves one state.  ``gate_rank`` of the
+    ``conv_width`` - 1 inputs of the convolution are stored beside it.  An engine stores a prefix's
+    state once per ``checkpoint_tokens`` tokens: a hit moves one state.  ``gate_rank`` of the
     output gate, 0: full; ``decay_rank`` of the projection of decays, 0: one number per head.
     """
 

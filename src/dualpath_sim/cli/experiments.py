@@ -46,7 +46,7 @@ class Entry(NamedTuple):
 
 
 class LazyParser(Parser):
-    """A parser whose arguments are added when it parses or is printed."""
+    """A parser that adds its arguments when it parses or is printed."""
 
     add_arguments: Callable[["LazyParser"], None] | None = None
 

@@ -236,12 +236,12 @@ class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
 
 @contextlib.contextmanager
 def nothing_to_set_up(run: Callable[[P, int], R]) -> Iterator[Measure[P, R]]:
-    """Open a stage whose cells share nothing."""
+    """Open a stage of cells that share nothing."""
     yield run
 
 
 def one_stage(cells: Mapping[str, P], run: Callable[[P, int], R]) -> list[Stage[P, R]]:
-    """Return the stages of an experiment whose cells share nothing."""
+    """Return the stages of an experiment with cells that share nothing."""
     return [Stage(cells, lambda: nothing_to_set_up(run))]
 
 

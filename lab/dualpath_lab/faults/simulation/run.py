@@ -240,7 +240,7 @@ class Tenants:
         yield from self._harmed()
 
     def _harmed(self) -> Iterator[str]:
-        """A tenant whose blocks together are half its quota is neither refused nor evicted."""
+        """A tenant with blocks of half its quota is neither refused nor evicted."""
         if not (quota := self._cluster.settings.tenant_quota_blocks):
             return
         # Engines count a block twice until the janitor knows that two of them have stored it.

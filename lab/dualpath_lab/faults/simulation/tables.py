@@ -14,7 +14,7 @@ import msgspec
 HISTORIES = frozenset(
     {"RouterService.records", "LinkedFrontEnd.records", "Dispatch.recent", "Dashboard._ended"}
 )
-#: Tables of slots whose writers are not proven dead, bounded by the buffer.
+#: Tables of slots with writers that are not proven dead, bounded by the buffer.
 QUARANTINES = frozenset({"SlotPool._quarantine", "Releases._slots"})
 _SYSTEM = ("dualpath.", "dualpath_lab.emulated")
 

@@ -81,9 +81,9 @@ class EngineAssignments:
         self.open[request_id] = Share(charge)
 
     def event(self, load: Load, received: int) -> EngineReport:
-        """Return the event of a report whose envelope acknowledges messages up to ``received``.
+        """Return the event of a report; its envelope acknowledges messages up to ``received``.
 
-        Requests whose ``Assign`` is not among these messages are uncounted.  Two figures are added
+        Requests without an ``Assign`` among these messages are uncounted.  Two figures are added
         that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
         that counted requests need once their KV is there.
         """

@@ -87,7 +87,7 @@ def consistent(
     stated_block_tokens: Set[int | None],
     on_broken: OnBroken | None,
 ) -> tuple[int, list[_T]]:
-    """Return the tokens of a block, and the requests whose ids and length agree with it.
+    """Return the tokens of a block, and the requests with ids and a length that agree with it.
 
     ``facts`` returns a request's document, prompt tokens and block ids.  The size of blocks is the
     one that the requests state, else it is derived from them (``block_size``).  Requests that

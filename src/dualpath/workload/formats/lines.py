@@ -4,7 +4,7 @@ Every format is read through this module, so that all are lenient and strict in 
 
 - A trace is a file, a folder, or a ``.tar`` or ``.zip`` archive.  Archives and compression (gzip,
   xz, bzip2, Zstandard) are recognised by content.  Files that systems add (``__MACOSX``, ``._*``
-  and others whose name begins with a dot) are passed over.
+  and others with a dot before their name) are passed over.
 - Text is UTF-8, or UTF-16 with a byte order mark; byte order marks are removed.  Empty lines are
   passed over.  Rows of a ``.csv`` file become JSON objects with the names in its first line.
 - A field that is null counts as missing.  A number like ``1536.0`` is an integer where one is
