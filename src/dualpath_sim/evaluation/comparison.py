@@ -19,8 +19,8 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report.model import Notes, Report, SideBySide, Table
-from dualpath_sim.simulator.result import NS_PER_S, SimulationResult
 from dualpath_sim.simulator.derived import buffer_bytes
+from dualpath_sim.simulator.result import NS_PER_S, SimulationResult
 from dualpath_sim.simulator.settings import ClusterSettings
 
 FloatArray = NDArray[np.float64]
@@ -57,7 +57,9 @@ class Use(msgspec.Struct, frozen=True, kw_only=True):
     SNIC and CNIC by bytes; PE by the time in forward passes; DE by HBM held by decoding requests.
     Buffers by the slots of granted rounds: a DE's for the whole prompt until it is in HBM, a PE's
     for the part of the hit that PEs read, by their share of all bytes read, until the first token.
-    Oracle has no buffers: None.  A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` shows whether
+    Oracle has no buffers: None.
+
+    A PE is nearly always in a pass, be it of one request, so ``prefill_wait_passes`` shows whether
     it is too slow: how long a round waits for it, in mean lengths of a pass.  About a half is the
     wait for the pass under way; from one on, rounds wait for whole passes of others.
     """
@@ -144,7 +146,8 @@ def compare(summaries: Sequence[RunSummary], notes: Sequence[str] = ()) -> Repor
     busy = (
         f"All figures are simulated. Use is the mean until {BUSY_SHARE:.0%} of the rounds "
         f"were over; a resource binds if its use is {BINDING_USE:.0%} or more (a "
-        f"memory: {BINDING_MEMORY_USE:.0%}); else the PEs bind if rounds wait for them longer than a pass."
+        f"memory: {BINDING_MEMORY_USE:.0%}); else the PEs bind if rounds wait for them longer than "
+        "a pass."
     )
     return Report(
         name="simulation",
