@@ -289,7 +289,7 @@ def _buffer_use(result: SimulationResult, end_ns: int) -> tuple[float | None, fl
     return used[0], used[1]
 
 
-def _whole_blocks(tokens: IntArray, block_tokens: int) -> FloatArray:
+def _whole_blocks(tokens: NDArray[np.int32], block_tokens: int) -> FloatArray:
     """Return the tokens of the blocks that hold these tokens."""
     return np.ceil(tokens / block_tokens) * block_tokens
 
