@@ -177,6 +177,11 @@ class WorldTransport:
         return transfer
 
     @property
+    def posts(self) -> int:
+        """How many transfers were posted."""
+        return len(self._moving)
+
+    @property
     def moving_bytes(self) -> int:
         """Bytes of posted transfers that are not over."""
         moving = (transfer for _, transfer in self._moving)

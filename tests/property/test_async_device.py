@@ -494,6 +494,9 @@ def test_generated_blocks_are_copied_out_as_computed_before_the_next_step_overwr
     ]
     assert engine.copier().out_of_hbm(leaving) == [True] * count
     assert own_copier or ended == [None] * count  # the host has waited for all of them
+    # However many blocks became full, each part of a layer is one list of pieces.
+    parts = sum(len(layer) for layer in engine.layout.layers)
+    assert engine.transport.posts == (0 if own_copier else parts)
     for layer in range(GEOMETRY.layers):
         for block in blocks:
             engine.kernel_writes(layer, block, GARBAGE)

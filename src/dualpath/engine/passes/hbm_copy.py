@@ -10,8 +10,10 @@ in the engine's HBM prefix cache are not copied either.
 
 import functools
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
+
+import msgspec
 
 from dualpath.core.errors import DualPathError
 from dualpath.core.runs import BlockRun
@@ -158,6 +160,25 @@ class _CopyOut(NamedTuple):
     device_events: Sequence[DeviceEvent]
 
 
+def _side_by_side(steps: Sequence[Step]) -> Step:
+    """Return the steps of a layer of single blocks as one step; its blocks are numbered from 0."""
+    return msgspec.structs.replace(
+        steps[0],
+        blocks=BlockRun(0, len(steps)),
+        bytes=sum(step.bytes for step in steps),
+        slots=tuple(slot for step in steps for slot in step.slots),
+    )
+
+
+def _runs(blocks: Sequence[int]) -> Iterator[BlockRun]:
+    """Yield the runs of consecutive numbers in ``blocks``, which ascend."""
+    first = 0
+    for place, block in enumerate(blocks):
+        if place + 1 == len(blocks) or blocks[place + 1] != block + 1:
+            yield BlockRun(blocks[first], place + 1 - first)
+            first = place + 1
+
+
 def _nothing() -> None:
     """Do nothing."""
 
@@ -227,10 +248,10 @@ class HbmCopier:
             self._after.call(earlier, post)
 
     def out_of_hbm(self, blocks: Sequence[BlockOut]) -> list[bool]:
-        """Copy blocks to their staging slots concurrently.
+        """Copy blocks to their staging slots, all blocks of a layer in one transfer for each part.
 
-        Returns when computation queued from now on may overwrite them.  A copy that is not over by
-        then has failed, as it may read overwritten bytes: the result has False for its block.
+        Returns when computation queued from now on may overwrite them.  Copies that are not over by
+        then have failed, as they may read overwritten bytes: the result is False for each block.
         While copies stall none is started.
         """
         own_agent = self._transfers.own_agent
@@ -243,29 +264,33 @@ class HbmCopier:
         earlier = self._device.record()
         if self._device.copier is None:
             earlier.wait()
-        copies = [self._copy_out(block, earlier) for block in blocks]
-        if self._device.copier is None:
-            limit = self._wait_limit()
-            for copy in copies:
-                if not self._wait(copy.over, limit):
-                    copy.abandoned.set()
-                    self._stalled.add(own_agent)
-        for event in (event for copy in copies for event in copy.device_events):
+        copy = self._copy_out(blocks, earlier)
+        if self._device.copier is None and not self._wait(copy.over, self._wait_limit()):
+            copy.abandoned.set()
+            self._stalled.add(own_agent)
+        for event in copy.device_events:
             self._device.wait(event)
-        return [not copy.abandoned.is_set() for copy in copies]
+        return [not copy.abandoned.is_set() for _ in blocks]
 
-    def _copy_out(self, block: BlockOut, earlier: DeviceEvent) -> _CopyOut:
+    def _copy_out(self, blocks: Sequence[BlockOut], earlier: DeviceEvent) -> _CopyOut:
+        """Post one transfer per layer and part for all blocks; they end or fail together."""
         over, abandoned = self._threads.event(), self._threads.event()
 
         def ended(error: str | None, settled: bool) -> None:
             try:
                 if settled:
                     late = "its copy out of HBM was too late" if abandoned.is_set() else None
-                    block.done(error or late)
+                    for block in blocks:
+                        block.done(error or late)
             finally:
                 over.set()
 
-        copies = self._copies(block.steps, [block.hbm_block])
+        layers = zip(*(block.steps for block in blocks), strict=True)
+        steps = [_side_by_side(steps) for steps in layers]
+        copies = self._copies(steps, [block.hbm_block for block in blocks])
+        if sum(part.bytes for part, _ in copies) != sum(step.bytes for step in steps):
+            ended("a layer of the block is not in HBM any more", True)
+            return _CopyOut(over, abandoned, ())
         countdown = self._countdown("", len(copies), ended)
         events = [e for copy in copies for e in self._post(*copy, earlier, countdown)]
         return _CopyOut(over, abandoned, events)
@@ -282,11 +307,8 @@ class HbmCopier:
                 ids_of_group[group] = [b if isinstance(b, int) else b[group] for b in hbm_blocks]
             ids = ids_of_group[group]
             end = min(step.blocks.end, len(ids))
-            first = step.blocks.first
-            while first < end and ids[first] == NO_BLOCK:
-                first += 1
-            if first < end:
-                copies.append((step.only(BlockRun(first, end - first)), ids))
+            here = [b for b in range(step.blocks.first, end) if ids[b] != NO_BLOCK]
+            copies += [(step.only(run), ids) for run in _runs(here)]
         return copies
 
     def _group_of(self, step: Step) -> int:
