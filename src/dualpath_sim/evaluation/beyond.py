@@ -151,7 +151,7 @@ def _move_gain(runs: Runs, case: str, spec: RunSpec, start: Shape) -> MoveGain:
         return MoveGain(case, start)
     overrides = (*started.overrides, ("rebalancing", REBALANCING))
     moving = msgspec.structs.replace(started, overrides=overrides)
-    result = runs.result(moving)
+    result = runs.offline(moving)
     return MoveGain(case, start, fixed_s, result.jct_s, result.moves)
 
 
@@ -306,13 +306,6 @@ def build(runs: Runs, traces: Mapping[str, Path]) -> FigureReport:
         ),
         panels=(_panel("Offline: JCT saved", offline),),
         discussion=DISCUSSION,
-        data={
-            "variants": [v.title for v in VARIANTS],
-            "offline": offline,
-            "online": serving,
-            "divisions": shapes,
-            "rebalancing": moving,
-        },
     )
 
 

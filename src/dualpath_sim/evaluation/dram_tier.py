@@ -66,7 +66,6 @@ def build(runs: Runs) -> FigureReport:
         tables=(_times(cases), _hits(cases)),
         panels=(),
         discussion=DISCUSSION,
-        data={"shares": SHARES, "cases": cases},
     )
 
 

@@ -4,7 +4,7 @@ import contextlib
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -123,6 +123,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     the experiment) and ``data`` to ``page_of``.  ``settings`` are lines of text.
     """
 
+    html: ClassVar[bool] = False
+    """Whether the page is also written as HTML."""
     name: str = ""
     title: str = ""
     command: str = ""
@@ -134,6 +136,10 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     data: Any = None
     too_busy: bool = False
     """Whether the machine was too busy: the numbers must be rejected."""
+
+    def content(self) -> object:
+        """Return what the JSON file holds."""
+        return self
 
     def report(self) -> Report:
         """Return the page as a report: command, settings, targets, tables, plots."""
@@ -188,7 +194,8 @@ Progress = Callable[[str], None]
 class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
     """An experiment; its flags are those of ``settings``, its default settings, except ``fixed``.
 
-    ``draw`` needs nothing but the raw data.  ``summary`` describes a run for progress messages.
+    ``draw`` needs nothing but the raw data, and gives the title if ``title`` is empty.
+    ``summary`` describes a run for progress messages.
     ``too_busy`` tells whether the machine spoilt a run, which is then repeated.  ``keep_going``: a
     failed run is reported and left out; otherwise it ends the experiment.  ``passed`` is the
     verdict of an experiment that tests the system.  ``subcommand`` is its word in a command line,
@@ -230,7 +237,12 @@ class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
         drawn = self.draw(raw)
         lines = (*drawn.settings, *machine_lines(raw), *check_lines(drawn.results))
         return msgspec.structs.replace(
-            drawn, name=name, title=self.title, command=command, settings=lines, data=raw
+            drawn,
+            name=name,
+            title=self.title or drawn.title,
+            command=command,
+            settings=lines,
+            data=raw,
         )
 
 

@@ -17,6 +17,8 @@ from dualpath_sim.evaluation.figures import (
     fig13,
     fig14,
     fig15,
+    table1,
+    table2,
     table3,
 )
 from dualpath_sim.evaluation.report import FigureReport
@@ -24,7 +26,9 @@ from dualpath_sim.evaluation.runs import Runs
 
 #: In the order of the paper.
 FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
+    "table1": table1.build,
     "fig3": fig3.build,
+    "table2": table2.build,
     "fig7": fig7.build,
     "fig8": fig8.build,
     "fig9": fig9.build,

@@ -335,7 +335,6 @@ def build(runs: Runs) -> FigureReport:
         ),
         tables=(_table(found), _small_table(small)),
         discussion=DISCUSSION,
-        data={"online": found, "ds_27b": small},
     )
 
 

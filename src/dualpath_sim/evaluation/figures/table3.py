@@ -27,6 +27,7 @@ def large_spec(runs: Runs) -> RunSpec:
         workload=runs.calibration.table3_length,
         agents=factor * runs.settings.offline_agents[-1],
         nodes=(factor * PREFILL_NODES, factor * DECODE_NODES),
+        curves="timeline",
     )
 
 
@@ -99,10 +100,6 @@ def build(runs: Runs) -> FigureReport:
             ),
         ),
         discussion=DISCUSSION,
-        data={
-            "online": {"small": one, "large": all_units},
-            "assignments_per_s": rate,
-        },
     )
 
 
