@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if args.docs:
         write_document(figures, Path(args.docs), lab)
     compared = [one for figure in figures for one in figure.compared]
-    if compared and not args.quick:
+    if compared and not figures[0].evaluation.quick:
         print_blocks(three_columns(compared, lab, "The paper, the simulator and the lab"))
     return max(codes)
 
