@@ -2,6 +2,7 @@
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, ClassVar, Generic, TypeVar
@@ -146,7 +147,7 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         blocks: list[Block] = [Text(f"Measured by `{self.command}`."), Notes(self.settings)]
         targets = tuple(result for result in self.results if result.limit is not None)
         if targets:
-            blocks.append(_target_table(targets))
+            blocks.append(target_table(targets))
         blocks += self.tables
         if self.panels:
             blocks.append(Plots(self.title, self.panels))
@@ -155,7 +156,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         return Report(name=self.name, title=self.title, blocks=tuple(blocks))
 
 
-def _target_table(targets: Sequence[KeyResult]) -> Table:
+def target_table(targets: Sequence[KeyResult]) -> Table:
+    """Return what was aimed at, beside what was reached."""
     rows = tuple(
         (
             target.what,
@@ -270,19 +272,22 @@ def machine_lines(raw: RawData[Any, Any]) -> tuple[str, ...]:
 
 def check_lines(results: Iterable[KeyResult]) -> tuple[str, ...]:
     """Describe what `--check` compares; empty if there is nothing."""
-    counts: dict[tuple[bool, float], int] = {}
-    for result in results:
-        if result.tolerance is not None:
-            key = (result.any_machine, result.tolerance)
-            counts[key] = counts.get(key, 0) + 1
+    compared = [one for one in results if one.tolerance is not None]
+    compared.sort(key=lambda one: (one.any_machine, one.tolerance), reverse=True)
+    counts = Counter(map(compared_words, compared))
     if not counts:
         return ()
     parts = [
-        f"{count} {'number' if count == 1 else 'numbers'} {tolerance_text(tolerance)} on "
-        f"{'any machine' if any_machine else 'the same processor'}"
-        for (any_machine, tolerance), count in sorted(counts.items(), reverse=True)
+        f"{count} {'number' if count == 1 else 'numbers'} {words}"
+        for words, count in counts.items()
     ]
     return (f"`--check` compares a rerun with {' and '.join(parts)}.",)
+
+
+def compared_words(result: KeyResult) -> str:
+    """Return how a result with a tolerance is compared with that of a rerun."""
+    where = "any machine" if result.any_machine else "the same processor"
+    return f"{tolerance_text(result.tolerance or 0.0)} on {where}"
 
 
 def tolerance_of(base: float, runs: int) -> float:
