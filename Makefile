@@ -53,7 +53,7 @@ test-fast: $(STAMP)
 
 # The paper's tables and figures: simulated again and compared with the recorded runs, beside the
 # paper's numbers and the lab's (docs/reference/artifact.md). FIGURE: one of them, as `fig7`.
-FIGURE ?= paper
+FIGURE ?= all
 reproduce: $(STAMP)
 	@$(BIN)/dualpath eval $(FIGURE) --check docs/evaluation/paper --lab docs/evaluation/lab
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -545,3 +546,22 @@ def test_a_rerun_must_give_exactly_the_recorded_numbers(
     file.write_text(json.dumps(content))
     assert main(["eval", "fig3", "--check", str(file)]) == 1
     assert main(["eval", "table1", "fig3", "--check", str(tmp_path)]) == 1
+
+
+def test_reproducing_prints_a_verdict_and_the_papers_and_the_labs_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def simulate(*words: object, core: str, **others: object) -> object:
+        return FakeSimulator()(*words, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dualpath_sim.simulator.run.simulate", simulate)
+    monkeypatch.setattr("dualpath_sim.evaluation.inputs.CatalogInputs", lambda *_: FakeInputs())
+    assert main(["eval", "fig13", "fig14", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    words = ["--check", str(tmp_path), "--lab", str(LAB)]
+    assert main(["eval", "fig13", "fig14", *words]) == 0
+    printed = capsys.readouterr().out
+    verdicts, numbers = printed.split("Beside the recorded runs")[1].split("The paper, the sim")
+    assert re.findall(r"(fig\d+) +│ (\w+)", verdicts) == [("fig13", "same"), ("fig14", "same")]
+    (row,) = (line for line in numbers.splitlines() if "max/avg, DualPath" in line)
+    assert re.findall(r"[\d.]+x", row) == ["1.18x", "1.50x", "1.01x"]

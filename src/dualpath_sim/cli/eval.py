@@ -11,6 +11,7 @@ from dualpath.cli.main import OutputPath
 from dualpath.cli.output import print_skipped
 from dualpath.cli.settings import add_settings
 from dualpath.core.errors import ConfigError
+from dualpath.report.model import Table
 from dualpath_sim.cli.experiments import Group, add_harness_flags, command_line
 from dualpath_sim.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath_sim.evaluation.settings import EvaluationSettings
@@ -24,12 +25,11 @@ if TYPE_CHECKING:
     from dualpath_sim.simulator.run import Core
 
 #: In the order of the paper.
-PAPER_NAMES = (
+FIGURE_NAMES = (
     *("table1", "fig3", "table2"),
     *(f"fig{number}" for number in range(7, 15)),
     *("table3", "fig15"),
 )
-FIGURE_NAMES = (*PAPER_NAMES, "candidates")
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -38,17 +38,18 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "eval",
         help="reproduce the paper's evaluation in the simulator",
         description="Simulate figures of the paper's evaluation and write Markdown, JSON, PNG and "
-        "HTML for each, with setting, seed, and the numbers that the paper's text quotes. `beyond` "
-        "and `dram-tier` are experiments beyond the paper. For several figures, give `--check` and "
-        "`--redraw` the folder with a JSON of each.",
+        "HTML for each, with setting, seed, and the numbers that the paper's text quotes. "
+        "`candidates` asks what the model lacks; `beyond` and `dram-tier` are experiments beyond "
+        "the paper. For several figures, give `--check` and `--redraw` the folder with a JSON of "
+        "each.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "figures",
         nargs="+",
-        choices=[*FIGURE_NAMES, "paper", "all", "beyond", "dram-tier"],
+        choices=[*FIGURE_NAMES, "all", "candidates", "beyond", "dram-tier"],
         metavar="FIGURE",
-        help=f"{', '.join(FIGURE_NAMES)}, paper (all but candidates), all, beyond, or dram-tier",
+        help=f"{', '.join(FIGURE_NAMES)}, all (of these), candidates, beyond, or dram-tier",
     )
     add_harness_flags(parser, "", cells=False)
     parser.add_argument(
@@ -96,20 +97,24 @@ def run(args: argparse.Namespace) -> int:
     experiments = _experiments(args.figures, traces, checked_core(args), skipped)
     check = _files("--check", args.check, experiments)
     redraw = _files("--redraw", args.redraw, experiments)
-    figures, codes = [], [0]
+    figures = []
+    codes: dict[str, int] = {}
     for name, experiment in experiments.items():
         args.report_name, args.check, args.redraw = name, check.get(name), redraw.get(name)
         page, code = _page(args, experiment)
         figures.append(figure_of(experiment, page.data))
-        codes.append(code)
+        codes[name] = code
     if skipped is not None:
         print_skipped(skipped)
     if args.docs:
         write_document(figures, Path(args.docs), lab)
+    if check:
+        verdicts = tuple((name, "DIFFERS" if code else "same") for name, code in codes.items())
+        print_blocks(Table("Beside the recorded runs", ("figure", "verdict"), verdicts))
     compared = [one for figure in figures for one in figure.compared]
     if compared and not figures[0].evaluation.quick:
         print_blocks(three_columns(compared, lab, "The paper, the simulator and the lab"))
-    return max(codes)
+    return max(codes.values())
 
 
 def _page(args: argparse.Namespace, experiment: "FigureExperiment") -> "tuple[Page, int]":
@@ -144,7 +149,7 @@ def _experiments(
     """Return the chosen experiments, each once, in the order of the paper."""
     from dualpath_sim.evaluation import beyond, dram_tier
     from dualpath_sim.evaluation.experiment import figure_experiment
-    from dualpath_sim.evaluation.figures import FIGURES
+    from dualpath_sim.evaluation.figures import FIGURES, candidates
     from dualpath_sim.evaluation.inputs import CatalogInputs
     from dualpath_sim.simulator.run import simulate
 
@@ -156,11 +161,9 @@ def _experiments(
 
     shared: dict[tuple[str, Calibration], Inputs] = {}
     made: Made = {}
-    builds = {
-        name: build
-        for name, build in FIGURES.items()
-        if name in names or "all" in names or ("paper" in names and name in PAPER_NAMES)
-    }
+    builds = {name: build for name, build in FIGURES.items() if name in names or "all" in names}
+    if "candidates" in names:
+        builds["candidates"] = candidates.build
     if "beyond" in names:
         builds["beyond"] = partial(beyond.build, traces=traces)
     if "dram-tier" in names:

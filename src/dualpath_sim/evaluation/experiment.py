@@ -94,6 +94,7 @@ def figure_experiment(
         draw=draw,
         summary=_summary,
         fixed=("tail_share",),
+        packages=("dualpath", "numpy", "numba"),
     )
 
 

@@ -6,7 +6,6 @@
 from collections.abc import Callable
 
 from dualpath_sim.evaluation.figures import (
-    candidates,
     fig3,
     fig7,
     fig8,
@@ -39,5 +38,4 @@ FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
     "fig14": fig14.build,
     "table3": table3.build,
     "fig15": fig15.build,
-    "candidates": candidates.build,
 }
