@@ -331,22 +331,15 @@ def _variants(cluster: ClusterSettings) -> Iterable[tuple[str, ClusterSettings, 
 
 def slower(model: ModelCosts, factor: float) -> ModelCosts:
     """Return costs with all times multiplied."""
-    prefill, decode = model.prefill, model.decode
-    return msgspec.structs.replace(
-        model,
-        prefill=msgspec.structs.replace(
-            prefill,
-            batch_s=prefill.batch_s * factor,
-            pair_s=prefill.pair_s * factor,
-            feed_forward_token_s=prefill.feed_forward_token_s * factor,
-        ),
-        decode=msgspec.structs.replace(
-            decode,
-            step_s=decode.step_s * factor,
-            request_s=decode.request_s * factor,
-            pair_s=decode.pair_s * factor,
-        ),
-    )
+    replace = msgspec.structs.replace
+    scaled = [
+        replace(
+            costs,
+            **{k: getattr(costs, k) * factor for k in costs.__struct_fields__ if k.endswith("_s")},
+        )
+        for costs in (model.prefill, model.decode)
+    ]
+    return replace(model, prefill=scaled[0], decode=scaled[1])
 
 
 def _error(found: float, wanted: float) -> str:

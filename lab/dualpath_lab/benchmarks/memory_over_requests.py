@@ -76,16 +76,8 @@ def cluster(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
     engine = (
         *("--router", f"tcp://127.0.0.1:{control}", "--storage", str(folder / "kv")),
         *("--storage-quota", str(32 << 20), "--storage-protect-s", "2"),
-        *(
-            "--model",
-            "qwen2.5-32b",
-            "--layers",
-            "2",
-            "--kv-bytes-per-token",
-            "256",
-            "--block-tokens",
-            str(_BLOCK_TOKENS),
-        ),
+        *("--model", "qwen2.5-32b", "--layers", "2", "--kv-bytes-per-token", "256"),
+        *("--block-tokens", str(_BLOCK_TOKENS)),
         *("--buffer-bytes", str(1 << 20), "--hbm-bytes", str(1 << 20), "--speedup", "1000"),
         *("--transport", "memory", "--verify", "sampled", "--max-model-len", "1024"),
     )
