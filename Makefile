@@ -23,7 +23,7 @@ uv_environment = VIRTUAL_ENV="$(abspath $(VENV))" \
 	$(if $(2),UV_DEFAULT_INDEX='$(2)') \
 	$(if $(3),SSL_CERT_FILE='$(3)')
 
-.PHONY: demo test test-all test-fast install libraries lint format docs dist version newcomer clients clean
+.PHONY: demo reproduce test test-all test-fast install libraries lint format docs dist version newcomer clients clean
 
 demo: $(STAMP)
 	@$(BIN)/dualpath demo
@@ -50,6 +50,12 @@ test-fast: $(STAMP)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/lint-imports >/dev/null || $(BIN)/lint-imports
 	@$(BIN)/python -m pytest --numprocesses $(WORKERS) --durations 3 -k 'not compile' $(FAST)
+
+# The paper's tables and figures: simulated again and compared with the recorded runs, beside the
+# paper's numbers and the lab's (docs/reference/artifact.md). FIGURE: one of them, as `fig7`.
+FIGURE ?= all
+reproduce: $(STAMP)
+	@$(BIN)/dualpath eval $(FIGURE) --check docs/evaluation/paper --lab docs/evaluation/lab
 
 install: $(STAMP)
 

@@ -103,6 +103,7 @@ NAVIGATION = {
         "docs/evaluation/*",
         "docs/evaluation/*/*",
         "docs/evaluation",
+        "docs/candidates",
         "docs/simulator",
         "docs/beyond",
         "lab/dualpath_lab/benchmarks/README",

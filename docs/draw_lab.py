@@ -17,30 +17,23 @@ import re
 import shlex
 import sys
 import textwrap
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
-from dualpath.report.model import NOTHING, Panel, Series, Table
-from dualpath_lab.benchmarks.peers.comparison import stacks
-from dualpath_lab.benchmarks.peers.matrix import read_regimes
+from dualpath.report.model import NOTHING, Table
+from dualpath_lab.benchmarks.peers.matrix import jct_by_regime, read_regimes
 from dualpath_lab.cli.chaos import CHAOS
 from dualpath_lab.cli.lab import BENCH
-from dualpath_lab.experiments.runs import merged_by_role
-from dualpath_sim.harness.experiment import KeyResult, Page, tolerance_text
+from dualpath_sim.harness.experiment import KeyResult, Page, compared_words, target_table
 from dualpath_sim.harness.files import read as read_page
 
 EVALUATION = Path(__file__).parent / "evaluation"
 LAB = EVALUATION / "lab"
 
 _MARK = re.compile(r"(<!-- drawn: (.+?) -->\n).*?(<!-- end -->)", re.DOTALL)
-_OWN_STACKS = "dualpath-"
-_NODE = re.compile(r"[pd]e\d+")
 
 #: What a run is called in tables; the name of its file otherwise.
 LABELS = {
@@ -67,7 +60,6 @@ LABELS = {
     "simulator": "bound by storage",
     "simulator-balanced": "storage and compute in balance",
 }
-_MODES = ("basic", "layerwise", "round-robin", "dualpath", "split", "oracle")
 
 #: Columns of a stored table by which a reader of these pages would be puzzled.
 _HEADS = {
@@ -193,23 +185,10 @@ def stack(title: str, *names: str) -> Table:
     return Table("", ("run", *heads), tuple(rows))
 
 
-def targets(*names: str) -> Table:
+def targets(name: str) -> Table:
     """What was aimed at, beside what was reached."""
-    rows = [
-        (
-            label(name),
-            one.what.removeprefix(f"{label(name)}: "),
-            f"{one.measured:.3g}",
-            f"{'≥' if one.at_least else '≤'} {one.limit:.3g}",
-            "yes" if one.met else "no",
-        )
-        for name in names
-        for one in read(name).results
-    ]
-    heads = ("run", "what", "measured", "target", "met")
-    if len(names) == 1:
-        return Table("", heads[1:], tuple(row[1:] for row in rows))
-    return Table("", heads, tuple(rows))
+    found = target_table(read(name).results)
+    return Table("", found.columns[:-1], tuple(row[:-1] for row in found.rows))
 
 
 def campaigns(*names: str) -> Table:
@@ -243,46 +222,15 @@ def campaigns(*names: str) -> Table:
 
 
 def matrix(_: str) -> Table:
-    """Every regime beside every stack: job completion times, the best one bold."""
-    own = {
-        "DualPath (`split`)": "dualpath-split",
-        "… with recomputation": "dualpath-split-recompute",
-        "LMCache": "vllm-nixl-lmcache",
-        "vLLM's offloading": "vllm-nixl-offloading",
-        "Mooncake Store": "vllm-nixl-mooncake",
-    }
-    turns = {"short": "8", "long": "60"}
-    nics = {"storage": "20 MB/s", "balanced": "48 MB/s", "compute": "400 MB/s"}
-    fits = {"all": "all", "quarter": "a quarter", "nothing": "one context"}
-    rows = []
-    for regime, found in read_regimes(EVALUATION / "peers" / "cells").items():
-        for raw in found:
-            times = {one.name: f"{one.jct_s:.1f}" for one in stacks(raw.results)}
-            shown = [_stack_time(times, name) for name in own.values()]
-            best = min(float(one) for one in shown if one)
-            rows.append(
-                (
-                    *(turns[regime.agents], nics[regime.bound], fits[regime.fits]),
-                    "1 s a turn" if regime.pauses else "none",
-                    "EPYC" if raw.machine and "EPYC" in raw.machine.cpu_model else "Xeon",
-                    *(f"**{t}**" if t and float(t) == best else t or NOTHING for t in shown),
-                )
-            )
-    heads = ("turns", "storage NICs", "DRAM per node holds", "tools", "cores", *own)
-    return Table("", heads, tuple(rows), align="lllllrrrrr")
-
-
-def _stack_time(times: Mapping[str, str], stack: str) -> str:
-    """Return a stack's time, of a variant of it where it has one, '' where it was not run."""
-    found = [one for name, one in times.items() if name == stack or name.startswith(f"{stack}-dr")]
-    return found[0] if found else ""
+    """Every regime beside every stack."""
+    return jct_by_regime(read_regimes(EVALUATION / "peers" / "cells"))
 
 
 def check(experiment: str, *names: str) -> str:
     """How an experiment's runs are repeated, and what of them is compared."""
     group, word = (CHAOS, "run") if experiment == "chaos-run" else (BENCH, experiment)
     entry = group.entries[word].load()
-    results = []
+    results: list[tuple[KeyResult, bool]] = []
     for name in names:
         stored = read(name)
         raw = group.raw_data(entry, stored)
@@ -290,12 +238,12 @@ def check(experiment: str, *names: str) -> str:
         results += [(one, raw.machine is not None) for one in page.results]
     results.sort(key=lambda found: (found[0].tolerance is None, not found[0].any_machine))
     allowed = Counter(_allowed(one, has_processor) for one, has_processor in results)
+    numbers = ", ".join(f"{count} {words}" for words, count in allowed.items())
     file = names[0] if len(names) == 1 else "NAME"
-    numbers = [f"{count} {words}" for words, count in allowed.items()]
     command = "dualpath chaos run" if group is CHAOS else f"dualpath lab bench {experiment}"
     return textwrap.fill(
         f"`{command} --check docs/evaluation/lab/{file}.json` repeats a run and compares its key "
-        f"results: {', '.join(numbers)}.",
+        f"results: {numbers}.",
         width=105,
         break_long_words=False,
         break_on_hyphens=False,
@@ -306,14 +254,9 @@ def _allowed(result: KeyResult, has_processor: bool) -> str:
     """Return how a rerun's number is compared; times only if the runs' processor is recorded."""
     if result.tolerance is None:
         return "must meet a limit"
-    words = tolerance_text(result.tolerance)
-    if result.any_machine:
-        return f"{words} on any machine"
-    return (
-        f"{words} on the same processor"
-        if has_processor
-        else "not compared (processor not recorded)"
-    )
+    if result.any_machine or has_processor:
+        return compared_words(result)
+    return "not compared (processor not recorded)"
 
 
 #: What stands between marks, by the first word of the mark.
@@ -370,60 +313,16 @@ def current() -> bool:
     return all(path.read_text(encoding="utf-8") == text for path, text in pages().items())
 
 
-def draw(path: Path) -> None:
-    """Write the picture of one experiment; medians get the spread of their runs, if stored."""
-    stored = read_page(path)
-    panels = tuple(_with_spread(_legible(p), _jcts_s(stored.data)) for p in stored.panels)
-    page = msgspec.structs.replace(stored, panels=panels)
-    for picture in drawn(page.report()).values():
-        path.with_suffix(".png").write_bytes(picture)
-
-
-def _legible(panel: Panel) -> Panel:
-    nodes = [series for series in panel.series if _NODE.fullmatch(series.name)]
-    if len(nodes) < len(panel.series) or panel.kind != "lines":
-        return panel
-    return msgspec.structs.replace(panel, series=merged_by_role(nodes))
-
-
-def _jcts_s(data: Mapping[str, Any]) -> dict[str, list[list[float]]]:
-    """Return each series' job completion times: for every cluster, those of its runs."""
-    jobs: dict[str, list[list[float]]] = defaultdict(list)
-    for job in data.get("jobs", ()):
-        for mode, runs in job.get("runs", {}).items():
-            jobs[mode].append([run["jct_s"] for run in runs])
-    stacks: dict[str, list[float]] = defaultdict(list)
-    for run in data.get("runs", ()):
-        if isinstance(run, dict) and "stack" in run:
-            stacks[run["stack"].removeprefix(_OWN_STACKS)].append(run["jct_s"])
-    return jobs | {stack: [times] for stack, times in stacks.items()}
-
-
-def _with_spread(panel: Panel, jcts_s: Mapping[str, list[list[float]]]) -> Panel:
-    if panel.title != "Job completion time":
-        return panel
-    return msgspec.structs.replace(
-        panel, series=tuple(_spread(series, jcts_s.get(series.name)) for series in panel.series)
-    )
-
-
-def _spread(series: Series, jcts_s: list[list[float]] | None) -> Series:
-    if not jcts_s or len(jcts_s) != len(series.y):
-        return series
-    low, high = (tuple(map(bound, jcts_s)) for bound in (min, max))
-    return msgspec.structs.replace(series, low=low, high=high)
-
-
 def main(arguments: Sequence[str]) -> int:
     """Draw everything, or check the tables; return the exit code."""
     if "--check" in arguments:
         return int(not current())
     for path, text in pages().items():
         path.write_text(text, encoding="utf-8")
-    for path in sorted(LAB.glob("*.json")):
+    for path in LAB.glob("*.json"):
         # Campaigns of faults have no plots.
         if path.with_suffix(".png").exists():
-            draw(path)
+            path.with_suffix(".png").write_bytes(*drawn(read_page(path).report()).values())
     return 0
 
 

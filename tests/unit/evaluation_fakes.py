@@ -29,7 +29,7 @@ MODEL = ModelCosts(
     name="fake",
     layers=2,
     kv_bytes_per_token=40_000,
-    prefill=PrefillCosts(),
+    prefill=PrefillCosts(batch_s=0.1),
     decode=DecodeCosts(),
     prefill_tokens_per_s=1e5,
 )

@@ -1,6 +1,8 @@
 """Every figure from a fake simulator: numbers, files, equal bytes, each run made once."""
 
+import itertools
 import json
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -9,17 +11,25 @@ import pytest
 from tests.unit.evaluation_fakes import FakeInputs, FakeSimulator
 
 from dualpath.cli.main import main
+from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath_sim.cli.eval import FIGURE_NAMES
 from dualpath_sim.evaluation import beyond, dram_tier
-from dualpath_sim.evaluation.document import document, figure_json, write_document, write_figure
+from dualpath_sim.evaluation.document import document, write_document
+from dualpath_sim.evaluation.experiment import (
+    FigureExperiment,
+    Made,
+    figure_experiment,
+    figure_of,
+)
 from dualpath_sim.evaluation.figures import FIGURES
 from dualpath_sim.evaluation.figures.candidates import MODEL, PATHS, WORKLOADS, capacity, outcome
 from dualpath_sim.evaluation.figures.fig3 import pass_s
 from dualpath_sim.evaluation.figures.table3 import large_spec, small_spec
 from dualpath_sim.evaluation.inputs import CatalogInputs
+from dualpath_sim.evaluation.lab import LAB_NUMBERS, lab_numbers, three_columns
 from dualpath_sim.evaluation.report import (
     FITTED,
     QUOTED,
@@ -30,17 +40,24 @@ from dualpath_sim.evaluation.report import (
     missed,
     quantity,
 )
-from dualpath_sim.evaluation.runs import Runs
+from dualpath_sim.evaluation.runs import Inputs, Result, Runs, Simulate
 from dualpath_sim.evaluation.settings import (
     AS_WRITTEN,
     AT_48K,
     DS_27B,
     DS_660B,
+    Calibration,
     EvaluationSettings,
     RunSpec,
 )
-from dualpath_sim.simulator.settings import PrefillCosts
+from dualpath_sim.harness.check import agrees, compare
+from dualpath_sim.harness.experiment import RawData
+from dualpath_sim.harness.files import read, stored, write
+from dualpath_sim.harness.run import measure
+from dualpath_sim.simulator.settings import PrefillCosts, Setup
 
+LAB = Path(__file__).parents[2] / "docs" / "evaluation" / "lab"
+PAPER = LAB.parent / "paper"
 QUICK = EvaluationSettings(seed=3, quick=True)
 
 
@@ -108,18 +125,159 @@ def test_modes_of_one_comparison_share_their_agents() -> None:
     assert inputs.tables_made == 1
 
 
+def fake_experiment(name: str, simulate: Simulate, made: Made | None = None) -> FigureExperiment:
+    shared = {} if made is None else made
+    return figure_experiment(name, FIGURES[name], lambda *_: FakeInputs(), simulate, shared)
+
+
+def measured(name: str) -> tuple[FigureExperiment, RawData[EvaluationSettings, Result]]:
+    experiment = fake_experiment(name, FakeSimulator())
+    return experiment, stored(experiment, measure(experiment, QUICK))
+
+
+def no_simulator(*_: object, **__: object) -> object:
+    raise AssertionError("a run was made")
+
+
 def test_equal_seeds_give_equal_bytes(tmp_path: Path) -> None:
     for folder in ("a", "b"):
-        runs, _ = fake_runs()
-        made = [FIGURES[name](runs) for name in ("fig7", "fig12", "table3")]
-        for report in made:
-            write_figure(report, tmp_path / folder)
-        write_document(made, tmp_path / folder / "evaluation.md")
+        figures = []
+        for name in ("fig7", "fig12", "table3"):
+            experiment, raw = measured(name)
+            figures.append(figure_of(experiment, raw))
+            # Machine and date are those of the runs.
+            write(msgspec.structs.replace(figures[-1], data=raw.runs), tmp_path / folder)
+        write_document(figures, tmp_path / folder / "evaluation.md")
     files = [path for path in sorted((tmp_path / "a").rglob("*")) if path.is_file()]
     assert {path.suffix for path in files} == {".md", ".json", ".html", ".png"}
     for path in files:
         other = tmp_path / "b" / path.relative_to(tmp_path / "a")
         assert path.read_bytes() == other.read_bytes(), path.name
+
+
+@pytest.mark.parametrize("name", list(FIGURES))
+def test_a_figure_is_drawn_again_from_its_file_without_a_run(name: str, tmp_path: Path) -> None:
+    experiment, raw = measured(name)
+    page = experiment.page(raw, name, f"dualpath eval {name}")
+    write(page, tmp_path)
+    again = fake_experiment(name, no_simulator)  # type: ignore[arg-type]
+    recorded = again.recorded(read(tmp_path / f"{name}.json").data)
+    assert recorded == raw
+    assert markdown.page(again.page(recorded, name, page.command).report()) == markdown.page(
+        page.report()
+    )
+    assert page.results
+    assert agrees(compare(page, again.page(recorded, name, page.command)))
+
+
+def published(name: str) -> tuple[FigureExperiment, RawData[EvaluationSettings, Result]]:
+    def inputs(settings: EvaluationSettings, calibration: Calibration) -> Inputs:
+        return CatalogInputs(settings.tail, calibration=calibration)
+
+    experiment = figure_experiment(name, FIGURES[name], inputs, no_simulator, {})  # type: ignore[arg-type]
+    raw = experiment.recorded(read(PAPER / f"{name}.json").data)
+    assert raw is not None
+    return experiment, raw
+
+
+@pytest.mark.parametrize("name", FIGURE_NAMES)
+def test_make_reproduce_has_recorded_runs_to_compare_with(name: str) -> None:
+    experiment, raw = published(name)
+    assert raw.settings == EvaluationSettings()
+    page = experiment.page(raw, name, "")
+    recorded = read(PAPER / f"{name}.json")
+    assert [one.what for one in page.results] == [one.what for one in recorded.results]
+    assert page.results
+    assert agrees(compare(recorded, page))
+
+
+def test_the_page_over_all_figures_is_what_the_recorded_runs_say() -> None:
+    figures = [figure_of(*published(name)) for name in FIGURES]
+    page = markdown.page(document(figures, lab_numbers(LAB)), "images/evaluation/")
+    assert page == (PAPER.parents[1] / "evaluation.md").read_text(encoding="utf-8"), (
+        "run dualpath eval all --redraw docs/evaluation/paper --docs docs/evaluation.md "
+        "--lab docs/evaluation/lab"
+    )
+    first = page.splitlines()[2]
+    assert first.startswith(
+        "**Of the 32 quoted numbers 9 are fitted, the 1.87x and the ablation's steps among them.**"
+    )
+
+
+def test_an_interrupted_figure_makes_only_the_runs_that_it_lacks() -> None:
+    experiment, raw = measured("fig10")
+    half = msgspec.structs.replace(raw, runs=raw.runs[: len(raw.runs) // 2])
+    with pytest.raises(ConfigError, match=r"the runs of fig10 lack .* finish them with --resume"):
+        experiment.draw(half)
+    simulator = FakeSimulator()
+    rest = fake_experiment("fig10", simulator)
+    assert stored(rest, measure(rest, QUICK, earlier=half)).runs == raw.runs
+    assert simulator.calls == len(raw.runs) - len(half.runs)
+
+
+def test_figures_of_one_command_share_their_runs() -> None:
+    simulator = FakeSimulator()
+    made: Made = {}
+    measure(fake_experiment("fig10", simulator, made), QUICK)
+    calls = simulator.calls
+    measure(fake_experiment("fig11", simulator, made), QUICK)
+    # The two rates of §8.2, for both calibrations.
+    assert simulator.calls <= calls + 4
+
+
+def test_a_run_differs_in_its_name_from_every_other_one() -> None:
+    spec = RunSpec(system=DS_660B, mode=Mode.DUALPATH, agents=16)
+    changes: list[dict[str, object]] = [
+        {},
+        {"system": DS_27B},
+        {"mode": Mode.BASIC},
+        {"workload": "32K"},
+        {"agents": 17},
+        {"nodes": (1, 1)},
+        {"append_scale": 2.0},
+        {"generation_scale": 2.0},
+        {"agents_per_s": 0.5, "until_s": 100.0},
+        {"agents_per_s": 0.5, "until_s": 200.0},
+        {"overrides": (("snic_bytes_per_s", 1e9),)},
+        {"overrides": (("snic_bytes_per_s", 2e9),)},
+        {"generator": (("append_sigma", 0.5),)},
+        {"prefill_slowdown": 2.0},
+        {"interleaved": False},
+        {"interleaved": True},
+        {"unseen_generation": 2.0},
+        {"curves": "balance"},
+    ]
+    changed = {name for change in changes for name in change}
+    assert changed == set(RunSpec.__struct_fields__)
+    titles = [msgspec.structs.replace(spec, **change).title for change in changes]
+    assert all(one != other for one, other in itertools.combinations(titles, 2))
+
+
+def test_a_cluster_that_cannot_make_a_run_is_recorded_with_the_reason() -> None:
+    class Refusing(FakeInputs):
+        def setup(self, spec: RunSpec) -> Setup:
+            raise ConfigError("the weights do not fit; give more nodes")
+
+    runs = Runs(QUICK, Refusing(), FakeSimulator())
+    spec = RunSpec(system=DS_660B, mode=Mode.DUALPATH, agents=16)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="the weights do not fit"):
+            runs.offline(spec)
+    assert msgspec.to_builtins(runs.results[spec.title]) == {
+        "type": "impossible",
+        "reason": "the weights do not fit; give more nodes",
+    }
+
+
+def test_the_lab_has_a_number_beside_the_papers_where_it_measured_one() -> None:
+    lab = lab_numbers(LAB)
+    assert set(lab) == set(LAB_NUMBERS) <= set(QUOTED)
+    assert lab["fig12.layerwise"] == 0.0
+    assert lab["fig8.speedup_mean"] == pytest.approx((1.94 + 1.48 + 2.90) / 3)
+    rows = three_columns(
+        [Compared("fig13.dualpath", 1.22), Compared("fig14.dualpath", 1.0)], lab, ""
+    )
+    assert [row[1:4] for row in rows.rows] == [("1.18x", "1.22x", "1.01x"), ("1.06x", "1.00x", "-")]
 
 
 def test_files_carry_setting_and_seed_and_the_papers_numbers(
@@ -131,7 +289,7 @@ def test_files_carry_setting_and_seed_and_the_papers_numbers(
         assert "gamma" in text
         assert not report.compared or "errors mean nothing" in text
         assert "not the paper's settings" in text
-        content = json.loads(figure_json(report))
+        content = report.content()
         assert content["evaluation"]["seed"] == 3
         assert content["settings"]
         for one in content["compared"]:
@@ -155,7 +313,7 @@ class _Links(HTMLParser):
 
 def test_a_page_needs_nothing_but_itself(tmp_path: Path, reports: list[FigureReport]) -> None:
     report = next(r for r in reports if r.name == "fig10")
-    write_figure(report, tmp_path)
+    write(report, tmp_path)
     page = (tmp_path / "fig10.html").read_text(encoding="utf-8")
     links = _Links()
     links.feed(page)
@@ -178,7 +336,7 @@ def test_the_page_begins_with_the_error_table_and_names_every_number(
 def test_the_page_names_the_command_that_makes_it(reports: list[FigureReport]) -> None:
     options = "--docs docs/evaluation.md --seed 3 --quick`"
     assert f"`dualpath eval all {options}" in markdown.page(document(reports))
-    assert f"`dualpath eval fig3 fig7 {options}" in markdown.page(document(reports[:2]))
+    assert f"`dualpath eval table1 fig3 {options}" in markdown.page(document(reports[:2]))
 
 
 def test_rows_are_judged_by_what_the_paper_claims() -> None:
@@ -369,11 +527,41 @@ def test_wrong_settings_are_refused_in_one_line(
     assert "it must be" in error
 
 
-def test_a_rerun_must_give_exactly_the_recorded_numbers(tmp_path: Path) -> None:
-    assert main(["eval", "fig3", "--seed", "7", "--out", str(tmp_path)]) == 0
+def test_a_rerun_must_give_exactly_the_recorded_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["eval", "table1", "fig3", "--seed", "7", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["dualpath", *words])
+    assert main(words) == 0
     file = tmp_path / "fig3.json"
-    assert json.loads(file.read_text())["targets"][0]["tolerance"] == 0.0
+    content = json.loads(file.read_text())
+    assert content["targets"][0]["tolerance"] == 0.0
+    assert content["command"] == "dualpath eval fig3 --seed 7"
+    assert content["data"]["settings"]["seed"] == 7
     assert main(["eval", "fig3", "--check", str(file)]) == 0
+    assert main(["eval", "table1", "fig3", "--check", str(tmp_path)]) == 0
+    assert main(["eval", "table1", "fig3", "--check", str(file)]) == 2
     assert main(["eval", "fig7", "--check", str(file)]) == 2
-    file.write_text(file.read_text().replace('"measured": 1.0', '"measured": 0.0'))
+    content["data"]["runs"][0]["result"]["numbers"]["1 requests, s"] *= 1.01
+    file.write_text(json.dumps(content))
     assert main(["eval", "fig3", "--check", str(file)]) == 1
+    assert main(["eval", "table1", "fig3", "--check", str(tmp_path)]) == 1
+
+
+def test_reproducing_prints_a_verdict_and_the_papers_and_the_labs_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def simulate(*words: object, core: str, **others: object) -> object:
+        return FakeSimulator()(*words, **others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("dualpath_sim.simulator.run.simulate", simulate)
+    monkeypatch.setattr("dualpath_sim.evaluation.inputs.CatalogInputs", lambda *_: FakeInputs())
+    assert main(["eval", "fig13", "fig14", "--out", str(tmp_path)]) == 0
+    capsys.readouterr()
+    words = ["--check", str(tmp_path), "--lab", str(LAB)]
+    assert main(["eval", "fig13", "fig14", *words]) == 0
+    printed = capsys.readouterr().out
+    verdicts, numbers = printed.split("Beside the recorded runs")[1].split("The paper, the sim")
+    assert re.findall(r"(fig\d+) +│ (\w+)", verdicts) == [("fig13", "same"), ("fig14", "same")]
+    (row,) = (line for line in numbers.splitlines() if "max/avg, DualPath" in line)
+    assert re.findall(r"[\d.]+x", row) == ["1.18x", "1.50x", "1.01x"]

@@ -1,23 +1,24 @@
 """Prediction of the demo by the simulator with the demo's parameters.
 
-Run:  ``python -m dualpath_lab.benchmarks.demo_prediction``.  It prints predicted and measured
-figures for every recorded run, then the sensitivity of the prediction to wrong parameters, then
-predictions of the demo on machines of several speeds.  Inputs from a recorded run are the lengths
-of its turns and the time of Oracle, which loads nothing: compared with Oracle's time on the machine
-with known costs, it gives the speed of the run's machine.  The storage rate follows from it as in
-the demo.  Predicted are the times of Basic and DualPath.  All agents start at the same time in
-random order; a prediction is the median over such orders, printed with its range.
+Cells are every recorded run, the same with a wrong parameter or a part of the model disabled, and
+the current demo on machines of several speeds.  Inputs from a recorded run are the lengths of its
+turns and the time of Oracle, which loads nothing: compared with Oracle's time on the machine with
+known costs, it gives the speed of the run's machine.  The storage rate follows from it as in the
+demo.  Predicted are the times of Basic and DualPath.  All agents start at the same time in random
+order; a prediction is the median over such orders, drawn with its range.
 
-``python -m dualpath_lab.benchmarks.demo_prediction record RUN [RUN ...]`` records the figures of
-folders that `dualpath demo --out RUN` has written.  Inputs are in ``demo_prediction/``:
-``cluster.toml`` (settings and measured rates), ``costs.toml`` (measured by `dualpath profile`) and
-``measured.json``; nothing in them was fitted to the times of Basic and DualPath.
+Inputs are in ``demo_prediction/``: ``cluster.toml`` (settings and measured rates), ``costs.toml``
+(measured by `dualpath profile`) and ``measured.json``, which this module writes when it is run with
+the folders of `dualpath demo --out RUN` as arguments.  Nothing in them was fitted to the times of
+Basic and DualPath.
 """
 
-import argparse
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -25,9 +26,9 @@ from numpy.typing import NDArray
 
 from dualpath.core.errors import TraceError
 from dualpath.core.modes import DEFAULT_MODE, Mode
+from dualpath.core.settings import Setting, Settings
 from dualpath.node.machine import ClientMachine
 from dualpath.report.model import Table
-from dualpath.report.text import print_blocks
 from dualpath.workload.columns.agent_table import AgentTable
 from dualpath.workload.columns.sessions_to_columns import WorkloadSettings, agents_from_sessions
 from dualpath.workload.conversation.prompts import Contents, Vocabulary, approximate_encode
@@ -37,6 +38,15 @@ from dualpath_lab.demo.sessions import demo_agents as midway_agents
 from dualpath_lab.demo.settings import DemoSettings, cluster_settings
 from dualpath_sim.catalog.costs import load_model_costs
 from dualpath_sim.catalog.load import load_cluster
+from dualpath_sim.harness.experiment import (
+    Experiment,
+    KeyResult,
+    Page,
+    Progress,
+    RawData,
+    Stage,
+    one_stage,
+)
 from dualpath_sim.simulator.result import SimulationResult
 from dualpath_sim.simulator.run import simulate
 from dualpath_sim.simulator.settings import ClusterSettings, ModelCosts, Setup
@@ -51,6 +61,8 @@ TARGET_ERROR = 0.15
 BLOCK_TOKENS = 64
 #: Number of random orders of the agents, and a smaller one where only the median is used.
 ORDERS, FEW_ORDERS = 60, 24
+#: Times of computation of the machines for which the current demo is predicted.
+PACES = (0.25, 1.0, 4.0)
 
 
 class Figures(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,9 +88,10 @@ class RecordedRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
-    """Figures per mode and order of the agents."""
+    """Figures per mode and order of the agents; ``recorded`` is the run that is predicted."""
 
     figures: dict[Mode, list[Figures]]
+    recorded: RecordedRun | None = None
 
     def values(self, mode: Mode, name: str) -> list[float]:
         """Return one of the figures for every order."""
@@ -222,18 +235,8 @@ def predict_run(
     agents = recorded_agents(run)
     oracle = predict_demo(cluster, model, agents, orders=FEW_ORDERS).values(Mode.ORACLE, "jct_s")
     here = run.measured[Mode.ORACLE].jct_s / statistics.median(oracle)
-    return predict_demo(cluster, model, agents, pace=here * pace, orders=orders)
-
-
-def demo_table(cluster: ClusterSettings, model: ModelCosts, agents: AgentTable) -> Table:
-    """Return predictions of the demo on machines of several speeds."""
-    rows = []
-    for pace in (0.25, 1.0, 4.0):
-        predicted = predict_demo(cluster, model, agents, pace=pace)
-        seconds = (f"{statistics.median(predicted.values(m, 'jct_s')):.1f}" for m in MODES)
-        rows.append((f"{pace:g}", *seconds, f"{predicted.ratio:.2f}", f"{predicted.share:.0%}"))
-    columns = ("relative duration", "Basic, s", "DualPath, s", "Oracle, s", "speed-up", "share")
-    return Table("The current demo, simulated", columns, tuple(rows))
+    found = predict_demo(cluster, model, agents, pace=here * pace, orders=orders)
+    return msgspec.structs.replace(found, recorded=run)
 
 
 def _figures(result: SimulationResult) -> Figures:
@@ -279,7 +282,7 @@ def _rounds(result: ReplayResult) -> dict[str, list[tuple[int, int, int]]]:
     return rounds
 
 
-def comparison(run: RecordedRun, predicted: Prediction) -> Table:
+def comparison(predicted: Prediction, run: RecordedRun) -> Table:
     """Return predicted and measured figures with relative errors."""
     title = f"{run.trace}: {len(run.rounds)} agents, {sum(map(len, run.rounds.values()))} turns"
     names = Figures.__struct_fields__
@@ -299,18 +302,6 @@ def comparison(run: RecordedRun, predicted: Prediction) -> Table:
     return Table(title, columns, tuple(rows), rules=rules)
 
 
-def sensitivity(runs: Sequence[RecordedRun], cluster: ClusterSettings, model: ModelCosts) -> Table:
-    """Return the ratio with one parameter wrong, or a part of the model disabled."""
-    rows = []
-    for label, one_cluster, pace in _variants(cluster):
-        cells = []
-        for run in runs:
-            found = predict_run(one_cluster, model, run, pace=pace, orders=FEW_ORDERS).ratio
-            cells.append(f"{found:.3f} ({_error(found, run.ratio)})")
-        rows.append((label, *cells))
-    return Table("Basic : DualPath if …", ("", *(run.trace for run in runs)), tuple(rows))
-
-
 def _row(label: str, found: Sequence[float], measured: float, decimals: int) -> tuple[str, ...]:
     middle = statistics.median(found)
     return (
@@ -323,7 +314,6 @@ def _row(label: str, found: Sequence[float], measured: float, decimals: int) -> 
 
 
 def _variants(cluster: ClusterSettings) -> Iterable[tuple[str, ClusterSettings, float]]:
-    yield "everything as measured", cluster, 1.0
     for factor in (0.8, 1.25):
         yield f"the machine takes {factor:g} of the time", cluster, factor
     for factor in (0.5, 2.0):
@@ -341,50 +331,87 @@ def _variants(cluster: ClusterSettings) -> Iterable[tuple[str, ClusterSettings, 
 
 def slower(model: ModelCosts, factor: float) -> ModelCosts:
     """Return costs with all times multiplied."""
-    prefill, decode = model.prefill, model.decode
-    return msgspec.structs.replace(
-        model,
-        prefill=msgspec.structs.replace(
-            prefill,
-            batch_s=prefill.batch_s * factor,
-            pair_s=prefill.pair_s * factor,
-            feed_forward_token_s=prefill.feed_forward_token_s * factor,
-        ),
-        decode=msgspec.structs.replace(
-            decode,
-            step_s=decode.step_s * factor,
-            request_s=decode.request_s * factor,
-            pair_s=decode.pair_s * factor,
-        ),
-    )
+    replace = msgspec.structs.replace
+    scaled = [
+        replace(
+            costs,
+            **{k: getattr(costs, k) * factor for k in costs.__struct_fields__ if k.endswith("_s")},
+        )
+        for costs in (model.prefill, model.decode)
+    ]
+    return replace(model, prefill=scaled[0], decode=scaled[1])
 
 
 def _error(found: float, wanted: float) -> str:
     return f"{found / wanted - 1:+.1%}"
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Predict the demo and compare with measurements.")
-    actions = parser.add_subparsers(dest="action")
-    recorder = actions.add_parser("record", help="write measured.json from demo runs")
-    recorder.add_argument("runs", nargs="+", type=Path)
-    args = parser.parse_args()
-    if args.action == "record":
-        text = msgspec.json.encode([record(run) for run in args.runs], order="deterministic")
-        MEASURED.write_bytes(msgspec.json.format(text, indent=1) + b"\n")
-        return 0
-    runs = read_recorded()
-    cluster, model = read_setting()
-    tables, errors = [], []
-    for run in runs:
-        predicted = predict_run(cluster, model, run)
-        tables.append(comparison(run, predicted))
-        errors.append(abs(predicted.ratio / run.ratio - 1))
-    now = demo_table(cluster, model, demo_agents(approximate_encode))
-    print_blocks(*tables, sensitivity(runs, cluster, model), now)
-    print(f"largest error of the ratio {max(errors):.1%}, target {TARGET_ERROR:.0%}")
-    return int(max(errors) > TARGET_ERROR)
+# --------------------------------------------------------------------------------------- experiment
 
+
+class PredictionSettings(Settings, frozen=True, kw_only=True):
+    """How exactly the recorded runs are predicted."""
+
+    orders: Annotated[int, Setting("random orders of the agents of a recorded run", ge=1)] = ORDERS
+
+
+Predict = Callable[[], Prediction]
+
+
+def _stages(settings: PredictionSettings, progress: Progress) -> list[Stage[Predict, Prediction]]:
+    cluster, model = read_setting()
+    cells: dict[str, Predict] = {}
+    few = min(settings.orders, FEW_ORDERS)
+    for run in read_recorded():
+        cells[run.trace] = partial(predict_run, cluster, model, run, orders=settings.orders)
+        for label, changed, pace in _variants(cluster):
+            wrong = partial(predict_run, changed, model, run, pace=pace, orders=few)
+            cells[f"{run.trace}: {label}"] = wrong
+    for pace in PACES:
+        cells[f"the demo, computing in {pace:g} of the time"] = partial(_demo, pace, few)
+    return one_stage(cells, lambda predict, number: predict())
+
+
+def _demo(pace: float, orders: int) -> Prediction:
+    cluster, model = read_setting()
+    agents = demo_agents(approximate_encode)
+    return predict_demo(cluster, model, agents, pace=pace, orders=orders)
+
+
+def draw(raw: RawData[PredictionSettings, Prediction]) -> Page:
+    """Draw what was predicted, beside what was measured for a recorded run."""
+    rows, tables, results = [], [], []
+    for run in raw.runs:
+        name, found, recorded = run.cell, run.result, run.result.recorded
+        error = "" if recorded is None else _error(found.ratio, recorded.ratio)
+        seconds = (f"{statistics.median(found.values(mode, 'jct_s')):.1f}" for mode in MODES)
+        rows.append((name, *seconds, f"{found.ratio:.3f}", error, f"{found.share:.0%}"))
+        results.append(
+            KeyResult(f"{name}: Basic : DualPath", found.ratio, tolerance=0.0, any_machine=True)
+        )
+        if recorded is not None and recorded.trace == name:
+            tables.append(comparison(found, recorded))
+            wrong = abs(found.ratio / recorded.ratio - 1)
+            results.append(
+                KeyResult(f"{name}: error of the ratio", wrong, TARGET_ERROR, at_least=False)
+            )
+    columns = ("", *(f"{mode}, s" for mode in MODES), "Basic : DualPath", "error", "share")
+    return Page(
+        tables=(*tables, Table("Every prediction", columns, tuple(rows))), results=tuple(results)
+    )
+
+
+DEMO_PREDICTION = Experiment(
+    name="demo-prediction",
+    title="The demo, predicted",
+    settings=PredictionSettings(),
+    result=Prediction,
+    stages=_stages,
+    draw=draw,
+    summary=lambda found: f"Basic : DualPath {found.ratio:.2f}",
+)
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    recorded_runs = [record(Path(folder)) for folder in sys.argv[1:]]
+    content = msgspec.json.encode(recorded_runs, order="deterministic")
+    MEASURED.write_bytes(msgspec.json.format(content, indent=1) + b"\n")

@@ -1,17 +1,14 @@
 """Memory of router, front end and engines over many requests of mixed kinds, on this machine.
 
-    .venv/bin/python -m dualpath_lab.benchmarks.memory_over_requests --requests 100000 --most-s 600
-
-Starts a scheduler, a front end and 1P1D of emulated engines as processes.  Tables with a constant
-bound get a small one, so that all are full early; then no process may grow.  Prints resident memory
-over the requests, and each process's growth in the second half of them.
+Starts a scheduler, a front end and 1P1D of emulated engines as processes: this module run as a
+script is one of them.  Tables with a constant bound get a small one, so that all are full early;
+then no process may grow.
 """
 
-import argparse
 import asyncio
 import contextlib
-import math
 import random
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -19,17 +16,21 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import aiohttp
+import msgspec
 
 from dualpath.cli.main import main as dualpath
 from dualpath.core.recent import Recent
+from dualpath.core.settings import Setting, Settings
 from dualpath.launch.ports import claim_port
 from dualpath.policy.session_warmth import SessionMemory
+from dualpath.report.model import Table, cell
 from dualpath.router.observe.dashboard import board
 from dualpath.router.requests import front_end
 from dualpath.router.scheduler import dispatch
+from dualpath_sim.harness.experiment import Experiment, KeyResult, Page, RawData, one_stage
 
 #: Entries of tables with a constant bound, instead of up to a million.
 _BOUND = 256
@@ -43,6 +44,8 @@ _START_S = 120.0
 _SAMPLE_S = 2.0
 _SAMPLES_PER_ROW = 10
 _CALL_S = 60.0
+#: Largest growth of a process whose tables are full; what its allocator holds varies.
+MOST_GROWTH = 0.03
 
 # ---------------------------------------------------------------------------------------- processes
 
@@ -73,16 +76,8 @@ def cluster(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
     engine = (
         *("--router", f"tcp://127.0.0.1:{control}", "--storage", str(folder / "kv")),
         *("--storage-quota", str(32 << 20), "--storage-protect-s", "2"),
-        *(
-            "--model",
-            "qwen2.5-32b",
-            "--layers",
-            "2",
-            "--kv-bytes-per-token",
-            "256",
-            "--block-tokens",
-            str(_BLOCK_TOKENS),
-        ),
+        *("--model", "qwen2.5-32b", "--layers", "2", "--kv-bytes-per-token", "256"),
+        *("--block-tokens", str(_BLOCK_TOKENS)),
         *("--buffer-bytes", str(1 << 20), "--hbm-bytes", str(1 << 20), "--speedup", "1000"),
         *("--transport", "memory", "--verify", "sampled", "--max-model-len", "1024"),
     )
@@ -102,14 +97,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, dict[str, int]]]:
         processes = {}
         for name, command in commands.items():
             log = stack.enter_context((folder / f"{name}.log").open("w"))
-            entry = [
-                sys.executable,
-                "-m",
-                _MODULE,
-                "--serve",
-                "emulate",
-                *command,
-            ]
+            entry = [sys.executable, "-m", _MODULE, "emulate", *command]
             processes[name] = subprocess.Popen(entry, stdout=log, stderr=subprocess.STDOUT)
             stack.callback(processes[name].wait)
             stack.callback(processes[name].kill)
@@ -223,65 +211,93 @@ async def started(http: aiohttp.ClientSession, url: str) -> None:
             await asyncio.sleep(0.5)
 
 
-# ------------------------------------------------------------------------------------------- report
+# --------------------------------------------------------------------------------------- experiment
 
 
-async def measure(folder: Path, requests: int, most_s: float) -> None:
-    """Run the load and print the table."""
+class MemorySettings(Settings, frozen=True, kw_only=True):
+    """The load."""
+
+    requests: Annotated[int, Setting("requests of all kinds", ge=1)] = 100_000
+    most_s: Annotated[float, Setting("longest time of sending them", gt=0)] = 600.0
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Resident KiB of each process by the requests that had ended, and how requests ended."""
+
+    samples: list[tuple[int, dict[str, int]]]
+    ended: dict[str, int]
+
+    def growth(self, name: str) -> float | None:
+        """Return by what share a process grew from the third quarter of the requests to the last.
+
+        Medians of both quarters are compared: memory goes up and down between them.  None if one
+        has no sample.
+        """
+        total = max(self.samples[-1][0], 1)
+        before, after = (
+            [kib[name] for count, kib in self.samples if min(4 * count // total, 3) == quarter]
+            for quarter in (2, 3)
+        )
+        return (
+            statistics.median(after) / statistics.median(before) - 1 if before and after else None
+        )
+
+
+async def _measure(folder: Path, settings: MemorySettings) -> Memory:
     with cluster(folder) as (url, pids):
         async with aiohttp.ClientSession() as http:
             await started(http, url)
-            load = Load(http, url, requests, time.monotonic() + most_s)
+            load = Load(http, url, settings.requests, time.monotonic() + settings.most_s)
             running = [asyncio.create_task(load.run()) for _ in range(_AT_ONCE)]
-            samples: list[tuple[int, dict[str, int]]] = []
-            print(f"| requests | {' | '.join(f'{name} MiB' for name in pids)} |")
-            print(f"|---|{'---|' * len(pids)}")
+            samples = []
             while True:
-                memory = {name: resident_kib(pid) for name, pid in pids.items()}
                 ended = all(task.done() for task in running)
-                if ended or len(samples) % _SAMPLES_PER_ROW == 0:
-                    row = " | ".join(f"{kib / 1024:.1f}" for kib in memory.values())
-                    print(f"| {load.requests:,} | {row} |", flush=True)
-                samples.append((load.requests, memory))
+                kib = {name: resident_kib(pid) for name, pid in pids.items()}
+                samples.append((load.requests, kib))
                 if ended:
                     break
                 await asyncio.wait(running, timeout=_SAMPLE_S)
             await asyncio.gather(*running)
-    for (kind, status), count in sorted(load.ended.items()):
-        print(f"{kind}: {count} ended with {status}")
-    for name in pids:
-        print(f"{name}: {growth_percent(samples, name):+.2f} % in the second half")
+    return Memory(samples, {f"{kind}: {how}": n for (kind, how), n in sorted(load.ended.items())})
 
 
-def growth_percent(samples: list[tuple[int, dict[str, int]]], name: str) -> float:
-    """Return how much a process grew from the third quarter of the requests to the last one.
-
-    Medians of the samples of both quarters are compared: memory goes up and down between them.  NaN
-    if one has no sample.
-    """
-    total = samples[-1][0]
-    quarters: dict[int, list[int]] = {2: [], 3: []}
-    for count, memory in samples:
-        quarter = min(4 * count // max(total, 1), 3)
-        if quarter in quarters:
-            quarters[quarter].append(memory[name])
-    if not all(quarters.values()):
-        return math.nan
-    before, after = (sorted(each)[len(each) // 2] for each in quarters.values())
-    return 100.0 * (after / before - 1.0)
-
-
-def main() -> None:
-    """Run the load, or one process of the cluster."""
-    if sys.argv[1:2] == ["--serve"]:
-        sys.exit(serve(sys.argv[2:]))
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--requests", type=int, default=100_000)
-    parser.add_argument("--most-s", type=float, default=600.0)
-    args = parser.parse_args()
+def _run(settings: MemorySettings, number: int) -> Memory:
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), args.requests, args.most_s))
+        return asyncio.run(_measure(Path(folder), settings))
 
+
+def draw(raw: RawData[MemorySettings, Memory]) -> Page:
+    """Draw memory over the requests; no process may grow by more than ``MOST_GROWTH``."""
+    (found,) = raw.results
+    names = tuple(found.samples[0][1])
+    shown = [*found.samples[:-1:_SAMPLES_PER_ROW], found.samples[-1]]
+    memory = [
+        (f"{count:,}", *(f"{kib[name] / 1024:.1f}" for name in names)) for count, kib in shown
+    ]
+    growth = {name: found.growth(name) for name in names}
+    memory.append(("last quarter to third", *(cell(one, "{:+.2%}") for one in growth.values())))
+    ended = tuple((how, f"{count:,}") for how, count in found.ended.items())
+    return Page(
+        tables=(
+            Table("Memory", ("requests", *(f"{name}, MiB" for name in names)), tuple(memory)),
+            Table("Requests", ("kind: how it ended", "requests"), ended),
+        ),
+        results=tuple(
+            KeyResult(f"growth of the {name}", one, MOST_GROWTH, at_least=False)
+            for name, one in growth.items()
+        ),
+    )
+
+
+MEMORY = Experiment(
+    name="memory",
+    title="Memory over requests",
+    settings=MemorySettings(),
+    result=Memory,
+    stages=lambda settings, progress: one_stage({"1P1D": settings}, _run),
+    draw=draw,
+    summary=lambda found: f"{found.samples[-1][0]:,} requests",
+)
 
 if __name__ == "__main__":
-    main()
+    sys.exit(serve(sys.argv[1:]))

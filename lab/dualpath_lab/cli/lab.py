@@ -107,6 +107,14 @@ BENCHMARKS = {
         "memory that unregistered peers can make a control socket use",
         f"{_BENCHMARKS}.control_flood:CONTROL_FLOOD",
     ),
+    "memory": Entry(
+        "memory of router, front end and engines over many requests of mixed kinds",
+        f"{_BENCHMARKS}.memory_over_requests:MEMORY",
+    ),
+    "demo-prediction": Entry(
+        "the demo's job completion times, predicted by the simulator and measured",
+        f"{_BENCHMARKS}.demo_prediction:DEMO_PREDICTION",
+    ),
     "ttft": Entry(
         "TTFT of a 1P1D cluster of vLLM engines against one vLLM server",
         f"{_BENCHMARKS}.overhead.first_token:TTFT",

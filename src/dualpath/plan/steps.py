@@ -17,8 +17,8 @@ that side's path from its second step on.
 
 The paper draws 8-9 after the whole prompt has arrived: HBM of the DE is allocated only then.
 
-Deviation: the paper prefills a prompt in one forward pass.  If chunked prefill divides a prompt and
-HBM has only some layers, every chunk loads all KV before it again, layer by layer: hit blocks from
+The paper divides a prompt into chunks (§6.2) and does not state what a later chunk loads.  If HBM
+has only some layers, every chunk loads all KV before it again, layer by layer: hit blocks from
 the buffer into which they were read, blocks of earlier chunks from the DE buffer.
 
 Of a layer with a sliding window only the last blocks of a hit are moved, those in the window of the

@@ -1,33 +1,34 @@
 """`dualpath eval`: simulates the paper's evaluation and compares it with the paper's numbers."""
 
 import argparse
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+import shlex
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dualpath.cli.main import OutputFolder, OutputPath
-from dualpath.cli.output import print_skipped, warn_if_no_plots
-from dualpath.cli.settings import add_settings, flag_settings
+from dualpath.cli.main import OutputPath
+from dualpath.cli.output import print_skipped
+from dualpath.cli.settings import add_settings
 from dualpath.core.errors import ConfigError
-from dualpath_sim.cli.experiments import EXIT_DIFFERS, values
+from dualpath.report.model import Table
+from dualpath_sim.cli.experiments import Group, add_harness_flags, command_line
 from dualpath_sim.cli.simulation_inputs import CoreSettings, checked_core
 from dualpath_sim.evaluation.settings import EvaluationSettings
 
 if TYPE_CHECKING:
     from dualpath.workload.formats.lines import OnBroken
-    from dualpath_sim.evaluation.report import FigureReport
-    from dualpath_sim.evaluation.runs import Runs
-    from dualpath_sim.evaluation.settings import Calibration, RunSpec
+    from dualpath_sim.evaluation.experiment import FigureExperiment, Made
+    from dualpath_sim.evaluation.runs import Inputs
+    from dualpath_sim.evaluation.settings import Calibration
+    from dualpath_sim.harness.experiment import Page
     from dualpath_sim.simulator.run import Core
 
+#: In the order of the paper.
 FIGURE_NAMES = (
-    "fig3",
-    *(f"fig{number}" for number in range(7, 16)),
-    "table3",
-    "candidates",
+    *("table1", "fig3", "table2"),
+    *(f"fig{number}" for number in range(7, 15)),
+    *("table3", "fig15"),
 )
 
 
@@ -37,18 +38,20 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         "eval",
         help="reproduce the paper's evaluation in the simulator",
         description="Simulate figures of the paper's evaluation and write Markdown, JSON, PNG and "
-        "HTML for each, with setting, seed, and the numbers that the paper's text quotes. `beyond` "
-        "and `dram-tier` are experiments beyond the paper.",
+        "HTML for each, with setting, seed, and the numbers that the paper's text quotes. "
+        "`candidates` asks what the model lacks; `beyond` and `dram-tier` are experiments beyond "
+        "the paper. For several figures, give `--check` and `--redraw` the folder with a JSON of "
+        "each.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "figures",
         nargs="+",
-        choices=[*FIGURE_NAMES, "all", "beyond", "dram-tier"],
+        choices=[*FIGURE_NAMES, "all", "candidates", "beyond", "dram-tier"],
         metavar="FIGURE",
-        help=f"{', '.join(FIGURE_NAMES)}, all (of these), beyond, or dram-tier",
+        help=f"{', '.join(FIGURE_NAMES)}, all (of these), candidates, beyond, or dram-tier",
     )
-    parser.add_argument("--out", type=OutputFolder, metavar="DIR", help="write the files here")
+    add_harness_flags(parser, "", cells=False)
     parser.add_argument(
         "--docs",
         type=OutputPath,
@@ -56,10 +59,9 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="write one page with all of them, and plots next to it",
     )
     parser.add_argument(
-        "--check",
-        metavar="FILE.json",
-        help="compare the one figure with the JSON that an earlier run wrote, with its settings; "
-        "exit code 1 if a number differs",
+        "--lab",
+        metavar="DIR",
+        help="folder with the JSON of the lab's experiments, for a column with its numbers",
     )
     add_settings(parser, EvaluationSettings, without=("tail_share",))
     add_settings(parser, CoreSettings)
@@ -74,124 +76,99 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the simulations, print the comparison, write the files.
+    """Run, check or redraw the figures, print each and the comparison, write the files.
 
     Returns 0, or 1 if a number differs from that of ``--check``.  Raises ``ConfigError`` for
     invalid settings and files that cannot be read or written.
     """
-    import msgspec
-
-    from dualpath.report import markdown
     from dualpath.report.files import require_plots
+    from dualpath.report.text import print_blocks
     from dualpath.workload.formats.lines import SkippedLines
     from dualpath_sim.evaluation.beyond import existing_traces
-    from dualpath_sim.evaluation.document import write_document, write_figure
-    from dualpath_sim.evaluation.report import comparison_table, with_key_results
-    from dualpath_sim.evaluation.settings import AS_WRITTEN, AT_48K
-    from dualpath_sim.harness.check import agrees, compare
+    from dualpath_sim.evaluation.document import write_document
+    from dualpath_sim.evaluation.experiment import figure_of
+    from dualpath_sim.evaluation.lab import lab_numbers, three_columns
 
-    warn_if_no_plots(args.out)
     if args.docs:
         require_plots("--docs")
-
-    expected = _recorded(args)
-    defaults = {} if expected is None else values(expected.evaluation)
-    settings = flag_settings(args, EvaluationSettings, defaults=defaults)
+    lab = lab_numbers(Path(args.lab)) if args.lab else {}
+    skipped = SkippedLines() if args.skip_broken else None
     traces = existing_traces(Path(args.traces)) if args.traces else {}
-    core = checked_core(args)
-    skipped = SkippedLines()
-    on_broken = skipped if args.skip_broken else None
-    runs = _runs(settings, core, traces, AS_WRITTEN, on_broken)
-    # Its reports are the same lines again.
-    second = _runs(settings, core, traces, AT_48K, SkippedLines() if on_broken else None)
-    reports = []
-    for build in _chosen(args.figures, traces):
-        report = build(runs)
-        if report.compared:
-            compared = build(second).compared
-            report = msgspec.structs.replace(report, compared_at_48k=compared)
-        report = with_key_results(report)
-        reports.append(report)
-        if args.out:
-            write_figure(report, Path(args.out))
-        else:
-            print(markdown.page(report.report()))
-    print_skipped(skipped)
+    experiments = _experiments(args.figures, traces, checked_core(args), skipped)
+    check = _files("--check", args.check, experiments)
+    redraw = _files("--redraw", args.redraw, experiments)
+    figures = []
+    codes: dict[str, int] = {}
+    for name, experiment in experiments.items():
+        args.report_name, args.check, args.redraw = name, check.get(name), redraw.get(name)
+        page, code = _page(args, experiment)
+        figures.append(figure_of(experiment, page.data))
+        codes[name] = code
+    if skipped is not None:
+        print_skipped(skipped)
     if args.docs:
-        write_document(reports, Path(args.docs))
-    all_compared = [one for report in reports for one in report.compared]
-    at_48k = [one for report in reports for one in report.compared_at_48k]
-    if all_compared and args.out:
-        table = comparison_table(all_compared, quick=settings.quick, at_48k=at_48k)
-        print(markdown.table(table))
-    if expected is None:
-        return 0
-    differences = compare(expected, reports[0])
-    print(markdown.table(differences))
-    return 0 if agrees(differences) else EXIT_DIFFERS
+        write_document(figures, Path(args.docs), lab)
+    if check:
+        verdicts = tuple((name, "DIFFERS" if code else "same") for name, code in codes.items())
+        print_blocks(Table("Beside the recorded runs", ("figure", "verdict"), verdicts))
+    compared = [one for figure in figures for one in figure.compared]
+    if compared and not figures[0].evaluation.quick:
+        print_blocks(three_columns(compared, lab, "The paper, the simulator and the lab"))
+    return max(codes.values())
 
 
-def _recorded(args: argparse.Namespace) -> "FigureReport | None":
-    """Return the figure of ``--check``, None without it; raises ``ConfigError``."""
-    if not args.check:
-        return None
-    from dualpath_sim.evaluation.document import read_figure
+def _page(args: argparse.Namespace, experiment: "FigureExperiment") -> "tuple[Page, int]":
+    """Return a figure's page and the exit code of making it."""
+    from dualpath_sim.harness.files import read
 
-    figure = read_figure(Path(args.check))
-    if args.figures != [figure.name]:
+    group, name = Group({}), args.report_name
+    if args.redraw and args.docs and not args.out:
+        recorded = read(Path(args.redraw))
+        return experiment.page(group.raw_data(experiment, recorded), name, recorded.command), 0
+    words = [word for word in shlex.split(command_line()) if word not in args.figures]
+    return group.page_of(args, experiment, shlex.join([*words[:2], name, *words[2:]]))
+
+
+def _files(flag: str, path: str | None, names: "Mapping[str, FigureExperiment]") -> dict[str, str]:
+    """Return the JSON file of every figure; raises ``ConfigError`` if one is not enough."""
+    if path is None:
+        return {}
+    if Path(path).is_dir():
+        return {name: str(Path(path) / f"{name}.json") for name in names}
+    if len(names) > 1:
         raise ConfigError(
-            f"--check {args.check} is of {figure.name}; give `dualpath eval {figure.name}`"
+            f"{flag} {path} is one file for {len(names)} figures; give the folder with a JSON of "
+            "each"
         )
-    return figure
+    return dict.fromkeys(names, path)
 
 
-def _chosen(
-    names: Sequence[str], traces: Mapping[str, Path]
-) -> "list[Callable[[Runs], FigureReport]]":
-    """Return the builders of the selected reports, each once, in the order of the paper."""
+def _experiments(
+    names: Sequence[str], traces: Mapping[str, Path], core: "Core", on_broken: "OnBroken | None"
+) -> "dict[str, FigureExperiment]":
+    """Return the chosen experiments, each once, in the order of the paper."""
     from dualpath_sim.evaluation import beyond, dram_tier
-    from dualpath_sim.evaluation.figures import FIGURES
-
-    chosen = [build for name, build in FIGURES.items() if name in names or "all" in names]
-    if "beyond" in names:
-        chosen.append(partial(beyond.build, traces=traces))
-    if "dram-tier" in names:
-        chosen.append(dram_tier.build)
-    return chosen
-
-
-def _runs(
-    settings: "EvaluationSettings",
-    core: "Core",
-    traces: Mapping[str, Path],
-    calibration: "Calibration",
-    on_broken: "OnBroken | None",
-) -> "Runs":
+    from dualpath_sim.evaluation.experiment import figure_experiment
+    from dualpath_sim.evaluation.figures import FIGURES, candidates
     from dualpath_sim.evaluation.inputs import CatalogInputs
-    from dualpath_sim.evaluation.runs import Runs
     from dualpath_sim.simulator.run import simulate
 
-    return Runs(
-        settings,
-        CatalogInputs(settings.tail, traces, calibration, on_broken),
-        partial(simulate, core=core),
-        _Progress(),
-        calibration,
-    )
+    def inputs(settings: EvaluationSettings, calibration: "Calibration") -> "Inputs":
+        key = (settings.tail, calibration)
+        if key not in shared:
+            shared[key] = CatalogInputs(settings.tail, traces, calibration, on_broken)
+        return shared[key]
 
-
-class _Progress:
-    """Prints to stderr which run begins, and the CPU time so far."""
-
-    def __init__(self) -> None:
-        self._made = 0
-        self._start_cpu_s = time.process_time()
-
-    def __call__(self, spec: "RunSpec") -> None:
-        self._made += 1
-        used_s = time.process_time() - self._start_cpu_s
-        line = f"run {self._made}, {used_s:.0f} CPU-s so far: {spec.title}"
-        if sys.stderr.isatty():
-            print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
-        else:
-            print(line, file=sys.stderr)
+    shared: dict[tuple[str, Calibration], Inputs] = {}
+    made: Made = {}
+    builds = {name: build for name, build in FIGURES.items() if name in names or "all" in names}
+    if "candidates" in names:
+        builds["candidates"] = candidates.build
+    if "beyond" in names:
+        builds["beyond"] = partial(beyond.build, traces=traces)
+    if "dram-tier" in names:
+        builds["dram-tier"] = dram_tier.build
+    return {
+        name: figure_experiment(name, build, inputs, partial(simulate, core=core), made)
+        for name, build in builds.items()
+    }

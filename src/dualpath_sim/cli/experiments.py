@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 EXIT_FAILED = EXIT_DIFFERS = 1
 EXIT_CHECKED_TOO_BUSY = 2
 #: Flags of the harness that do not belong to the command that repeats an experiment, with a value.
-_NOT_REPEATED = ("--out", "--check", "--redraw", "--logs")
+_NOT_REPEATED = ("--out", "--check", "--redraw", "--logs", "--docs", "--lab")
 
 
 class Entry(NamedTuple):
@@ -149,20 +149,29 @@ class Group:
 
         Raises ``ConfigError`` for invalid settings and files, and what a run raises.
         """
+        return self.page_of(args, experiment, command_line())[1]
+
+    def page_of(
+        self, args: argparse.Namespace, experiment: "Experiment[Any, Any]", command: str
+    ) -> "tuple[Page, int]":
+        """Return the page that ``run_experiment`` makes and prints, and its exit code."""
         from dualpath_sim.harness.files import read
 
         if args.redraw:
             path = Path(args.redraw)
             page = self.redrawn(experiment, read(path))
             self._finish(page, args.out or str(path.parent))
-            return 0
+            return page, 0
         if not args.check:
-            page = self._measured(args, experiment, command_line())
+            page = self._measured(args, experiment, command)
             self._finish(page, args.out)
-            return 0 if experiment.passed(page.data) and not page.too_busy else EXIT_FAILED
+            passed = experiment.passed(page.data) and not page.too_busy
+            return page, 0 if passed else EXIT_FAILED
         return self._checked(args, experiment)
 
-    def _checked(self, args: argparse.Namespace, experiment: "Experiment[Any, Any]") -> int:
+    def _checked(
+        self, args: argparse.Namespace, experiment: "Experiment[Any, Any]"
+    ) -> "tuple[Page, int]":
         """Repeat the runs of a file, with the flags given in addition, and compare."""
         from dualpath.report.text import print_blocks
         from dualpath_sim.harness.check import agrees, compare
@@ -182,8 +191,8 @@ class Group:
         table = compare(expected, rerun)
         print_blocks(table)
         if rerun.too_busy:
-            return EXIT_CHECKED_TOO_BUSY
-        return 0 if agrees(table) else EXIT_DIFFERS
+            return rerun, EXIT_CHECKED_TOO_BUSY
+        return rerun, 0 if agrees(table) else EXIT_DIFFERS
 
     def raw_data(self, experiment: "Experiment[Any, Any]", recorded: "Page") -> "RawData[Any, Any]":
         """Return the raw data of a file; raises ``ConfigError`` for that of another experiment."""
@@ -258,8 +267,11 @@ class Group:
             print_progress(f"wrote {path}")
 
 
-def add_harness_flags(parser: argparse.ArgumentParser, name: str) -> None:
-    """Add the flags that every experiment has; an empty ``name`` adds no ``--name``."""
+def add_harness_flags(parser: argparse.ArgumentParser, name: str, *, cells: bool = True) -> None:
+    """Add the flags that every experiment has.
+
+    An empty ``name`` adds no ``--name``; without ``cells`` there is no ``--only``.
+    """
     if name:
         parser.add_argument(
             "--name",
@@ -275,9 +287,14 @@ def add_harness_flags(parser: argparse.ArgumentParser, name: str) -> None:
         action="store_true",
         help="make only the runs that the JSON in the folder of --out lacks",
     )
-    parser.add_argument(
-        "--only", default="", metavar="TEXT", help="run only cells with this text in their names"
-    )
+    parser.set_defaults(only="")
+    if cells:
+        parser.add_argument(
+            "--only",
+            default="",
+            metavar="TEXT",
+            help="run only cells with this text in their names",
+        )
     parser.add_argument(
         "--check",
         metavar="FILE.json",

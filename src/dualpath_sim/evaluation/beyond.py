@@ -17,7 +17,7 @@ from dualpath.report.model import Panel, Series, Table, cell
 from dualpath_sim.catalog.costs import DEFAULT_GPU
 from dualpath_sim.catalog.load import load_gpu, load_model
 from dualpath_sim.evaluation.planner import reshaped
-from dualpath_sim.evaluation.report import FigureReport, quantity
+from dualpath_sim.evaluation.report import FigureReport, exact, quantity
 from dualpath_sim.evaluation.runs import Runs
 from dualpath_sim.evaluation.serving import METHOD, online_spec
 from dualpath_sim.evaluation.settings import DS_27B, DS_660B, QWEN_32B, EvaluationSettings, RunSpec
@@ -151,7 +151,7 @@ def _move_gain(runs: Runs, case: str, spec: RunSpec, start: Shape) -> MoveGain:
         return MoveGain(case, start)
     overrides = (*started.overrides, ("rebalancing", REBALANCING))
     moving = msgspec.structs.replace(started, overrides=overrides)
-    result = runs.result(moving)
+    result = runs.offline(moving)
     return MoveGain(case, start, fixed_s, result.jct_s, result.moves)
 
 
@@ -305,14 +305,19 @@ def build(runs: Runs, traces: Mapping[str, Path]) -> FigureReport:
             move_table(moving, settings),
         ),
         panels=(_panel("Offline: JCT saved", offline),),
+        results=exact(
+            {
+                f"{one.case}: {variant.title}, s": seconds
+                for one in (*offline, *serving)
+                for variant, seconds in zip(VARIANTS, one.variants_s, strict=True)
+            }
+            | {f"{one.case}: best P:D, s": one.seconds(one.best) for one in shapes}
+            | {
+                f"{one.case} from {_name(one.start)}: moving roles, s": one.moving_s
+                for one in moving
+            }
+        ),
         discussion=DISCUSSION,
-        data={
-            "variants": [v.title for v in VARIANTS],
-            "offline": offline,
-            "online": serving,
-            "divisions": shapes,
-            "rebalancing": moving,
-        },
     )
 
 

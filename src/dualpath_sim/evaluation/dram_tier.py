@@ -6,7 +6,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.report.model import Table
-from dualpath_sim.evaluation.report import FigureReport, quantity
+from dualpath_sim.evaluation.report import FigureReport, exact, quantity
 from dualpath_sim.evaluation.runs import OfflineRun, Runs
 from dualpath_sim.evaluation.settings import DS_27B, DS_660B, QWEN_32B, RunSpec
 
@@ -65,8 +65,21 @@ def build(runs: Runs) -> FigureReport:
         ),
         tables=(_times(cases), _hits(cases)),
         panels=(),
+        results=exact(
+            {
+                f"{one.case}: {what}": seconds
+                for one in cases
+                for what, seconds in (
+                    ("JCT without a tier, s", one.without_s),
+                    *(
+                        (f"JCT, {share:.0%}, s", s)
+                        for share, s in zip(SHARES, one.tiers_s, strict=True)
+                    ),
+                    ("Oracle, s", one.oracle_s),
+                )
+            }
+        ),
         discussion=DISCUSSION,
-        data={"shares": SHARES, "cases": cases},
     )
 
 

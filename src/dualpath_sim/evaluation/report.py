@@ -1,13 +1,13 @@
 """One figure of the paper: its runs as tables and curves, beside the paper's numbers."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
 from dualpath.report.model import Block, Notes, Plots, Report, Table, Text, cell
 from dualpath_sim.evaluation.settings import EvaluationSettings
-from dualpath_sim.harness.experiment import KeyResult, Page, check_lines
+from dualpath_sim.harness.experiment import KeyResult, Page
 
 Relation = Literal["equals", "at most", "comparable"]
 
@@ -98,7 +98,7 @@ _QUOTED = (
         "table3.scheduler_cores",
         "table3",
         "§7.6",
-        "CPU cores of the scheduler",
+        "CPU cores of the scheduler (placement alone)",
         10.0,
         "cores",
         False,
@@ -173,11 +173,12 @@ class Statement(msgspec.Struct, frozen=True):
 
 
 class FigureReport(Page, frozen=True, kw_only=True):
-    """One figure or table of the paper as a page; ``data`` holds further raw numbers.
+    """One figure or table of the paper as a page.
 
     ``compared_at_48k`` are the same numbers under the second calibration, empty if not made.
     """
 
+    html: ClassVar[bool] = True
     evaluation: EvaluationSettings
     details: tuple[Table, ...] = ()
     """Tables that only the figure's own page has."""
@@ -191,7 +192,8 @@ class FigureReport(Page, frozen=True, kw_only=True):
         Not ``alone``, it is part of the page over all figures, which has the comparison, the
         statements and the workload once for all of them, and leaves out the details.
         """
-        blocks: list[Block] = [Notes(self._setting_lines(alone=alone))]
+        blocks: list[Block] = [Text(f"Simulated by `{self.command}`.")] if self.command else []
+        blocks.append(Notes(self._setting_lines(alone=alone)))
         if alone and self.compared:
             quick, second = self.evaluation.quick, self.compared_at_48k
             blocks.append(comparison_table(self.compared, quick=quick, at_48k=second))
@@ -210,31 +212,53 @@ class FigureReport(Page, frozen=True, kw_only=True):
         """Return "Fig. 7. Title", or the title alone of what is no figure."""
         if not self.name.startswith(("fig", "table")):
             return self.title
-        return f"{_figure_name(self.name)}. {self.title}"
+        return f"{figure_name(self.name)}. {self.title}"
 
     def _setting_lines(self, *, alone: bool) -> tuple[str, ...]:
         """Return the settings, the workload, and a warning where the run was a quick one."""
         workload = (workload_line(self.evaluation),) if alone else ()
         quick = ("Quick: small grids, not the paper's settings.",) if self.evaluation.quick else ()
-        check = check_lines(self.results) if alone else ()
-        return (*self.settings, *workload, *quick, *check)
+        return (*self.settings, *workload, *quick)
+
+    def content(self) -> dict[str, Any]:
+        """Return what the JSON file holds: also the paper's numbers and the errors."""
+        content: dict[str, Any] = msgspec.to_builtins(self)
+        content["compared"] = [
+            {
+                "key": one.key,
+                "what": one.quoted.what,
+                "section": one.quoted.section,
+                "unit": one.quoted.unit,
+                "relation": one.quoted.relation,
+                "model": one.model,
+                "paper": one.quoted.value,
+                "relative_error": one.relative_error,
+                "fitted": one.fitted,
+            }
+            for one in self.compared
+        ]
+        return content
+
+
+def exact(numbers: Mapping[str, float | None]) -> tuple[KeyResult, ...]:
+    """Return numbers that a rerun on any machine must give exactly."""
+    return tuple(
+        KeyResult(what, found, tolerance=0.0, any_machine=True) for what, found in numbers.items()
+    )
 
 
 def with_key_results(figure: FigureReport) -> FigureReport:
-    """Return a figure with what a rerun must give exactly: numbers and statements."""
-    numbers = [
-        (f"{one.quoted.what}{calibration}", one.model)
+    """Return a figure with what a rerun must give exactly: numbers and statements as well."""
+    numbers = {
+        f"{one.quoted.what}{calibration}": one.model
         for compared, calibration in (
             (figure.compared, ""),
             (figure.compared_at_48k, ", at 48K"),
         )
         for one in compared
-    ]
-    numbers += [(one.text, float(one.holds)) for one in figure.statements]
-    results = tuple(
-        KeyResult(what, found, tolerance=0.0, any_machine=True) for what, found in numbers
-    )
-    return msgspec.structs.replace(figure, results=results)
+    }
+    numbers |= {one.text: float(one.holds) for one in figure.statements}
+    return msgspec.structs.replace(figure, results=(*figure.results, *exact(numbers)))
 
 
 def workload_line(chosen: EvaluationSettings) -> str:
@@ -274,13 +298,12 @@ def comparison_table(
 
 def _comparison_row(one: Compared) -> tuple[str, ...]:
     quoted = one.quoted
-    sign = {"equals": "", "at most": "< ", "comparable": "≈ "}[quoted.relation]
     model, error, judged = _judged(one)
     return (
-        f"{_figure_name(quoted.figure)}: {quoted.what}",
+        f"{figure_name(quoted.figure)}: {quoted.what}",
         quoted.section,
         model,
-        sign + quantity(quoted.value, quoted.unit),
+        paper_quantity(quoted),
         error,
         judged,
         "fitted" if one.fitted else "predicted",
@@ -303,8 +326,15 @@ def statement_table(statements: Sequence[Statement]) -> Table:
     return Table("Statements without a number", ("statement", "section", "holds", "evidence"), rows)
 
 
-def _figure_name(figure: str) -> str:
+def figure_name(figure: str) -> str:
+    """Return a figure's name as the paper writes it."""
     return figure.replace("fig", "Fig. ").replace("table", "Table ")
+
+
+def paper_quantity(quoted: Quoted) -> str:
+    """Return the paper's number with its unit and relation."""
+    sign = {"equals": "", "at most": "< ", "comparable": "≈ "}[quoted.relation]
+    return sign + quantity(quoted.value, quoted.unit)
 
 
 def quantity(value: float | None, unit: str) -> str:

@@ -1,21 +1,35 @@
 """Runs on demand, each made once: figures ask for a specification and get its reduced numbers."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from dualpath.core.errors import ConfigError
+from dualpath.core.errors import ConfigError, DualPathError
 from dualpath.workload.columns.agent_table import AgentTable
-from dualpath_sim.evaluation.settings import AS_WRITTEN, Calibration, EvaluationSettings, RunSpec
-from dualpath_sim.simulator.result import NS_PER_S, Batches, IntArray, LinkUse, SimulationResult
+from dualpath_sim.evaluation.settings import (
+    AS_WRITTEN,
+    Calibration,
+    Curves,
+    EvaluationSettings,
+    RunSpec,
+)
+from dualpath_sim.simulator.result import (
+    NS_PER_S,
+    Batches,
+    IntArray,
+    LinkUse,
+    RoleMove,
+    SimulationResult,
+)
 from dualpath_sim.simulator.settings import Setup
 
 FloatArray = NDArray[np.float64]
+Curve = tuple[float, ...]
 
 
 class Balance(msgspec.Struct, frozen=True):
@@ -29,15 +43,15 @@ class Balance(msgspec.Struct, frozen=True):
         chosen = self.ratio[self.time_s < until_s]
         return float(chosen.mean()) if chosen.size else None
 
-    def binned(self, bins: int, until_s: float) -> tuple[list[float], list[float | None]]:
+    def binned(self, bins: int, until_s: float) -> tuple[Curve, tuple[float | None, ...]]:
         """Return the middle of each of ``bins`` equal times up to ``until_s`` and its mean."""
         chosen = self.time_s < until_s
         index = np.minimum((self.time_s[chosen] / until_s * bins).astype(np.int64), bins - 1)
         counts = np.bincount(index, minlength=bins)
         sums = np.bincount(index, weights=self.ratio[chosen], minlength=bins)
         middle = (np.arange(bins) + 0.5) * until_s / bins
-        means = [float(s / n) if n else None for s, n in zip(sums, counts, strict=True)]
-        return middle.tolist(), means
+        means = (float(s / n) if n else None for s, n in zip(sums, counts, strict=True))
+        return _curve(middle), tuple(means)
 
 
 def snic_balance(links: LinkUse, window_s: float) -> Balance:
@@ -84,15 +98,15 @@ class Timeline(msgspec.Struct, frozen=True):
     taken at the end of a bin.
     """
 
-    time_s: FloatArray
-    prompt_tokens_per_s: FloatArray
-    computed_tokens_per_s: FloatArray
-    generated_tokens_per_s: FloatArray
-    ttft_s: FloatArray
-    queued: IntArray
-    reading: IntArray
-    prefilling: IntArray
-    decoding: IntArray
+    time_s: Curve
+    prompt_tokens_per_s: Curve
+    computed_tokens_per_s: Curve
+    generated_tokens_per_s: Curve
+    ttft_s: Curve
+    queued: Curve
+    reading: Curve
+    prefilling: Curve
+    decoding: Curve
 
 
 def timeline(result: SimulationResult, bins: int) -> Timeline:
@@ -112,7 +126,7 @@ def timeline(result: SimulationResult, bins: int) -> Timeline:
     falling = np.bincount(done, weights=rate, minlength=bins)
     generated = np.maximum(np.cumsum(rising - falling), 0.0)
     counts = {
-        name: _between(_bins(start, width_ns), _bins(end, width_ns), bins)
+        name: _curve(_between(_bins(start, width_ns), _bins(end, width_ns), bins))
         for name, start, end in (
             ("queued", turns.submitted_ns, turns.granted_ns),
             ("reading", turns.granted_ns, turns.loaded_ns),
@@ -121,13 +135,17 @@ def timeline(result: SimulationResult, bins: int) -> Timeline:
         )
     }
     return Timeline(
-        time_s=np.asarray((np.arange(bins) + 0.5) * width_s, np.float64),
-        prompt_tokens_per_s=prompt / width_s,
-        computed_tokens_per_s=(prompt - hits) / width_s,
-        generated_tokens_per_s=generated,
-        ttft_s=np.divide(ttft, count, out=np.zeros(bins), where=count > 0),
+        time_s=_curve((np.arange(bins) + 0.5) * width_s),
+        prompt_tokens_per_s=_curve(prompt / width_s),
+        computed_tokens_per_s=_curve((prompt - hits) / width_s),
+        generated_tokens_per_s=_curve(generated),
+        ttft_s=_curve(np.divide(ttft, count, out=np.zeros(bins), where=count > 0)),
         **counts,
     )
+
+
+def _curve(values: NDArray[Any]) -> Curve:
+    return tuple(float(value) for value in values)
 
 
 def _bins(times_ns: IntArray, width_ns: int) -> IntArray:
@@ -141,11 +159,28 @@ def _between(start: IntArray, end: IntArray, bins: int) -> IntArray:
 
 
 TIMELINE_BINS = 240
+BALANCE_BINS = 120
+#: The beginning of a task, in which Fig. 14 measures the balance of attention.
+FIRST_SHARE = 0.05
 #: Windows that the SNIC balance is also taken over, in units of the chosen one.
 WINDOW_FACTORS = (1, 5, 10, 30)
 
 
-class OfflineRun(msgspec.Struct, frozen=True, kw_only=True):
+class BalanceOverTime(msgspec.Struct, frozen=True, kw_only=True):
+    """Balance until the tail of a task: times in seconds, and the means there.
+
+    ``attention_first`` is the mean balance of attention in the first 5 % of the task,
+    ``attention_mean`` that before the tail, over all ``passes``.
+    """
+
+    snic: tuple[Curve, tuple[float | None, ...]]
+    attention: tuple[Curve, tuple[float | None, ...]]
+    attention_first: float | None
+    attention_mean: float | None
+    passes: int
+
+
+class OfflineRun(msgspec.Struct, frozen=True, kw_only=True, tag="offline", omit_defaults=True):
     """One finished task; seconds.
 
     ``snic_by_window`` gives the mean balance of the storage NICs before the tail, for several
@@ -157,14 +192,16 @@ class OfflineRun(msgspec.Struct, frozen=True, kw_only=True):
     tail_begins_s: float
     rounds: int
     hit_share: float
-    snic: Balance
     snic_by_window: tuple[tuple[float, float | None], ...]
-    attention: Balance
-    timeline: Timeline
-    dram_tier_hit_share: float
+    dram_tier_hit_share: float = 0.0
+    moves: tuple[RoleMove, ...] = ()
+    balance: BalanceOverTime | None = None
+    timeline: Timeline | None = None
 
 
-def offline_run(result: SimulationResult, settings: EvaluationSettings) -> OfflineRun:
+def offline_run(
+    result: SimulationResult, settings: EvaluationSettings, curves: Curves = "none"
+) -> OfflineRun:
     """Reduce a run in which every round has finished."""
     hits = int(result.agents.hit_tokens.sum(dtype="int64"))
     prompts = int(result.agents.prompt_tokens.sum(dtype="int64"))
@@ -176,13 +213,27 @@ def offline_run(result: SimulationResult, settings: EvaluationSettings) -> Offli
         tail_begins_s=tail_s,
         rounds=result.agents.rounds,
         hit_share=hits / prompts,
-        snic=snic_balance(result.links, settings.window_s),
         snic_by_window=tuple(
             (window_s, snic_balance(result.links, window_s).mean(tail_s)) for window_s in windows_s
         ),
-        attention=attention_balance(result.batches),
-        timeline=timeline(result, TIMELINE_BINS),
         dram_tier_hit_share=result.dram_tier_hit_tokens / hits if hits else 0.0,
+        moves=tuple(result.moves),
+        balance=_balance(result, settings, tail_s) if curves == "balance" else None,
+        timeline=timeline(result, TIMELINE_BINS) if curves == "timeline" else None,
+    )
+
+
+def _balance(
+    result: SimulationResult, settings: EvaluationSettings, tail_s: float
+) -> BalanceOverTime:
+    snic = snic_balance(result.links, settings.window_s)
+    attention = attention_balance(result.batches)
+    return BalanceOverTime(
+        snic=snic.binned(BALANCE_BINS, tail_s),
+        attention=attention.binned(BALANCE_BINS, tail_s),
+        attention_first=attention.mean(FIRST_SHARE * result.jct_s),
+        attention_mean=attention.mean(tail_s),
+        passes=attention.time_s.size,
     )
 
 
@@ -214,7 +265,7 @@ class Measured(msgspec.Struct, frozen=True):
     high: float | None
 
 
-class OnlineRun(msgspec.Struct, frozen=True, kw_only=True):
+class OnlineRun(msgspec.Struct, frozen=True, kw_only=True, tag="online"):
     """One online experiment; seconds.
 
     ``ttft_parts`` are the means, over the rounds of the last window, of scheduling, allocating,
@@ -368,29 +419,46 @@ class Simulate(Protocol):
         """Run the agents."""
 
 
-OnRun = Callable[[RunSpec], None]
-"""Called with every run before it is made."""
+class Computed(msgspec.Struct, frozen=True, tag="computed"):
+    """Numbers of a figure that needs no simulated run, by name."""
+
+    numbers: dict[str, float]
+
+
+class Impossible(msgspec.Struct, frozen=True, tag="impossible"):
+    """A run that the cluster cannot make, and why."""
+
+    reason: str
+
+
+Result = OfflineRun | OnlineRun | Computed | Impossible
+
+
+class NotRecordedError(Exception):
+    """A figure asks for a run that its raw data lacks; ``make`` makes the run."""
+
+    def __init__(self, cell: str, make: Callable[[], Result]) -> None:
+        super().__init__(cell)
+        self.cell = cell
+        self.make = make
 
 
 class Runs:
-    """Owns the numbers of all runs made so far, and makes the others."""
+    """The runs that a figure asks for: reduced to numbers, each made once, by cell."""
 
     def __init__(
         self,
         settings: EvaluationSettings,
         inputs: Inputs,
         simulate: Simulate,
-        on_run: OnRun = lambda spec: None,
         calibration: Calibration = AS_WRITTEN,
     ) -> None:
         """Make no run yet."""
         self.settings = settings
         self.calibration = calibration
+        self.results: dict[str, Result] = {}
         self._inputs = inputs
         self._simulate = simulate
-        self._on_run = on_run
-        self._offline: dict[RunSpec, OfflineRun] = {}
-        self._online: dict[RunSpec, OnlineRun] = {}
         self._tables: dict[tuple[object, ...], AgentTable] = {}
 
     def setup(self, spec: RunSpec) -> Setup:
@@ -398,18 +466,30 @@ class Runs:
         return self._inputs.setup(spec)
 
     def offline(self, spec: RunSpec) -> OfflineRun:
-        """Return the numbers of a run in which all agents start at once."""
-        if spec not in self._offline:
-            self._offline[spec] = offline_run(self.result(spec), self.settings)
-        return self._offline[spec]
+        """Return the numbers of a run in which all agents start at once.
+
+        Raises ``ConfigError`` if the cluster cannot make it.
+        """
+        found = self._result(spec.title, lambda: self._offline(spec))
+        if isinstance(found, Impossible):
+            raise ConfigError(found.reason)
+        assert isinstance(found, OfflineRun)
+        return found
 
     def online(self, spec: RunSpec) -> OnlineRun:
         """Return the numbers of a run in which agents arrive until ``spec.until_s``."""
-        if spec.agents_per_s is None or spec.until_s is None:
+        until_s = spec.until_s
+        if spec.agents_per_s is None or until_s is None:
             raise ConfigError(f"{spec.title}: an online run needs a rate and an end; give both")
-        if spec not in self._online:
-            self._online[spec] = online_run(self.result(spec), spec.until_s)
-        return self._online[spec]
+        found = self._result(spec.title, lambda: online_run(self._simulated(spec), until_s))
+        assert isinstance(found, OnlineRun)
+        return found
+
+    def computed(self, cell: str, compute: Callable[[], Mapping[str, float]]) -> dict[str, float]:
+        """Return numbers that need no simulated run; ``cell`` names them."""
+        found = self._result(cell, lambda: Computed(dict(compute())))
+        assert isinstance(found, Computed)
+        return found.numbers
 
     def agents(self, spec: RunSpec) -> AgentTable:
         """Return the agents of a run, the same for every mode and cluster."""
@@ -428,9 +508,24 @@ class Runs:
             self._tables[key] = self._inputs.agents(spec, self.settings.seed)
         return self._tables[key]
 
-    def result(self, spec: RunSpec) -> SimulationResult:
-        """Make a run and return its whole result, which is not cached."""
-        self._on_run(spec)
+    def _result(self, cell: str, make: Callable[[], Result]) -> Result:
+        cell += self.calibration.cell_suffix
+        if cell not in self.results:
+            self.results[cell] = self._missing(cell, make)
+        return self.results[cell]
+
+    def _missing(self, cell: str, make: Callable[[], Result]) -> Result:
+        """Return the result of a run that is not there yet."""
+        return make()
+
+    def _offline(self, spec: RunSpec) -> OfflineRun | Impossible:
+        try:
+            result = self._simulated(spec)
+        except DualPathError as error:
+            return Impossible(str(error))
+        return offline_run(result, self.settings, spec.curves)
+
+    def _simulated(self, spec: RunSpec) -> SimulationResult:
         result = self._simulate(
             self._inputs.setup(spec),
             self.agents(spec),
@@ -440,6 +535,13 @@ class Runs:
         if spec.until_s is None and result.stopped:
             raise ConfigError(f"{spec.title}: the run ended with rounds unfinished; raise its end")
         return result
+
+
+class RecordedRuns(Runs):
+    """Runs whose results are recorded: a missing one raises ``NotRecordedError``."""
+
+    def _missing(self, cell: str, make: Callable[[], Result]) -> Result:
+        raise NotRecordedError(cell, make)
 
 
 def agents_until(agents_per_s: float, until_s: float) -> int:

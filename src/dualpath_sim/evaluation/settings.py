@@ -29,12 +29,16 @@ SYSTEMS = (DS_27B, DS_660B, QWEN_32B)
 MAIN_MODES = (Mode.BASIC, Mode.DUALPATH, Mode.ORACLE)
 
 
+Curves = Literal["none", "balance", "timeline"]
+
+
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One run; equal specifications are run once.
 
     ``nodes`` replaces the cluster's (P, D) and ``overrides`` other fields of ``ClusterSettings``.
     ``workload`` names a dataset of Table 2 by its MaxLen, or a trace.  Agents arrive all at once,
     or as a Poisson process of ``agents_per_s``, then for ``until_s``, where the run is cut.
+    ``curves`` are what a run whose agents arrive at once has beside its numbers.
 
     No figure changes the rest, only what asks what the model lacks: ``generator`` replaces fields
     of ``GeneratorSettings``; ``prefill_slowdown`` multiplies every prefill time of the PEs;
@@ -56,20 +60,36 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     prefill_slowdown: float = 1.0
     interleaved: bool | None = None
     unseen_generation: float = 1.0
+    curves: Curves = "none"
 
     @property
     def title(self) -> str:
-        """One line for progress."""
+        """One line that tells this run from every other one."""
         shape = f" {self.nodes[0]}P{self.nodes[1]}D" if self.nodes else ""
         load = (
-            f"{self.agents} agents" if self.agents_per_s is None else f"{self.agents_per_s:g} APS"
+            f"{self.agents} agents"
+            if self.agents_per_s is None
+            else f"{self.agents_per_s:g} APS for {self.until_s:g} s"
         )
-        scale = "".join(
-            f", {name} x{factor:g}"
-            for name, factor in (("append", self.append_scale), ("gen", self.generation_scale))
+        changes = [
+            f"{name} x{factor:g}"
+            for name, factor in (
+                ("append", self.append_scale),
+                ("gen", self.generation_scale),
+                ("prefill time", self.prefill_slowdown),
+                ("unseen gen", self.unseen_generation),
+            )
             if factor != 1
-        )
-        return f"{self.system.title}{shape} {self.workload} {load}{scale}, {self.mode.value}"
+        ]
+        changes += [f"{name} {_short(value)}" for name, value in (*self.overrides, *self.generator)]
+        changes += [] if self.interleaved is None else [f"interleaved {self.interleaved}"]
+        changes += [] if self.curves == "none" else [f"with {self.curves}"]
+        words = f"{self.system.title}{shape} {self.workload} {load}"
+        return ", ".join((words, *changes, self.mode.value))
+
+
+def _short(value: object) -> str:
+    return f"{value:.10g}" if isinstance(value, float) else str(value)
 
 
 class EvaluationSettings(Settings, frozen=True, kw_only=True):
@@ -158,14 +178,22 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     """Parameters in place of the catalog's.
 
     ``table3_length`` is the dataset of the offline rows of Table 3 and Fig. 15.
-    ``prefill_efficiency`` is by name of the model, ``cluster`` fields of ``ClusterSettings`` of
-    every cluster.  ``fitted`` describes for the reader what was fitted to which numbers.
+    ``prefill_efficiency`` is by name of the model, ``prefill`` and ``decode`` are rates of the GPU,
+    ``cluster`` fields of ``ClusterSettings`` of every cluster.  ``fitted`` describes for the reader
+    what was fitted to which numbers.
     """
 
     table3_length: Reading
     prefill_efficiency: tuple[tuple[str, float], ...] = ()
+    prefill: tuple[tuple[str, float], ...] = ()
+    decode: tuple[tuple[str, float], ...] = ()
     cluster: tuple[tuple[str, Any], ...] = ()
     fitted: str
+
+    @property
+    def cell_suffix(self) -> str:
+        """What a cell's name ends with, so that both calibrations may be in one file."""
+        return "" if self == AS_WRITTEN else f" (fitted at {self.table3_length})"
 
 
 AS_WRITTEN = Calibration(

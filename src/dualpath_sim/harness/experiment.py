@@ -2,9 +2,10 @@
 
 import contextlib
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
@@ -123,6 +124,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     the experiment) and ``data`` to ``page_of``.  ``settings`` are lines of text.
     """
 
+    html: ClassVar[bool] = False
+    """Whether the page is also written as HTML."""
     name: str = ""
     title: str = ""
     command: str = ""
@@ -135,12 +138,16 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
     too_busy: bool = False
     """Whether the machine was too busy: the numbers must be rejected."""
 
+    def content(self) -> object:
+        """Return what the JSON file holds."""
+        return self
+
     def report(self) -> Report:
         """Return the page as a report: command, settings, targets, tables, plots."""
         blocks: list[Block] = [Text(f"Measured by `{self.command}`."), Notes(self.settings)]
         targets = tuple(result for result in self.results if result.limit is not None)
         if targets:
-            blocks.append(_target_table(targets))
+            blocks.append(target_table(targets))
         blocks += self.tables
         if self.panels:
             blocks.append(Plots(self.title, self.panels))
@@ -149,7 +156,8 @@ class Page(msgspec.Struct, frozen=True, kw_only=True):
         return Report(name=self.name, title=self.title, blocks=tuple(blocks))
 
 
-def _target_table(targets: Sequence[KeyResult]) -> Table:
+def target_table(targets: Sequence[KeyResult]) -> Table:
+    """Return what was aimed at, beside what was reached."""
     rows = tuple(
         (
             target.what,
@@ -188,7 +196,8 @@ Progress = Callable[[str], None]
 class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
     """An experiment; its flags are those of ``settings``, its default settings, except ``fixed``.
 
-    ``draw`` needs nothing but the raw data.  ``summary`` describes a run for progress messages.
+    ``draw`` needs nothing but the raw data, and gives the title if ``title`` is empty.
+    ``summary`` describes a run for progress messages.
     ``too_busy`` tells whether the machine spoilt a run, which is then repeated.  ``keep_going``: a
     failed run is reported and left out; otherwise it ends the experiment.  ``passed`` is the
     verdict of an experiment that tests the system.  ``subcommand`` is its word in a command line,
@@ -230,7 +239,12 @@ class Experiment(msgspec.Struct, Generic[S, R], frozen=True, kw_only=True):
         drawn = self.draw(raw)
         lines = (*drawn.settings, *machine_lines(raw), *check_lines(drawn.results))
         return msgspec.structs.replace(
-            drawn, name=name, title=self.title, command=command, settings=lines, data=raw
+            drawn,
+            name=name,
+            title=self.title or drawn.title,
+            command=command,
+            settings=lines,
+            data=raw,
         )
 
 
@@ -258,19 +272,22 @@ def machine_lines(raw: RawData[Any, Any]) -> tuple[str, ...]:
 
 def check_lines(results: Iterable[KeyResult]) -> tuple[str, ...]:
     """Describe what `--check` compares; empty if there is nothing."""
-    counts: dict[tuple[bool, float], int] = {}
-    for result in results:
-        if result.tolerance is not None:
-            key = (result.any_machine, result.tolerance)
-            counts[key] = counts.get(key, 0) + 1
+    compared = [one for one in results if one.tolerance is not None]
+    compared.sort(key=lambda one: (one.any_machine, one.tolerance), reverse=True)
+    counts = Counter(map(compared_words, compared))
     if not counts:
         return ()
     parts = [
-        f"{count} {'number' if count == 1 else 'numbers'} {tolerance_text(tolerance)} on "
-        f"{'any machine' if any_machine else 'the same processor'}"
-        for (any_machine, tolerance), count in sorted(counts.items(), reverse=True)
+        f"{count} {'number' if count == 1 else 'numbers'} {words}"
+        for words, count in counts.items()
     ]
     return (f"`--check` compares a rerun with {' and '.join(parts)}.",)
+
+
+def compared_words(result: KeyResult) -> str:
+    """Return how a result with a tolerance is compared with that of a rerun."""
+    where = "any machine" if result.any_machine else "the same processor"
+    return f"{tolerance_text(result.tolerance or 0.0)} on {where}"
 
 
 def tolerance_of(base: float, runs: int) -> float:

@@ -21,11 +21,11 @@ def stored(experiment: Experiment[S, R], raw: RawData[S, R]) -> RawData[S, R]:
 
 
 def write(page: Page, folder: Path) -> list[Path]:
-    """Write ``<name>.md``, ``.json`` and, where it has plots, ``.png``; return the paths.
+    """Write ``<name>.md``, ``.json`` and, where it has them, ``.png`` and ``.html``.
 
-    Raises ``ConfigError`` for a folder that cannot be written.
+    Returns the paths; raises ``ConfigError`` for a folder that cannot be written.
     """
-    return write_report(page.report(), as_json(page, DIGITS), folder)
+    return write_report(page.report(), as_json(page.content(), DIGITS), folder, html=page.html)
 
 
 def write_runs(raw: RawData[Any, Any], name: str, command: str, folder: Path) -> None:

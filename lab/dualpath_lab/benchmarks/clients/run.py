@@ -2,7 +2,8 @@
 
 Installs every client in its own environment, starts 1P1D with a tiny random model, runs the clients
 one after the other and prints for each the requests that the router counted.  The exit code is 1 if
-one failed; clients that cannot run on this machine are listed with the reason.
+one failed; clients that cannot run on this machine are listed with the reason.  This is an
+acceptance test and no experiment of the harness: it has no numbers to compare a rerun with.
 """
 
 import argparse

@@ -4,7 +4,8 @@ Clones this repository into an empty folder and types the commands of README fro
 a shell with a new home and without this shell's variables; servers run in a second terminal until
 all requests are done, then get Ctrl-C.  Every command must succeed, print what README states and
 write the files that it promises (``steps``).  Needs git and what README requires, but no
-installation.
+installation.  This is an acceptance test and no experiment of the harness: it has no numbers to
+compare a rerun with.
 
 `--quick --here` types only commands that need neither an installation nor a cluster, in this
 checkout.

@@ -215,6 +215,43 @@ def _setting_lines(run: int, regimes: int) -> tuple[str, ...]:
     )
 
 
+def jct_by_regime(measured: Mapping[Regime, Sequence[Raw]]) -> Table:
+    """Return the job completion times of every stack, the best one of a regime bold."""
+    stack_names = {
+        "DualPath (`split`)": "dualpath-split",
+        "… with recomputation": "dualpath-split-recompute",
+        "LMCache": "vllm-nixl-lmcache",
+        "vLLM's offloading": "vllm-nixl-offloading",
+        "Mooncake Store": "vllm-nixl-mooncake",
+    }
+    nics = {bound: f"{bound.snic_mb_per_s:g} MB/s" for bound in Bound}
+    fits = {Fits.ALL: "all", Fits.QUARTER: "a quarter", Fits.NOTHING: "one context"}
+    rows = []
+    for regime, found in measured.items():
+        for raw in found:
+            times = {one.name: f"{one.jct_s:.1f}" for one in stacks(raw.results)}
+            shown = [_stack_time(times, name) for name in stack_names.values()]
+            best = min(float(one) for one in shown if one)
+            rows.append(
+                (
+                    str(regime.agents.settings["turns"]),
+                    nics[regime.bound],
+                    fits[regime.fits],
+                    "1 s a turn" if regime.pauses else "none",
+                    "EPYC" if raw.machine and "EPYC" in raw.machine.cpu_model else "Xeon",
+                    *(f"**{t}**" if t and float(t) == best else t or NOTHING for t in shown),
+                )
+            )
+    heads = ("turns", "storage NICs", "DRAM per node holds", "tools", "cores", *stack_names)
+    return Table("", heads, tuple(rows), align="lllllrrrrr")
+
+
+def _stack_time(times: Mapping[str, str], stack: str) -> str:
+    """Return a stack's time, of a variant of it where it has one, '' where it was not run."""
+    found = [one for name, one in times.items() if name == stack or name.startswith(f"{stack}-dr")]
+    return found[0] if found else ""
+
+
 def _winners(measured: Mapping[Regime, Sequence[Raw]]) -> Table:
     columns = (
         *("agents", "bound by", "DRAM holds", "tools", "processor", "fastest", "JCT s"),

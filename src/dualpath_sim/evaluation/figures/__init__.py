@@ -6,7 +6,6 @@
 from collections.abc import Callable
 
 from dualpath_sim.evaluation.figures import (
-    candidates,
     fig3,
     fig7,
     fig8,
@@ -17,6 +16,8 @@ from dualpath_sim.evaluation.figures import (
     fig13,
     fig14,
     fig15,
+    table1,
+    table2,
     table3,
 )
 from dualpath_sim.evaluation.report import FigureReport
@@ -24,7 +25,9 @@ from dualpath_sim.evaluation.runs import Runs
 
 #: In the order of the paper.
 FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
+    "table1": table1.build,
     "fig3": fig3.build,
+    "table2": table2.build,
     "fig7": fig7.build,
     "fig8": fig8.build,
     "fig9": fig9.build,
@@ -35,5 +38,4 @@ FIGURES: dict[str, Callable[[Runs], FigureReport]] = {
     "fig14": fig14.build,
     "table3": table3.build,
     "fig15": fig15.build,
-    "candidates": candidates.build,
 }

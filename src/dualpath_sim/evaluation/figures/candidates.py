@@ -7,7 +7,7 @@ import msgspec
 
 from dualpath.core.modes import Mode
 from dualpath.report.model import Table, cell
-from dualpath_sim.evaluation.report import FigureReport, quantity
+from dualpath_sim.evaluation.report import FigureReport, exact, quantity
 from dualpath_sim.evaluation.runs import Runs
 from dualpath_sim.evaluation.serving import WORKLOAD, bisected, meets_slo, online_spec, ratio
 from dualpath_sim.evaluation.settings import (
@@ -334,8 +334,22 @@ def build(runs: Runs) -> FigureReport:
             f"{runs.settings.offline_agents[-1]:,} agents. DS 27B as in Fig. 7 and 8.",
         ),
         tables=(_table(found), _small_table(small)),
+        results=exact(
+            {
+                f"{one.title}: {what}": number
+                for one in found
+                for what, number in (
+                    ("APS, DualPath to Basic", one.ratio),
+                    ("offline JCT, s", one.offline_s),
+                    ("speed-up", one.speedup),
+                )
+            }
+            | {
+                f"DS 27B, prefill times x{one.factor:g}: speed-up": one.fig7_speedup
+                for one in small
+            }
+        ),
         discussion=DISCUSSION,
-        data={"online": found, "ds_27b": small},
     )
 
 

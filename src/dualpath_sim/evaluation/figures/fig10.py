@@ -69,15 +69,6 @@ def build(runs: Runs) -> FigureReport:
         compared=_compared(sweeps),
         statements=_statements(points),
         discussion=DISCUSSION,
-        data={
-            f"{system.title}, {MODE_STYLES[mode].title}": {
-                "capacity": sweeps[system, mode],
-                "points": [
-                    {"agents_per_s": rate, "run": run} for rate, run in points[system, mode]
-                ],
-            }
-            for system, mode in sweeps
-        },
     )
 
 

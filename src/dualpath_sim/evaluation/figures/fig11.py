@@ -67,7 +67,6 @@ def build(runs: Runs) -> FigureReport:
             Compared("fig11.working_set_high", _gigabytes(high, HIGH_APS)),
         ),
         discussion=DISCUSSION,
-        data={"agent_jct_s": {"0.1 APS": low.agent_jct, "0.45 APS": high.agent_jct}},
     )
 
 

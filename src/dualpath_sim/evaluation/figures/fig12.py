@@ -58,13 +58,6 @@ def build(runs: Runs) -> FigureReport:
         ),
         statements=_statements(breakdown),
         discussion=DISCUSSION,
-        data={
-            "jct_s": {str(agents): row for agents, row in jcts.items()},
-            "ttft_parts_s": [
-                {"agents_per_s": rate, "mode": mode, "parts": run.ttft_parts}
-                for rate, mode, run in breakdown
-            ],
-        },
     )
 
 

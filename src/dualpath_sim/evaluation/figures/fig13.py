@@ -4,14 +4,13 @@ from dualpath.core.modes import Mode
 from dualpath.report.model import Panel, Series, Table, cell
 from dualpath.report.style import MODE_STYLES
 from dualpath_sim.evaluation.report import Compared, FigureReport
-from dualpath_sim.evaluation.runs import Balance, OfflineRun, Runs
+from dualpath_sim.evaluation.runs import BalanceOverTime, OfflineRun, Runs
 from dualpath_sim.evaluation.settings import DS_27B, DS_660B, RunSpec
 from dualpath_sim.evaluation.speedups import with_mode
 
 TITLE = "Balance of storage NIC traffic"
 WORKLOAD = "64K"
 MODES = (Mode.ROUND_ROBIN, Mode.DUALPATH)
-BINS = 120
 DISCUSSION = """\
 The text measures "all storage NICs on three machines", while the ablation around it runs on six
 (2P4D). Taken literally, the figure is of one prefill and two decode nodes (DS 27B, 1P2D); these
@@ -37,9 +36,10 @@ def build(runs: Runs) -> FigureReport:
             workload=WORKLOAD,
             agents=settings.ablation_agents[0],
             nodes=(1, 2),
+            curves="balance",
         ),
         "DS 660B, 2P4D": RunSpec(
-            system=DS_660B, mode=Mode.DUALPATH, workload=WORKLOAD, agents=agents
+            system=DS_660B, mode=Mode.DUALPATH, workload=WORKLOAD, agents=agents, curves="balance"
         ),
     }
     made = {
@@ -66,18 +66,11 @@ def build(runs: Runs) -> FigureReport:
             Compared("fig13.dualpath", _mean(made[literal, Mode.DUALPATH])),
         ),
         discussion=DISCUSSION,
-        data={
-            f"{name}, {MODE_STYLES[mode].title}": {
-                "mean_ratio": _mean(run),
-                "tail_begins_s": run.tail_begins_s,
-            }
-            for (name, mode), run in made.items()
-        },
     )
 
 
 def _mean(run: OfflineRun) -> float | None:
-    return run.snic.mean(run.tail_begins_s)
+    return run.snic_by_window[0][1]
 
 
 def _table(made: dict[tuple[str, Mode], OfflineRun]) -> Table:
@@ -102,15 +95,12 @@ def _panel(name: str, made: dict[tuple[str, Mode], OfflineRun]) -> Panel:
         "lines",
         "time, s",
         "max/avg",
-        tuple(
-            curve(MODE_STYLES[mode].title, made[name, mode].snic, made[name, mode].tail_begins_s)
-            for mode in MODES
-        ),
+        tuple(Series(MODE_STYLES[mode].title, *balance(made[name, mode]).snic) for mode in MODES),
         from_zero=False,
     )
 
 
-def curve(name: str, balance: Balance, until_s: float) -> Series:
-    """Return a balance over time, thinned to ``BINS`` means."""
-    time_s, ratio = balance.binned(BINS, until_s)
-    return Series(name, tuple(time_s), tuple(ratio))
+def balance(run: OfflineRun) -> BalanceOverTime:
+    """Return the balance of a run that was asked for it."""
+    assert run.balance is not None
+    return run.balance

@@ -1,9 +1,9 @@
 """Fig. 14: balance of attention time over the engines of an expert-parallel group, DS 660B."""
 
 from dualpath.core.modes import Mode
-from dualpath.report.model import Panel, Table, cell
+from dualpath.report.model import Panel, Series, Table, cell
 from dualpath.report.style import MODE_STYLES
-from dualpath_sim.evaluation.figures.fig13 import curve
+from dualpath_sim.evaluation.figures.fig13 import balance
 from dualpath_sim.evaluation.report import Compared, FigureReport, Statement
 from dualpath_sim.evaluation.runs import OfflineRun, Runs
 from dualpath_sim.evaluation.settings import DS_660B, RunSpec
@@ -11,7 +11,6 @@ from dualpath_sim.evaluation.settings import DS_660B, RunSpec
 TITLE = "Balance of attention time (DS 660B)"
 WORKLOAD = "64K"
 MODES = (Mode.ROUND_ROBIN, Mode.DUALPATH)
-FIRST_SHARE = 0.05
 DISCUSSION = """\
 At the start every engine has a full queue and fills its compute quota to within one chunk, so the
 model's ratio is nearer to 1 than a real machine's. On a real machine kernels also vary from GPU to
@@ -24,10 +23,12 @@ def build(runs: Runs) -> FigureReport:
     settings = runs.settings
     agents = settings.ablation_agents[-1]
     made = {
-        mode: runs.offline(RunSpec(system=DS_660B, mode=mode, workload=WORKLOAD, agents=agents))
+        mode: runs.offline(
+            RunSpec(system=DS_660B, mode=mode, workload=WORKLOAD, agents=agents, curves="balance")
+        )
         for mode in MODES
     }
-    early = {mode: _early(run) for mode, run in made.items()}
+    early = {mode: balance(run).attention_first for mode, run in made.items()}
     ours, others = early[Mode.DUALPATH], early[Mode.ROUND_ROBIN]
     return FigureReport(
         name="fig14",
@@ -45,7 +46,7 @@ def build(runs: Runs) -> FigureReport:
                 "time, s",
                 "max/avg",
                 tuple(
-                    curve(MODE_STYLES[mode].title, run.attention, run.tail_begins_s)
+                    Series(MODE_STYLES[mode].title, *balance(run).attention)
                     for mode, run in made.items()
                 ),
                 from_zero=False,
@@ -61,21 +62,16 @@ def build(runs: Runs) -> FigureReport:
             ),
         ),
         discussion=DISCUSSION,
-        data={MODE_STYLES[mode].title: {"first_5_percent": value} for mode, value in early.items()},
     )
-
-
-def _early(run: OfflineRun) -> float | None:
-    return run.attention.mean(FIRST_SHARE * run.jct_s)
 
 
 def _table(made: dict[Mode, OfflineRun]) -> Table:
     rows = tuple(
         (
             MODE_STYLES[mode].title,
-            cell(_early(run), "{:.3f}"),
-            cell(run.attention.mean(run.tail_begins_s), "{:.3f}"),
-            f"{run.attention.time_s.size:,}",
+            cell(balance(run).attention_first, "{:.3f}"),
+            cell(balance(run).attention_mean, "{:.3f}"),
+            f"{balance(run).passes:,}",
         )
         for mode, run in made.items()
     )

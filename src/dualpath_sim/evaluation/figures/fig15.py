@@ -2,8 +2,9 @@
 
 from dualpath.report.model import Panel, Series, Table
 from dualpath_sim.evaluation.figures.table3 import large_offline, large_spec
-from dualpath_sim.evaluation.report import FigureReport
-from dualpath_sim.evaluation.runs import OfflineRun, Runs
+from dualpath_sim.evaluation.report import FigureReport, exact
+from dualpath_sim.evaluation.runs import Curve, OfflineRun, Runs, Timeline
+from dualpath_sim.evaluation.speedups import mean
 
 TITLE = "A large offline run over time (DS 660B)"
 DISCUSSION = """\
@@ -23,7 +24,7 @@ def build(runs: Runs) -> FigureReport:
     spec = large_spec(runs)
     run = large_offline(runs)
     assert spec.nodes is not None
-    line = run.timeline
+    line = _timeline(run)
     return FigureReport(
         name="fig15",
         title=TITLE,
@@ -39,7 +40,7 @@ def build(runs: Runs) -> FigureReport:
                 "Tokens per second",
                 "tokens/s",
                 {
-                    "prompt (hits included)": line.prompt_tokens_per_s.tolist(),
+                    "prompt (hits included)": line.prompt_tokens_per_s,
                 },
             ),
             _panel(
@@ -47,8 +48,8 @@ def build(runs: Runs) -> FigureReport:
                 "Tokens computed per second",
                 "tokens/s",
                 {
-                    "prefill (misses)": line.computed_tokens_per_s.tolist(),
-                    "generated": line.generated_tokens_per_s.tolist(),
+                    "prefill (misses)": line.computed_tokens_per_s,
+                    "generated": line.generated_tokens_per_s,
                 },
             ),
             _panel(
@@ -56,43 +57,55 @@ def build(runs: Runs) -> FigureReport:
                 "Rounds in the system",
                 "rounds",
                 {
-                    "queued": line.queued.tolist(),
-                    "reading": line.reading.tolist(),
-                    "prefill": line.prefilling.tolist(),
-                    "decode": line.decoding.tolist(),
+                    "queued": line.queued,
+                    "reading": line.reading,
+                    "prefill": line.prefilling,
+                    "decode": line.decoding,
                 },
             ),
-            _panel(run, "TTFT", "mean, s", {"TTFT": line.ttft_s.tolist()}),
+            _panel(run, "TTFT", "mean, s", {"TTFT": line.ttft_s}),
+        ),
+        results=exact(
+            {
+                "JCT, s": run.jct_s,
+                "largest prompt tokens/s": max(line.prompt_tokens_per_s),
+                "mean prompt tokens/s": mean(line.prompt_tokens_per_s),
+                "mean TTFT over time, s": mean(line.ttft_s),
+            }
         ),
         discussion=DISCUSSION,
-        data={"jct_s": run.jct_s},
     )
 
 
-def _panel(run: OfflineRun, title: str, label: str, curves: dict[str, list[float]]) -> Panel:
-    time_s = tuple(run.timeline.time_s.tolist())
-    series = tuple(Series(name, time_s, tuple(values)) for name, values in curves.items())
+def _timeline(run: OfflineRun) -> Timeline:
+    assert run.timeline is not None
+    return run.timeline
+
+
+def _panel(run: OfflineRun, title: str, label: str, curves: dict[str, Curve]) -> Panel:
+    time_s = _timeline(run).time_s
+    series = tuple(Series(name, time_s, values) for name, values in curves.items())
     return Panel(title, "lines", "time, s", label, series)
 
 
 def _table(run: OfflineRun) -> Table:
     """Return means over each quarter of the run."""
-    line = run.timeline
-    bins = line.time_s.size
+    line = _timeline(run)
+    bins = len(line.time_s)
     rows = []
     for quarter in range(4):
         part = slice(quarter * bins // 4, (quarter + 1) * bins // 4)
         rows.append(
             (
                 f"{quarter + 1} of 4",
-                f"{line.prompt_tokens_per_s[part].mean():.3g}",
-                f"{line.computed_tokens_per_s[part].mean():.3g}",
-                f"{line.generated_tokens_per_s[part].mean():.3g}",
-                f"{line.queued[part].mean():,.0f}",
-                f"{line.reading[part].mean():,.0f}",
-                f"{line.prefilling[part].mean():,.0f}",
-                f"{line.decoding[part].mean():,.0f}",
-                f"{line.ttft_s[part].mean():.2f}",
+                f"{mean(line.prompt_tokens_per_s[part]):.3g}",
+                f"{mean(line.computed_tokens_per_s[part]):.3g}",
+                f"{mean(line.generated_tokens_per_s[part]):.3g}",
+                f"{mean(line.queued[part]):,.0f}",
+                f"{mean(line.reading[part]):,.0f}",
+                f"{mean(line.prefilling[part]):,.0f}",
+                f"{mean(line.decoding[part]):,.0f}",
+                f"{mean(line.ttft_s[part]):.2f}",
             )
         )
     columns = (

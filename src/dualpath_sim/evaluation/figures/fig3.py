@@ -1,11 +1,13 @@
 """Fig. 3: hardware of three generations, and prefill throughput against the batch (§3)."""
 
+from collections.abc import Mapping
+from functools import partial
 from typing import NamedTuple
 
 from dualpath.core.modes import Mode
 from dualpath.report.model import Panel, Series, Table, cell
 from dualpath_sim.catalog.load import load_model
-from dualpath_sim.evaluation.report import FigureReport, Statement
+from dualpath_sim.evaluation.report import FigureReport, Statement, exact
 from dualpath_sim.evaluation.runs import Runs
 from dualpath_sim.evaluation.settings import DS_27B, DS_660B, RunSpec, System
 from dualpath_sim.simulator.settings import PrefillCosts
@@ -77,15 +79,12 @@ fit into HBM with all layers of their KV, as in Basic.
 
 def build(runs: Runs) -> FigureReport:
     """Draw both panels; nothing is simulated but the costs of a pass."""
-    setups = {
-        one: runs.setup(RunSpec(system=one, mode=Mode.DUALPATH, workload="64K")) for one in SYSTEMS
+    found = {
+        one: runs.computed(f"a pass of {one.title}", partial(_pass, runs, one)) for one in SYSTEMS
     }
-    rates = {one: _relative(setup.model.prefill) for one, setup in setups.items()}
-    fitting = {
-        one: setup.cluster.prefill_hbm_bytes
-        / ((CONTEXT_TOKENS + APPEND_TOKENS) * setup.model.kv_bytes_per_token)
-        for one, setup in setups.items()
-    }
+    rates = {one: _relative(numbers) for one, numbers in found.items()}
+    fitting = {one: numbers["requests_in_hbm"] for one, numbers in found.items()}
+    asked = runs.computed("cache-compute ratios, GB/PFLOP", _ratios)
     first, last = GENERATIONS[0], GENERATIONS[-1]
     decrease = first.bytes_per_pflop / last.bytes_per_pflop
     flop = last.flop_per_s / first.flop_per_s
@@ -99,7 +98,7 @@ def build(runs: Runs) -> FigureReport:
             f"Right: {CONTEXT_TOKENS:,} tokens of context and {APPEND_TOKENS} appended per "
             "request, one prefill engine of the systems of §7.2.",
         ),
-        tables=(_hardware(), _asked(), _throughput(rates, fitting)),
+        tables=(_hardware(), _asked(asked), _throughput(rates, fitting)),
         panels=(_trend(), _batches(rates)),
         statements=(
             Statement(
@@ -109,8 +108,17 @@ def build(runs: Runs) -> FigureReport:
                 f"{decrease:.1f}x: {flop:.1f}x the FLOP, {nic:.1f}x the NIC",
             ),
         ),
+        results=exact(
+            {
+                f"{name}, GB/PFLOP at {CONTEXT_TOKENS:,} tokens": ratio
+                for name, ratio in asked.items()
+            }
+            | {
+                f"{one.title}, tokens/s with {BATCHES[0]} request relative to {BATCHES[-1]}": rate
+                for one, (rate, *_) in rates.items()
+            }
+        ),
         discussion=DISCUSSION,
-        data={"generations": [one._asdict() for one in GENERATIONS]},
     )
 
 
@@ -131,15 +139,19 @@ def _hardware() -> Table:
     return Table("Three generations", columns, rows)
 
 
-def _asked() -> Table:
+def _ratios() -> dict[str, float]:
+    """Return Table 1's ratio of every model for the figure's request."""
+    models = map(load_model, MODELS)
+    return {one.title: one.cache_compute_ratio(CONTEXT_TOKENS, APPEND_TOKENS) for one in models}
+
+
+def _asked(ratios: Mapping[str, float]) -> Table:
     """Return Table 1's ratio for the figure's request, beside what a generation's NIC brings."""
     columns = ("model", "asks for, GB per PFLOP", *(one.name for one in GENERATIONS))
     rows = []
-    for name in MODELS:
-        model = load_model(name)
-        asked = model.cache_compute_ratio(CONTEXT_TOKENS, APPEND_TOKENS)
+    for title, asked in ratios.items():
         brought = [one.bytes_per_pflop / 1e9 / asked for one in GENERATIONS]
-        rows.append((model.title, f"{asked:.0f}", *(f"{share:.2f}" for share in brought)))
+        rows.append((title, f"{asked:.0f}", *(f"{share:.2f}" for share in brought)))
     return Table("Cache-compute ratio, and the share of it that a NIC brings", columns, tuple(rows))
 
 
@@ -171,9 +183,17 @@ def pass_s(costs: PrefillCosts, requests: int) -> float:
     return costs.batch_s + costs.attention_batch_s + busy_s
 
 
-def _relative(costs: PrefillCosts) -> list[float | None]:
+def _pass(runs: Runs, system: System) -> dict[str, float]:
+    """Return the times of passes by requests, and how many requests fit into HBM."""
+    setup = runs.setup(RunSpec(system=system, mode=Mode.DUALPATH, workload="64K"))
+    request_bytes = (CONTEXT_TOKENS + APPEND_TOKENS) * setup.model.kv_bytes_per_token
+    times_s = {f"{n} requests, s": pass_s(setup.model.prefill, n) for n in BATCHES}
+    return times_s | {"requests_in_hbm": setup.cluster.prefill_hbm_bytes / request_bytes}
+
+
+def _relative(numbers: Mapping[str, float]) -> list[float | None]:
     """Return tokens per second of each batch over those of the largest."""
-    taken_s = [pass_s(costs, requests) / requests for requests in BATCHES]
+    taken_s = [numbers[f"{requests} requests, s"] / requests for requests in BATCHES]
     return [taken_s[-1] / one if one > 0 else None for one in taken_s]
 
 

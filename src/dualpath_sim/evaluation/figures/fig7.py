@@ -63,7 +63,6 @@ def build(runs: Runs) -> FigureReport:
         compared=_compared(triples),
         statements=_statements(triples),
         discussion=DISCUSSION,
-        data={system.title: triples[system] for system in SYSTEMS},
     )
 
 

@@ -46,7 +46,6 @@ def build(runs: Runs) -> FigureReport:
         panels=tuple(_panel(triples, agents) for agents in settings.ablation_agents),
         compared=_compared(triples, settings.ablation_agents),
         discussion=DISCUSSION,
-        data={f"{_name(shape)}, {agents}": one for (shape, agents), one in triples.items()},
     )
 
 

@@ -55,7 +55,6 @@ def build(runs: Runs) -> FigureReport:
         ),
         statements=(_approaches("append", append), _approaches("generation", generation)),
         discussion=DISCUSSION,
-        data={"append": append, "generation": generation},
     )
 
 
