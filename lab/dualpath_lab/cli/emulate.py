@@ -95,8 +95,10 @@ def run(args: argparse.Namespace) -> int:
     elif args.role == FRONTEND:
         settings, link = router_settings(args), link_settings(args)
 
+        from dualpath.router.observe.metrics import share_metrics
         from dualpath_lab.emulated.router_server import run_emulated_front_end
 
+        share_metrics(link.front_end_name)
         run_served(run_emulated_front_end(settings, link, *http_address(args)))
     else:
         engine_settings = emulated_settings(args)
