@@ -429,7 +429,7 @@ def test_a_block_sealed_with_a_removed_key_is_absent_and_the_next_write_replaces
 
 
 def test_an_unreadable_block_is_not_reported_as_removed(
-    tmp_path: Path, keys: list[BlockKey]
+    tmp_path: Path, keys: list[BlockKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its file still takes room."""
     reports = maintenance(PosixObjects(tmp_path))
@@ -438,9 +438,12 @@ def test_an_unreadable_block_is_not_reported_as_removed(
     storage.write(keys, contents())
     posix._codec = block_codec(ENCRYPTED, KeyRing("fedcba9876543210" * 4, "a test"))
     removed: list[BlockKey] = []
-    reports.removed = removed.append  # type: ignore[method-assign]
+    monkeypatch.setattr(reports, "removed", removed.append)
     assert storage.read(keys[0], destinations(1)[0]).reason == "storage key"
     assert removed == []
+    posix.block_path(keys[0]).unlink()
+    assert storage.read(keys[0], destinations(1)[0]).reason == "missing"
+    assert removed == keys[:1]
     storage.close()
 
 

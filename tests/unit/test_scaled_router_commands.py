@@ -125,7 +125,7 @@ def test_the_metrics_of_a_router_that_was_killed_are_removed_by_the_next_one(
     killed, lives = MetricsFolder(), MetricsFolder()
     Path(killed.path, "counter_1.db").touch()
     os.close(killed._lock)  # as the kernel does
-    killed._folder._finalizer.detach()
+    killed._folder._finalizer.detach()  # type: ignore[attr-defined]
     foreign = tmp_path / "dualpath-metrics-of-another-program"
     foreign.mkdir()
     started = MetricsFolder()
