@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ConfigError: an invalid setting, or an address in use; no process is left running.
     """
-    router_settings, front_end_settings = _settings(args)
+    router_settings, front_end_settings = settings_of(args)
     if router_settings.front_ends:
         return _run_several(router_settings, front_end_settings)
 
@@ -86,11 +86,12 @@ def layers(args: argparse.Namespace) -> Configuration:
 
 def checked_layers(args: argparse.Namespace) -> Configuration:
     """Return ``layers`` after validating the settings."""
-    _settings(args)
+    settings_of(args)
     return layers(args)
 
 
-def _settings(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
+def settings_of(args: argparse.Namespace) -> "tuple[RouterSettings, FrontEndSettings]":
+    """Return the settings of router and endpoint; raises ``ConfigError``."""
     from dualpath.router.settings import RouterSettings
     from dualpath.vllm.front_end_settings import FrontEndSettings
 
