@@ -23,7 +23,7 @@ from dualpath.launch.scaled_router import (
     scheduler_command,
 )
 from dualpath.router.observe.metrics import SHARED_METRICS, metrics_writer
-from dualpath.router.settings import LinkSettings, RouterSettings
+from dualpath.router.settings import LinkSettings, RouterSettings, SchedulerAddress
 
 ROUTER = RouterSettings(
     front_ends=2,
@@ -45,14 +45,15 @@ def parsed(module: object, words: list[str]) -> argparse.Namespace:
 
 
 def test_the_scheduler_gets_its_own_settings_and_no_key_on_its_command_line() -> None:
-    words = scheduler_command(ROUTER, "127.0.0.1", {"sql": "/adapters/sql"})
+    own = SchedulerAddress("127.0.0.1", 8001, "cert.pem", lora_modules={"sql": "/adapters/sql"})
+    words = scheduler_command(ROUTER, own)
     assert "secret" not in " ".join(words)
     settings, address = scheduler._settings(parsed(scheduler, words))
     assert (settings.control_port, settings.front_ends_port) == (5700, 5701)
     assert settings.mode is Mode.SPLIT
     assert settings.max_body_bytes == 1000
     assert settings.request_deadline_s == RouterSettings().request_deadline_s
-    assert (address.port, address.lora_modules) == (8001, {"sql": "/adapters/sql"})
+    assert address == own
 
 
 def test_a_front_end_gets_its_clients_settings_and_the_schedulers_address() -> None:

@@ -73,9 +73,11 @@ def _run_several(router: "RouterSettings", endpoint: "FrontEndSettings") -> int:
         model, *rest = arguments(endpoint_there, positional=("model",))
         return [FRONTEND, model, *arguments(own), *arguments(link), *rest]
 
-    tls = bool(tls_arguments(endpoint.vllm_args).certificate_file)
+    tls = tls_arguments(endpoint.vllm_args)
     return run_scaled_router(
-        *(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules), tls=tls
+        *(router, endpoint.host, endpoint.port, front_end, endpoint.lora_modules),
+        certificate=tls.certificate_file,
+        key=tls.key_file,
     )
 
 

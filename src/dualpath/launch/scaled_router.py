@@ -118,7 +118,8 @@ class ScaledRouter:
 
     ``front_end`` returns the arguments after ``dualpath`` of a front end with these settings and
     this link.  ``adapters`` maps the adapters that clients may name to their paths.  Ports of 0 are
-    chosen once.  Exits and restarts are logged.
+    chosen once.  With a ``certificate`` and ``key`` the scheduler's own port speaks HTTPS.  Exits
+    and restarts are logged.
     """
 
     def __init__(
@@ -127,16 +128,24 @@ class ScaledRouter:
         host: str,
         front_end: Callable[[RouterSettings, LinkSettings], Sequence[str]],
         adapters: Mapping[str, str] = MappingProxyType({}),
+        *,
+        certificate: str = "",
+        key: str = "",
     ) -> None:
         settings = _with_ports(settings, host)
         self.control_address = tcp_endpoint(settings.control_host, settings.control_port)
-        self.cluster_url = http_url(seen_from_here(host), settings.cluster_port)
+        self.cluster_url = http_url(
+            seen_from_here(host), settings.cluster_port, tls=bool(certificate)
+        )
         self._metrics = MetricsFolder()
         self._environment = _environment(settings, os.environ)
         self._commands: dict[str, Sequence[str]] = {}
         #: Names of front ends at the scheduler, by the names of their processes.
         self._front_ends: dict[str, str] = {}
-        self._commands[SCHEDULER] = scheduler_command(settings, host, adapters)
+        address = SchedulerAddress(
+            host, settings.cluster_port, certificate, key, lora_modules=dict(adapters)
+        )
+        self._commands[SCHEDULER] = scheduler_command(settings, address)
         for index in range(settings.front_ends):
             link = _link(settings, index)
             self._front_ends[f"front-end-{index}"] = link.front_end_name
@@ -199,11 +208,8 @@ class ScaledRouter:
         self._supervisor.add(process, ends_last=not is_front_end)
 
 
-def scheduler_command(
-    settings: RouterSettings, host: str, adapters: Mapping[str, str]
-) -> list[str]:
+def scheduler_command(settings: RouterSettings, address: SchedulerAddress) -> list[str]:
     """Return the arguments after ``dualpath`` of the scheduler."""
-    address = SchedulerAddress(host, settings.cluster_port, dict(adapters))
     own = _without(settings, (*FRONT_ENDS_OWN, "api_keys"))
     return [SCHEDULER, *arguments(address), *arguments(own)]
 
