@@ -115,14 +115,22 @@ class Cluster(RuleBasedStateMachine):
         decode = self.engines[assignment.decode_engine]
         prefill.tokens[assignment.request_id] = assignment.prefill_tokens
         decode.tokens[assignment.request_id] = assignment.decode_tokens
-        expected = 0 if self.mode is Mode.ORACLE else request.hit_tokens
+        hit_tokens = request.hit_tokens + assignment.unstored_tokens
+        expected = 0 if self.mode is Mode.ORACLE else hit_tokens
+        cached_blocks = {prefix.engine_id: prefix.blocks for prefix in request.cached}
+        usable = [assignment.prefill_engine] if self.mode is not Mode.ORACLE else []
+        usable += [assignment.decode_engine] if self.mode.dual_path else []
+        longest = max((cached_blocks.get(name, 0) for name in usable), default=0)
+        assert hit_tokens == max(request.hit_tokens, longest * BLOCK_TOKENS), (
+            "what is stored or what its own engines cache"
+        )
         position = 0
         read_tokens = {
             Role.PREFILL: assignment.prefill_read_tokens,
             Role.DECODE: assignment.decode_read_tokens,
         }
         for run in assignment.reads:
-            tokens = run.tokens(BLOCK_TOKENS, request.hit_tokens)
+            tokens = run.tokens(BLOCK_TOKENS, hit_tokens)
             assert run.blocks.first * BLOCK_TOKENS == position
             position += tokens
             if run.cached:
@@ -152,12 +160,15 @@ class Cluster(RuleBasedStateMachine):
         keepers=st.dictionaries(st.sampled_from(specs()), st.floats(0, 1), max_size=3),
     )
     def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
-        """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
-        blocks = int((prompt - 1) * share) // BLOCK_TOKENS
+        """``keepers``: what share of the prompt engines cache, lost ones perhaps among them.
+
+        That may be more than is stored.
+        """
+        blocks, most = int((prompt - 1) * share) // BLOCK_TOKENS, (prompt - 1) // BLOCK_TOKENS
         cached = tuple(
-            CachedPrefix(spec.engine_id, round(part * blocks))
+            CachedPrefix(spec.engine_id, round(part * most))
             for spec, part in keepers.items()
-            if round(part * blocks)
+            if round(part * most)
         )
         hit = blocks * BLOCK_TOKENS
         self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))

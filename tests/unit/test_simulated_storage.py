@@ -9,6 +9,8 @@ import pytest
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, block_keys
 from dualpath.core.cluster import HostProcess
 from dualpath.core.errors import StorageError
+from dualpath.policy.events import Assignment
+from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.storage.objects import PosixObjects
 from dualpath.storage.posix import PosixStorage
 from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
@@ -51,6 +53,23 @@ class Machine:
         known = HostProcess(host="host", pid=2, start_ticks=2)
         calls = DiskCalls(self.disk, self.world, known, lambda pid: pid == 2)
         return PosixStorage(ROOT, NAMESPACE, direct_io=False, calls=calls)
+
+
+def test_a_full_storage_leaves_hits_that_only_dram_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are found, some are evicted before they are used, and every token is right."""
+    hits: list[int] = []
+    take = EngineAttempt._assigned_to
+
+    def assigned(self: EngineAttempt, assignment: Assignment) -> None:
+        hits.append(assignment.unstored_tokens)
+        take(self, assignment)
+
+    monkeypatch.setattr(EngineAttempt, "_assigned_to", assigned)
+    kinds = [kind for kind in FAULT_KINDS if kind.name == "full storage"]
+    for seed in range(12):
+        outcome = run_seed(seed, kinds=kinds)
+        assert not outcome.problems, "\n".join(outcome.story)
+    assert sum(tokens > 0 for tokens in hits) >= 10
 
 
 @pytest.mark.parametrize("links", [True, False])

@@ -282,13 +282,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _up(settings: LabSettings, args: argparse.Namespace) -> int:
-    from dualpath_lab.nodes.cluster import lab_up
-    from dualpath_lab.nodes.machine import find_machine
+    from dualpath_lab.nodes.cluster import lab_steps, lab_up
     from dualpath_lab.nodes.runner import describe
-    from dualpath_lab.nodes.steps import make_steps
 
     if args.dry_run:
-        for step in make_steps(settings, find_machine(settings)):
+        for step in lab_steps(settings)[1]:
             print(describe(step))
         return 0
     # SIGTERM raises an exception, which removes the partly created lab.

@@ -16,6 +16,7 @@ from dualpath.core.addresses import HostPort, host_and_port
 from dualpath.core.cluster import GroupRank, Role
 from dualpath.core.errors import DeadlineError
 from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.node.certificates import serving
 from dualpath.node.sockets import engine_url, listening_socket
 from dualpath.router.http.server import serving_app, until_signal
 from dualpath.router.requests.limits import allow_many_streams
@@ -163,6 +164,7 @@ async def emulated_engine(
     ``ConfigError`` (value, limit, remedy) if it cannot be started with these settings,
     ``EngineLostError`` if one of its ranks cannot be started.
     """
+    tls = serving(settings.ssl_certfile, settings.ssl_keyfile)
     leading = ranks or start_thread_ranks(settings, surroundings)
     try:
         plane = await asyncio.to_thread(DataPlane, settings, surroundings, leading)
@@ -173,9 +175,9 @@ async def emulated_engine(
     engine: PrefillEngine | DecodeEngine = PrefillEngine(plane) if prefills else DecodeEngine(plane)
     try:
         app = EngineServer(plane, engine).app()
-        async with serving_app(app, settings.host, settings.port) as port:
+        async with serving_app(app, settings.host, settings.port, tls=tls) as port:
             api_url = settings.engine.api_url or engine_url(
-                settings.host, port, settings.engine.router
+                settings.host, port, settings.engine.router, tls=tls is not None
             )
             engine.start()
             dp = await asyncio.to_thread(join_group, settings)

@@ -9,6 +9,7 @@ from dualpath.core.blocks import BlockGeometry, StoreNamespace, slices_of
 from dualpath.core.errors import ConfigError
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import EngineSettings
+from dualpath.node.certificates import CertFile, KeyFile
 from dualpath.vllm.front_end_settings import BlockTokens, Host, MaxModelLen, Port
 from dualpath_sim.catalog.load import CostsName, GpuName
 from dualpath_sim.simulator.settings import ModelCosts
@@ -53,6 +54,8 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
 
     host: Host = "127.0.0.1"
     port: Port = 0
+    ssl_certfile: CertFile = ""
+    ssl_keyfile: KeyFile = ""
     speedup: Speedup = 1.0
     hbm_bytes: Annotated[int, Setting("emulated HBM for KV", ge=1)] = 1 << 30
     batch_cap_tokens: BatchCap = 1024
@@ -135,6 +138,11 @@ class EmulatedSettings(EmulatedServer, frozen=True, kw_only=True):
                 f"{{dp_rank}} is {self.dp_rank} of {self.dp_size}, {{dp_address}} is "
                 f"{self.dp_address!r}; a rank must be below {{dp_size}}, and the address of a "
                 "group must be HOST:PORT, or [ADDRESS]:PORT for IPv6"
+            )
+        if self.ssl_certfile and self.engine.api_url.startswith("http://"):
+            raise ConfigError(
+                f"{{ssl_certfile}} is {self.ssl_certfile!r} and {{api_url}} is "
+                f"{self.engine.api_url!r}; write https:// there, or leave out one of them"
             )
         slices_of(self.tensor_parallel_size, self.kv_heads)
         if self.engine.share_loads:

@@ -404,16 +404,11 @@ class LocalCluster:
             own = (tls.certificate_file, tls.key_file)
             return trusting_only(*own) if has_tls else None
 
-        context()  # Raises an error of the files before anything starts.
         self._cluster_port = claim_port(host) if self.settings.front_ends else 0
         self._status = ClusterStatus(
             http_url(reachable, self._port, tls=has_tls),
-            # The scheduler of several front ends has a server of its own, without TLS.
-            http_url(
-                reachable,
-                self._cluster_port or self._port,
-                tls=has_tls and not self._cluster_port,
-            ),
+            # The scheduler of several front ends has a server of its own.
+            http_url(reachable, self._cluster_port or self._port, tls=has_tls),
             client_headers(self.settings.api_keys),
             context,
         )

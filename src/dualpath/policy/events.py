@@ -94,7 +94,8 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prefill_tokens`` and ``decode_tokens`` are what the request counts for in tok_e of either
     engine; the DE's figure is also what it takes of HBM.  ``prefill_read_tokens`` and
     ``decode_read_tokens`` are what it counts for in the reading queues of their nodes, which is
-    what storage has to read.
+    what storage has to read.  The hit is ``unstored_tokens`` longer than ``Request.hit_tokens``:
+    these are in DRAM of the two engines and are not stored.
     """
 
     request_id: str
@@ -109,6 +110,7 @@ class Assignment(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prefill_read_tokens: int = 0
     decode_read_tokens: int = 0
     recompute_tokens: int = 0
+    unstored_tokens: int = 0
 
     def at(self, side: Role) -> Charge:
         """Return what it is at its engine of a role."""

@@ -8,7 +8,9 @@ the storage NICs.
 
 *DRAM* (beyond the paper).  Hits that either engine caches in DRAM are not read.  Those that the DE
 caches come first, because they need not be sent there either; then those that the PE caches behind
-them.  The rule decides on the rest.
+them.  The rule decides on the rest.  What the two engines cache beyond the stored blocks, of which
+a write failed or which storage has evicted, makes the hit longer; a request on other engines
+computes it.
 
 *Recomputation* (beyond the paper).  A part of a hit is recomputed if that is faster.  A request is
 prefilled when its hits are in DRAM and its PE is free.  If r tokens are read per second behind q
@@ -290,18 +292,32 @@ def recompute_tokens(
 # ------------------------------------------------------------------------ both, with the ledger
 
 
+def tokens_of(blocks: int, hit_tokens: int, block_tokens: int) -> int:
+    """Return how many hit tokens a prompt's first ``blocks`` are, cached blocks or stored ones.
+
+    ``hit_tokens`` are stored; the last of their blocks may be hit in part.
+    """
+    if blocks <= holding_blocks(hit_tokens, block_tokens):
+        return min(blocks * block_tokens, hit_tokens)
+    return blocks * block_tokens
+
+
 class HitSource(NamedTuple):
-    """The runs of a hit and the reason; its last ``recompute_tokens`` are in none of them."""
+    """The runs of a hit and the reason; its last ``recompute_tokens`` are in none of them.
+
+    ``unstored_tokens`` at its end are in DRAM only; the hit has either these or recomputed tokens.
+    """
 
     runs: tuple[HitRun, ...]
     reason: str
     recompute_tokens: int
+    unstored_tokens: int
 
     def recomputing_more(self, tokens: int) -> "HitSource":
         """Return the source of a hit that is longer by ``tokens``, which are recomputed."""
         recomputed = self.recompute_tokens + tokens
         reason = READ_REASONS[RECOMPUTE] if recomputed else self.reason
-        return HitSource(self.runs, reason, recomputed)
+        return self._replace(reason=reason, recompute_tokens=recomputed)
 
 
 class HitSources:
@@ -317,12 +333,16 @@ class HitSources:
         self._sides = SidesInTurn()
 
     def cached_tokens(self, request: Request) -> dict[str, int]:
-        """Return the part of a hit that joined engines cache and the mode can use, by engine."""
+        """Return the tokens that joined engines cache and the mode can use, by engine.
+
+        They may be more than are stored.
+        """
         if self._rule == NO_READS or not request.cached:
             return {}
         engines = self._ledger.engines
+        block_tokens = self.settings.block_tokens
         return {
-            prefix.engine_id: min(prefix.blocks * self.settings.block_tokens, request.hit_tokens)
+            prefix.engine_id: tokens_of(prefix.blocks, request.hit_tokens, block_tokens)
             for prefix in request.cached
             if (engine := engines.get(prefix.engine_id)) is not None
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
@@ -333,12 +353,14 @@ class HitSources:
     ) -> HitSource:
         """Plan for a request that the ledger has at both of its ``engines``.
 
-        ``cached_tokens`` of the hit are in engines' DRAM, by engine.
+        ``hit_tokens`` are stored, ``cached_tokens`` are in engines' DRAM, by engine.
         """
         settings = self.settings
         prefill = self._reader(engines[Role.PREFILL], cached_tokens)
         decode = self._reader(engines[Role.DECODE], cached_tokens)
         cached = sum(cache_hit_tokens(self._rule, prefill.cached_tokens, decode.cached_tokens))
+        unstored = max(cached - hit_tokens, 0)
+        hit_tokens += unstored
         recomputed = recompute_tokens(
             self._rule,
             hit_tokens - cached,
@@ -358,7 +380,8 @@ class HitSources:
         runs, reason = choose_reads(
             self._rule, side, prefill, decode, hit_tokens, settings.block_tokens
         )
-        return HitSource(runs, READ_REASONS[RECOMPUTE] if recomputed else reason, recomputed)
+        reason = READ_REASONS[RECOMPUTE] if recomputed else reason
+        return HitSource(runs, reason, recomputed, unstored)
 
     def _reader(self, engine_id: str, cached_tokens: Mapping[str, int]) -> Reader:
         engine = self._ledger.engines[engine_id]

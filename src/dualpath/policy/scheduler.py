@@ -64,7 +64,13 @@ from dualpath.policy.events import (
 )
 from dualpath.policy.placement import LiveRequest, Placer
 from dualpath.policy.prefill import FifoPrefillPlacer
-from dualpath.policy.read_side import HitSource, HitSources, more_weight, weight_tokens
+from dualpath.policy.read_side import (
+    HitSource,
+    HitSources,
+    more_weight,
+    tokens_of,
+    weight_tokens,
+)
 
 T = TypeVar("T")
 
@@ -206,11 +212,12 @@ class RequestScheduler:
                 "submit it under another id or cancel the first"
             )
         prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
-        if prompt < 1 or not 0 <= hit < prompt or new < 1:
+        most_cached = max(live.cached_tokens.values(), default=0)
+        if prompt < 1 or not 0 <= hit < prompt or most_cached >= prompt or new < 1:
             raise BadRequestError(
-                f"request {request.request_id!r} has {prompt} prompt, {hit} hit and {new} new "
-                "tokens; it needs at least 1 prompt token, 0 ≤ hit < prompt and at least 1 new "
-                "token"
+                f"request {request.request_id!r} has {prompt} prompt, {hit} hit, {most_cached} "
+                f"cached and {new} new tokens; it needs at least 1 prompt token, 0 ≤ hit < prompt, "
+                "cached < prompt and at least 1 new token"
             )
         largest = self._ledger.largest_decode_hbm_tokens
         if largest and live.decode_tokens > largest:
@@ -260,9 +267,10 @@ class RequestScheduler:
             prefill_read_tokens=reads[Role.PREFILL],
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
+            unstored_tokens=source.unstored_tokens,
         )
         self._unassigned -= 1
-        self._charge_computing(live, source.recompute_tokens)
+        self._charge_computing(live, source)
         return live.assignment
 
     def _slots_granted(self, grant: SlotsGranted) -> Effects:
@@ -283,9 +291,9 @@ class RequestScheduler:
             self._ledger.change(live.engines[side], old.request_id, 0, -read_tokens)
         self._set_computing(live, 0)
         hit_tokens = live.request.hit_tokens - old.recompute_tokens
-        block_tokens = self._settings.block_tokens
+        most_tokens, block_tokens = hit_tokens + old.unstored_tokens, self._settings.block_tokens
         cached_tokens = {
-            engine: min(cached_blocks[side] * block_tokens, hit_tokens)
+            engine: min(tokens_of(cached_blocks[side], hit_tokens, block_tokens), most_tokens)
             for side, engine in live.engines.items()
         }
         source = self._sources.plan(hit_tokens, cached_tokens, live.engines)
@@ -302,27 +310,28 @@ class RequestScheduler:
             prefill_read_tokens=reads[Role.PREFILL],
             decode_read_tokens=reads[Role.DECODE],
             recompute_tokens=source.recompute_tokens,
+            unstored_tokens=source.unstored_tokens,
         )
         for side in Role:
             more_tokens = new.at(side).tokens - old.at(side).tokens
             self._ledger.change(live.engines[side], old.request_id, more_tokens, reads[side])
         live.assignment, live.reading = new, (new.prefill_engine, new.decode_engine)
-        self._charge_computing(live, source.recompute_tokens)
+        self._charge_computing(live, source)
         return new
 
     def _read_tokens(self, live: LiveRequest, source: HitSource) -> dict[Role, int]:
         """Return the tokens that are read from storage at either side."""
-        hit_tokens = live.request.hit_tokens - source.recompute_tokens
+        hit_tokens = live.request.hit_tokens + source.unstored_tokens - source.recompute_tokens
         tokens = dict.fromkeys(Role, 0)
         for run in source.runs:
             if not run.cached:
                 tokens[run.side] = run.tokens(self._settings.block_tokens, hit_tokens)
         return tokens
 
-    def _charge_computing(self, live: LiveRequest, recompute_tokens: int) -> None:
+    def _charge_computing(self, live: LiveRequest, source: HitSource) -> None:
         """Charge a request's misses and the hits that are recomputed to its PE."""
-        misses = live.request.prompt_tokens - live.request.hit_tokens
-        self._set_computing(live, misses + recompute_tokens)
+        hit_tokens = live.request.hit_tokens + source.unstored_tokens - source.recompute_tokens
+        self._set_computing(live, live.request.prompt_tokens - hit_tokens)
 
     def _set_computing(self, live: LiveRequest, tokens: int) -> None:
         if (prefill_engine := live.engines.get(Role.PREFILL)) is not None:

@@ -13,6 +13,7 @@ from dualpath.core.errors import ConfigError
 from dualpath.core.modes import Mode
 from dualpath.core.settings import Setting, Settings
 from dualpath.engine.settings import SecretFile
+from dualpath.node.certificates import CertFile, KeyFile
 from dualpath.policy.rebalance import RebalanceSettings
 
 AlphaTokens = Annotated[
@@ -404,6 +405,8 @@ class SchedulerAddress(Settings, frozen=True):
 
     host: Annotated[str, Setting("address of the HTTP server", host=True)] = "127.0.0.1"
     port: Annotated[int, Setting("of the HTTP server; 0: any free one", ge=0, le=65535)] = 8001
+    ssl_certfile: CertFile = ""
+    ssl_keyfile: KeyFile = ""
     lora_modules: Annotated[
         dict[str, str],
         Setting(

@@ -271,7 +271,8 @@ class EngineFiles:
         self, settings: EngineSettings, namespace: StoreNamespace
     ) -> NodeDram | None:
         """Open the DRAM that engines of the machine share; None without shared DRAM."""
-        return open_node_dram(settings, namespace, self._dram_calls)
+        world = self._dram_calls.world
+        return open_node_dram(settings, namespace, self._dram_calls, lambda: world.now_s)
 
     def open_tree(self, settings: EngineSettings) -> ObjectTree:
         """Open the objects that are stored with the blocks."""

@@ -64,7 +64,10 @@ def storage_keys(settings: EngineSettings) -> "KeyRing | None":
 
 
 def open_node_dram(
-    settings: EngineSettings, namespace: StoreNamespace, calls: SystemCalls = KERNEL
+    settings: EngineSettings,
+    namespace: StoreNamespace,
+    calls: SystemCalls = KERNEL,
+    now_s: Callable[[], float] = time.time,
 ) -> NodeDram | None:
     """Open the DRAM cache that engines of this machine share; None if it is not enabled.
 
@@ -74,7 +77,12 @@ def open_node_dram(
         return None
     keys = storage_keys(settings)
     try:
-        return NodeDram(settings.dram_dir, namespace, settings.dram_bytes, keys=keys, calls=calls)
+        return NodeDram(
+            *(settings.dram_dir, namespace, settings.dram_bytes),
+            keys=keys,
+            calls=calls,
+            now_s=now_s,
+        )
     except OSError as error:
         raise ConfigError(
             f"dram_dir {settings.dram_dir} cannot be used ({error.strerror}); give a directory in "

@@ -8,6 +8,12 @@ blocks that it knows is not followed by another, but if an engine is lost or sil
 asked in the time left.  An engine that was asked may still answer until then: a router or an engine
 that is late for a moment loses no hits.
 
+*What only DRAM has.*  A block of which the write failed, or which storage has evicted, may still be
+cached by engines, or shared by those of a node.  It is a hit if the request is placed on such an
+engine and still finds it there when slots are granted, else it is computed: storage is not asked
+for it.  The DE writes it again with the prompt's new blocks.  A retry of an attempt that failed
+uses stored blocks only (``use_cached``).
+
 *Loading.*  Which blocks an engine caches is known when it has granted slots; the assignment was
 made with what the router believed.  So the DE first reports what it caches of the prompt's head.
 If that is less than was believed, the reads are planned again (``policy.scheduler``), else those of
@@ -118,7 +124,10 @@ class EngineAttempt(AttemptChannel):
         self._placed = self._arrived = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
-        self._stored_blocks = self._wanted_blocks = self._whole_from = 0
+        #: At the head of the prompt: stored; hits at the engines of the assignment, stored or not;
+        #: hits that are to be loaded.
+        self._stored_blocks = self._found_blocks = self._wanted_blocks = 0
+        self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
         scheduler.exchange.open(self)
@@ -128,7 +137,7 @@ class EngineAttempt(AttemptChannel):
     async def prepare(self) -> PrefillTransfer:
         """Return what the PE has to know, once all hits are in DRAM."""
         self._stored_blocks = await self._look_up()  # 2: longest stored prefix
-        self._wanted_blocks = await self._find_engines()  # 3: PE, DE and read side
+        await self._find_engines()  # 3: PE, DE and read side
         self._loaded = loaded = await self._load()  # 4: reserve, read (labels 1-2 of Fig. 4)
         self.check()
         if loaded.de_slots:
@@ -195,16 +204,16 @@ class EngineAttempt(AttemptChannel):
 
     async def _look_up(self) -> int:
         """Return how many blocks at the head of the prompt are known to be stored."""
-        order, block_tokens = self._order, self._scheduler.block_tokens
-        keys = order.keys[: max_hit_blocks(order.prompt_tokens, block_tokens)]
-        if not order.cacheable or not keys:
+        keys = self._hit_keys()
+        if not keys:
             return 0
         with self._stages.stage(Stage.LOOKUP):
             stored_blocks, failure = await look_up(self._scheduler, keys)
         if failure is not None:
             logger.warning(
                 "request %s: look-up failed (%s) within %g s; of %d blocks it found %d, the rest "
-                "is recomputed; see the storage and the engines' logs, or raise lookup_timeout_s",
+                "is recomputed unless it is in DRAM; see the storage and the engines' logs, or "
+                "raise lookup_timeout_s",
                 self.attempt_id, failure, self._scheduler.settings.lookup_timeout_s,
                 len(keys), stored_blocks,
             )  # fmt: skip
@@ -212,10 +221,16 @@ class EngineAttempt(AttemptChannel):
             self._unstored_reason = f"lookup-{failure}"
         return stored_blocks
 
+    def _hit_keys(self) -> tuple[BlockKey, ...]:
+        """Return the keys of the blocks that can be hits."""
+        order = self._order
+        most = max_hit_blocks(order.prompt_tokens, self._scheduler.block_tokens)
+        return order.keys[:most] if order.cacheable else ()
+
     # ------------------------------------------------------------------ 3: engines and read side
 
-    async def _find_engines(self) -> int:
-        """Return how many stored blocks are to be loaded; the rest is recomputed faster."""
+    async def _find_engines(self) -> None:
+        """Wait until the attempt is placed."""
         scheduler = self._scheduler
         request = Request(
             request_id=self.attempt_id,
@@ -225,7 +240,7 @@ class EngineAttempt(AttemptChannel):
             cached=self._cached_prefixes(),
         )
         with self._stages.stage(Stage.QUEUE):
-            self._assignment: Assignment = await scheduler.dispatch.place(request)
+            self._assigned_to(await scheduler.dispatch.place(request))
         scheduler.check_leader()
         self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
         self._decode_engine = scheduler.engine(self._assignment.decode_engine)
@@ -234,13 +249,18 @@ class EngineAttempt(AttemptChannel):
         recomputed = self._assignment.recompute_tokens
         if recomputed:
             self._count_recomputed(recomputed, FASTER)
-        return self._stored_blocks - recomputed // scheduler.block_tokens
+
+    def _assigned_to(self, assignment: Assignment) -> None:
+        """Take an assignment, or its re-planned reads."""
+        self._assignment, block_tokens = assignment, self._scheduler.block_tokens
+        self._found_blocks = self._stored_blocks + assignment.unstored_tokens // block_tokens
+        self._wanted_blocks = self._found_blocks - assignment.recompute_tokens // block_tokens
 
     def _cached_prefixes(self) -> tuple[CachedPrefix, ...]:
         mode = self._scheduler.registry.mode
         if not self._use_cached or mode is None:
             return ()
-        return self._scheduler.cached.prefixes(self._order.keys[: self._stored_blocks], mode)
+        return self._scheduler.cached.prefixes(self._hit_keys(), mode)
 
     # ------------------------------------------------------------------ 4: slots and reads
 
@@ -264,6 +284,8 @@ class EngineAttempt(AttemptChannel):
         hits, hit_blocks, short = good_runs(outcomes)
         loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
         if short is not None:
+            if short == GONE:  # Neither storage nor DRAM has the rest: it is no hit.
+                self._found_blocks = self._wanted_blocks = hit_blocks
             loaded_hits = await self._read_windows(loaded_hits)
             self._short_reason = short
             self._recompute(self._wanted_blocks - loaded_hits.hit_blocks, short)
@@ -310,20 +332,19 @@ class EngineAttempt(AttemptChannel):
 
         What its node shares besides is read without a storage NIC, as long as it is there.
         """
-        stored, cached = self._order.keys[: self._stored_blocks], self._scheduler.cached
+        found, cached = self._order.keys[: self._found_blocks], self._scheduler.cached
         decode, prefill = self._decode_engine.engine_id, self._prefill_engine.engine_id
         replanned = self._scheduler.dispatch.slots_granted(
             SlotsGranted(
                 self.attempt_id,
-                decode_blocks=max(cached_blocks, cached.shared(decode, stored)),
-                prefill_blocks=cached.of(prefill, stored),
+                decode_blocks=max(cached_blocks, cached.shared(decode, found)),
+                prefill_blocks=cached.of(prefill, found),
             )
         )
         if replanned is not None:
             more = replanned.recompute_tokens - self._assignment.recompute_tokens
             self._scheduler.metrics.reads_replanned(self._assignment, replanned)
-            self._assignment = replanned
-            self._wanted_blocks -= more // self._scheduler.block_tokens
+            self._assigned_to(replanned)
             if more:
                 self._count_recomputed(more, FASTER)
         return self._assignment.reads
@@ -354,7 +375,7 @@ class EngineAttempt(AttemptChannel):
             decode = run.side is Role.DECODE
             again = await self._read(self._decode_engine if decode else self._prefill_engine, run)
             if decode:
-                slots = again.slots
+                slots = again.slots or slots
             complete = complete and again.good.blocks == run.blocks
         if complete:
             hits = tuple(run.whole_behind(self._whole_from) for run in loaded.hits)
@@ -365,9 +386,13 @@ class EngineAttempt(AttemptChannel):
     async def _read(self, engine: EngineInfo, run: HitRun) -> RunRead:
         """Return the outcome of a storage read of a run's blocks into its slots.
 
+        Blocks that neither storage nor the engine's node has (any more) are not read.
         Raises ``EngineLostError`` if the engine does not even report that its deadline has passed.
         """
         scheduler, settings = self._scheduler, self._scheduler.settings
+        assigned, run = run, run.head(max(self._readable_blocks(engine) - run.blocks.first, 0))
+        if not run.blocks:
+            return RunRead(assigned, run, (), GONE)
         run, first = run.whole_behind(self._whole_from), run.blocks.first
         keys = self._order.keys[first : run.blocks.end]
         start_s = scheduler.clock()
@@ -397,7 +422,15 @@ class EngineAttempt(AttemptChannel):
         self._stages.add(Stage.READ_QUEUE, start_s, engine.engine_id, read_s)
         self._stages.add(Stage.STORAGE_READ, read_s, engine.engine_id, read_s + done.read_s)
         good = run.head(done.good_blocks)
-        return RunRead(run, good, done.slots, done.reason or "buffer-too-small")
+        all_good = good.blocks == run.blocks
+        reason = GONE if all_good else done.reason or "buffer-too-small"
+        return RunRead(assigned, good, done.slots, reason)
+
+    def _readable_blocks(self, engine: EngineInfo) -> int:
+        """Return how many blocks at the head of the prompt an engine can read."""
+        found = self._order.keys[: self._found_blocks]
+        shared = self._scheduler.cached.shared(engine.engine_id, found) if self._use_cached else 0
+        return max(self._stored_blocks, shared)
 
     async def _reserve(
         self, engine: EngineInfo, count: int, blocks: Sequence[BlockRun]
@@ -437,6 +470,8 @@ class EngineAttempt(AttemptChannel):
             scheduler.dispatch.assign_sent(engine.engine_id, self.attempt_id, number)
 
     def _recompute(self, blocks: int, reason: str) -> None:
+        if not blocks:
+            return
         tokens = blocks * self._scheduler.block_tokens
         logger.warning(
             "request %s: %d stored tokens are recomputed: %s", self.attempt_id, tokens, reason
@@ -476,33 +511,45 @@ class EngineAttempt(AttemptChannel):
             self._order.keys,
             self._order.prompt_tokens,
             self._scheduler.block_tokens,
-            self._stored_blocks,
+            self._found_blocks,
             self._loaded.hit_blocks,
             unstored_reason=self._unstored_reason,
             short_reason=self._short_reason,
-            faster_blocks=self._stored_blocks - self._wanted_blocks,
+            faster_blocks=self._found_blocks - self._wanted_blocks,
         )
 
     def _persist(self) -> None:
-        """Have the DE store those of the prompt's full blocks that are new; sent even without any.
+        """Have the DE store those of the prompt's full blocks that are not; sent even without any.
 
         The DE releases the buffer only when it knows that nothing more is to be stored.
         """
         self.check()
         keys, engine_id = self._order.keys, self._decode_engine.engine_id
-        hit_blocks = self._loaded.hit_blocks
-        parent = keys[hit_blocks - 1] if hit_blocks else chain_root()
+        first = self._first_unstored_block()
+        parent = keys[first - 1] if first else chain_root()
         self._scheduler.send(
             engine_id,
             Persist(
                 request_id=self.attempt_id,
-                first_block=hit_blocks,
-                keys=keys[hit_blocks:],
+                first_block=first,
+                keys=keys[first:],
                 origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=keys[:hit_blocks],
+                hit_keys=keys[:first],
             ),
         )
-        self._scheduler.writers.note(keys[hit_blocks:] or keys[-1:], engine_id)
+        self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
+
+    def _first_unstored_block(self) -> int:
+        """Return the first block of the prompt that the DE writes: it holds all of them from there.
+
+        Hits that only DRAM has are written again.  In a model with window layers hits that came
+        from elsewhere than the DE's own cache may lack layers there; then these are left out.
+        """
+        hit_blocks, stored_blocks = self._loaded.hit_blocks, self._stored_blocks
+        windows = self._scheduler.geometry.layer_windows
+        if windows and self._loaded.shared_blocks < hit_blocks:
+            return hit_blocks
+        return min(hit_blocks, stored_blocks)
 
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
