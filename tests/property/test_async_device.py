@@ -86,8 +86,8 @@ class Engine:
             *views.of(self.buffer.region()),
             *views.of(self.staging.region(STAGING_REGION)),
         ]
-        copier = WorldCopier(self.world, own) if own_copier else None
-        self.gpu = WorldDevice(self.world, copier)
+        self.own_copier = WorldCopier(self.world, own) if own_copier else None
+        self.gpu = WorldDevice(self.world, self.own_copier)
         self.device: Device = self.gpu
         self.pump = WorldPump(self.world)
         self.after: EventWaiter = WorldEventWaiter(self.world)
@@ -468,7 +468,10 @@ def test_a_prompt_is_copied_after_the_last_use_of_its_blocks_and_read_when_compl
     tokens = len(keys) * GEOMETRY.block_tokens
     prompt = PromptLayout(GEOMETRY, tokens, de_slots=tuple(range(len(keys))))
     engine.copier().into_hbm("r", decode_steps(prompt), blocks, ended.append)
+    copier = engine.own_copier
+    assert copier is None or copier.queued == 0  # the pump queues thousands of pieces
     engine.world.until(lambda: bool(ended))
+    assert copier is None or copier.queued == GEOMETRY.layers
     for layer in range(GEOMETRY.layers):
         for block, key in zip(blocks, keys, strict=True):
             engine.kernel_reads(layer, block, kv_bytes(key, layer))

@@ -85,6 +85,7 @@ class Cluster:
             *(sys.executable, "-m", "dualpath.cli.main", "serve", model_of(settings)),
             *("--storage", str(self._storage), "--port", "0", "--dtype", settings.dtype),
             *(("--devices", ",".join(devices)) if devices else ()),
+            *(("--enforce-eager",) if settings.rehearse else ()),
             *("--max-model-len", str(settings.max_model_len)),
             *("--hbm-bytes", str(settings.hbm_bytes)),
             *("--buffer-bytes", str(settings.buffer_bytes)),

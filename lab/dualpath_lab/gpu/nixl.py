@@ -25,7 +25,7 @@ def nixl(check: Check) -> None:
     rows: list[dict[str, object]] = []
     problems = []
     for way, variables in _WAYS.items():
-        if check.settings.rehearse and "CUDA" in way:
+        if not check.settings.on_gpus and "CUDA" in way:
             continue
         found, problem = _run(check, way, variables)
         rows += [{"UCX": way, **row} for row in found]

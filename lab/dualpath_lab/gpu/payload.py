@@ -171,8 +171,8 @@ def requirements(path: Path = REQUIREMENTS) -> list[str]:
     return [line for line in lines if line]
 
 
-def download(folder: Path, wanted: Collection[str]) -> list[Path]:
-    """Download the wheels for the bare machine's Python, and return them.
+def download(folder: Path, wanted: Collection[str], python: str = PYTHON) -> list[Path]:
+    """Download the wheels for a version of Python, the bare machine's, and return them.
 
     Wheels that are in the folder already are not downloaded again.  Raises
     ``subprocess.CalledProcessError`` if pip does not find one.
@@ -180,8 +180,8 @@ def download(folder: Path, wanted: Collection[str]) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     missing = [one for one in wanted if _wheel(folder, one) is None]
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-    command += ["--implementation", "cp", "--python-version", PYTHON, "--dest", str(folder)]
-    for abi in ("cp312", "abi3", "none"):
+    command += ["--implementation", "cp", "--python-version", python, "--dest", str(folder)]
+    for abi in (f"cp{python.replace('.', '')}", "abi3", "none"):
         command += ["--abi", abi]
     for platform in _PLATFORMS:
         command += ["--platform", platform]
