@@ -5,6 +5,7 @@ each stream that has copies has a thread, so a copy may end long after its call.
 torch computes cannot be made to wait later, so ``wait_event`` on it blocks the calling thread.
 """
 
+import contextlib
 import ctypes
 import itertools
 import threading
@@ -161,6 +162,19 @@ class Runtime:
 
 
 RUNTIME = Runtime()
+
+
+def torch_cuda(runtime: Runtime = RUNTIME) -> dict[str, object]:
+    """Return the calls of ``torch.cuda`` on streams, events and pinned memory, by name."""
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "current_stream": lambda device=None: DEFAULT_STREAM,
+        "default_stream": lambda device=None: DEFAULT_STREAM,
+        "device": lambda device=None: contextlib.nullcontext(),
+        "set_device": lambda device: None,
+        "cudart": lambda: runtime,
+    }
 
 
 def driver_module(runtime: Runtime = RUNTIME, *, batches: bool = True) -> ModuleType:

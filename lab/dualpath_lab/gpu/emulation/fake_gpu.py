@@ -127,22 +127,21 @@ def _torch_cuda(torch: Untyped) -> None:
         for which in ("peak", "current")
     }
     answers: dict[str, object] = {
-        "current_stream": stream, "default_stream": stream, "is_available": True,
+        "is_available": True,
         "device_count": 1, "_device_count_nvml": 1, "_lazy_init": None, "init": None,
         "is_initialized": False, "current_device": 0, "get_device_properties": properties,
-        "get_device_capability": CAPABILITY, "get_device_name": NAME, "set_device": None,
+        "get_device_capability": CAPABILITY, "get_device_name": NAME,
         "synchronize": None, "empty_cache": None, "reset_peak_memory_stats": None,
         "mem_get_info": memory, "memory_stats": statistics, "memory_allocated": 0,
         "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0,
         "is_current_stream_capturing": False, "manual_seed_all": None, "manual_seed": None,
-        "cudart": cuda_driver.RUNTIME,
     }  # fmt: skip
     for name, answer in answers.items():
         setattr(torch.cuda, name, _returning(answer))
     torch.cuda.memory.get_allocator_backend = _returning("cudaMallocAsync")
-    torch.cuda.Stream, torch.cuda.Event = cuda_driver.Stream, cuda_driver.Event
+    for name, call in cuda_driver.torch_cuda().items():
+        setattr(torch.cuda, name, call)
     torch.cuda.stream = torch.cuda.set_stream = _computing
-    torch.cuda.device = lambda _=None: contextlib.nullcontext()
     accelerator = {
         "set_device_index": None, "set_device_idx": None, "set_stream": None, "device_count": 1,
         "current_device_index": 0, "is_available": True, "current_stream": stream,
