@@ -1,6 +1,7 @@
 """Phases of `gpu-check` with clusters and pairs of processes that answer as the test decides."""
 
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,14 +10,18 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.unit.workload_server import VOCABULARY, FakeServer, served
 
 from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
-from dualpath_lab.gpu import jct, nixl, pair
+from dualpath.report.files import as_json
+from dualpath_lab.gpu import cluster as gpu_cluster
+from dualpath_lab.gpu import jct, nixl, pair, phase
 from dualpath_lab.gpu.answers import PlainAnswer
 from dualpath_lab.gpu.cluster import Served
 from dualpath_lab.gpu.model import prompts
-from dualpath_lab.gpu.results import Check, PhaseResult, write_result
+from dualpath_lab.gpu.page import write_page
+from dualpath_lab.gpu.results import Check, PhaseResult, read_result, write_result
 from dualpath_lab.gpu.settings import GpuCheckSettings
 
 SETTINGS = GpuCheckSettings(rehearse=True).for_rehearsal()
@@ -158,3 +163,57 @@ def test_wrong_bytes_and_ended_pairs_are_problems(
     else:
         nixl.nixl(check)
     assert [row["UCX"] for row in check.found["transfers"]] == ["default", "TCP"] * bool(printed)
+
+
+# ------------------------------------------------------------------------------- the whole flow
+
+
+class PlainEngine:
+    """A plain vLLM that answers as ``FakeServer``; every other token is far less likely."""
+
+    def __init__(self, **arguments: object) -> None:
+        config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+        self.llm_engine = SimpleNamespace(vllm_config=config)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing is cached."""
+
+    def generate(
+        self, prompt: dict[str, list[int]], sampling: Any, use_tqdm: bool
+    ) -> list[SimpleNamespace]:
+        first = sum(prompt["prompt_token_ids"])
+        tokens = [(first + step) % VOCABULARY for step in range(sampling.max_tokens)]
+        step = {1: SimpleNamespace(logprob=0.0), 2: SimpleNamespace(logprob=-5.0)}
+        answer = SimpleNamespace(token_ids=tokens, logprobs=[step] * len(tokens))
+        return [SimpleNamespace(outputs=[answer])]
+
+
+def test_plain_pair_and_jct_run_one_after_another_and_fill_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engines are a program that prints an endpoint and a server that caches whole prompts."""
+    vllm = SimpleNamespace(LLM=PlainEngine, SamplingParams=SimpleNamespace, TokensPrompt=dict)
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
+    monkeypatch.setattr("dualpath_lab.gpu.plain.model_of", lambda settings: "model")
+    monkeypatch.setattr(pair, "_STORED_S", 0.0)
+    (tmp_path / phase.SETTINGS_FILE).write_bytes(as_json(SETTINGS))
+    with served(FakeServer()) as endpoint:
+        program = f"import signal; print('endpoint {endpoint}/v1', flush=True); signal.pause()"
+        command = [sys.executable, "-c", program]
+        monkeypatch.setattr(gpu_cluster, "serve_command", lambda *arguments: command)
+        for name in ("plain", "pair", "jct"):
+            phase.run(name, tmp_path)  # type: ignore[arg-type]
+    found = read_result(tmp_path, "pair")
+    assert found is not None
+    rows = [(row["turn"], row["equal_tokens"], row["of"]) for row in found.found["answers"]]
+    tokens = SETTINGS.sizes.answer_tokens
+    assert rows == [(turn, tokens, tokens) for turn in ("cold", "stored", "continued")] * 2
+    cached = {row["turn"]: row["cached_tokens"] for row in found.found["answers"][:3]}
+    assert cached["cold"] == 0 < cached["stored"] <= cached["continued"]
+    replayed = read_result(tmp_path, "jct")
+    assert replayed is not None
+    modes = [(row["mode"], row["turns_failed"]) for row in replayed.found["modes"]]
+    assert modes == [("basic", 0), ("split", 0), ("oracle", 0)]
+    page = write_page(tmp_path).read_text()
+    for part in ("## plain", "### answers", "stored", "continued", "## jct", "oracle"):
+        assert part in page

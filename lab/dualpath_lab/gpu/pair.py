@@ -25,13 +25,20 @@ def pair(check: Check) -> None:
     check.put("rehearsal", check.settings.rehearse)
     earlier = read_result(check.out, "plain")
     plain = plain_answers(earlier.found) if earlier else {}
+    decoded = earlier.found.get("decode") if earlier else None
+    plain_tpot_ms = decoded[0]["median_tpot_ms"] if decoded else None
     check.put("compared with plain", bool(plain))
     with Cluster(check, "pair") as cluster:
         check.put("start_s", cluster.start_s)
-        asyncio.run(_measure(check, cluster, plain))
+        asyncio.run(_measure(check, cluster, plain, plain_tpot_ms))
 
 
-async def _measure(check: Check, cluster: Cluster, plain: dict[str, PlainAnswer]) -> None:
+async def _measure(
+    check: Check,
+    cluster: Cluster,
+    plain: dict[str, PlainAnswer],
+    plain_tpot_ms: float | None,
+) -> None:
     async with cluster.client() as client:
         rows: list[dict[str, Any]] = []
         for name, prompt in prompts(check.settings).items():
@@ -41,7 +48,7 @@ async def _measure(check: Check, cluster: Cluster, plain: dict[str, PlainAnswer]
                 rows.append({"prompt": name, "turn": turn, **_columns(answer, plain.get(name))})
                 check.put("answers", rows)
                 await asyncio.sleep(_STORED_S)
-        check.put("decode", await _decode(check, client))
+        check.put("decode", await _decode(check, client, plain_tpot_ms))
     failed = [row for row in rows if row.get("error")]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['error']}")
@@ -65,7 +72,9 @@ def _columns(answer: Served | DualPathError, plain: PlainAnswer | None) -> dict[
     }
 
 
-async def _decode(check: Check, client: Client) -> list[dict[str, Any]]:
+async def _decode(
+    check: Check, client: Client, plain_tpot_ms: float | None
+) -> list[dict[str, Any]]:
     """Return the time per token of a decoding request alone, and beside loads of stored KV."""
     stored = list(prompts(check.settings).values())
     count = check.settings.sizes.decode_tokens
@@ -86,6 +95,7 @@ async def _decode(check: Check, client: Client) -> list[dict[str, Any]]:
                 "tokens": count,
                 "median_tpot_ms": statistics.median(tpot_ms),
                 "max_tpot_ms": max(tpot_ms),
+                "plain_tpot_ms": plain_tpot_ms,
                 "error": errors[0] if errors else "",
             }
         )
