@@ -93,7 +93,11 @@ def test_each_prompt_is_answered_cold_from_storage_and_continued(
 def test_an_answer_that_parts_from_the_plain_engines_has_the_gap_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rows = run_pair(tmp_path, monkeypatch, Cluster(wrong=[700])).found["answers"]
+    with pytest.raises(RuntimeError, match=r"answers to 700 cold, 700 stored part .* KV is wrong"):
+        run_pair(tmp_path, monkeypatch, Cluster(wrong=[700]))
+    result = read_result(tmp_path, "pair")
+    assert result is not None
+    rows = result.found["answers"]
     parted = [row for row in rows if row["gap_where_they_part"] is not None]
     assert {row["prompt"] for row in parted} == {"700"}
     assert {(row["equal_tokens"], row["gap_where_they_part"]) for row in parted} == {(1, 2.5)}

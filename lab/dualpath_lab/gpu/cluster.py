@@ -38,6 +38,8 @@ _LOG_LINES = re.compile(
     r"Using \w+ KV cache layout|dualpath \w+ engine .*|Using \w+ attention.*|GPU KV cache size.*"
     r"|pinned .* GiB in .*|pass costs .*|Graph capturing finished.*"
 )
+_ERROR = re.compile(r"\bERROR\b|Traceback|Error:")
+_OTHER_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _NUMBER = re.compile(r" \d+$")
 
 
@@ -165,10 +167,15 @@ def log_rows(folder: Path) -> list[dict[str, str]]:
     for path in sorted(folder.glob("*.log")):
         lines = path.read_text(errors="replace").splitlines()
         found = dict.fromkeys(match[0] for line in lines if (match := _LOG_LINES.search(line)))
-        error = next((line for line in lines if re.search(r"\bERROR\b|Traceback|Error:", line)), "")
+        error = next((line for line in lines if _is_error(line)), "")
         texts = [*found, *([f"first error: {error}"] if error else ())]
         rows += [{"log": path.name, "line": text[:300]} for text in texts]
     return rows
+
+
+def _is_error(line: str) -> bool:
+    """Whether a line reports an error: a warning may name an exception, too."""
+    return bool(_ERROR.search(line)) and not _OTHER_LEVEL.search(line)
 
 
 def ucx_rows(folder: Path) -> list[dict[str, str]]:

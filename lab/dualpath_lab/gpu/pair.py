@@ -8,7 +8,7 @@ import statistics
 from typing import Any
 
 from dualpath.core.errors import DualPathError
-from dualpath_lab.gpu.answers import PlainAnswer, compared, plain_answers
+from dualpath_lab.gpu.answers import LARGE_GAP, PlainAnswer, compared, is_wrong, plain_answers
 from dualpath_lab.gpu.cluster import Client, Cluster, Served
 from dualpath_lab.gpu.model import prompts
 from dualpath_lab.gpu.results import Check, read_result
@@ -21,7 +21,10 @@ _REPEATS = 3
 
 
 def pair(check: Check) -> None:
-    """Compare the answers with those of phase `plain`, if it has run in the same folder."""
+    """Compare the answers with those of phase `plain`, if it has run in the same folder.
+
+    Raises ``RuntimeError`` at the end if a request failed, or if KV was wrong.
+    """
     check.put("rehearsal", check.settings.rehearse)
     earlier = read_result(check.out, "plain")
     plain = plain_answers(earlier.found) if earlier else {}
@@ -52,6 +55,11 @@ async def _measure(
     failed = [row for row in rows if row.get("error")]
     if failed:
         raise RuntimeError(f"{len(failed)} of {len(rows)} requests failed: {failed[0]['error']}")
+    if wrong := [f"{row['prompt']} {row['turn']}" for row in rows if is_wrong(row)]:
+        raise RuntimeError(
+            f"the answers to {', '.join(wrong)} part from the plain engine's where its two "
+            f"likeliest tokens are more than {LARGE_GAP:g} nats apart: their KV is wrong"
+        )
 
 
 async def _answer(client: Client, prompt: list[int], count: int) -> Served | DualPathError:
