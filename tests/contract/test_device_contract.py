@@ -42,7 +42,7 @@ def open_cuda(monkeypatch: pytest.MonkeyPatch, *, batches: bool = True) -> Devic
     cuda = SimpleNamespace(**cuda_driver.torch_cuda())
     monkeypatch.setattr(cuda_device, "torch", SimpleNamespace(cuda=cuda))
     bindings = cuda_driver.driver_module(batches=batches)
-    return CudaDevice("cuda:0", CudaDriver(bindings))  # type: ignore[arg-type]
+    return CudaDevice("cuda:0", CudaDriver(bindings))
 
 
 def open_old_cuda(monkeypatch: pytest.MonkeyPatch) -> Device:

@@ -12,7 +12,7 @@ from dualpath.cli.main import main
 from dualpath.core.errors import ConfigError
 from dualpath.node.host_process import process_stat
 from dualpath_lab.gpu.answers import PlainAnswer, compared, equal_tokens, likeliest_gap
-from dualpath_lab.gpu.cluster import log_rows, trace_rows
+from dualpath_lab.gpu.cluster import log_rows, prefill_rate, trace_rows
 from dualpath_lab.gpu.page import report
 from dualpath_lab.gpu.results import Check, PhaseResult, read_result, result_file
 from dualpath_lab.gpu.run import NO_GPU, run_phases
@@ -220,6 +220,13 @@ def test_traces_are_summed_by_kind_of_work_and_a_broken_one_is_left_out(tmp_path
     assert (row["engine"], row["work"], row["number"]) == ("pe-0", "load", 2)
     assert row["total_s"] == pytest.approx(0.004)
     assert row["GB_per_s"] == pytest.approx(1.0)
+
+
+def test_the_measured_prefill_rate_is_found_in_the_engines_log(tmp_path: Path) -> None:
+    assert prefill_rate(tmp_path) is None
+    costs = "PassCosts(attention=None, prefill_tokens_per_s=9173.25, limit=1)"
+    (tmp_path / "pe-0.log").write_text(f"x\npass costs measured over 5 passes, f.json: {costs}\n")
+    assert prefill_rate(tmp_path) == 9173.25
 
 
 def test_waits_of_a_pass_are_summed_by_what_they_wait_for(tmp_path: Path) -> None:

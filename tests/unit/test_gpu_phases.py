@@ -31,6 +31,7 @@ class Cluster:
     """Answers a prompt with its last tokens; ``wrong`` prompts differ from the second token on."""
 
     start_s = 1.0
+    logs = Path("no-logs")
 
     def __init__(self, wrong: Sequence[int] = (), lost: Sequence[int] = ()) -> None:
         self._wrong, self._lost = wrong, lost
@@ -206,7 +207,7 @@ def test_plain_pair_and_jct_run_one_after_another_and_fill_the_page(
         command = [sys.executable, "-c", program]
         monkeypatch.setattr(gpu_cluster, "serve_command", lambda *arguments: command)
         for name in ("plain", "pair", "jct"):
-            phase.run(name, tmp_path)  # type: ignore[arg-type]
+            phase.run(name, tmp_path)
     found = read_result(tmp_path, "pair")
     assert found is not None
     rows = [(row["turn"], row["equal_tokens"], row["of"]) for row in found.found["answers"]]

@@ -40,6 +40,7 @@ _LOG_LINES = re.compile(
 )
 _ERROR = re.compile(r"\bERROR\b|Traceback|Error:")
 _OTHER_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
+_PREFILL_RATE = re.compile(r"pass costs .*prefill_tokens_per_s=([0-9.e+]+)")
 _NUMBER = re.compile(r" \d+$")
 
 
@@ -171,6 +172,14 @@ def log_rows(folder: Path) -> list[dict[str, str]]:
         texts = [*found, *([f"first error: {error}"] if error else ())]
         rows += [{"log": path.name, "line": text[:300]} for text in texts]
     return rows
+
+
+def prefill_rate(folder: Path) -> float | None:
+    """Return the prefill tokens per second that the prefill engine measured at start."""
+    for path in sorted(folder.glob("pe-*.log")):
+        if found := _PREFILL_RATE.search(path.read_text(errors="replace")):
+            return float(found[1])
+    return None
 
 
 def _is_error(line: str) -> bool:

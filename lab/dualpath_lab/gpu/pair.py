@@ -9,7 +9,7 @@ from typing import Any
 
 from dualpath.core.errors import DualPathError
 from dualpath_lab.gpu.answers import LARGE_GAP, PlainAnswer, compared, is_wrong, plain_answers
-from dualpath_lab.gpu.cluster import Client, Cluster, Served
+from dualpath_lab.gpu.cluster import Client, Cluster, Served, prefill_rate
 from dualpath_lab.gpu.model import prompts
 from dualpath_lab.gpu.results import Check, read_result
 
@@ -48,9 +48,11 @@ async def _measure(
             turns = ("continued",) if name.endswith("+") else ("cold", "stored")
             for turn in turns:
                 answer = await _answer(client, prompt, check.settings.sizes.answer_tokens)
-                rows.append({"prompt": name, "turn": turn, **_columns(answer, plain.get(name))})
+                columns = _columns(answer, plain.get(name))
+                rows.append({"prompt": name, "prompt_tokens": len(prompt), "turn": turn, **columns})
                 check.put("answers", rows)
                 await asyncio.sleep(_STORED_S)
+        check.put("prefill tokens/s", [_rates(cluster, rows)])
         check.put("decode", await _decode(check, client, plain_tpot_ms))
     failed = [row for row in rows if row.get("error")]
     if failed:
@@ -60,6 +62,19 @@ async def _measure(
             f"the answers to {', '.join(wrong)} part from the plain engine's where its two "
             f"likeliest tokens are more than {LARGE_GAP:g} nats apart: their KV is wrong"
         )
+
+
+def _rates(cluster: Cluster, rows: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Return the rate measured at start, and the best of the cold prompts.
+
+    A measured rate far below the other was taken while kernels were compiled.
+    """
+    seen = [
+        row["prompt_tokens"] / row["ttft_s"]
+        for row in rows
+        if row["turn"] == "cold" and row.get("ttft_s")
+    ]
+    return {"measured at start": prefill_rate(cluster.logs), "seen": max(seen, default=None)}
 
 
 async def _answer(client: Client, prompt: list[int], count: int) -> Served | DualPathError:
