@@ -1,6 +1,7 @@
 """vLLM's CUDA build with an emulated GPU: Model Runner V2 and dualpath's CUDA code on a CPU."""
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,10 +25,14 @@ PHASE_S, RUN_S = 400, 900
 def python(tmp_path: Path) -> Iterator[Path]:
     if reason := environment.refusal():
         pytest.skip(reason)
+    made, wheels = tmp_path / "environment", tmp_path / "wheels"
     try:
-        yield environment.make(tmp_path / "environment", tmp_path / "wheels")
+        interpreter = environment.make(made, wheels)
     except subprocess.SubprocessError as error:
         pytest.skip(f"pip cannot download vLLM's CUDA build and Triton: {error}")
+    yield interpreter
+    for folder in (made, wheels):  # 1.5 GB
+        shutil.rmtree(folder)
 
 
 def test_answers_on_an_emulated_gpu_are_those_of_a_plain_engine(
