@@ -9,6 +9,7 @@ in the engine's HBM prefix cache are not copied either.
 """
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -23,6 +24,8 @@ from dualpath.engine.threads import Event, Lock, Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------- paced posts
 # Transfers that no engine step waits for, posted a few at a time.
@@ -334,6 +337,12 @@ class HbmCopier:
             transfer, events = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
+            then()
+            return ()
+        except Exception as error:  # a defect: it is unknown whether the copy writes
+            log.exception("a copy between DRAM and HBM cannot be posted")
+            reason = f"a copy between DRAM and HBM cannot be posted: {error}"
+            countdown.step_over(step, start_ns, reason, settled=False)
             then()
             return ()
         self._stalled.posted(own_agent)
