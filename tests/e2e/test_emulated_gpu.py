@@ -53,7 +53,9 @@ def test_answers_on_an_emulated_gpu_are_those_of_a_plain_engine(
     libs, pair = found(out, "libs"), found(out, "pair")
     assert all(row["right"] for row in libs.found["kernels"])
     answers = pair.found["answers"]
-    assert [row["turn"] for row in answers] == ["cold", "stored", "continued"] * 2
+    turns = [*["cold", "stored", "continued"] * 2, "after its answer"]
+    assert [row["turn"] for row in answers] == turns
+    assert answers[-1]["cached_tokens"] > answers[0]["prompt_tokens"]  # generated blocks
     for row in answers:
         assert row["equal_tokens"] == row["of"] or row["gap_where_they_part"] < 0.1, row
         assert row["turn"] == "cold" or row["cached_tokens"] > 0, row

@@ -212,9 +212,12 @@ def test_plain_pair_and_jct_run_one_after_another_and_fill_the_page(
     assert found is not None
     rows = [(row["turn"], row["equal_tokens"], row["of"]) for row in found.found["answers"]]
     tokens = SETTINGS.sizes.answer_tokens
-    assert rows == [(turn, tokens, tokens) for turn in ("cold", "stored", "continued")] * 2
-    cached = {row["turn"]: row["cached_tokens"] for row in found.found["answers"][:3]}
-    assert cached["cold"] == 0 < cached["stored"] <= cached["continued"]
+    *before, last = rows
+    assert before == [(turn, tokens, tokens) for turn in ("cold", "stored", "continued")] * 2
+    assert last == ("after its answer", tokens, tokens)
+    cached = [row["cached_tokens"] for row in found.found["answers"]]
+    assert cached[0] == 0 < cached[1] <= cached[2]
+    assert cached[-1] > SETTINGS.sizes.prompt_tokens[0]  # blocks of the answer, too
     replayed = read_result(tmp_path, "jct")
     assert replayed is not None
     modes = [(row["mode"], row["turns_failed"]) for row in replayed.found["modes"]]

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+#: Name of the prompt that continues an answer, so that KV of generated blocks is used.
+CONVERSATION = "conversation"
 #: Nats between the two likeliest tokens above which rounding does not change the greedy one.
 LARGE_GAP = 0.1
 

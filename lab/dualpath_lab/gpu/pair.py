@@ -8,7 +8,14 @@ import statistics
 from typing import Any
 
 from dualpath.core.errors import DualPathError
-from dualpath_lab.gpu.answers import LARGE_GAP, PlainAnswer, compared, is_wrong, plain_answers
+from dualpath_lab.gpu.answers import (
+    CONVERSATION,
+    LARGE_GAP,
+    PlainAnswer,
+    compared,
+    is_wrong,
+    plain_answers,
+)
 from dualpath_lab.gpu.cluster import Client, Cluster, Served, prefill_rate
 from dualpath_lab.gpu.model import prompts
 from dualpath_lab.gpu.results import Check, read_result
@@ -31,27 +38,37 @@ def pair(check: Check) -> None:
     decoded = earlier.found.get("decode") if earlier else None
     plain_tpot_ms = decoded[0]["median_tpot_ms"] if decoded else None
     check.put("compared with plain", bool(plain))
+    conversation = earlier.found.get(CONVERSATION, {}).get("prompt", []) if earlier else []
     with Cluster(check, "pair") as cluster:
         check.put("start_s", cluster.start_s)
-        asyncio.run(_measure(check, cluster, plain, plain_tpot_ms))
+        asyncio.run(_measure(check, cluster, plain, conversation, plain_tpot_ms))
 
 
 async def _measure(
     check: Check,
     cluster: Cluster,
     plain: dict[str, PlainAnswer],
+    conversation: list[int],
     plain_tpot_ms: float | None,
 ) -> None:
+    sizes = check.settings.sizes
     async with cluster.client() as client:
         rows: list[dict[str, Any]] = []
-        for name, prompt in prompts(check.settings).items():
-            turns = ("continued",) if name.endswith("+") else ("cold", "stored")
-            for turn in turns:
-                answer = await _answer(client, prompt, check.settings.sizes.answer_tokens)
-                columns = _columns(answer, plain.get(name))
-                rows.append({"prompt": name, "prompt_tokens": len(prompt), "turn": turn, **columns})
-                check.put("answers", rows)
-                await asyncio.sleep(_STORED_S)
+
+        async def ask(name: str, prompt: list[int], turn: str) -> None:
+            columns = _columns(await _answer(client, prompt, sizes.answer_tokens), plain.get(name))
+            rows.append({"prompt": name, "prompt_tokens": len(prompt), "turn": turn, **columns})
+            check.put("answers", rows)
+            await asyncio.sleep(_STORED_S)
+
+        asked = prompts(check.settings)
+        for name, prompt in asked.items():
+            for turn in ("continued",) if name.endswith("+") else ("cold", "stored"):
+                await ask(name, prompt, turn)
+        if conversation:
+            await _answer(client, next(iter(asked.values())), sizes.turn_tokens)
+            await asyncio.sleep(_STORED_S)
+            await ask(CONVERSATION, conversation, "after its answer")
         check.put("prefill tokens/s", [_rates(cluster, rows)])
         check.put("decode", await _decode(check, client, plain_tpot_ms))
     failed = [row for row in rows if row.get("error")]

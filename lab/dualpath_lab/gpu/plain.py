@@ -3,12 +3,13 @@
 import os
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
-from dualpath_lab.gpu.answers import PlainAnswer, equal_tokens, likeliest_gap
-from dualpath_lab.gpu.model import model_of, prompts
+from dualpath_lab.gpu.answers import CONVERSATION, PlainAnswer, equal_tokens, likeliest_gap
+from dualpath_lab.gpu.model import model_of, next_turn, prompts
 from dualpath_lab.gpu.results import Check
 from dualpath_lab.gpu.settings import engine_devices
 
@@ -46,7 +47,10 @@ def plain(check: Check) -> None:
     answer([5] * 200, greedy)  # The first request compiles kernels.
     found: dict[str, PlainAnswer] = {}
     rows = []
-    for name, prompt in prompts(check.settings).items():
+    asked = prompts(check.settings)
+    asked[CONVERSATION] = _conversation(check, next(iter(asked.values())), answer)
+    check.put(CONVERSATION, {"prompt": asked[CONVERSATION]})
+    for name, prompt in asked.items():
         llm.reset_prefix_cache()
         started_s = time.perf_counter()
         answer(prompt, first)
@@ -73,6 +77,17 @@ def plain(check: Check) -> None:
         check.put("answers", rows)
         check.put("tokens", msgspec.to_builtins(found))
     check.put("decode", [_decode(check, llm)])
+
+
+def _conversation(
+    check: Check, prompt: list[int], answer: Callable[[list[int], Any], Any]
+) -> list[int]:
+    """Return a prompt that continues the plain engine's answer to another prompt."""
+    from vllm import SamplingParams
+
+    count = check.settings.sizes.turn_tokens
+    sampling = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+    return next_turn(prompt, answer(prompt, sampling).token_ids)
 
 
 def _decode(check: Check, llm: Any) -> dict[str, Any]:  # noqa: ANN401 - vLLM's

@@ -36,11 +36,15 @@ PHASES: dict[PhaseName, Phase] = {
 
 
 class Sizes(NamedTuple):
-    """The sizes of prompts, answers and agents."""
+    """The sizes of prompts, answers and agents.
+
+    ``turn_tokens`` is the length of an answer that is continued, with at least one full block.
+    """
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: int
     decode_tokens: int
+    turn_tokens: int
     agents: int
     turns: int
     context_tokens: int
@@ -48,8 +52,8 @@ class Sizes(NamedTuple):
     pinned_bytes: tuple[int, ...]
 
 
-_FULL = Sizes((1000, 4100, 16000), 32, 256, 6, 4, 8000, 128, (1 << 30, 4 << 30, 16 << 30))
-_TINY = Sizes((130, 700), 8, 24, 2, 2, 400, 8, ())
+_FULL = Sizes((1000, 4100, 16000), 32, 256, 256, 6, 4, 8000, 128, (1 << 30, 4 << 30, 16 << 30))
+_TINY = Sizes((130, 700), 8, 24, 70, 2, 2, 400, 8, ())
 
 
 class GpuCheckSettings(Settings, frozen=True, kw_only=True):
