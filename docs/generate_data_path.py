@@ -48,8 +48,9 @@ ones, the last of them not full. A block has {GEOMETRY.block_tokens} tokens in
   the start of the prompt.
 - *waits for*: the steps that bring its blocks, in its layer, to its source, or the computation of
   that layer. Derived by `plan/order.py`; a test compares engines' traces with it.
-- *links*: the directions of devices that carry each of its bytes once. A copy within an engine is
-  an RDMA write through its own CNIC (§4.2), which reads and writes the bytes.
+- *links*: the directions of devices that carry each of its bytes once. In the paper a copy
+  within an engine is an RDMA write through its own CNIC (§4.2), which reads and writes the bytes;
+  here that was not seen yet: UCX chooses how such a transfer is made.
 - *bytes*: blocks · layers · bytes of a Layer Block, times the chunks that repeat the step.
 """
 

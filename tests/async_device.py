@@ -242,7 +242,9 @@ class WorldCopy(WorldTransfer):
 
 
 class WorldCopier:
-    """A copy engine with a stream of its own."""
+    """A copy engine with a stream of its own; ``queued`` counts the copies queued so far."""
+
+    queued = 0
 
     def __init__(self, world: World, regions: list[RegionInfo]) -> None:
         self._stream = Stream(world)
@@ -260,6 +262,7 @@ class WorldCopier:
         after: DeviceEvent,
     ) -> WorldCopy:
         """Queue a copy."""
+        self.queued += 1
         ends = [
             (find_region(named_regions(self._regions, ()), name, "self"), pieces)
             for name, pieces in ((source, source_pieces), (destination, destination_pieces))

@@ -33,6 +33,7 @@ from dualpath.core.modes import Mode
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.traffic_manager import TrafficManager
+from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.hbm_layout import shared_layers
 from dualpath.engine.passes.layer_stream import LayerSettings, LayerStream
 from dualpath.engine.passes.step_transfers import PrefillChunk
@@ -123,6 +124,7 @@ class ToyEngine:
         transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
+        open_device: Callable[[], Device] = HostDevice,
     ) -> None:
         self.regions = layer_buffers or geometry.layers
         size = max(map(geometry.bytes_of, range(geometry.layers)))
@@ -164,6 +166,7 @@ class ToyEngine:
             transport,
             layout,
             self.outbox.put,
+            open_device(),
             threads=threads,
             holder=self.held,
         )
@@ -226,6 +229,7 @@ class ToyCluster:
         transfer_deadline_s: float = GUARD_S,
         threads: Threads = OS_THREADS,
         geometry: BlockGeometry = GEOMETRY,
+        open_device: Callable[[], Device] = HostDevice,
     ) -> None:
         self.fabric = InProcessFabric()
         self.geometry = geometry
@@ -245,6 +249,7 @@ class ToyCluster:
             transfer_deadline_s=transfer_deadline_s,
             threads=threads,
             geometry=geometry,
+            open_device=open_device,
         )
         self.decode = [
             ToyEngine(
@@ -258,6 +263,7 @@ class ToyCluster:
                 transfer_deadline_s=transfer_deadline_s,
                 threads=threads,
                 geometry=geometry,
+                open_device=open_device,
             )
             for number in range(decode_engines)
         ]

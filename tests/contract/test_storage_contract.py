@@ -28,6 +28,7 @@ from dualpath.storage.s3 import S3Storage
 from dualpath.storage.sealed_blocks import KeyRing, block_codec
 from dualpath.storage.wrapping import LookupCachingStorage, ThrottledStorage
 from dualpath.transport.memory import allocate_registered
+from dualpath.transport.nixl import nixl_package
 from dualpath.transport.nixl_storage import NixlReader
 
 #: Every other layer is a window layer.
@@ -108,7 +109,7 @@ def maintenance(tree: ObjectTree) -> StorageMaintenance:
 
 NIXL = [
     pytest.mark.nixl,
-    pytest.mark.skipif(not find_spec("nixl_cu12"), reason="NIXL is not here"),
+    pytest.mark.skipif(not find_spec(nixl_package()), reason="NIXL is not here"),
 ]
 BYTE_BACKENDS = [
     *(

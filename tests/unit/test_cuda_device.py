@@ -140,6 +140,7 @@ def gpu(monkeypatch):
         Stream=LazyStream,
         Event=LazyEvent,
         current_stream=lambda device: compute,
+        set_device=lambda device: None,
         device=lambda device: nullcontext(),
         cudart=lambda: runtime,
     )
@@ -234,6 +235,26 @@ def test_pinning_of_a_large_buffer_is_logged_with_its_time(gpu, caplog, monkeypa
     before, after = caplog.messages
     assert before == "pinning 3.0 GiB of buffer, which takes seconds"
     assert after.startswith("pinned 3.0 GiB in ")
+
+
+def test_threads_allow_their_calls_during_captures_of_graphs(gpu, caplog, monkeypatch):
+    """A query of the pump's thread would otherwise make vLLM's graph invalid."""
+    modes, status = [], 0
+
+    def exchange(mode):
+        modes.append(mode._obj.value)
+        return status
+
+    driver = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: {"libcuda.so.1": driver}[name])
+    device = CudaDevice("cuda:0", None)
+    device.enter_thread()
+    relaxed = 2
+    assert modes == [relaxed]
+    assert caplog.messages == []
+    status = 1
+    device.enter_thread()
+    assert "use --enforce-eager" in caplog.text
 
 
 def test_a_device_that_fails_fails_the_copy(gpu, monkeypatch):

@@ -75,6 +75,7 @@ def test_of_nixl_only_the_libraries_that_are_loaded_or_needed_are_packed(tmp_pat
         "nixl_cu13/libplugin_UCX.so", "nixl_cu13.libs/libucp.so.0", "nixl_cu13.libs/libucs.so.0",
     }  # fmt: skip
     assert not any(name.endswith("RECORD") for name in files)
+    assert payload.machine_libraries(tmp_path / "site") == ["libc.so.6"]
 
 
 def test_the_requirements_are_exact() -> None:

@@ -168,5 +168,5 @@ TRANSFERS = Experiment(
         run_pair,
     ),
     draw=numbers_page(f"{PIECES} pieces of {PIECE_BYTES} bytes", _COLUMNS, "UCX_TLS, delay"),
-    packages=("dualpath", "nixl-cu12"),
+    packages=("dualpath", "nixl-cu12", "nixl-cu13"),
 )

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 #: vLLM looks for an address, reports usage and samples with FlashInfer unless these are set.
-_OFFLINE = {
+OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -28,7 +28,7 @@ _OFFLINE = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 #: Folders of caches below the prepared one.
-_CACHES = {
+CACHES = {
     "DUALPATH_CACHE": "models",
     "VLLM_CACHE_ROOT": "cache",
     "XDG_CACHE_HOME": "cache",
@@ -79,7 +79,7 @@ def write_command(folder: Path) -> None:
 def environment(folder: Path, repository: Path) -> str:
     """Return the lines of ``environment.sh``."""
     places = [folder / "site", folder / "metadata", repository / "src", repository / "lab"]
-    variables = {**_OFFLINE, **{name: str(folder / part) for name, part in _CACHES.items()}}
+    variables = {**OFFLINE, **{name: str(folder / part) for name, part in CACHES.items()}}
     lines = [f"export {name}={shlex.quote(value)}" for name, value in variables.items()]
     lines.append(f"export PYTHONPATH={shlex.quote(':'.join(map(str, places)))}")
     lines.append(f"export PATH={shlex.quote(str(folder / 'bin'))}:$PATH")

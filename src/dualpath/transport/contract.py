@@ -156,8 +156,8 @@ class Transport(Protocol):
     ) -> Transfer:
         """Post one transfer of ``local_pieces[i]`` ↔ ``remote_pieces[i]``; does not block.
 
-        ``agent`` may be this agent's own name.  One call is one posted work list (the doorbell
-        batching of §5.2), whatever the number of pieces.  Raises ``TransportError`` for unknown
+        ``agent`` may be this agent's own name.  One call is one request of the library, whatever
+        the number of pieces.  Raises ``TransportError`` for unknown
         regions, piece sizes that differ or indices out of range, ``PeerLostError`` for an
         unknown or lost agent.
         """

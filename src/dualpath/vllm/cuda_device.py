@@ -7,6 +7,7 @@ copies have a stream each, because a GPU has a copy engine for each direction.
 This has not been run on a GPU yet.
 """
 
+import ctypes
 import importlib
 import logging
 import time
@@ -137,6 +138,9 @@ log = logging.getLogger(__name__)
 _LONG_PIN_BYTES = 1 << 30
 #: ``cudaHostRegisterPortable``: pinned for every context of the process.
 _REGISTER_PORTABLE = 1
+
+#: The driver, and its ``CU_STREAM_CAPTURE_MODE_RELAXED``.
+_DRIVER_LIBRARY, _CAPTURE_RELAXED = "libcuda.so.1", 2
 
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
@@ -285,7 +289,11 @@ class CudaDevice:
         self._pinned: list[tuple[int, object]] = []
 
     def enter_thread(self) -> None:
-        """Make the GPU's context current, which UCX requires of threads that post GPU memory."""
+        """Make the GPU's context current, which UCX requires of threads that post GPU memory.
+
+        From now on the thread may query streams and events while vLLM captures CUDA graphs.
+        """
+        _allow_calls_during_captures()
         torch.cuda.set_device(self._device)
         torch.cuda.current_stream(self._device).query()  # the first call creates the context
 
@@ -325,6 +333,24 @@ class CudaDevice:
                 self._copies.synchronize()
             for address, _ in pinned:
                 _runtime().cudaHostUnregister(address)
+
+
+def _allow_calls_during_captures() -> None:
+    """Let calls of this thread succeed while another thread captures a CUDA graph.
+
+    Otherwise a query of a stream or an event fails during a capture and makes the graph invalid.
+    """
+    try:
+        driver = ctypes.CDLL(_DRIVER_LIBRARY)
+    except OSError:
+        return  # No driver, so no captures.
+    status = driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_CAPTURE_RELAXED)))
+    if status != 0:
+        log.warning(
+            "CUDA error %d: this thread cannot allow its calls during captures of CUDA graphs; if "
+            "the engine does not start, use --enforce-eager",
+            status,
+        )
 
 
 def _runtime() -> Any:  # noqa: ANN401 - torch's bindings carry no types

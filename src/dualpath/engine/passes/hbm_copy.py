@@ -1,7 +1,7 @@
 """Copies of whole prompts from DRAM to HBM (labels 8-9 of Fig. 4) and of single blocks to DRAM.
 
 Their steps have both ends in this engine.  Without a copier of the device they are transfers of the
-engine to itself, which with an RDMA NIC are the CNIC-assisted copies of §5.2.
+engine to itself: the CNIC-assisted copies of §5.2, if UCX moves them through the RDMA NIC.
 
 Layers with a sliding window may have block ids of their own, and no block for tokens outside the
 window: of those layers only the existing blocks are copied.  The first blocks of a prompt that are
@@ -9,6 +9,7 @@ in the engine's HBM prefix cache are not copied either.
 """
 
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -25,6 +26,8 @@ from dualpath.engine.threads import Event, Lock, Threads, TimeLimit
 from dualpath.engine.trace import TraceRecorder
 from dualpath.plan.order import Executed
 from dualpath.plan.steps import Step
+
+log = logging.getLogger(__name__)
 
 # ------------------------------------------------------------------------------------- paced posts
 # Transfers that no engine step waits for, posted a few at a time.
@@ -215,9 +218,9 @@ class HbmCopier:
     ) -> None:
         """Start H2D of all layers; ``done`` gets None or the first error once all are over.
 
-        Without a copier of the device the pump posts the transfers, so that the caller does not
-        wait.  ``hbm_blocks`` are those of the request's blocks from 0 on; blocks after them, and
-        blocks without an id, are not copied.
+        The pump posts the copies, so that the caller, which is the engine's thread, does not wait:
+        a prompt has thousands of pieces.  ``hbm_blocks`` are those of the request's blocks from 0
+        on; blocks after them, and blocks without an id, are not copied.
         """
 
         def over(error: str | None, settled: bool) -> None:
@@ -225,7 +228,7 @@ class HbmCopier:
                 self._holder.hold(block_ids(hbm_blocks))
             done(error)
 
-        copies = self._copies(steps, hbm_blocks)
+        copies = deque(self._copies(steps, hbm_blocks))
         if not copies:
             done(None)
             return
@@ -237,13 +240,17 @@ class HbmCopier:
                 load = functools.partial(self._post, step, blocks, earlier, countdown)
                 if device_error is not None:
                     countdown.step_over(step, 0, device_error)
-                elif self._device.copier is not None:
-                    load()
                 else:
                     self.paced.add(step.bytes, load)
 
+        def queue_next() -> None:
+            """Queue one layer on the device, which waits for ``earlier``; then the pump polls."""
+            self._post(*copies.popleft(), earlier, countdown)
+            if copies:
+                self._pump.call(queue_next)
+
         if self._device.copier is not None:
-            post(None)
+            self._pump.call(queue_next)
         else:
             self._after.call(earlier, post)
 
@@ -352,6 +359,12 @@ class HbmCopier:
             transfer, events = self._transfers.post(step, hbm_blocks, earlier=earlier)
         except DualPathError as error:
             countdown.step_over(step, start_ns, str(error))
+            then()
+            return ()
+        except Exception as error:  # a defect: it is unknown whether the copy writes
+            log.exception("a copy between DRAM and HBM cannot be posted")
+            reason = f"a copy between DRAM and HBM cannot be posted: {error}"
+            countdown.step_over(step, start_ns, reason, settled=False)
             then()
             return ()
         self._stalled.posted(own_agent)

@@ -17,7 +17,7 @@ from dualpath.launch.doctor.software import VLLM_DISTRIBUTIONS, ProcessOutcome
 from dualpath.launch.ports import free_port
 from dualpath.node.sockets import resolved
 from dualpath.transport.memory import allocate_shared, map_shared
-from dualpath.transport.nic_pairing import local_nic_pairing
+from dualpath.transport.nic_pairing import PairedPort, local_nic_pairing
 
 #: Generous, as importing vLLM on a busy machine is slow.
 PROCESS_S = 180.0
@@ -121,7 +121,7 @@ class Node:
             for port in ports
         ]
 
-    def nics_of_gpus(self) -> dict[str, str]:
+    def nics_of_gpus(self) -> dict[str, PairedPort]:
         """Return the RDMA port of each GPU, by PCI address."""
         return local_nic_pairing(self._root)
 
