@@ -341,7 +341,9 @@ class FrontEndServer:
         each = [f.session.counts() for f in self._front_ends.values() if f.session is not None]
         return sum(waiting for waiting, _ in each), sum(running for _, running in each)
 
-    def _engines_changed(self, joined: Sequence[EngineInfo], lost: Sequence[EngineInfo]) -> None:
+    def _engines_changed(
+        self, joined: Sequence[EngineInfo] = (), lost: Sequence[EngineInfo] = ()
+    ) -> None:
         """Send front ends the engines that have joined or were lost."""
         message: m.EnginesUpdate | m.EnginesChanged = m.EnginesChanged(
             tuple(joined), tuple(info.writer.id for info in lost)
