@@ -19,6 +19,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.control import (
     Assign,
     Message,
+    PeerUp,
     Persist,
     Read,
     ReadDone,
@@ -268,9 +269,11 @@ class ToyCluster:
             for number in range(decode_engines)
         ]
         self.de = self.decode[0]
-        self.pe.command(Registered(peers=tuple(de.manager.address(de.epoch) for de in self.decode)))
+        self.pe.command(Registered())
         for de in self.decode:
-            de.command(Registered(peers=(self.pe.manager.address(self.pe.epoch),)))
+            de.command(Registered())
+            for engine, peer in ((self.pe, de), (de, self.pe)):
+                engine.command(PeerUp(peer.manager.address(peer.epoch)))
 
     def close(self) -> None:
         """Stop both engines."""

@@ -148,7 +148,7 @@ class FakeEngine:
                 engine_id=self.engine_id,
                 epoch=self.epoch,
                 role=self.role,
-                agents=(cluster.AgentAddress(self.epoch, b"", ()),),
+                agents=(cluster.AgentAddress(self.epoch, b"metadata", ()),),
                 process=self.process or HostProcess(f"container of {self.epoch}", 1, 1),
             ),
             namespace=self.namespace,
@@ -297,9 +297,6 @@ class FakeEngine:
                 self._persist(message)
             case request_messages.Release():
                 self._release(message)
-            case control.Registered():
-                for peer in message.peers:
-                    self.writers[peer.epoch] = peer.writer
             case control.PeerUp():
                 self.writers[message.address.epoch] = message.address.writer
             case control.PeerDown():

@@ -194,9 +194,9 @@ async def test_every_rank_uses_the_process_of_its_surroundings(
         functools.partial(Surroundings, this_process=lambda: HostProcess("sim", next(numbers))),
     )
     async with cluster(tmp_path, Mode.DUALPATH, prefill_tp=2, kv_heads=2) as made:
-        address = made.service.registry.alive(Role.PREFILL)[0].address
-        assert {p.host for p in (address.process, *address.process.ranks)} == {"sim"}
-        assert len(address.process.ranks) == 1
+        process = made.service.registry.alive(Role.PREFILL)[0].process
+        assert {p.host for p in (process, *process.ranks)} == {"sim"}
+        assert len(process.ranks) == 1
 
 
 async def test_an_engine_that_loses_a_rank_reports_it_and_ends(tmp_path: Path) -> None:

@@ -52,9 +52,7 @@ class Router:
         return not self._socket.poll(0)
 
     def welcome(self) -> None:
-        self._socket.send_multipart(
-            [self._engine, encode(unnumbered(Registered(peers=()), "a session"))]
-        )
+        self._socket.send_multipart([self._engine, encode(unnumbered(Registered(), "a session"))])
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dualpath.core import control
-from dualpath.core.cluster import AgentAddress, EngineAddress, Role, Writer
+from dualpath.core.cluster import HostProcess, Role, Writer
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.policy.events import Charge, SchedulerSettings
@@ -100,7 +100,6 @@ P0 = Writer("p0", "1")
 
 def joins(releases: Releases, name: str, epoch: str = "1", **in_doubt) -> None:
     """Let an engine begin a session, leaving in doubt what it says."""
-    address = EngineAddress(name, epoch, Role.PREFILL, (AgentAddress("", b"", ()),))
     releases.engine_joined(
         EngineInfo(
             engine_id=name,
@@ -109,7 +108,7 @@ def joins(releases: Releases, name: str, epoch: str = "1", **in_doubt) -> None:
             node="",
             group="",
             api_url="",
-            address=address,
+            process=HostProcess(),
             order=0,
             hbm_tokens=1,
             buffer_tokens=1,
@@ -201,7 +200,6 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
     )
     groups = [("p0", Role.PREFILL), ("p1", Role.PREFILL), ("d0", Role.DECODE)]
     for order, (name, role) in enumerate(groups):
-        address = EngineAddress(name, "1", role, (AgentAddress("", b"", ()),))
         dispatch.joined(
             EngineInfo(
                 engine_id=name,
@@ -210,7 +208,7 @@ async def test_groups_of_prefill_engines_fetch_in_turn():
                 node=name,
                 group=f"group of {name}",
                 api_url="",
-                address=address,
+                process=HostProcess(),
                 order=order,
                 hbm_tokens=10**6,
                 buffer_tokens=10**6,

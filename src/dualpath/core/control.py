@@ -168,7 +168,7 @@ class Failed(Message, frozen=True, tag=True):
 
 
 #: Incremented whenever a message changes its form or meaning; both ends must agree.
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 
 #: Length of a truncated key in ``CacheUpdate``, and how many keys one message has.
 CACHE_UPDATE_KEY_BYTES = 8
@@ -227,11 +227,9 @@ class Register(Message, frozen=True, tag=True):
 class Registered(Message, frozen=True, tag=True):
     """Answer to the ``Register`` with this ``registration``: the session of its envelope has begun.
 
-    ``peers`` are the engines of the other role.  ``enable_caching``: whether the engine caches
-    blocks in its DRAM buffer for later requests.
+    ``enable_caching``: whether the engine caches blocks in its DRAM buffer for later requests.
     """
 
-    peers: tuple[EngineAddress, ...]
     registration: int = 1
     enable_caching: bool = True
 
@@ -253,13 +251,18 @@ class Ack(Message, frozen=True, tag=True):
 
 
 class PeerUp(Message, frozen=True, tag=True):
-    """An engine of the other role joined."""
+    """An engine of the other role with which this engine shares a request.
+
+    Sent before the first ``Assign`` of such a request in a session, so that no message grows with
+    the number of engines.  A DE needs to know which process may write to its buffer; the agents in
+    its message have no metadata.
+    """
 
     address: EngineAddress
 
 
 class PeerDown(Message, frozen=True, tag=True):
-    """An engine of the other role is lost; its transfers must be treated as failed.
+    """An engine that ``PeerUp`` has named is lost; its transfers must be treated as failed.
 
     ``certain``: its process is known to have ended and writes nothing more.
     """

@@ -24,7 +24,7 @@ Two tables define the life of a session, one for each end.  ``engine.router_sess
 """
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -172,7 +172,7 @@ class Action(StrEnum):
 
     # at the engine
     REGISTER = "begins a registration, sends `Register` every 0.25 s"
-    BEGIN_SESSION = "begins the session, connects to peers"
+    BEGIN_SESSION = "begins the session"
     END_SESSION = (
         "ends the session: drops requests that do not decode yet, quarantines in-doubt slots"
     )
@@ -182,8 +182,8 @@ class Action(StrEnum):
     CHECK_GROUP = "checks whether its group is complete, else answers `Refused` with missing ranks"
     OPEN_SESSION = "opens a session, sends `Registered`"
     RESEND_REGISTERED = "resends `Registered`"
-    ADD_ENGINE = "adds it to the cluster, sends `PeerUp` to peers"
-    REMOVE_ENGINE = "fails its attempts, sends `PeerDown` to peers"
+    ADD_ENGINE = "adds it to the cluster"
+    REMOVE_ENGINE = "fails its attempts, sends `PeerDown` to the peers that know it"
     REPORT_LOST = "reports it as lost, and the ranks that leave with it"
     CONFIRM_DEAD = "releases the slots that its process could have written to"
     REQUEST_REREGISTER = "answers `Refused` with `reregister`"
@@ -286,10 +286,19 @@ ROUTER_TABLE = _router_transitions()
 
 
 class StateMachine(Generic[State]):
-    """The state machine of one end of a session; an event without a transition changes nothing."""
+    """The state machine of one end of a session; an event without a transition changes nothing.
 
-    def __init__(self, table: Sequence[Transition[State]], start: State) -> None:
+    ``changed`` is called when the state has changed, before the actions of the transition.
+    """
+
+    def __init__(
+        self,
+        table: Sequence[Transition[State]],
+        start: State,
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self.state = start
+        self._changed = changed
         self._rows = {(row.state, row.event): row for row in table}
 
     def on(self, event: Event) -> tuple[Action, ...]:
@@ -297,5 +306,7 @@ class StateMachine(Generic[State]):
         row = self._rows.get((self.state, event))
         if row is None:
             return ()
-        self.state = row.next_state
+        before, self.state = self.state, row.next_state
+        if self.state is not before:
+            self._changed()
         return row.actions

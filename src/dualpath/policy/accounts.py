@@ -246,11 +246,6 @@ class Taking(NamedTuple):
     engines: Sequence["EngineAccount"]
     columns: Sequence[list[int]]
 
-    @property
-    def largest_hbm_tokens(self) -> int:
-        """What the largest of them holds in all, 0 without any."""
-        return max((engine.spec.hbm_tokens for engine in self.engines), default=0)
-
 
 class GroupState:
     """The engines of one group in order, and their accounts as columns; owned by the ledger."""
@@ -262,6 +257,9 @@ class GroupState:
         self.columns: list[list[int]] = [[] for _ in range(ACCOUNT_COLUMNS)]
         self.largest_hbm_tokens = 0
         self._taking: tuple[EngineAccount, ...] | None = None
+        self._taking_tokens: int | None = None
+        #: The HBM of the largest engine that gets requests.
+        self.largest_taking_hbm_tokens = 0
 
     def taking(self) -> "Taking":
         """Return the engines that get requests, and their accounts; a rule reads no others."""
@@ -270,10 +268,22 @@ class GroupState:
         rows = [engine.row for engine in self._taking]
         return Taking(self._taking, [[column[row] for row in rows] for column in self.columns])
 
+    def taking_tokens(self) -> int:
+        """Return the unfinished tokens of the engines that get requests; added up once a change."""
+        if self._taking_tokens is None:
+            self._taking_tokens = sum(self.taking().columns[TOK])
+        return self._taking_tokens
+
+    def changed(self) -> None:
+        """An engine's unfinished tokens have changed."""
+        self._taking_tokens = None
+
     def note_pauses(self) -> None:
         """Take down which engines are paused now."""
         taking = tuple(engine for engine in self.engines if not engine.paused)
         self._taking = None if len(taking) == len(self.engines) else taking
+        self.largest_taking_hbm_tokens = max((e.spec.hbm_tokens for e in taking), default=0)
+        self.changed()
 
     def add(self, spec: EngineSpec, node_row: int) -> EngineAccount:
         """Open an account, empty, in its row."""
@@ -380,6 +390,7 @@ class Ledger:
         _check_load(report.engine_id, load)
         if not engine.counted.isdisjoint(report.uncounted):
             return
+        self.groups[engine.spec.group].changed()
         engine.count_in(report.uncounted)
         take_report(
             engine.columns,
@@ -395,6 +406,7 @@ class Ledger:
         """Charge a request to an engine that does not know of it yet."""
         engine = self.engines[engine_id]
         engine.held[request_id] = tokens
+        self.groups[engine.spec.group].changed()
         hold(engine.columns, engine.row, tokens)
 
     def assign(self, engine_id: str, request_id: str, more_tokens: int = 0) -> None:
@@ -404,6 +416,7 @@ class Ledger:
         """
         engine = self.engines[engine_id]
         tokens = engine.held.pop(request_id)
+        self.groups[engine.spec.group].changed()
         assign(engine.columns, engine.row, tokens, more_tokens)
         engine.uncounted[request_id] = tokens + more_tokens
 
@@ -415,6 +428,7 @@ class Ledger:
             engine.uncounted[request_id] += tokens
             reads = engine.uncounted_reads
             reads[request_id] = reads.get(request_id, 0) + read_tokens
+        self.groups[engine.spec.group].changed()
         change(
             engine.columns,
             self.node_read_q,
@@ -449,6 +463,7 @@ class Ledger:
         engine = self.engines.get(engine_id)
         if engine is None:
             return
+        self.groups[engine.spec.group].changed()
         if request_id in engine.uncounted:
             strike(engine.columns, engine.row, engine.uncounted.pop(request_id))
         elif request_id in engine.held:

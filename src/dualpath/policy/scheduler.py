@@ -29,7 +29,7 @@ the reads are planned again, as if the request had no read and no computation on
 Its engines stay, and hits that were to be recomputed are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar, assert_never
 
 import msgspec
@@ -38,7 +38,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import EngineLoad, Ledger, decode_tokens
+from dualpath.policy.accounts import EngineLoad, GroupState, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
@@ -142,16 +142,26 @@ class RequestScheduler:
         """Requests that are submitted and not assigned yet."""
         return self._unassigned
 
-    def fetching_groups(self, rounds: int) -> list[str]:
-        """Return the groups of live engines in the order in which they fetch, see ``fetch_order``.
+    def fetching_groups(
+        self, rounds: int, engine_ids: Collection[str] | None = None
+    ) -> Iterator[str]:
+        """Yield the groups that fetch, in order (``fetch_order``), apply the fetch of each first.
 
-        ``rounds`` counts the rounds of fetches before this one.
+        ``rounds`` counts the rounds of fetches before this one.  Groups that nothing waits for are
+        left out.  With ``engine_ids`` only the accounts of these engines have changed since all
+        groups have fetched: then no other group can place a request that it could not place
+        before, and only their groups fetch.
         """
-        prefill, decode = (
-            [group.name for group in self._ledger.groups_of(role)]
-            for role in (Role.PREFILL, Role.DECODE)
-        )
-        return fetch_order(prefill, decode, rounds % max(len(prefill), 1))
+        prefill, decode = (self._ledger.groups_of(role) for role in (Role.PREFILL, Role.DECODE))
+        groups: Iterable[GroupState]
+        if engine_ids is None:
+            groups = fetch_order(prefill, decode, rounds % max(len(prefill), 1))
+        else:
+            names = (self._ledger.engine(engine_id).spec.group for engine_id in engine_ids)
+            groups = [self._ledger.groups[name] for name in dict.fromkeys(names)]
+        for group in groups:
+            if self._placers[group.role].may_place(group.name):
+                yield group.name
 
     def queue_lengths(self) -> QueueLengths:
         """Return the lengths of the queues."""

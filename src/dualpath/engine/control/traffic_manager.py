@@ -277,9 +277,7 @@ class TrafficManager:
 
     def _begin_session(self, message: Registered) -> None:
         self._tier.begin_session(caching=message.enable_caching)
-        self.peers.only(message.peers)
-        for peer in message.peers:
-            self._rank.peer_up(peer)
+        self.peers.session_begins(self.trace.now_ns())
         for request_id in self._teardown.settled_since():
             self._send(Released(request_id=request_id))
 
@@ -359,6 +357,7 @@ class TrafficManager:
         DRAM cache to the router.
         """
         self._rank.poll()
+        self.peers.expire(now_ns)
         self._reader.expire(now_ns)
         self._retention.expire(now_ns)
         self._lookups.expire(now_ns)

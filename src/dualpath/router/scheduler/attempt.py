@@ -28,6 +28,7 @@ recompute what follows and write it there.
 import asyncio
 import logging
 from collections.abc import Awaitable, Sequence
+from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
 from dualpath.core.blocks import (
@@ -463,6 +464,10 @@ class EngineAttempt(AttemptChannel):
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
+        if scheduler.moves_bytes:
+            prefill = engine.role is Role.PREFILL
+            peer = self._decode_engine if prefill else self._prefill_engine
+            scheduler.server.name_peer(engine.engine_id, peer.engine_id)
         number = scheduler.server.send_numbered(
             engine.engine_id, Assign(self.attempt_id, tokens, reserve_blocks, keys)
         )
@@ -611,8 +616,9 @@ async def look_up(scheduler: "Scheduler", keys: tuple[BlockKey, ...]) -> tuple[i
     """
     end_s = asyncio.get_running_loop().time() + scheduler.settings.lookup_timeout_s
     writers = scheduler.chain_writers(keys)
-    others = [engine for engine in scheduler.engines_rotated() if engine not in writers]
-    found = await _ask_in_turn(scheduler, [*writers, *others][:_LOOKUP_TRIES], keys, end_s)
+    others = (engine for engine in scheduler.engines_rotated() if engine not in writers)
+    asked = list(islice(chain(writers, others), _LOOKUP_TRIES))
+    found = await _ask_in_turn(scheduler, asked, keys, end_s)
     stored_blocks, failure = found
     if failure is not None or stored_blocks == len(keys):
         return found

@@ -3,7 +3,7 @@
 §6.1 lets engine groups fetch regularly.  Live, every connected group has an open fetch like a
 long poll: after each report, submission or end of a request, the open fetches of all groups are
 answered at once, PE groups first and in turn.  The decisions are those of groups that fetch after
-every event.
+every event; fetches that can place nothing are left out.
 
 *What a report counts.*  A request is sent to its engines after it was assigned to them: to its PE
 only after its DE has granted buffer space.  A report counts a request if its envelope acknowledges
@@ -14,7 +14,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import msgspec
 
@@ -140,6 +140,8 @@ class Dispatch:
         self._usual_snic: float | None = None
         #: Rounds of fetches with an assignment: PE groups begin in turn.
         self._rounds = 0
+        #: Whether reads were planned again since all groups have fetched.
+        self._replanned = False
         #: The latest placements with an assignment, which may have ended.
         self.recent: deque[Placement] = deque(maxlen=_RECENT_ASSIGNMENTS)
 
@@ -221,7 +223,7 @@ class Dispatch:
             self._apply(assigned.event(load, received))
         except IncompatibleError as error:
             logger.warning("report ignored: %s", error)
-        self._fetch_all()
+        self._fetch_changed(engine_id)
 
     # ------------------------------------------------------------------ requests
 
@@ -253,6 +255,8 @@ class Dispatch:
         if not replanned:
             return None
         (new,) = replanned
+        # Its PE may be below β now; nothing fetches here, as the request is about to be read.
+        self._replanned = True
         self._note(new)
         logger.debug("planned again %s", new)
         return new
@@ -284,7 +288,7 @@ class Dispatch:
         self._apply(PrefillEnded(request_id))
         if self._role_policy is not None and (known := self._assignment(request_id)) is not None:
             self._role_policy.prefilled(request_id, known.decode_tokens)
-        self._fetch_all()
+        self._fetch_changed(engine_id)
 
     def ended(self, request_id: str) -> None:
         """A request (or one attempt of it) has ended, successfully or not; idempotent."""
@@ -303,12 +307,21 @@ class Dispatch:
             return self._scheduler.apply(event)
         return self._log.apply(self._scheduler, event)
 
-    def _fetch_all(self) -> None:
-        """Answer the open fetch of every group that has a live engine, while any request waits."""
+    def _fetch_changed(self, engine_id: str) -> None:
+        """Answer the fetch of the group of an engine whose account alone has changed."""
+        self._fetch_all([engine_id] if engine_id in self._engines and not self._replanned else None)
+
+    def _fetch_all(self, engine_ids: Collection[str] | None = None) -> None:
+        """Answer the open fetches of all groups with a live engine, while any request waits.
+
+        With ``engine_ids`` only those of these engines' groups, see ``fetching_groups``.
+        """
+        if engine_ids is None:
+            self._replanned = False
         if not self._scheduler.waiting:
             return
         start_ns, decisions = time.perf_counter_ns(), 0
-        for group in self._scheduler.fetching_groups(self._rounds):
+        for group in self._scheduler.fetching_groups(self._rounds, engine_ids):
             if not self._scheduler.waiting:
                 break
             for assignment in self._apply(Fetch(group)).assignments:
