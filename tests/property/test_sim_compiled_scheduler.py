@@ -249,6 +249,7 @@ class Twins(RuleBasedStateMachine):
             report.load.unfinished_tokens,
             report.load.read_queue_tokens,
             report.load.free_hbm_tokens,
+            report.load.unallocated_hbm_tokens,
         )
 
     @rule(data=st.data(), steps=st.integers(1, 3))

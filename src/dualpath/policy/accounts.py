@@ -5,6 +5,10 @@ request is *held* from its placement until its other engine is known, *assigned*
 then is the engine notified.  An assigned request is *uncounted* until a report of the engine counts
 it in.
 
+*HBM of a DE* is booked for a request's whole length from its assignment on: by the ledger until a
+report counts the request, by the report (``Load.unallocated_hbm_tokens``) until the engine has
+allocated HBM for it.  From then on the engine's own free HBM shows it, until the request ends.
+
 Accounts are stored per group as columns of plain integers, one list or array per column, rows in
 ``EngineSpec.order``, so that the kernels of ``prefill`` and ``decode`` read them as they are and
 the first minimum is the one of lowest order.  Here they are lists, which Python reads faster than
@@ -175,6 +179,7 @@ def take_report(
     unfinished_tokens: int,
     read_queue_tokens: int,
     free_hbm_tokens: int,
+    unallocated_hbm_tokens: int,
 ) -> None:
     """Take over a report, once the uncounted columns have only what is not in it."""
     more_tokens = accounts[UNCOUNTED_TOKENS][row] + accounts[HELD_TOKENS][row]
@@ -183,7 +188,7 @@ def take_report(
     node_reads[accounts[NODE][row]] += reads - accounts[READS][row]
     accounts[TOK][row] = unfinished_tokens + more_tokens
     accounts[SEQ][row] = unfinished_requests + more_requests
-    accounts[FREE_HBM][row] = free_hbm_tokens - more_tokens
+    accounts[FREE_HBM][row] = free_hbm_tokens - unallocated_hbm_tokens - more_tokens
     accounts[READS][row] = reads
 
 
@@ -389,6 +394,7 @@ class Ledger:
             load.unfinished_tokens,
             load.read_queue_tokens,
             load.free_hbm_tokens,
+            load.unallocated_hbm_tokens,
         )
 
     def hold(self, engine_id: str, request_id: str, tokens: int) -> None:

@@ -507,7 +507,6 @@ class EngineAttempt(AttemptChannel):
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
         self._scheduler.releases.writer_done(self.attempt_id)
-        self._scheduler.dispatch.kv_in_hbm(self.attempt_id, self._decode_engine.engine_id)
         self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
 

@@ -56,14 +56,13 @@ class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
     ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
-    ``reading`` whether the engine was sent its reads, ``in_hbm`` whether the engine has allocated
-    HBM for it.
+    ``reading`` whether the engine was sent its reads.
     """
 
     def __init__(self, charge: Charge) -> None:
         self.charge = charge
         self.assign_number: int | None = None
-        self.reading = self.in_hbm = False
+        self.reading = False
 
 
 class EngineAssignments:
@@ -83,23 +82,18 @@ class EngineAssignments:
     def event(self, load: Load, received: int) -> EngineReport:
         """Return the event of a report; its envelope acknowledges messages up to ``received``.
 
-        Requests without an ``Assign`` among these messages are uncounted.  Two figures are added
-        that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
-        that counted requests need once their KV is there.
+        Requests without an ``Assign`` among these messages are uncounted.  Reads of counted
+        requests that wait for buffer space are added: the engine cannot know them.
         """
-        uncounted, to_be_read, hbm_wanted = [], 0, 0
+        uncounted, to_be_read = [], 0
         for request_id, share in self.open.items():
             if share.assign_number is None or share.assign_number > received:
                 uncounted.append(request_id)
                 continue
             if not share.reading:
                 to_be_read += share.charge.read_tokens
-            if not share.in_hbm:
-                hbm_wanted += share.charge.tokens
         full_load = msgspec.structs.replace(
-            load,
-            read_queue_tokens=load.read_queue_tokens + to_be_read,
-            free_hbm_tokens=max(load.free_hbm_tokens - hbm_wanted, 0),
+            load, read_queue_tokens=load.read_queue_tokens + to_be_read
         )
         return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
@@ -261,11 +255,6 @@ class Dispatch:
         """An engine is about to be sent the reads of a request."""
         if (share := self._share(request_id, engine_id)) is not None:
             share.reading = True
-
-    def kv_in_hbm(self, request_id: str, engine_id: str) -> None:
-        """The DE has a request's KV in its HBM now."""
-        if (share := self._share(request_id, engine_id)) is not None:
-            share.in_hbm = True
 
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""

@@ -449,6 +449,7 @@ class ReferenceCore:
             stored = self._hit[r] + flight.assignment.recompute_tokens
             new_blocks = new_full_blocks(stored, self._prompt[r], self._block_tokens)
             self._persist(r, PERSIST_PROMPT_PATH, flight.de, new_blocks)
+        self._driver.hbm_allocated(flight.assignment)
         if self._generated[r] == 1:
             self._end_without_decode(r, flight)
         else:
