@@ -38,7 +38,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ``prompt_tokens`` ≥ 1, of which ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored;
     ``max_new_tokens`` ≥ 1 bounds the decode.  ``cached`` has an engine at most once, with at most
-    the blocks of the hit; a stale entry costs a read, never a wrong byte.
+    the blocks of the hit; a stale entry costs a read, never a wrong byte.  ``append_at_decode``:
+    whether its DE may compute the tokens behind the hit, where the scheduler's settings allow it.
     """
 
     request_id: str
@@ -46,3 +47,4 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     cached: tuple[CachedPrefix, ...] = ()
+    append_at_decode: bool = True

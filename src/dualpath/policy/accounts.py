@@ -39,8 +39,9 @@ Accounts = list[list[int]] | IntArray
 
 #: Columns.  Unfinished tokens and requests (tok_e and seq_e), remaining HBM, which is negative when
 #: a report came in below what was assigned since, and the engine's part of its node's reading
-#: queue; of these what is held, and what is assigned and uncounted; the engine's node; of a PE the
-#: tokens of its assigned requests that are no hits and not computed yet, which no report knows.
+#: queue; of these what is held, and what is assigned and uncounted; the engine's node; the tokens
+#: that it has to compute: at a PE those of its assigned requests that are no hits and not computed
+#: yet, at a DE those of the appends that it computes itself.  No report knows them.
 (
     TOK,
     SEQ,
@@ -113,7 +114,7 @@ def strike(accounts: Accounts, row: int, tokens: int) -> None:
 
 
 def charge_computing(accounts: Accounts, row: int, tokens: int) -> None:
-    """Charge so many tokens (or, below 0, strike them) that a PE has to compute."""
+    """Charge so many tokens (or, below 0, strike them) that an engine has to compute."""
     accounts[COMPUTING][row] += tokens
 
 
@@ -432,7 +433,7 @@ class Ledger:
         )
 
     def charge_computing(self, engine_id: str, tokens: int) -> None:
-        """Charge a PE with tokens to compute, or strike them; a lost engine has no account."""
+        """Charge tokens to compute, or strike them; a lost engine has no account."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             charge_computing(engine.columns, engine.row, tokens)

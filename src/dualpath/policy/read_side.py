@@ -29,6 +29,16 @@ recomputed tokens attend to all tokens before them.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
+*Append at the DE* (beyond the paper).  Where the whole hit is in the DE's DRAM, or the DE reads
+what is not, and few tokens follow it, the DE computes them itself: no PE loads the hit and sends
+it nothing.  vLLM computes them beside the next step of the DE's requests, which then takes longer.
+So the DE does that if the request's time at its PE, the tokens that the PE computes before it and
+its own, is no shorter than the time that its DE takes: the appends before it, and its own tokens
+once for each other request of the DE, all of which wait for them.  Times are in tokens to compute.
+A request that has a DE and no PE yet, because all PEs are overloaded, is compared with the PE that
+has the fewest tokens to compute, if the DE caches its whole hit.  DEs that compute in lock step
+compute no append, as the whole group would wait; Basic, Layerwise, Round robin and Oracle neither.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
 one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
@@ -43,7 +53,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE, Ledger
+from dualpath.policy.accounts import COMPUTING, NODE, SEQ, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
@@ -287,6 +297,27 @@ def recompute_tokens(
     return unread_tokens - loaded
 
 
+# ------------------------------------------------------------------------ append at the DE
+
+
+def appends_at_decode(
+    limit_tokens: int,
+    append_tokens: int,
+    prefill_computing_tokens: int,
+    decode_computing_tokens: int,
+    other_requests: int,
+) -> bool:
+    """Return whether a DE computes ``append_tokens`` behind a hit; ``limit_tokens`` 0: never.
+
+    ``*_computing_tokens`` are those that the PE and the DE compute before it, ``other_requests``
+    those of the DE, which wait for the append.
+    """
+    if append_tokens > limit_tokens:
+        return False
+    at_prefill = prefill_computing_tokens + append_tokens
+    return at_prefill >= decode_computing_tokens + append_tokens * other_requests
+
+
 # ------------------------------------------------------------------------ both, with the ledger
 
 
@@ -327,6 +358,46 @@ class HitSources:
             if (engine := engines.get(prefix.engine_id)) is not None
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
         }
+
+    def append_at_decode(
+        self, request: Request, source: "HitSource | None", engines: Mapping[Role, str], cached: int
+    ) -> "HitSource | None":
+        """Return the source of a request's hit if its DE computes what follows it, else None.
+
+        ``engines`` are those that the ledger has it at, with or without a PE; ``source`` is the
+        plan for both of them, None without a PE; ``cached`` tokens of the hit are in the DE's DRAM.
+        """
+        settings, hit_tokens = self.settings, request.hit_tokens
+        if not (settings.append_at_decode_tokens and request.append_at_decode and hit_tokens):
+            return None
+        if self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
+            return None
+        decode = self._ledger.engines[engines[Role.DECODE]]
+        if source is None:
+            source = self.at_decode(hit_tokens, cached)
+            if cached < hit_tokens:
+                return None
+        at_prefill = any(run.side is Role.PREFILL for run in source.runs)
+        if decode.spec.lockstep or at_prefill or source.recompute_tokens:
+            return None
+        if Role.PREFILL in engines:
+            prefill = [self._ledger.engines[engines[Role.PREFILL]]]
+        else:
+            prefill = [one for one in self._ledger.ring(Role.PREFILL) if not one.paused]
+        appends = bool(prefill) and appends_at_decode(
+            settings.append_at_decode_tokens,
+            request.prompt_tokens - hit_tokens,
+            min((engine.account(COMPUTING) for engine in prefill), default=0),
+            decode.account(COMPUTING),
+            decode.account(SEQ) - 1,
+        )
+        return source if appends else None
+
+    def at_decode(self, hit_tokens: int, cached_tokens: int) -> "HitSource":
+        """Return the source of a hit that its DE has cached up to a length, and reads behind it."""
+        unread = hit_tokens - cached_tokens
+        runs = hit_runs(cached_tokens, 0, 0, unread, self.settings.block_tokens)
+        return HitSource(runs, READ_REASONS[BY_QUEUE if unread else KEPT], 0)
 
     def plan(
         self, hit_tokens: int, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]

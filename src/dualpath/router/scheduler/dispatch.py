@@ -181,6 +181,7 @@ class Dispatch:
                     order=info.order,
                     hbm_tokens=info.hbm_tokens,
                     snic_tokens_per_s=self._snic_tokens_per_s(info),
+                    lockstep=info.dp is not None and info.dp.size > 1,
                 )
             )
         )
@@ -263,13 +264,18 @@ class Dispatch:
             if (share := self._share(request_id, engine_id)) is not None:
                 share.charge = share.charge._replace(read_tokens=0)
         self._apply(ReadsDone(request_id))
-        if self._role_policy is not None and assignment is not None:
+        waits_for_pe = assignment is not None and assignment.prefill_engine is not None
+        if self._role_policy is not None and assignment is not None and waits_for_pe:
             self._role_policy.loaded(request_id, assignment.prefill_tokens)
         self._fetch_all()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
         """The PE has finished a request."""
         self._end_at(request_id, engine_id)
+        self.prompt_computed(request_id)
+
+    def prompt_computed(self, request_id: str) -> None:
+        """A request's prompt is computed, by its PE, or by its DE if it has no PE; idempotent."""
         self._apply(PrefillEnded(request_id))
         if self._role_policy is not None and (known := self._assignment(request_id)) is not None:
             self._role_policy.prefilled(request_id, known.decode_tokens)
@@ -317,7 +323,7 @@ class Dispatch:
 
     def _note(self, assignment: Assignment) -> None:
         self._placements[assignment.request_id].assignment = assignment
-        for role in Role:
+        for role in assignment.sides:
             charge = assignment.at(role)
             if (assigned := self._engines.get(charge.engine_id)) is not None:
                 assigned.decided(assignment.request_id, charge)
@@ -358,4 +364,4 @@ class Dispatch:
 
 def _engines_of(assignment: Assignment | None) -> tuple[str, ...]:
     """Return the engines of an assignment, none while there is none."""
-    return () if assignment is None else (assignment.prefill_engine, assignment.decode_engine)
+    return () if assignment is None else assignment.engines

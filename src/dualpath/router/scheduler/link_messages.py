@@ -39,7 +39,7 @@ from dualpath.router.engines import EngineInfo
 from dualpath.router.scheduling import Answered, AttemptEvent, AttemptOrder, RequestOrder
 
 #: Incremented whenever a message changes its meaning; both ends must agree.
-LINK_VERSION = 5
+LINK_VERSION = 6
 
 
 class FrontEndRegister(Message, frozen=True, tag=True):

@@ -86,7 +86,7 @@ class RoundWatch(Protocol):
         """All hits of a round are in DRAM."""
 
     def prefilled(self, round_index: int, assignment: Assignment) -> None:
-        """The PE has prefilled a round."""
+        """The PE has prefilled a round, or its DE has computed the append."""
 
     def finished(self, round_index: int, assignment: Assignment) -> None:
         """A round is over."""
@@ -166,7 +166,7 @@ class SchedulerDriver:
         if not (replanned := self._scheduler.apply(grant).assignments):
             return assignment
         (changed,) = replanned
-        for role in Role:
+        for role in changed.sides:
             before, after = assignment.at(role), changed.at(role)
             self._accounts[int(after.engine_id)].tokens += after.tokens - before.tokens
             self.read_more(int(after.engine_id), after.read_tokens - before.read_tokens)
@@ -182,16 +182,17 @@ class SchedulerDriver:
         account.read_tokens -= tokens
         account.dirty = True
 
-    def read_done(self, round_index: int) -> None:
+    def read_done(self, round_index: int, assignment: Assignment) -> None:
         """All reads of a request are over."""
         self._scheduler.apply(ReadsDone(str(round_index)))
-        if self.watch is not None:
+        if self.watch is not None and assignment.prefill_engine is not None:
             self.watch.loaded(round_index)
 
     def prefill_done(self, round_index: int, assignment: Assignment) -> None:
-        """The PE is through with a request."""
+        """The PE is through with a request, or the DE with its append."""
         self._scheduler.apply(PrefillEnded(str(round_index)))
-        self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
+        if assignment.prefill_engine is not None:
+            self._accounts[int(assignment.prefill_engine)].over(assignment.prefill_tokens, 0)
         if self.watch is not None:
             self.watch.prefilled(round_index, assignment)
 
@@ -281,12 +282,10 @@ class SchedulerDriver:
                 self._scheduler.apply(account.report())
 
     def _take(self, assignment: Assignment) -> None:
-        self._accounts[int(assignment.prefill_engine)].assigned(
-            assignment.prefill_tokens, 0, assignment.prefill_read_tokens
-        )
-        tokens = assignment.decode_tokens
-        self._accounts[int(assignment.decode_engine)].assigned(
-            tokens, tokens, assignment.decode_read_tokens
-        )
+        for side in assignment.sides:
+            charge = assignment.at(side)
+            hbm_tokens = charge.tokens if side is Role.DECODE else 0
+            account = self._accounts[int(charge.engine_id)]
+            account.assigned(charge.tokens, hbm_tokens, charge.read_tokens)
         del self._waiting[int(assignment.request_id)]
         self._assigned(int(assignment.request_id), assignment)
