@@ -143,8 +143,8 @@ class ScheduledAttempt(Protocol):
     async def prepare(self) -> Prepared:
         """Find what is stored, the engines and their slots, and have the hits read (§4.1).
 
-        Raises ``EngineLostError``, ``TransportError`` or, if no engine can ever take the request,
-        ``BadRequestError``.
+        Raises ``EngineLostError``, ``TransportError`` (``HitLostError`` if the DE was to compute
+        the append) or, if no engine can ever take the request, ``BadRequestError``.
         """
         ...
 

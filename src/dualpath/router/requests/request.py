@@ -18,6 +18,7 @@ from dualpath.core.errors import (
     BadRequestError,
     DeadlineError,
     EngineLostError,
+    HitLostError,
     PromptTooLongError,
     SchedulerLostError,
     TransportError,
@@ -409,6 +410,9 @@ class RequestLife:
             try:
                 await self._one_attempt(job)
                 return
+            except HitLostError as error:
+                # No fault: a block was evicted meanwhile.  Only the first attempt is without a PE.
+                logger.info("request %s: %s", self.job.request_id, error)
             except (EngineLostError, TransportError) as error:
                 if self._finished:
                     # The client has its last token; only the cleanup failed.
@@ -446,6 +450,8 @@ class RequestLife:
             await self._attempt.run()
         except SchedulerLostError:
             self._schedulers_lost += 1
+            raise
+        except HitLostError:
             raise
         except (EngineLostError, TransportError):
             self._failed_on.append(self._attempt.engines)

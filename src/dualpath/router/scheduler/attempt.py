@@ -20,7 +20,7 @@ recompute what follows and write it there.
 
 *Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
 front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
-lost, the attempt fails: the next one has a PE.
+lost, the attempt ends in ``HitLostError``, and the next one has a PE.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ from dualpath.core.control import (
     Reserved,
     Sync,
 )
-from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.errors import EngineLostError, HitLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
@@ -166,10 +166,10 @@ class EngineAttempt(AttemptChannel):
     def _append_transfer(self, loaded: Loaded) -> DecodeTransfer:
         return DecodeTransfer(
             request_id=self.attempt_id,
-            prompt_tokens=loaded.hit_blocks * self._scheduler.block_tokens,
+            prompt_tokens=self._wanted_blocks * self._scheduler.block_tokens,
             slots=loaded.de_slots,
             tenant=self._order.tenant,
-            hit_key_tail=self._order.keys[loaded.hit_blocks - 1],
+            hit_key_tail=self._order.keys[self._wanted_blocks - 1],
         )
 
     async def prefilled(self) -> Prefilled:
@@ -300,12 +300,8 @@ class EngineAttempt(AttemptChannel):
             assert loaded is not None
             de_slots, outcomes = loaded
         hits, hit_blocks, short = good_runs(outcomes)
-        if self._appends and short is not None:
-            raise TransportError(
-                f"engine {self._decode_engine.engine_id} has {hit_blocks} of the "
-                f"{self._wanted_blocks} hit blocks to which it was to append ({short}); the next "
-                "attempt has a prefill engine"
-            )
+        if self._appends:
+            self._check_whole(hit_blocks, short)
         loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
         if short is not None:
             loaded_hits = await self._read_windows(loaded_hits)
@@ -313,6 +309,15 @@ class EngineAttempt(AttemptChannel):
             self._recompute(self._wanted_blocks - loaded_hits.hit_blocks, short)
         scheduler.dispatch.reads_done(self.attempt_id)
         return loaded_hits
+
+    def _check_whole(self, hit_blocks: int, short: str | None) -> None:
+        """Raise ``HitLostError`` if the DE has not got the whole hit behind which it appends."""
+        if short is not None:
+            raise HitLostError(
+                f"engine {self._decode_engine.engine_id} has {hit_blocks} of the "
+                f"{self._wanted_blocks} hit blocks behind which it was to compute ({short}); the "
+                "next attempt has a prefill engine"
+            )
 
     async def _reserve_and_read(
         self, runs: Sequence[HitRun], *, pe_idle: bool

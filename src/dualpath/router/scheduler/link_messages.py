@@ -222,6 +222,7 @@ _KINDS = {
         errors.BadRequestError,
         errors.DeadlineError,
         errors.EngineLostError,
+        errors.HitLostError,
         errors.PromptTooLongError,
         errors.TransportError,
     )
