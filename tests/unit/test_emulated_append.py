@@ -4,6 +4,8 @@ The story: an agent of a few turns.  Its first turn is prefilled by the PE, the 
 few tokens to a context that the DE has in its DRAM, or reads from storage.
 """
 
+from typing import Any
+
 import pytest
 from tests.emulated_cluster import GEOMETRY, Cluster, cluster
 from tests.unit.test_emulated_dram import total, updated
@@ -44,7 +46,8 @@ async def turns(made: Cluster, append: int, count: int = 4) -> list[tuple[list[i
 async def test_appends_to_a_context_in_dram_move_no_byte_between_engines(
     append: int, ranks: int
 ) -> None:
-    name, more = f"{append}-{ranks}", {"decode_tp": ranks, "kv_heads": 2}
+    name = f"{append}-{ranks}"
+    more: dict[str, Any] = {"decode_tp": ranks, "kv_heads": 2}
     async with cluster(f"memory://append-off-{name}", Mode.DUALPATH, **more) as made:
         expected = await turns(made, append)
         assert "append-at-decode" not in reasons(made)
