@@ -46,7 +46,7 @@ def scheduler_with(
 
 
 def turn(name: str, *, cached: int = HIT_BLOCKS, append: int = 80, may: bool = True) -> Request:
-    """A turn of ``append`` tokens, of whose hit the DE caches so many blocks."""
+    """A turn of ``append`` tokens; the DE caches ``cached`` blocks of its hit."""
     prefixes = (CachedPrefix("d0", cached),) if cached else ()
     return Request(name, HIT_TOKENS + append, HIT_TOKENS, 10, prefixes, append_at_decode=may)
 

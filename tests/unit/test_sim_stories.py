@@ -1,5 +1,7 @@
 """What happens to a round on a simulated cluster, in numbers that can be checked by hand."""
 
+from typing import Any
+
 import msgspec
 import numpy as np
 import pytest
@@ -338,7 +340,7 @@ def test_requests_of_a_decode_engine_wait_while_it_computes_an_append():
 
 def test_engines_in_lock_step_compute_no_append():
     agents = agents_of(*[growing_agent(3, 640, 64, 2)] * 2)
-    changes = {"gpus_per_node": 2, "dram_tier_bytes": 0.0}
+    changes: dict[str, Any] = {"gpus_per_node": 2, "dram_tier_bytes": 0.0}
     without = simulate(small_setup(**changes), agents)
     limited = simulate(small_setup(append_at_decode_tokens=500, **changes), agents)
     assert limited.end_ns == without.end_ns

@@ -304,7 +304,7 @@ def whole_plan(
 
 
 def append_plan(hit: PromptLayout) -> Iterator[Step]:
-    """All steps of a prompt behind whose hit the DE computes, until that is in its HBM.
+    """All steps of a hit until it is in the HBM of the DE that computes the tokens behind it.
 
     ``hit`` is the layout of the hit alone: its tokens, in full blocks, and its runs at the DE.
     Blocks that become full afterwards have the ``generated_steps``.

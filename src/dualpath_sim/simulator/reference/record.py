@@ -18,7 +18,7 @@ from dualpath_sim.simulator.result import (
 )
 from dualpath_sim.simulator.settings import Setup
 
-#: The PE of a round whose DE computes the append.
+#: The PE of a round in which the DE computes the append.
 NO_ENGINE = -1
 DecisionRow = tuple[int, int, int, int, int, int, int, int, int, int]
 
