@@ -370,24 +370,23 @@ class HitSources:
         settings, hit_tokens = self.settings, request.hit_tokens
         if not (settings.append_at_decode_tokens and request.append_at_decode and hit_tokens):
             return None
-        if self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
-            return None
         decode = self._ledger.engines[engines[Role.DECODE]]
+        if decode.spec.lockstep or self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
+            return None
         if source is None:
-            source = self.at_decode(hit_tokens, cached)
             if cached < hit_tokens:
                 return None
-        at_prefill = any(run.side is Role.PREFILL for run in source.runs)
-        if decode.spec.lockstep or at_prefill or source.recompute_tokens:
-            return None
-        if Role.PREFILL in engines:
-            prefill = [self._ledger.engines[engines[Role.PREFILL]]]
-        else:
+            source = self.at_decode(hit_tokens, cached)
             prefill = [one for one in self._ledger.ring(Role.PREFILL) if not one.paused]
-        appends = bool(prefill) and appends_at_decode(
+        else:
+            prefill = [self._ledger.engines[engines[Role.PREFILL]]]
+        at_prefill = any(run.side is Role.PREFILL for run in source.runs)
+        if at_prefill or source.recompute_tokens or not prefill:
+            return None
+        appends = appends_at_decode(
             settings.append_at_decode_tokens,
             request.prompt_tokens - hit_tokens,
-            min((engine.account(COMPUTING) for engine in prefill), default=0),
+            min(engine.account(COMPUTING) for engine in prefill),
             decode.account(COMPUTING),
             decode.account(SEQ) - 1,
         )
