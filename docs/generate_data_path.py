@@ -14,7 +14,7 @@ from dualpath.core.runs import BlockRun, HitRun
 from dualpath.plan.bounds import link_bytes
 from dualpath.plan.movements import Link, Place
 from dualpath.plan.order import waits_for
-from dualpath.plan.steps import PromptLayout, Step, generated_steps, whole_plan
+from dualpath.plan.steps import PromptLayout, Step, append_plan, generated_steps, whole_plan
 
 PAGE = Path(__file__).parent / "reference" / "data-path.md"
 
@@ -66,6 +66,16 @@ were read to, blocks of earlier chunks from the DE buffer. Here on the DE path:
 """
 
 
+_HIT = PromptLayout(
+    GEOMETRY, HITS * GEOMETRY.block_tokens, (HitRun(Role.DECODE, BlockRun(0, HITS)),)
+)
+_APPEND_TEXT = """\
+Beyond the paper, with `append_at_decode_tokens` ([append at the decode
+engine](../architecture.md#append-at-the-decode-engine)). No PE has a part in it; what the DE
+caches in DRAM is not read. Blocks that the append fills are stored as generated ones.
+"""
+
+
 def render() -> str:
     """Return the page."""
     at_pe = _layout(HitRun(Role.PREFILL, BlockRun(0, HITS)))
@@ -94,6 +104,9 @@ def render() -> str:
             "\n## A prompt in two chunks\n",
             _CHUNKS_TEXT,
             *_table(chunked),
+            "\n## A hit behind which the DE computes\n",
+            _APPEND_TEXT,
+            *_table(list(append_plan(_HIT))),
             "\n## A generated block\n",
             "When it is full; it counts itself as block 0.\n",
             *_table(list(generated_steps(GEOMETRY, slot=0))),

@@ -217,8 +217,8 @@ def test_engines_killed_in_the_middle_are_replaced_by_the_others_and_come_back(
 ) -> None:
     request = prefill_under_way(engines, truth.long_prompt, 40, "pe dies")
     (note,) = engines.assignments()
-    killed = [note.prefill_engine]
-    engines.kill(note.prefill_engine)
+    killed = [note.engines[0]]
+    engines.kill(killed[0])
     assert request.answer().token_ids == truth.long_answer[:40]
 
     engines.forget_assignments()
@@ -250,7 +250,7 @@ def test_engines_that_get_sigterm_end_what_they_have_and_nothing_is_tried_again(
     retries = engines.service.status()["counters"]["retries"]
     request = prefill_under_way(engines, truth.long_prompt, 40, "engines drain")
     (note,) = engines.assignments()
-    draining = [note.prefill_engine, note.decode_engine]
+    draining = list(note.engines)
     for name in draining:
         engines.supervisor.process(name).terminate()
     until(lambda: all(engines.paused(name) for name in draining), "engines that drain")

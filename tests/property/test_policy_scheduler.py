@@ -78,8 +78,8 @@ class Cluster(RuleBasedStateMachine):
 
     modes = tuple(Mode)
 
-    @initialize(data=st.data(), balanced=st.booleans())
-    def start(self, data: st.DataObject, balanced: bool) -> None:
+    @initialize(data=st.data(), balanced=st.booleans(), append=st.sampled_from([0, 100, 1000]))
+    def start(self, data: st.DataObject, balanced: bool, append: int) -> None:
         self.mode = data.draw(st.sampled_from(self.modes))
         self.scheduler = RequestScheduler(
             SchedulerSettings(
@@ -88,8 +88,10 @@ class Cluster(RuleBasedStateMachine):
                 beta_tokens=BETA_TOKENS,
                 block_tokens=BLOCK_TOKENS,
                 balanced_baselines=balanced,
+                append_at_decode_tokens=append,
             )
         )
+        self.append_tokens = append if self.mode in (Mode.DUALPATH, Mode.SPLIT) else 0
         self.limited = balanced or self.mode in (Mode.DUALPATH, Mode.SPLIT, Mode.ORACLE)
         if self.mode is Mode.ROUND_ROBIN:
             self.limited = False
@@ -110,16 +112,21 @@ class Cluster(RuleBasedStateMachine):
         request = self.requests[assignment.request_id]
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
-        assert not self.paused & {assignment.prefill_engine, assignment.decode_engine}
-        prefill = self.engines[assignment.prefill_engine]
-        decode = self.engines[assignment.decode_engine]
-        prefill.tokens[assignment.request_id] = assignment.prefill_tokens
-        decode.tokens[assignment.request_id] = assignment.decode_tokens
+        assert self.paused.isdisjoint(assignment.engines)
+        for side in assignment.sides:
+            charge = assignment.at(side)
+            self.engines[charge.engine_id].tokens[assignment.request_id] = charge.tokens
         hit_tokens = request.hit_tokens + assignment.unstored_tokens
+        if assignment.prefill_engine is None:
+            assert hit_tokens > 0
+            assert request.prompt_tokens - hit_tokens <= self.append_tokens
         expected = 0 if self.mode is Mode.ORACLE else hit_tokens
         cached_blocks = {prefix.engine_id: prefix.blocks for prefix in request.cached}
-        usable = [assignment.prefill_engine] if self.mode is not Mode.ORACLE else []
-        usable += [assignment.decode_engine] if self.mode.dual_path else []
+        usable = [
+            assignment.at(side).engine_id
+            for side in assignment.sides
+            if self.mode.dual_path or (side is Role.PREFILL and self.mode is not Mode.ORACLE)
+        ]
         longest = max((cached_blocks.get(name, 0) for name in usable), default=0)
         assert hit_tokens == max(request.hit_tokens, longest * BLOCK_TOKENS), (
             "what is stored or what its own engines cache"
@@ -136,7 +143,7 @@ class Cluster(RuleBasedStateMachine):
             if run.cached:
                 continue
             assert tokens == read_tokens.pop(run.side) > 0
-            reader = prefill if run.side is Role.PREFILL else decode
+            reader = self.engines[assignment.at(run.side).engine_id]
             reader.reads[assignment.request_id] = tokens
         assert not any(read_tokens.values())
         assert position == expected
@@ -184,9 +191,7 @@ class Cluster(RuleBasedStateMachine):
     def send(self, data: st.DataObject) -> None:
         """An engine receives an assignment, in whatever order they were decided."""
         assignment = self.assigned[data.draw(st.sampled_from(sorted(self.assigned)))]
-        engine_id = data.draw(
-            st.sampled_from([assignment.prefill_engine, assignment.decode_engine])
-        )
+        engine_id = data.draw(st.sampled_from(assignment.engines))
         engine = self.engines.get(engine_id)  # it may be lost
         if engine is not None and assignment.request_id in engine.tokens:
             engine.received.add(assignment.request_id)
@@ -226,7 +231,7 @@ class Cluster(RuleBasedStateMachine):
             engine.reads.pop(request_id, None)
         if steps > 1:
             self.scheduler.apply(PrefillEnded(request_id))
-            prefill = self.engines.get(self.assigned[request_id].prefill_engine)
+            prefill = self.engines.get(self.assigned[request_id].prefill_engine or "")
             if prefill is not None:
                 prefill.tokens.pop(request_id, None)
                 prefill.received.discard(request_id)

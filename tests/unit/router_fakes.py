@@ -37,6 +37,12 @@ NAMESPACE = StoreNamespace(
     layout="test",
     geometry=BlockGeometry(BLOCK_TOKENS, ((64,), (64,)), layer_windows=(0, WINDOW_TOKENS)),
 )
+WITHOUT_WINDOWS = StoreNamespace(
+    model="tiny",
+    dtype="float32",
+    layout="test",
+    geometry=BlockGeometry(BLOCK_TOKENS, ((64,), (64,))),
+)
 #: Longer than any limit of the router; in virtual time it costs nothing.
 GUARD_S = 3600.0
 

@@ -94,6 +94,7 @@ def router_command(
         open_metrics=settings.open_metrics,
         dram_tier=settings.dram_tier,
         recompute_limit_s=settings.recompute_limit_s,
+        append_at_decode_tokens=settings.append_at_decode_tokens,
         front_ends=settings.front_ends,
         cluster_port=cluster_port,
     )

@@ -32,6 +32,7 @@ from dualpath.router.settings import (
     AllowedHosts,
     AlphaTokens,
     ApiKeys,
+    AppendAtDecode,
     BetaTokens,
     DramTier,
     EventLog,
@@ -127,6 +128,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     alpha_tokens: AlphaTokens = None
     beta_tokens: BetaTokens = None
     recompute_limit_s: RecomputeLimit = 0.0
+    append_at_decode_tokens: AppendAtDecode = 0
     served_model_names: ServedNames = ()
     enforce_eager: Annotated[
         bool | None,

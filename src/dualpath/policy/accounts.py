@@ -5,6 +5,10 @@ request is *held* from its placement until its other engine is known, *assigned*
 then is the engine notified.  An assigned request is *uncounted* until a report of the engine counts
 it in.
 
+*HBM of a DE* is booked for a request's whole length from its assignment on: by the ledger until a
+report counts the request, by the report (``Load.unallocated_hbm_tokens``) until the engine has
+allocated HBM for it.  From then on the engine's own free HBM shows it, until the request ends.
+
 Accounts are stored per group as columns of plain integers, one list or array per column, rows in
 ``EngineSpec.order``, so that the kernels of ``prefill`` and ``decode`` read them as they are and
 the first minimum is the one of lowest order.  Here they are lists, which Python reads faster than
@@ -35,8 +39,9 @@ Accounts = list[list[int]] | IntArray
 
 #: Columns.  Unfinished tokens and requests (tok_e and seq_e), remaining HBM, which is negative when
 #: a report came in below what was assigned since, and the engine's part of its node's reading
-#: queue; of these what is held, and what is assigned and uncounted; the engine's node; of a PE the
-#: tokens of its assigned requests that are no hits and not computed yet, which no report knows.
+#: queue; of these what is held, and what is assigned and uncounted; the engine's node; the tokens
+#: that it has to compute: at a PE those of its assigned requests that are no hits and not computed
+#: yet, at a DE those of the appends that it computes itself.  No report knows them.
 (
     TOK,
     SEQ,
@@ -109,7 +114,7 @@ def strike(accounts: Accounts, row: int, tokens: int) -> None:
 
 
 def charge_computing(accounts: Accounts, row: int, tokens: int) -> None:
-    """Charge so many tokens (or, below 0, strike them) that a PE has to compute."""
+    """Charge so many tokens (or, below 0, strike them) that an engine has to compute."""
     accounts[COMPUTING][row] += tokens
 
 
@@ -175,6 +180,7 @@ def take_report(
     unfinished_tokens: int,
     read_queue_tokens: int,
     free_hbm_tokens: int,
+    unallocated_hbm_tokens: int,
 ) -> None:
     """Take over a report, once the uncounted columns have only what is not in it."""
     more_tokens = accounts[UNCOUNTED_TOKENS][row] + accounts[HELD_TOKENS][row]
@@ -183,7 +189,7 @@ def take_report(
     node_reads[accounts[NODE][row]] += reads - accounts[READS][row]
     accounts[TOK][row] = unfinished_tokens + more_tokens
     accounts[SEQ][row] = unfinished_requests + more_requests
-    accounts[FREE_HBM][row] = free_hbm_tokens - more_tokens
+    accounts[FREE_HBM][row] = free_hbm_tokens - unallocated_hbm_tokens - more_tokens
     accounts[READS][row] = reads
 
 
@@ -400,6 +406,7 @@ class Ledger:
             load.unfinished_tokens,
             load.read_queue_tokens,
             load.free_hbm_tokens,
+            load.unallocated_hbm_tokens,
         )
 
     def hold(self, engine_id: str, request_id: str, tokens: int) -> None:
@@ -440,7 +447,7 @@ class Ledger:
         )
 
     def charge_computing(self, engine_id: str, tokens: int) -> None:
-        """Charge a PE with tokens to compute, or strike them; a lost engine has no account."""
+        """Charge tokens to compute, or strike them; a lost engine has no account."""
         engine = self.engines.get(engine_id)
         if engine is not None:
             charge_computing(engine.columns, engine.row, tokens)

@@ -31,6 +31,16 @@ recomputed tokens attend to all tokens before them.
 - Only DualPath and Split recompute.  Basic, Layerwise and Round robin are the baselines, and Oracle
   reads nothing.  If α or β is unlimited, or 0, it implies no rate: everything is loaded.
 
+*Append at the DE* (beyond the paper).  Where the whole hit is in the DE's DRAM, or the DE reads
+what is not, and few tokens follow it, the DE computes them itself: no PE loads the hit and sends
+it nothing.  vLLM computes them beside the next step of the DE's requests, which then takes longer.
+So the DE does that if the request's time at its PE, the tokens that the PE computes before it and
+its own, is no shorter than the time that its DE takes: the appends before it, and its own tokens
+once for each other request of the DE, all of which wait for them.  Times are in tokens to compute.
+A request that has a DE and no PE yet, because all PEs are overloaded, is compared with the PE that
+has the fewest tokens to compute, if the DE caches its whole hit.  DEs that compute in lock step
+compute no append, as the whole group would wait; Basic, Layerwise, Round robin and Oracle neither.
+
 A new rule is a constant here, the mode that uses it in ``RULES``, a branch of ``read_tokens`` and
 its reason: the live scheduler and both cores of the simulator call ``read_tokens``, the compiled
 one as it stands.  A new input from engines is a field of ``core.control.Load``, which the engine's
@@ -45,7 +55,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.policy.accounts import COMPUTING, NODE, Ledger
+from dualpath.policy.accounts import COMPUTING, NODE, SEQ, Ledger
 from dualpath.policy.baselines import SidesInTurn
 from dualpath.policy.events import (
     ALPHA_S,
@@ -289,6 +299,27 @@ def recompute_tokens(
     return unread_tokens - loaded
 
 
+# ------------------------------------------------------------------------ append at the DE
+
+
+def appends_at_decode(
+    limit_tokens: int,
+    append_tokens: int,
+    prefill_computing_tokens: int,
+    decode_computing_tokens: int,
+    other_requests: int,
+) -> bool:
+    """Return whether a DE computes ``append_tokens`` behind a hit; ``limit_tokens`` 0: never.
+
+    ``*_computing_tokens`` are those that the PE and the DE compute before it, ``other_requests``
+    those of the DE, which wait for the append.
+    """
+    if append_tokens > limit_tokens:
+        return False
+    at_prefill = prefill_computing_tokens + append_tokens
+    return at_prefill >= decode_computing_tokens + append_tokens * other_requests
+
+
 # ------------------------------------------------------------------------ both, with the ledger
 
 
@@ -347,6 +378,49 @@ class HitSources:
             if (engine := engines.get(prefix.engine_id)) is not None
             and (engine.spec.role is Role.PREFILL or self._rule != PE_READS)
         }
+
+    def append_at_decode(
+        self, request: Request, source: "HitSource | None", engines: Mapping[Role, str], cached: int
+    ) -> "HitSource | None":
+        """Return the source of a request's hit if its DE computes what follows it, else None.
+
+        ``engines`` are those that the ledger has it at, with or without a PE; ``source`` is the
+        plan for both of them, None without a PE; ``cached`` tokens of the hit are in the DE's DRAM.
+        """
+        settings = self.settings
+        if not (settings.append_at_decode_tokens and request.append_at_decode):
+            return None
+        decode = self._ledger.engines[engines[Role.DECODE]]
+        if decode.spec.lockstep or self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
+            return None
+        if source is None:
+            if cached < request.hit_tokens:
+                return None
+            source = self.at_decode(request.hit_tokens, cached)
+            prefill = [one for one in self._ledger.ring(Role.PREFILL) if not one.paused]
+        else:
+            prefill = [self._ledger.engines[engines[Role.PREFILL]]]
+        hit_tokens = request.hit_tokens + source.unstored_tokens
+        at_prefill = any(run.side is Role.PREFILL for run in source.runs)
+        if not hit_tokens or at_prefill or source.recompute_tokens or not prefill:
+            return None
+        appends = appends_at_decode(
+            settings.append_at_decode_tokens,
+            request.prompt_tokens - hit_tokens,
+            min(engine.account(COMPUTING) for engine in prefill),
+            decode.account(COMPUTING),
+            decode.account(SEQ) - 1,
+        )
+        return source if appends else None
+
+    def at_decode(self, hit_tokens: int, cached_tokens: int) -> "HitSource":
+        """Return the source of a hit that its DE has cached up to a length, and reads behind it.
+
+        ``hit_tokens`` are stored; it may cache more.
+        """
+        unread, unstored = max(hit_tokens - cached_tokens, 0), max(cached_tokens - hit_tokens, 0)
+        runs = hit_runs(cached_tokens, 0, 0, unread, self.settings.block_tokens)
+        return HitSource(runs, READ_REASONS[BY_QUEUE if unread else KEPT], 0, unstored)
 
     def plan(
         self, hit_tokens: int, cached_tokens: Mapping[str, int], engines: Mapping[Role, str]

@@ -60,6 +60,14 @@ RecomputeLimit = Annotated[
         ge=0,
     ),
 ]
+AppendAtDecode = Annotated[
+    int,
+    Setting(
+        "a decode engine that has a request's hit in its buffer, or reads it, computes up to this "
+        "many tokens behind it, without a prefill engine; 0: a prefill engine computes them",
+        ge=0,
+    ),
+]
 DramTier = Annotated[
     bool,
     Setting(
@@ -166,6 +174,7 @@ class RouterSettings(Settings, frozen=True):
         float, Setting("an engine aborts a slower storage read; the rest is recomputed", gt=0)
     ] = 60.0
     recompute_limit_s: RecomputeLimit = 0.0
+    append_at_decode_tokens: AppendAtDecode = 0
     read_margin_s: Annotated[
         float,
         Setting(

@@ -38,6 +38,7 @@ from dualpath.router.requests.call_watch import CallWatch
 from dualpath.router.requests.request import Attempt, RequestLife
 from dualpath.router.scheduler import attempt as engine_attempt
 from dualpath.router.scheduler import leases
+from dualpath.router.scheduler.attempt import EngineAttempt
 from dualpath.router.scheduler.control_server import LivenessProbes
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer, FrontEndSession
@@ -414,6 +415,13 @@ def _any_lease(self: BlockBuffer, request_id: str, slots: Sequence[int]) -> bool
     return True
 
 
+def _freed_once_persisted(self: ActiveRequests, request_id: str) -> bool:
+    """``ActiveRequests.done_with_buffer`` that does not wait for the copy into HBM."""
+    with self._lock:
+        request = self._active.get(request_id)
+        return request is not None and request.persist_seen
+
+
 def _over_at_once(
     stream: LayerStream, holder: BlockHolder
 ) -> tuple[PassOutcome, list[ChunkTransfers]]:
@@ -598,6 +606,14 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     "cached-once-read": PlantedBug(
         "a DE caches blocks as soon as they are read, although the PE may recompute them",
         lambda: mock.patch.object(ReadQueue, "_caches", _ALWAYS, create=True),
+    ),
+    "append-over-lost-hit": PlantedBug(
+        "a DE computes an append although a part of the hit before it could not be loaded",
+        replaced(EngineAttempt, "_check_whole", lambda self, hit_blocks, short: None),
+    ),
+    "freed-before-copied": PlantedBug(
+        "a DE's slots are freed before their KV has been copied into HBM",
+        replaced(ActiveRequests, "done_with_buffer", _freed_once_persisted),
     ),
     "windows-unread": PlantedBug(
         "a shortened hit is used without the window layers of its last blocks",

@@ -390,6 +390,8 @@ class _Run:
         if len(settings.salts) > 1:
             quota = settings.tenant_quota_blocks
             world.note("world", f"salts {settings.salts}, a quota of {quota} blocks for each")
+        if append_tokens := settings.router.append_at_decode_tokens:
+            world.note("world", f"decode engines append up to {append_tokens} tokens")
         if settings.node_dram_blocks:
             world.note("world", f"{settings.node_dram_blocks} blocks of DRAM for each machine")
         self.world = world

@@ -201,6 +201,9 @@ class TrafficManager:
                 quarantined_buffer_tokens=(
                     self.buffer.quarantined_slots() * self.geometry.block_tokens
                 ),
+                unallocated_hbm_tokens=(
+                    self.active.unallocated_tokens() if self.settings.role is Role.DECODE else 0
+                ),
             ),
             counters=self.counters.snapshot() | self._tier.totals(),
             unhealthy=self.health(),

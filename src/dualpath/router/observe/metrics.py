@@ -205,12 +205,12 @@ class RouterMetrics:
         self._assignments.labels(
             assignment.pe_reason, assignment.de_reason, assignment.read_reason
         ).inc()
-        for role in Role:
+        for role in assignment.sides:
             self._read_tokens[role].inc(assignment.at(role).read_tokens)
 
     def reads_replanned(self, old: Assignment, new: Assignment) -> None:
         """Count what either side has to read more than it was assigned."""
-        for role in Role:
+        for role in new.sides:
             more = new.at(role).read_tokens - old.at(role).read_tokens
             self._read_tokens[role].inc(max(more, 0))
 

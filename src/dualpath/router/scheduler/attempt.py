@@ -23,6 +23,10 @@ reads those that it does not cache.
 Slots with cached blocks are shared and must not be written to.  At a DE they are the first slots of
 the prompt and only these: no run before them can turn out short, in which case the PE would
 recompute what follows and write it there.
+
+*Append at the DE.*  If the assignment has no PE, the DE reserves slots for the hit alone, and the
+front end sends it the request as soon as they are filled.  If a part of the hit turns out to be
+lost, the attempt ends in ``HitLostError``, and the next one has a PE.
 """
 
 import asyncio
@@ -51,10 +55,10 @@ from dualpath.core.control import (
     Reserved,
     Sync,
 )
-from dualpath.core.errors import EngineLostError, TransportError
+from dualpath.core.errors import EngineLostError, HitLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -84,6 +88,7 @@ from dualpath.router.scheduling import (
     AttemptOrder,
     Placed,
     Prefilled,
+    Prepared,
     Recomputed,
     Staged,
 )
@@ -123,6 +128,8 @@ class EngineAttempt(AttemptChannel):
         self._use_cached = order.use_cached and scheduler.settings.dram_tier
         self._stages = Stages(scheduler.clock, self._staged, order.number)
         self._placed = self._arrived = False
+        #: The DE computes the append: there is no PE.
+        self._appends = False
         #: Engines that count the request.
         self._assigned: set[str] = set()
         #: At the head of the prompt: stored; hits at the engines of the assignment, stored or not;
@@ -135,17 +142,19 @@ class EngineAttempt(AttemptChannel):
 
     # ------------------------------------------------------------------ ScheduledAttempt
 
-    async def prepare(self) -> PrefillTransfer:
-        """Return what the PE has to know, once all hits are in DRAM."""
+    async def prepare(self) -> Prepared:
+        """Return the transfers, once all hits are in DRAM."""
         self._stored_blocks = await self._look_up()  # 2: longest stored prefix
         await self._find_engines()  # 3: PE, DE and read side
         self._loaded = loaded = await self._load()  # 4: reserve, read (labels 1-2 of Fig. 4)
         self.check()
+        if self._appends:
+            return Prepared(self._append_transfer(loaded), None)
         if loaded.de_slots:
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
         self._done = self.expect(PrefillDone, self._prefill_engine.engine_id)
-        return PrefillTransfer(
+        prefill = PrefillTransfer(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
             hit_blocks=loaded.hit_blocks,
@@ -156,16 +165,36 @@ class EngineAttempt(AttemptChannel):
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
         )
+        decode = DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._order.prompt_tokens,
+            slots=loaded.de_slots,
+            tenant=self._order.tenant,
+        )
+        return Prepared(decode, prefill)
+
+    def _append_transfer(self, loaded: Loaded) -> DecodeTransfer:
+        return DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._wanted_blocks * self._scheduler.block_tokens,
+            slots=loaded.de_slots,
+            tenant=self._order.tenant,
+            hit_key_tail=self._order.keys[self._wanted_blocks - 1],
+        )
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
+        if self._appends:
+            # The DE stores the blocks of the append as those of generated tokens.
+            self._persist(self._order.keys[: self._loaded.hit_blocks])
+            return Prefilled(self._account(), 0.0, 0.0)
         done = await self._kv_arrived()
         engine_id = self._prefill_engine.engine_id
         self.engines.discard(engine_id)
         self._assigned.discard(engine_id)
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
-        self._persist()
+        self._persist(self._order.keys)
         return Prefilled(self._account(), done.forward_s, done.transfer_s)
 
     async def prefill_aborted(self) -> None:
@@ -179,6 +208,8 @@ class EngineAttempt(AttemptChannel):
         """The DE generates: nothing is in transfer any more."""
         # Tokens need all of the prompt's KV.
         self._scheduler.releases.writer_done(self.attempt_id)
+        if self._appends:
+            self._scheduler.dispatch.prompt_computed(self.attempt_id)
 
     async def decoded(self) -> None:
         """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""
@@ -194,8 +225,8 @@ class EngineAttempt(AttemptChannel):
             return
         scheduler.exchange.close(self.attempt_id)
         if self._placed:
-            prefill, decode = self._prefill_engine.engine_id, self._decode_engine.engine_id
-            if prefill in self._assigned:
+            decode = self._decode_engine.engine_id
+            for prefill in self._assigned - {decode}:
                 scheduler.releases.release(prefill, self.attempt_id, reason)
             if decode in self._assigned:
                 scheduler.releases.release_when_safe(decode, self.attempt_id, reason)
@@ -239,14 +270,19 @@ class EngineAttempt(AttemptChannel):
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
+            append_at_decode=self._order.number == 1,
         )
         with self._stages.stage(Stage.QUEUE):
             self._assigned_to(await scheduler.dispatch.place(request))
         scheduler.check_leader()
-        self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
         self._decode_engine = scheduler.engine(self._assignment.decode_engine)
+        if self._assignment.prefill_engine is None:
+            self._appends = True
+        else:
+            self._prefill_engine = scheduler.engine(self._assignment.prefill_engine)
         self._placed = True
-        self._listener.notify(Placed(self._prefill_engine, self._decode_engine))
+        prefill_engine = None if self._appends else self._prefill_engine
+        self._listener.notify(Placed(prefill_engine, self._decode_engine))
         recomputed = self._assignment.recompute_tokens
         if recomputed:
             self._count_recomputed(recomputed, FASTER)
@@ -273,7 +309,9 @@ class EngineAttempt(AttemptChannel):
             await self._assign(self._prefill_engine)
             return Loaded(hit_blocks=self._wanted_blocks, hits=(), de_slots=())
         runs = self._assignment.reads
-        if any(run.cached or run.side is Role.PREFILL for run in runs):
+        if self._appends:
+            de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=True)
+        elif any(run.cached or run.side is Role.PREFILL for run in runs):
             de_slots, outcomes = await self._reserve_and_read(runs, pe_idle=False)
         else:
             # A PE that gets no slots in any case need not wait for the DE's slots and reads.
@@ -283,6 +321,8 @@ class EngineAttempt(AttemptChannel):
             assert loaded is not None
             de_slots, outcomes = loaded
         hits, hit_blocks, short = good_runs(outcomes)
+        if self._appends:
+            self._check_whole(hit_blocks, short)
         loaded_hits = Loaded(hit_blocks=hit_blocks, hits=hits, de_slots=de_slots)
         if short is not None:
             if short == GONE:  # Neither storage nor DRAM has the rest: it is no hit.
@@ -293,17 +333,30 @@ class EngineAttempt(AttemptChannel):
         scheduler.dispatch.reads_done(self.attempt_id)
         return loaded_hits
 
+    def _check_whole(self, hit_blocks: int, short: str | None) -> None:
+        """Raise ``HitLostError`` if the DE has not got the whole hit behind which it appends."""
+        if short is not None:
+            raise HitLostError(
+                f"engine {self._decode_engine.engine_id} has {hit_blocks} of the "
+                f"{self._wanted_blocks} hit blocks behind which it was to compute ({short}); the "
+                "next attempt has a prefill engine"
+            )
+
     async def _reserve_and_read(
         self, runs: Sequence[HitRun], *, pe_idle: bool
     ) -> tuple[tuple[int, ...], list[RunRead]]:
         """Return the DE's slots of the prompt, and the outcome of every run in block order.
 
+        If the DE computes the append they are the slots of the hit.
+
         Slots at the DE come first, always: a request that holds PE slots waits for no other slots,
         so there is no deadlock.  The PE reads nothing if it is idle.
         """
-        prompt_blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
         hit_run = BlockRun(0, _hit_blocks(runs))
-        granted = await self._reserve(self._decode_engine, prompt_blocks, [hit_run])
+        blocks = holding_blocks(self._order.prompt_tokens, self._scheduler.block_tokens)
+        if self._appends:
+            blocks = hit_run.count
+        granted = await self._reserve(self._decode_engine, blocks, [hit_run])
         if any(run.cached for run in runs):
             runs = self._slots_granted(granted.cached_blocks)
         hit_blocks = _hit_blocks(runs)
@@ -334,18 +387,25 @@ class EngineAttempt(AttemptChannel):
         What its node shares besides is read without a storage NIC, as long as it is there.
         """
         found, cached = self._order.keys[: self._found_blocks], self._scheduler.cached
-        decode, prefill = self._decode_engine.engine_id, self._prefill_engine.engine_id
+        decode = self._decode_engine.engine_id
+        at_prefill = 0 if self._appends else cached.of(self._prefill_engine.engine_id, found)
         replanned = self._scheduler.dispatch.slots_granted(
             SlotsGranted(
                 self.attempt_id,
                 decode_blocks=max(cached_blocks, cached.shared(decode, found)),
-                prefill_blocks=cached.of(prefill, found),
+                prefill_blocks=at_prefill,
             )
         )
         if replanned is not None:
             more = replanned.recompute_tokens - self._assignment.recompute_tokens
             self._scheduler.metrics.reads_replanned(self._assignment, replanned)
+            expected_blocks = self._found_blocks
             self._assigned_to(replanned)
+            if self._appends and self._found_blocks < expected_blocks:
+                raise HitLostError(
+                    f"engine {decode} has evicted hit blocks that are not stored, behind which it "
+                    "was to compute; the next attempt has a prefill engine"
+                )
             if more:
                 self._count_recomputed(more, FASTER)
         return self._assignment.reads
@@ -523,10 +583,11 @@ class EngineAttempt(AttemptChannel):
             faster_blocks=self._found_blocks - self._wanted_blocks,
         )
 
-    def _persist(self) -> None:
-        """Have the DE store those of the prompt's full blocks that are not; sent even without any.
+    def _persist(self, in_buffer: tuple[BlockKey, ...]) -> None:
+        """Have the DE store those of the full blocks in its buffer that are not; sent without any.
 
-        The DE releases the buffer only when it knows that nothing more is to be stored.
+        ``in_buffer`` are the keys of the prompt's full blocks there.  The DE releases the buffer
+        only when it knows that nothing more is to be stored.
         """
         self.check()
         keys, engine_id = self._order.keys, self._decode_engine.engine_id
@@ -537,9 +598,9 @@ class EngineAttempt(AttemptChannel):
             Persist(
                 request_id=self.attempt_id,
                 first_block=first,
-                keys=keys[first:],
+                keys=in_buffer[first:],
                 origin=BlockOrigin(parent, self._order.tenant),
-                hit_keys=keys[:first],
+                hit_keys=in_buffer[:first],
             ),
         )
         self._scheduler.writers.note(keys[first:] or keys[-1:], engine_id)
@@ -559,7 +620,6 @@ class EngineAttempt(AttemptChannel):
     def kv_in_hbm(self, arrived: KvInHbm) -> None:
         """The DE has the prompt's KV in its HBM."""
         self._scheduler.releases.writer_done(self.attempt_id)
-        self._scheduler.dispatch.kv_in_hbm(self.attempt_id, self._decode_engine.engine_id)
         self._arrived = True
         self._listener.notify(Arrived(arrived.h2d_s))
 

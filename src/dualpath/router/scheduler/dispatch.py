@@ -56,14 +56,13 @@ class Share:
     """An assignment at one of its engines: what it is charged there, and its progress.
 
     ``assign_number`` is that of its ``Assign`` in the engine's session, None before it is sent;
-    ``reading`` whether the engine was sent its reads, ``in_hbm`` whether the engine has allocated
-    HBM for it.
+    ``reading`` whether the engine was sent its reads.
     """
 
     def __init__(self, charge: Charge) -> None:
         self.charge = charge
         self.assign_number: int | None = None
-        self.reading = self.in_hbm = False
+        self.reading = False
 
 
 class EngineAssignments:
@@ -83,23 +82,18 @@ class EngineAssignments:
     def event(self, load: Load, received: int) -> EngineReport:
         """Return the event of a report; its envelope acknowledges messages up to ``received``.
 
-        Requests without an ``Assign`` among these messages are uncounted.  Two figures are added
-        that the engine cannot know: reads of counted requests that wait for buffer space, and HBM
-        that counted requests need once their KV is there.
+        Requests without an ``Assign`` among these messages are uncounted.  Reads of counted
+        requests that wait for buffer space are added: the engine cannot know them.
         """
-        uncounted, to_be_read, hbm_wanted = [], 0, 0
+        uncounted, to_be_read = [], 0
         for request_id, share in self.open.items():
             if share.assign_number is None or share.assign_number > received:
                 uncounted.append(request_id)
                 continue
             if not share.reading:
                 to_be_read += share.charge.read_tokens
-            if not share.in_hbm:
-                hbm_wanted += share.charge.tokens
         full_load = msgspec.structs.replace(
-            load,
-            read_queue_tokens=load.read_queue_tokens + to_be_read,
-            free_hbm_tokens=max(load.free_hbm_tokens - hbm_wanted, 0),
+            load, read_queue_tokens=load.read_queue_tokens + to_be_read
         )
         return EngineReport(self._engine_id, full_load, tuple(uncounted))
 
@@ -189,6 +183,7 @@ class Dispatch:
                     order=info.order,
                     hbm_tokens=info.hbm_tokens,
                     snic_tokens_per_s=self._snic_tokens_per_s(info),
+                    lockstep=info.dp is not None and info.dp.size > 1,
                 )
             )
         )
@@ -266,11 +261,6 @@ class Dispatch:
         if (share := self._share(request_id, engine_id)) is not None:
             share.reading = True
 
-    def kv_in_hbm(self, request_id: str, engine_id: str) -> None:
-        """The DE has a request's KV in its HBM now."""
-        if (share := self._share(request_id, engine_id)) is not None:
-            share.in_hbm = True
-
     def reads_done(self, request_id: str) -> None:
         """All storage reads of a request are done."""
         assignment = self._assignment(request_id)
@@ -278,13 +268,18 @@ class Dispatch:
             if (share := self._share(request_id, engine_id)) is not None:
                 share.charge = share.charge._replace(read_tokens=0)
         self._apply(ReadsDone(request_id))
-        if self._role_policy is not None and assignment is not None:
+        waits_for_pe = assignment is not None and assignment.prefill_engine is not None
+        if self._role_policy is not None and assignment is not None and waits_for_pe:
             self._role_policy.loaded(request_id, assignment.prefill_tokens)
         self._fetch_all()
 
     def prefill_done(self, request_id: str, engine_id: str) -> None:
         """The PE has finished a request."""
         self._end_at(request_id, engine_id)
+        self.prompt_computed(request_id)
+
+    def prompt_computed(self, request_id: str) -> None:
+        """A request's prompt is computed, by its PE, or by its DE if it has no PE; idempotent."""
         self._apply(PrefillEnded(request_id))
         if self._role_policy is not None and (known := self._assignment(request_id)) is not None:
             self._role_policy.prefilled(request_id, known.decode_tokens)
@@ -341,7 +336,7 @@ class Dispatch:
 
     def _note(self, assignment: Assignment) -> None:
         self._placements[assignment.request_id].assignment = assignment
-        for role in Role:
+        for role in assignment.sides:
             charge = assignment.at(role)
             if (assigned := self._engines.get(charge.engine_id)) is not None:
                 assigned.decided(assignment.request_id, charge)
@@ -382,4 +377,4 @@ class Dispatch:
 
 def _engines_of(assignment: Assignment | None) -> tuple[str, ...]:
     """Return the engines of an assignment, none while there is none."""
-    return () if assignment is None else (assignment.prefill_engine, assignment.decode_engine)
+    return () if assignment is None else assignment.engines

@@ -251,6 +251,7 @@ _KINDS = {
         errors.BadRequestError,
         errors.DeadlineError,
         errors.EngineLostError,
+        errors.HitLostError,
         errors.PromptTooLongError,
         errors.TransportError,
     )

@@ -28,7 +28,6 @@ from dualpath.core.errors import (
 from dualpath.core.modes import Mode
 from dualpath.core.session_hints import SessionHints
 from dualpath.core.sessions import REGISTER_INTERVAL_S, ROUTER_TIMEOUT_S
-from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.control.link import LINGER_MS, RouterSession, connect_dealer, prepare_dealer
 from dualpath.node.cluster_secret import ClusterSecret, check_control_url
 from dualpath.router.engines import EngineInfo, Membership
@@ -43,6 +42,7 @@ from dualpath.router.scheduling import (
     Placed,
     Prefilled,
     Recomputed,
+    Prepared,
     RequestOrder,
     Staged,
 )
@@ -276,9 +276,9 @@ class RemoteAttempt:
             self.broken.set_exception(error)
             self.broken.exception()  # Marks it as seen: the attempt may have ended already.
 
-    async def prepare(self) -> PrefillTransfer:
-        """Return what the PE has to know."""
-        return await self._call(m.Step.PREPARE, PrefillTransfer)
+    async def prepare(self) -> Prepared:
+        """Return the transfers, once all hits are in DRAM."""
+        return await self._call(m.Step.PREPARE, Prepared)
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived."""

@@ -344,7 +344,7 @@ class Scheduler:
         self.metrics.assigned(assignment)
         # At the moment of decision: an engine may be lost before the request's task wakes up.
         if (attempt := self.exchange.get(assignment.request_id)) is not None:
-            attempt.engines.update((assignment.prefill_engine, assignment.decode_engine))
+            attempt.engines.update(assignment.engines)
 
     # ------------------------------------------------------------------ ControlListener
 
@@ -418,6 +418,7 @@ class Scheduler:
             computed_weight=thresholds.computed_weight,
             block_tokens=self.block_tokens,
             recompute_limit_s=min(self.settings.recompute_limit_s, self.settings.read_deadline_s),
+            append_at_decode_tokens=self._append_at_decode_tokens(),
         )
         if self.event_log is not None:
             self.event_log.begin(settings)
@@ -429,6 +430,19 @@ class Scheduler:
             self.metrics.scheduled,
             self.role_policy,
         )
+
+    def _append_at_decode_tokens(self) -> int:
+        """Return the setting; 0 in a model with window layers.
+
+        Blocks of an append that leave a window in the step that computes them would not be stored.
+        """
+        tokens = self.settings.append_at_decode_tokens
+        if tokens and self.geometry.layer_windows:
+            logger.warning(
+                "append_at_decode_tokens %d is not used: the model has window layers", tokens
+            )
+            return 0
+        return tokens
 
     def _bytes_per_token(self) -> int:
         namespace = self.registry.namespace
