@@ -209,7 +209,7 @@ class EngineAttempt(AttemptChannel):
         # Tokens need all of the prompt's KV.
         self._scheduler.releases.writer_done(self.attempt_id)
         if self._appends:
-            self._scheduler.dispatch.prompt_computed(self.attempt_id)
+            self._scheduler.dispatch.prompt_computed(self.attempt_id, self._decode_engine.engine_id)
 
     async def decoded(self) -> None:
         """Wait for ``KvInHbm``, which tokens may overtake, even all of them."""

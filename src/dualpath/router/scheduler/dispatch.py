@@ -276,9 +276,9 @@ class Dispatch:
     def prefill_done(self, request_id: str, engine_id: str) -> None:
         """The PE has finished a request."""
         self._end_at(request_id, engine_id)
-        self.prompt_computed(request_id)
+        self.prompt_computed(request_id, engine_id)
 
-    def prompt_computed(self, request_id: str) -> None:
+    def prompt_computed(self, request_id: str, engine_id: str) -> None:
         """A request's prompt is computed, by its PE, or by its DE if it has no PE; idempotent."""
         self._apply(PrefillEnded(request_id))
         if self._role_policy is not None and (known := self._assignment(request_id)) is not None:

@@ -41,8 +41,8 @@ from dualpath.router.scheduling import (
     AttemptOrder,
     Placed,
     Prefilled,
-    Recomputed,
     Prepared,
+    Recomputed,
     RequestOrder,
     Staged,
 )
