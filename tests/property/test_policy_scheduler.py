@@ -99,6 +99,8 @@ class Cluster(RuleBasedStateMachine):
         self.paused: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.assigned: dict[str, Assignment] = {}
+        #: The engines that had joined when a request was submitted, of which the caches count.
+        self.joined: dict[str, frozenset[str]] = {}
         self.count = 0
         self.reports: dict[str, EngineReport] = {}
         for spec in specs():
@@ -121,7 +123,12 @@ class Cluster(RuleBasedStateMachine):
             assert hit_tokens > 0
             assert request.prompt_tokens - hit_tokens <= self.append_tokens
         expected = 0 if self.mode is Mode.ORACLE else hit_tokens
-        cached_blocks = {prefix.engine_id: prefix.blocks for prefix in request.cached}
+        joined = self.joined[request.request_id]
+        cached_blocks = {
+            prefix.engine_id: prefix.blocks
+            for prefix in request.cached
+            if prefix.engine_id in joined
+        }
         usable = [
             assignment.at(side).engine_id
             for side in assignment.sides
@@ -158,6 +165,7 @@ class Cluster(RuleBasedStateMachine):
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
+        self.joined[request.request_id] = frozenset(self.engines)
         self.scheduler.apply(Submitted(request))
 
     @rule(
