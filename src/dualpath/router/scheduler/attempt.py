@@ -524,7 +524,7 @@ class EngineAttempt(AttemptChannel):
         self.check()
         scheduler, tokens = self._scheduler, self._assignment.at(engine.role).tokens
         self._assigned.add(engine.engine_id)
-        if scheduler.moves_bytes:
+        if scheduler.moves_bytes and not self._appends:
             prefill = engine.role is Role.PREFILL
             peer = self._decode_engine if prefill else self._prefill_engine
             scheduler.server.name_peer(engine.engine_id, peer.engine_id)
