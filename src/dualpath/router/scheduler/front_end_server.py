@@ -77,7 +77,8 @@ class _Listener:
         if not isinstance(event, Placed):
             self._events.append(event)
             return
-        self._events.append(m.PlacedOn(event.prefill.writer.id, event.decode.writer.id))
+        prefill = None if event.prefill is None else event.prefill.writer.id
+        self._events.append(m.PlacedOn(prefill, event.decode.writer.id))
         self._placed.add(self._attempt_id)
         self.flush()
 

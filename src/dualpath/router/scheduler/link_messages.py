@@ -178,9 +178,12 @@ class EnginesChanged(Message, frozen=True, tag=True):
 
 
 class PlacedOn(msgspec.Struct, frozen=True, tag=True):
-    """``Placed`` by engine id and epoch: the front end knows the engines already."""
+    """``Placed`` by engine id and epoch: the front end knows the engines already.
 
-    prefill: tuple[Name, Name]
+    ``prefill`` is None if the DE computes the append.
+    """
+
+    prefill: tuple[Name, Name] | None
     decode: tuple[Name, Name]
 
 

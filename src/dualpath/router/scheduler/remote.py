@@ -258,8 +258,10 @@ class RemoteAttempt:
         if not isinstance(event, m.PlacedOn):
             self.listener.notify(event)
             return
-        prefill, decode = (self._link.engines.live(*one) for one in (event.prefill, event.decode))
-        if prefill is None or decode is None:
+        engines = self._link.engines
+        decode = engines.live(*event.decode)
+        prefill = None if event.prefill is None else engines.live(*event.prefill)
+        if decode is None or (event.prefill is not None and prefill is None):
             self.break_off(EngineLostError(f"engines {event.prefill} or {event.decode} are lost"))
             return
         self.decode_engine = decode
