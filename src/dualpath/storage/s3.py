@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from datetime import datetime
 from typing import TYPE_CHECKING, TypeVar
 from xml.etree import ElementTree
@@ -288,8 +288,18 @@ class _Writing:
 
 
 def _finish(futures: Sequence["Future[Result]"]) -> list[Result]:
-    """Wait for all futures, so that no buffer is in use afterwards; return the results."""
-    wait(futures)
+    """Wait for all futures, so that no buffer is in use afterwards; return the results.
+
+    After a failure those that have not begun are cancelled: what refuses one write will refuse
+    the others, each after the upload of a block.  The error is raised.
+    """
+    over, _ = wait(futures, return_when=FIRST_EXCEPTION)
+    failed = next((one.exception() for one in over if one.exception() is not None), None)
+    if failed is not None:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        raise failed
     return [future.result() for future in futures]
 
 
