@@ -8,6 +8,8 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pytest
+
 from dualpath_lab.gpu import bootstrap, payload
 
 REPOSITORY = Path(__file__).parents[2]
@@ -86,7 +88,9 @@ def test_the_requirements_are_exact() -> None:
     assert {"vllm==0.32.0", "nixl-cu13==1.5.1"} <= set(wanted)
 
 
-def test_a_bare_python_runs_the_command_from_the_archive(tmp_path: Path) -> None:
+def test_a_bare_python_runs_the_command_from_the_archive(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Packages of the archive are imported, and entry points are those of the projects."""
     wheels = tmp_path / "wheels"
     wheels.mkdir()
@@ -103,6 +107,8 @@ def test_a_bare_python_runs_the_command_from_the_archive(tmp_path: Path) -> None
     assert sorted(str(f.relative_to(site)) for f in site.rglob("*.py")) == [
         "beside.py", "packed/__init__.py",
     ]  # fmt: skip
+    monkeypatch.setattr(bootstrap, "NEEDED", ("packed", "json", "torch_of_nobody"))
+    assert bootstrap.missing(folder) == ["torch_of_nobody"]
     program = (
         "import packed, importlib.metadata as m;"
         "print(packed.VALUE, sorted(e.value for e in m.entry_points(group='dualpath.commands')))"
