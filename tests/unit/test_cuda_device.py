@@ -312,11 +312,15 @@ def test_kv_in_host_memory_needs_no_device():
     ("setting", "nic", "own"),
     [("auto", True, False), ("auto", False, True), ("nixl", False, False), ("cuda", True, True)],
 )
-def test_cuda_copies_where_no_nic_does(gpu, monkeypatch, setting, nic, own):
+def test_cuda_copies_where_no_nic_does(gpu, caplog, monkeypatch, setting, nic, own):
+    caplog.set_level("INFO")
     monkeypatch.setattr(cuda_device, "has_rdma_nic", lambda: nic)
     monkeypatch.setattr(cuda_device, "CudaDriver", lambda: CudaDriver(driver_bindings()))
     device = open_device(torch.device("cuda", 0), setting)
     assert (device.copier is not None) is own
+    assert caplog.messages[0].startswith(
+        f"copies between DRAM and HBM are made by {'CUDA' if own else 'NIXL'}: "
+    )
 
 
 # ------------------------------------------------------------------ KV tensors as regions

@@ -68,11 +68,15 @@ def test_a_phase_that_crashes_is_a_result(tmp_path: Path) -> None:
 def test_a_phase_beyond_its_limit_is_ended_with_the_processes_that_it_started(
     tmp_path: Path,
 ) -> None:
-    """The child has a process group of its own and ignores SIGTERM, as an engine might."""
+    """The child has a process group of its own and ignores SIGTERM, as an engine might.
+
+    Its environment is not that of the phase: vLLM's processes overwrite theirs with a title.
+    """
     child = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
     hangs = (
         "import subprocess\n"
-        f"child = subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session=True)\n"
+        f"command = [sys.executable, '-c', {child!r}]\n"
+        "child = subprocess.Popen(command, start_new_session=True, env={})\n"
         "check.put('child', child.pid)\ntime.sleep(600)"
     )
     result = run(tmp_path, limit_s=12.0, plain=hangs)["plain"]

@@ -13,6 +13,7 @@ import sys
 import tarfile
 import tomllib
 from collections.abc import Iterable
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,11 @@ OFFLINE = {
     "GLOO_SOCKET_IFNAME": "lo",
     "NCCL_SOCKET_IFNAME": "lo",
 }
+#: Modules that the archive does not have and engines import, torchvision in vLLM's warm-up.
+NEEDED = (
+    "torch", "torchvision", "triton", "numpy", "transformers", "tokenizers", "safetensors", "PIL",
+    "xxhash", "multidict", "anyio", "yaml", "regex", "psutil", "jinja2", "cloudpickle",
+)  # fmt: skip
 #: Folders of caches below the prepared one.
 CACHES = {
     "DUALPATH_CACHE": "models",
@@ -95,6 +101,12 @@ def prepare(archive: Path, folder: Path, repository: Path) -> None:
     (folder / "environment.sh").write_text(environment(folder, repository))
 
 
+def missing(folder: Path) -> list[str]:
+    """Return the needed modules that neither this Python nor the archive has."""
+    places = [str(folder / "site"), *sys.path]
+    return [name for name in NEEDED if PathFinder.find_spec(name, places) is None]
+
+
 def _projects(repository: Path) -> Iterable[tuple[Path, Path]]:
     """Yield the folder of each project and of its package with the version."""
     yield repository, repository / "src" / "dualpath"
@@ -111,6 +123,11 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.folder.absolute()
     prepare(options.archive, folder, Path.cwd())
+    if absent := missing(folder):
+        sys.exit(
+            f"bootstrap.py: {sys.executable} has no {', '.join(absent)}; run it with the Python "
+            "that has torch, or install them there"
+        )
     print(f". {shlex.quote(str(folder / 'environment.sh'))} && dualpath gpu-check --out report")
 
 

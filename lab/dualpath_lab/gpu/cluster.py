@@ -36,7 +36,8 @@ _READ_TIMEOUT_S = 120.0
 #: Lines of an engine's log that describe it.
 _LOG_LINES = re.compile(
     r"Using \w+ KV cache layout|dualpath \w+ engine .*|Using \w+ attention.*|GPU KV cache size.*"
-    r"|pinned .* GiB in .*|pass costs .*|Graph capturing finished.*"
+    r"|copies between DRAM and HBM are .*|rank \d+: (UCX|no RDMA) .*|pinned .* GiB in .*"
+    r"|pass costs .*|Graph capturing finished.*"
 )
 _ERROR = re.compile(r"\bERROR\b|Traceback|Error:")
 _OTHER_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")

@@ -21,6 +21,7 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -76,12 +77,18 @@ def _of_vllm(name: str) -> bool:
 
 
 def _needed_libraries(archive: zipfile.ZipFile, names: Collection[str]) -> set[str]:
-    """Return NIXL's libraries that are loaded by name, and all that these need."""
-    places = {Path(name).name: name for name in names if _LIBRARY.search(name)}
+    """Return NIXL's libraries that are loaded by name, and all that these need.
+
+    The wheel has every plugin twice, and NIXL looks in one of the two folders: both are packed.
+    """
+    places = defaultdict(list)
+    for name in names:
+        if _LIBRARY.search(name):
+            places[Path(name).name].append(name)
     todo = [name for name in places if any(re.fullmatch(root, name) for root in _NIXL_LIBRARIES)]
     found: set[str] = set()
     while todo:
-        if (name := places.get(todo.pop(), "")) and name not in found:
+        for name in places.pop(todo.pop(), ()):
             found.add(name)
             todo += needed(archive.read(name))
     return found

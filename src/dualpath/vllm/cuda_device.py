@@ -157,7 +157,11 @@ def open_device(device: torch.device, device_copies: str) -> Device:
                 f"device_copies is cuda, but the KV cache is on {device.type}; set it to auto"
             )
         return HostDevice()
-    own = device_copies == "cuda" or (device_copies == "auto" and not has_rdma_nic())
+    own, reason = device_copies == "cuda", f"device_copies is {device_copies}"
+    if device_copies == "auto":
+        own = not has_rdma_nic()
+        reason = "no RDMA port is active" if own else "an RDMA port is active"
+    log.info("copies between DRAM and HBM are made by %s: %s", "CUDA" if own else "NIXL", reason)
     return CudaDevice(device, CudaDriver() if own else None)
 
 
