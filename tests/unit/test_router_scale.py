@@ -18,7 +18,14 @@ from dualpath.core import control
 from dualpath.core.cluster import GroupRank, HostProcess, Role
 from dualpath.core.control import CacheUpdate, Load, Report
 from dualpath.core.modes import Mode
-from dualpath.core.sessions import HEARTBEAT_S, Event
+from dualpath.core.sessions import (
+    HEARTBEAT_S,
+    HEARTBEATS_PER_TIMEOUT,
+    MOST_HEARTBEATS_PER_S,
+    Event,
+    heartbeat_s,
+)
+from dualpath.engine.control.link import RouterSession
 from dualpath.router.engines import EngineInfo
 from dualpath.router.refusals import ControlRefusals
 from dualpath.router.scheduler import cached_blocks, control_socket
@@ -148,6 +155,39 @@ async def test_acknowledgements_and_heartbeats_go_to_those_that_need_one() -> No
     server._acknowledge()
     assert sum(sent.values()) == 10 * RANKS
     assert watched.scans == []
+
+
+def test_heartbeats_of_all_engines_are_bounded() -> None:
+    assert heartbeat_s(96, 5.0) == HEARTBEAT_S
+    for engines in (1152, 4096):
+        most_per_s = max(MOST_HEARTBEATS_PER_S, engines / 2.5)
+        assert engines / heartbeat_s(engines, 1e6) == pytest.approx(most_per_s)
+    # An engine is not declared lost because a heartbeat or two are late.
+    for engines in (1, 1152, 4096):
+        assert heartbeat_s(engines, 5.0) * HEARTBEATS_PER_TIMEOUT <= 5.0
+    assert heartbeat_s(4096, 0.1) == HEARTBEAT_S
+
+
+async def test_engines_report_as_often_as_the_router_asks_for() -> None:
+    reports: list[control.Report] = []
+    session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
+        lambda registration: rank_of(0).hello(registration),
+        lambda: reports.append(report()) or report(),
+        lambda message: None,
+        lambda reason: None,
+    )
+    session.due(0.0)
+    session.receive(control.unnumbered(control.Registered(1), "s"), 0.0)
+    now_s = 0.0
+    for asked_s, expected_reports in ((None, 20), (2.0, 5), (None, 20)):
+        session.receive(control.unnumbered(control.Ack(asked_s), "s"), now_s)
+        session.load(now_s)
+        reports.clear()
+        for _ in range(40):
+            now_s += 0.25
+            session.receive(control.unnumbered(control.Ack(asked_s), "s"), now_s)
+            session.due(now_s)
+        assert len(reports) == expected_reports
 
 
 class Listener:
