@@ -161,8 +161,8 @@ def _twice_as_many(self: Roles, role: Role) -> list[tuple[EngineState, ...]]:
 
 def _changes_unnumbered(
     self: FrontEndServer,
-    front_end: Any,
-    message: link_messages.SchedulerMessage,  # noqa: ANN401
+    front_end: Any,  # noqa: ANN401
+    message: link_messages.SchedulerMessage,
 ) -> None:
     """``FrontEndServer._send`` that does not resend the changes of engines."""
     if front_end.live and isinstance(message, link_messages.EnginesChanged):
