@@ -247,7 +247,13 @@ class Refused(Message, frozen=True, tag=True):
 
 
 class Ack(Message, frozen=True, tag=True):
-    """Heartbeat of the router; its envelope acknowledges the engine's messages."""
+    """Heartbeat of the router; its envelope acknowledges the engine's messages.
+
+    ``heartbeat_s`` is the interval of heartbeats of both ends from now on, None for
+    ``core.sessions.HEARTBEAT_S``: in large clusters the router asks for fewer of them.
+    """
+
+    heartbeat_s: float | None = None
 
 
 class PeerUp(Message, frozen=True, tag=True):

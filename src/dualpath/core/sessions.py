@@ -32,13 +32,18 @@ import msgspec
 
 from dualpath.core.control import Envelope, Message
 
-#: Interval of heartbeats of both ends; each heartbeat acknowledges received messages.
+#: Interval of heartbeats of both ends, unless ``Ack`` has another one; each heartbeat acknowledges
+#: received messages.
 HEARTBEAT_S = 0.5
+#: Heartbeats of all engines that a router takes, and sends, in a second: with more engines their
+#: interval grows, up to this part of the time after which a silent end is lost.
+MOST_HEARTBEATS_PER_S = 1000
+HEARTBEATS_PER_TIMEOUT = 4
 #: Resend an unacknowledged message after this time, when a message of the other end arrives.
 RESEND_AFTER_S = 0.5
 #: Messages resent at a time; their acknowledgement triggers the next ones.
 MAX_RESENT_AT_ONCE = 64
-#: A live router sends something every ``HEARTBEAT_S``; after this time of silence it is lost.
+#: A live router sends a heartbeat at least every 2.5 s; after this time of silence it is lost.
 ROUTER_TIMEOUT_S = 10.0
 #: Interval between two ``Register`` messages, and the time after which a registration without an
 #: answer is abandoned.
@@ -201,6 +206,15 @@ class Transition(msgspec.Struct, Generic[State], frozen=True):
     event: Event
     next_state: State
     actions: tuple[Action, ...] = ()
+
+
+def heartbeat_s(engines: int, timeout_s: float) -> float:
+    """Return the interval of heartbeats in a cluster of so many engines, in seconds.
+
+    ``timeout_s`` is the time after which the router declares a silent engine lost.
+    """
+    longest_s = min(timeout_s, ROUTER_TIMEOUT_S) / HEARTBEATS_PER_TIMEOUT
+    return max(HEARTBEAT_S, min(engines / MOST_HEARTBEATS_PER_S, longest_s))
 
 
 def _engine_transitions() -> Sequence[Transition[EngineSideState]]:

@@ -131,8 +131,9 @@ class RouterSettings(Settings, frozen=True):
     engine_timeout_s: Annotated[
         float,
         Setting(
-            "an engine that is silent for this time is lost (heartbeats come every 0.5 s), and an "
-            "attempt fails if its engine takes longer to process commands",
+            "an engine that is silent for this time is lost (heartbeats come every 0.5 s, in "
+            "clusters of more than 500 engines four times in this period or more), and an attempt "
+            "fails if its engine takes longer to process commands",
             gt=0,
         ),
     ] = 5.0

@@ -216,6 +216,8 @@ class Cluster:
             if follower.process.alive != follower.engine.process.alive:
                 found.append(f"only one of {follower.engine.name} and {follower.name} has ended")
         found += self.front_ends.held_when_idle()
+        if self.router.serves:
+            found += self.front_ends.knowing_others(self.router.service.registry.alive())
         if self.shared.http.calls:
             found.append(f"{len(self.shared.http.calls)} calls to engines are open")
         return found + self._janitor_failures()

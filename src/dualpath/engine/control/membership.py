@@ -24,7 +24,6 @@ from dualpath.core.control import (
 )
 from dualpath.core.key_cache import Adapter
 from dualpath.core.rates import Rate, RateOrigin, Rates
-from dualpath.core.sessions import HEARTBEAT_S
 from dualpath.engine.control.link import ControlLink
 from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
@@ -40,10 +39,10 @@ log = logging.getLogger(__name__)
 
 #: Time for the last report to be sent before a process ends itself.
 _LAST_REPORT_NS = 200_000_000
-#: A draining engine without requests waits this long for a router that sends nothing: three
-#: heartbeats.  The router may have ended at the same time, and container runtimes kill a process
+#: A draining engine without requests waits so many heartbeats for a router that sends nothing.  The
+#: router may have ended at the same time, and container runtimes kill a process
 #: 10 s after SIGTERM.  A router that lives gets a ``Deregister`` as from any engine that leaves.
-_DRAIN_SILENCE_S = 3 * HEARTBEAT_S
+_DRAIN_SILENCE = 3
 
 
 class ServedModel(msgspec.Struct, frozen=True):
@@ -207,8 +206,8 @@ class Membership:
 
         ``drained`` is called once when no request is left: the router has sent ``Drained``, this
         engine has no session, or it has no request and the router has been silent for
-        ``_DRAIN_SILENCE_S``; and requests that decode without a session are over.  Then call
-        ``leave``.  Only the first call has an effect.
+        ``_DRAIN_SILENCE`` heartbeats; and requests that decode without a session are over.  Then
+        call ``leave``.  Only the first call has an effect.
         """
         if self._drained is not None:
             return
@@ -252,7 +251,8 @@ class Membership:
             drained()
 
     def _router_left_idle(self, link: ControlLink) -> bool:
-        return self.manager.active.load()[0] == 0 and link.silent_s >= _DRAIN_SILENCE_S
+        silent = link.silent_s >= _DRAIN_SILENCE * link.heartbeat_s
+        return silent and self.manager.active.load()[0] == 0
 
     def _failed(self, reason: str) -> None:
         """End this process, so that a failed engine does not seem alive."""

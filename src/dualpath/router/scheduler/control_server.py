@@ -21,7 +21,7 @@ from dualpath.core.cluster import AgentAddress, HostProcess, Role, Writer
 from dualpath.core.control import LivenessProbe, PeerDown, RouterMessage
 from dualpath.core.errors import EngineRefusedError, IncompatibleError
 from dualpath.core.names import in_one_line
-from dualpath.core.sessions import HEARTBEAT_S, Action, Event
+from dualpath.core.sessions import HEARTBEAT_S, Action, Event, heartbeat_s
 from dualpath.node.cluster_secret import ClusterSecret
 from dualpath.node.host_process import THIS_MACHINE, has_exited
 from dualpath.router.engines import EngineInfo
@@ -391,17 +391,22 @@ class ControlServer:
         for engine in list(self._unacknowledged.values()):
             self._send_ack(engine)
         self._unacknowledged.clear()
-        now_s = self._clock()
+        now_s, gap_s = self._clock(), self._heartbeat_s()
         while self._spoken:
             engine_id, engine = next(iter(self._spoken.items()))
-            if now_s - engine.spoken_s < HEARTBEAT_S:
+            if now_s - engine.spoken_s < gap_s:
                 break
             del self._spoken[engine_id]
             self._send_ack(engine)
 
+    def _heartbeat_s(self) -> float:
+        return heartbeat_s(len(self._registry.alive()), self._timeout_s)
+
     def _send_ack(self, engine: EngineState) -> None:
         if engine.has_session:
-            self._post(engine, engine.talk.send_lossy(control.Ack()))
+            gap_s = self._heartbeat_s()
+            ack = control.Ack(gap_s if gap_s > HEARTBEAT_S else None)
+            self._post(engine, engine.talk.send_lossy(ack))
 
     def _handle(self, identity: bytes, frames: Sequence[bytes]) -> None:
         try:

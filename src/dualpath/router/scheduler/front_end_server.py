@@ -46,13 +46,10 @@ from dualpath.router.scheduler.control_socket import (
 )
 from dualpath.router.scheduler.link_messages import Frames, frames_of
 from dualpath.router.scheduling import (
-    Arrived,
     AttemptEvent,
     Placed,
-    Recomputed,
     ScheduledAttempt,
     ScheduledRequest,
-    Staged,
 )
 from dualpath.router.served_adapters import changed
 
@@ -63,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Listener:
-    """Sends an attempt's placement at once, other events with the next message about it."""
+    """Sends an attempt's placement at once, other events with the answer to its next call."""
 
     def __init__(
         self, attempt_id: str, placed: set[str], send: Callable[[m.SchedulerMessage], None]
@@ -71,7 +68,7 @@ class _Listener:
         self._attempt_id = attempt_id
         self._placed = placed
         self._send = send
-        self._events: list[m.PlacedOn | Staged | Recomputed | Arrived] = []
+        self._events: list[m.LinkEvent] = []
 
     def notify(self, event: AttemptEvent) -> None:
         if not isinstance(event, Placed):
@@ -83,9 +80,13 @@ class _Listener:
         self.flush()
 
     def flush(self) -> None:
-        if self._events:
-            events, self._events = tuple(self._events), []
+        if events := self.take():
             self._send(m.AttemptEvents(self._attempt_id, events))
+
+    def take(self) -> tuple[m.LinkEvent, ...]:
+        """Return the events that were not sent; the caller sends them."""
+        events, self._events = tuple(self._events), []
+        return events
 
 
 class FrontEndSession:
@@ -224,7 +225,9 @@ class FrontEndSession:
             answer = m.failure(call_id, error)
         else:
             answer = m.CallResult(call_id, msgspec.Raw(msgspec.msgpack.encode(result)))
-        self._flush(attempt_id)
+        if (listener := self._listeners.get(attempt_id)) is not None:
+            events = listener.take()
+            answer = msgspec.structs.replace(answer, attempt_id=attempt_id, events=events)
         self._send(answer)
 
     def _flush(self, attempt_id: str) -> None:

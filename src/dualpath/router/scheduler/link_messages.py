@@ -187,14 +187,18 @@ class PlacedOn(msgspec.Struct, frozen=True, tag=True):
     decode: tuple[Name, Name]
 
 
+LinkEvent = PlacedOn | Staged | Recomputed | Arrived
+
+
 class AttemptEvents(Message, frozen=True, tag=True):
     """Events for an attempt's listener.
 
-    Events that only the request's record needs wait for the next message about the attempt.
+    Events that only the request's record needs wait for the next answer to a call of the attempt,
+    which has them too (``CallResult``), or for its end.
     """
 
     attempt_id: Name
-    events: tuple[PlacedOn | Staged | Recomputed | Arrived, ...]
+    events: tuple[LinkEvent, ...]
 
 
 class AttemptBroken(Message, frozen=True, tag=True):
@@ -205,18 +209,28 @@ class AttemptBroken(Message, frozen=True, tag=True):
 
 
 class CallResult(Message, frozen=True, tag=True):
-    """The result of a call; its type follows from the call."""
+    """The result of a call; its type follows from the call.
+
+    ``events`` are those of the attempt that came before the answer.
+    """
 
     call_id: int
     result: msgspec.Raw
+    attempt_id: str = ""
+    events: tuple[LinkEvent, ...] = ()
 
 
 class CallFailed(Message, frozen=True, tag=True):
-    """The error of a call: the name of a class of ``core.errors`` and its text."""
+    """The error of a call: the name of a class of ``core.errors`` and its text.
+
+    ``events`` as in ``CallResult``.
+    """
 
     call_id: int
     error: str
     text: str
+    attempt_id: str = ""
+    events: tuple[LinkEvent, ...] = ()
 
 
 FrontEndMessage = (

@@ -36,15 +36,12 @@ from dualpath.router.scheduler.control_socket import LoopSocket
 from dualpath.router.scheduler.link_messages import Frames
 from dualpath.router.scheduling import (
     Answered,
-    Arrived,
     AttemptListener,
     AttemptOrder,
     Placed,
     Prefilled,
     Prepared,
-    Recomputed,
     RequestOrder,
-    Staged,
 )
 from dualpath.router.served_adapters import ServedAdapters, changed
 
@@ -253,7 +250,7 @@ class RemoteAttempt:
         sent = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
         link.send(m.BeginAttempt(request.request_id, sent, *made_for))
 
-    def notify(self, event: "m.PlacedOn | Staged | Recomputed | Arrived") -> None:
+    def notify(self, event: m.LinkEvent) -> None:
         """Take an event of the attempt from the scheduler."""
         if not isinstance(event, m.PlacedOn):
             self.listener.notify(event)
@@ -511,9 +508,8 @@ class RemoteScheduling:
             case m.EnginesChanged():
                 self.engines.change(message)
                 self._engines_changed()
-            case m.AttemptEvents() if message.attempt_id in self._attempts:
-                for event in message.events:
-                    self._attempts[message.attempt_id].notify(event)
+            case m.AttemptEvents():
+                self._notify(message)
             case m.AttemptBroken() if message.attempt_id in self._attempts:
                 self._attempts[message.attempt_id].break_off(EngineLostError(message.reason))
             case m.CallResult() | m.CallFailed():
@@ -524,7 +520,13 @@ class RemoteScheduling:
             self.orphans.update(self.engines.alive())
         self._membership.changed()
 
+    def _notify(self, message: m.AttemptEvents | m.CallResult | m.CallFailed) -> None:
+        if (attempt := self._attempts.get(message.attempt_id)) is not None:
+            for event in message.events:
+                attempt.notify(event)
+
     def _answered(self, message: m.CallResult | m.CallFailed) -> None:
+        self._notify(message)
         future = self._calls.get(message.call_id)
         if future is None or future.done():
             return
