@@ -116,9 +116,9 @@ def test_hits_in_dram_and_in_hbm(served: Served) -> None:
     alone = appended(decisions)
     assert len(alone) == sum(len(agent) - 1 for agent in AGENTS)
     assert {one.read_reason for one in alone} == {"kept"}
-    # The PE has loaded nothing, and has sent the first turns; nothing was read from storage.
+    # The PE has loaded no hit, and has sent the first turns; nothing was read from storage.
     prompts = sum(-(-len(agent[0].append) // BLOCK_TOKENS) for agent in AGENTS)
-    assert blocks(cluster, "de_to_pe_bytes") == 0
+    assert blocks(cluster, "de_hit_bytes") == blocks(cluster, "pe_hit_bytes") == 0
     assert blocks(cluster, "pe_to_de_bytes") == prompts
     assert blocks(cluster, "storage_read_bytes") == 0
     # Without a prefix cache each hit is copied into HBM; with one it is there.
@@ -134,7 +134,7 @@ def test_hits_in_storage(served: Served, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(read_side, "choose_reads", at_decode)
     cluster.forget_assignments()
     read = blocks(cluster, "storage_read_bytes", "de-0", "de-1")
-    loaded = blocks(cluster, "de_to_pe_bytes")
+    loaded = blocks(cluster, "de_hit_bytes")
     answers = in_parallel(
         [partial(cluster.replay, agent, f"storage {n}") for n, agent in enumerate(AGENTS)]
     )
@@ -144,7 +144,7 @@ def test_hits_in_storage(served: Served, monkeypatch: pytest.MonkeyPatch) -> Non
     assert {run.cached for one in alone for run in one.reads} == {False}
     hits = sum(sum(cluster.expected_hits(agent)) for agent in AGENTS) // BLOCK_TOKENS
     assert blocks(cluster, "storage_read_bytes", "de-0", "de-1") - read == hits
-    assert blocks(cluster, "de_to_pe_bytes") == loaded
+    assert blocks(cluster, "de_hit_bytes") == loaded
 
 
 def test_an_appended_context_is_stored_as_a_prefilled_one(served: Served) -> None:
