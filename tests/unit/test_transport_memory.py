@@ -110,6 +110,18 @@ def test_shared_memory_is_in_no_folder_and_its_file_is_closed_with_it() -> None:
     assert not os.path.exists(path)
 
 
+def test_a_forked_process_does_not_inherit_what_its_parent_has_mapped() -> None:
+    memory = allocate_shared(8192)
+    other = map_shared(path_of(memory), 8192)
+    lines = f"{other.address:x}-"
+    child = os.fork()
+    if child == 0:
+        maps = Path("/proc/self/maps").read_text()
+        os._exit(any(line.startswith(lines) for line in maps.splitlines()))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert lines in Path("/proc/self/maps").read_text()
+
+
 def _pages_there(address: int, pages: int) -> NDArray[np.bool_]:
     """Return for each page whether it is present: the highest of its 64 bits in /proc."""
     with Path("/proc/self/pagemap").open("rb") as pagemap:

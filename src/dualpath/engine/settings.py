@@ -175,7 +175,7 @@ EngineTransport = Annotated[
     Setting(
         "transport of KV between engines; auto: shared memory between engines of one machine and "
         "NIXL between machines; nixl: NIXL only; memory: shared memory only, for engines of one "
-        "machine without NIXL"
+        "machine without GPUs and without NIXL"
     ),
 ]
 NixlConfig = Annotated[

@@ -154,7 +154,8 @@ def allocate_shared(size_bytes: int) -> RegisteredMemory:
 def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
     """Map the memory of another process of this machine, by the ``path`` of its memory file.
 
-    Raises ``ConfigError`` if it cannot be reached or has another size.
+    Processes that this one forks do not get the mapping: with the exit of this process nobody can
+    write through it.  Raises ``ConfigError`` if it cannot be reached or has another size.
     """
     try:
         # Without O_NONBLOCK, a path that has become another process's FIFO would block.
@@ -176,7 +177,7 @@ def map_shared(path: str, size_bytes: int) -> RegisteredMemory:
             f"memory of another process has {found_bytes} bytes, expected {size_bytes}; give all "
             "ranks of an engine the same settings"
         )
-    return _mapped(descriptor, size_bytes)
+    return _mapped(descriptor, size_bytes, to_children=False)
 
 
 def _create_file() -> int:
@@ -199,11 +200,16 @@ def _usable_bytes(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _mapped(descriptor: int, size_bytes: int) -> RegisteredMemory:
-    """Map a memory file; the returned memory owns the descriptor, which is closed on failure."""
+def _mapped(descriptor: int, size_bytes: int, *, to_children: bool = True) -> RegisteredMemory:
+    """Map a memory file; the returned memory owns the descriptor, which is closed on failure.
+
+    ``to_children``: forked processes inherit the mapping.
+    """
     whole_bytes = _usable_bytes(size_bytes) + PAGE_BYTES
     try:
         mapping = mmap.mmap(descriptor, whole_bytes, flags=mmap.MAP_SHARED)
+        if not to_children:
+            mapping.madvise(mmap.MADV_DONTFORK)
     except (OSError, OverflowError, ValueError) as error:
         os.close(descriptor)
         raise ConfigError(
