@@ -53,14 +53,26 @@ WATCH_S = 1.0
 _CLOSE_DRAIN_S = 1.0
 _CLOSE_POLL_S = 0.001
 
-#: Pieces up to this size are copied without releasing the interpreter's lock.  A thread that
-#: releases the lock after each piece may wait for other threads before the next one, up to 5 ms.
-_LOCKED_COPY_BYTES = 1 << 20
+#: The interpreter's lock is released once per this number of copied bytes, which take some 0.1 ms.
+#: Released for every piece, it slows copies of small pieces; never released, it stops the thread
+#: that computes for up to 5 ms at a time.
+_LOCKED_BYTES = 512 << 10
 _MemMove = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _UnlockedMemMove = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 _memmove_address = ctypes.cast(ctypes.CDLL(None).memmove, ctypes.c_void_p).value
 assert _memmove_address is not None
 _move, _move_unlocked = _MemMove(_memmove_address), _UnlockedMemMove(_memmove_address)
+
+
+def copy_pieces(
+    sources: NDArray[np.int64], destinations: NDArray[np.int64], piece_bytes: int
+) -> None:
+    """Copy pieces of equal size between addresses of this process."""
+    per_release = max(1, _LOCKED_BYTES // piece_bytes)
+    pairs = zip(destinations.tolist(), sources.tolist(), strict=True)
+    for number, (destination, source) in enumerate(pairs, start=1):
+        move = _move if number % per_release else _move_unlocked
+        move(destination, source, piece_bytes)
 
 
 class HbmCopies(NamedTuple):
@@ -202,13 +214,9 @@ class SharedMemoryFabric:
             mapping, there = self.local(transfer)
         except DualPathError as error:
             return str(error)
-        here, size = transfer.here, transfer.piece_bytes
-        source, destination = (
-            (here, there) if transfer.direction is Direction.WRITE else (there, here)
-        )
-        move = _move if size <= _LOCKED_COPY_BYTES else _move_unlocked
-        for to, from_ in zip(destination.tolist(), source.tolist(), strict=True):
-            move(to, from_, size)
+        writes = transfer.direction is Direction.WRITE
+        ends = (transfer.here, there) if writes else (there, transfer.here)
+        copy_pieces(*ends, transfer.piece_bytes)
         del mapping
         return None
 
