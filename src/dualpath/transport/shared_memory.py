@@ -164,8 +164,8 @@ class SharedMemoryFabric:
         processes = {shared.process for shared in peer.shared}
         if len(processes) != 1:
             raise PeerLostError(
-                f"agent {peer.agent!r} shares no memory with other engines; give all engines the "
-                "same --transport"
+                f"agent {peer.agent!r} shares no memory with other engines; NIXL reaches it "
+                "(--transport auto or nixl)"
             )
         (process,) = processes
         with self._lock:
@@ -174,8 +174,8 @@ class SharedMemoryFabric:
             return
         if process.host != self._this.host:
             raise PeerLostError(
-                f"agent {peer.agent!r} is on another machine or in another PID namespace, where "
-                "its memory cannot be mapped; use --transport auto or nixl for all engines"
+                f"agent {peer.agent!r} is on another machine or in another PID namespace, so that "
+                "its memory cannot be mapped; NIXL reaches it (--transport auto or nixl)"
             )
         mappings = tuple(_map(peer.agent, shared) for shared in peer.shared)
         if self._has_exited(process):
