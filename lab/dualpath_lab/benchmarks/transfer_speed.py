@@ -195,6 +195,7 @@ TRANSFERS = Experiment(
 #: Bytes of a transfer, and of the pieces that transfers are taken from.
 _TRANSFER_BYTES, _POOL_BYTES = 8 << 20, 128 << 20
 _KIB = 1024
+_CPU = "CPU s/GB"
 
 
 class OneMachineSettings(Settings, frozen=True, kw_only=True):
@@ -233,26 +234,37 @@ _ONE_MACHINE_COLUMNS = [
     for direction in Direction
     for head, number, tolerance in (
         (f"{_TRANSFER_BYTES >> 20} MiB, ms", "large_ms", None),
-        ("GB/s", "gb_per_s", 0.2),
-        ("CPU s/GB", "cpu_s_per_gb", 0.2),
+        ("GB/s", "gb_per_s", None),
+        (_CPU, "cpu_s_per_gb", 0.2),
     )
 ]
 
 
 def _draw_one_machine(raw: RawData[OneMachineSettings, Numbers]) -> Page:
     """Draw rates and processor time, and shared memory relative to NIXL within a round."""
-    ratios = [
-        KeyResult(
-            f"{kib} KiB: {direction.value} {head}, shared memory / NIXL",
-            raw.ratio(_shared(kib), _nixl(kib), itemgetter(f"{direction.value} {number}")),
-            tolerance=0.25,
-            any_machine=True,
+    ratios = {
+        (kib, direction.value, head): raw.ratio(
+            _shared(kib), _nixl(kib), itemgetter(f"{direction.value} {number}")
         )
         for kib in raw.settings.piece_kib
         for direction in Direction
-        for head, number in (("GB/s", "gb_per_s"), ("CPU s/GB", "cpu_s_per_gb"))
+        for head, number in (("GB/s", "gb_per_s"), (_CPU, "cpu_s_per_gb"))
+    }
+    relative = tuple(
+        (f"{kib} KiB", f"{direction} {head}", cell(ratio, "{:.2f}"))
+        for (kib, direction, head), ratio in ratios.items()
+    )
+    # Rates depend on what else the machine does, so that a rerun is compared by its CPU time.
+    results = [
+        KeyResult(
+            f"{kib} KiB: {direction} {head}, shared memory / NIXL",
+            ratio,
+            tolerance=0.25,
+            any_machine=True,
+        )
+        for (kib, direction, head), ratio in ratios.items()
+        if head == _CPU
     ]
-    relative = tuple((one.what, cell(one.measured, "{:.2f}")) for one in ratios)
     return Page(
         settings=(
             f"Transfers of {_TRANSFER_BYTES >> 20} MiB between two processes, four in flight; UCX "
@@ -260,9 +272,14 @@ def _draw_one_machine(raw: RawData[OneMachineSettings, Numbers]) -> Page:
         ),
         tables=(
             number_table(raw, "Between two processes of one machine", _ONE_MACHINE_COLUMNS, "path"),
-            Table("Shared memory to NIXL, within a round", ("pieces", "ratio"), relative),
+            Table(
+                "Shared memory to NIXL, within a round",
+                ("pieces", "number", "ratio"),
+                relative,
+                align="llr",
+            ),
         ),
-        results=(*key_results(raw, _ONE_MACHINE_COLUMNS), *ratios),
+        results=(*key_results(raw, _ONE_MACHINE_COLUMNS), *results),
     )
 
 
