@@ -284,6 +284,9 @@ class WorldDevice:
     def pin(self, address: int, size_bytes: int, keep_alive: object) -> None:
         """All memory is reachable."""
 
+    def hbm_copies(self) -> None:
+        """The transport moves what is between engines."""
+
     def record(self) -> WorldEvent:
         """See ``Stream.record``."""
         return self.compute.record()

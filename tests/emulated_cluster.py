@@ -12,6 +12,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.modes import Mode
 from dualpath.engine.control.surroundings import LIVE, Surroundings
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.service import RouterService
 from dualpath.router.settings import RouterSettings
@@ -60,7 +61,7 @@ class Cluster:
         #: Those of all ranks, by their agents' names.
         self.transports: dict[str, CountingTransport] = {}
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         self.transports[agent] = CountingTransport(agent, self.fabric)
         return self.transports[agent]
 

@@ -218,7 +218,7 @@ def test_a_rank_that_cannot_start_ends_its_engine(tmp_path: Path) -> None:
     settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric, ranks = InProcessFabric(), ThreadRanks(2)
-    surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
+    surroundings = Surroundings(open_transport=lambda name, *_: InProcessTransport(name, fabric))
     ranks.rank_ended("rank 1 has ended: no device")
     with pytest.raises(EngineLostError, match="rank 1 has ended: no device"):
         DataPlane(settings, surroundings, ranks.leader)

@@ -86,7 +86,7 @@ def membership(
         ServedModel(served_model_name="toy", max_model_len=512, vocab_size=100),
         hbm,
         surroundings=Surroundings(
-            open_transport=lambda agent, settings: InProcessTransport(agent, fabric),
+            open_transport=lambda agent, settings, device: InProcessTransport(agent, fabric),
             end_process=end_process,
         ),
     )

@@ -220,7 +220,6 @@ def emulated_settings(args: argparse.Namespace) -> "EmulatedSettings":
         batch_cap_tokens=options.batch_cap_tokens,
         verify=options.verify,
         dp_size=options.dp_size,
-        transport=options.transport,
         dp_rank=options.dp_rank,
         dp_address=options.dp_address,
         tensor_parallel_size=options.tensor_parallel_size,

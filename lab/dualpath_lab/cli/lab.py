@@ -96,6 +96,10 @@ BENCHMARKS = {
         "latency, rate and CPU time of transfers between two processes",
         f"{_BENCHMARKS}.transfer_speed:TRANSFERS",
     ),
+    "one-machine": Entry(
+        "transfers between engines of one machine: shared memory beside NIXL",
+        f"{_BENCHMARKS}.transfer_speed:ONE_MACHINE",
+    ),
     "scheduler-speed": Entry(
         "assignments per CPU-second of the request scheduler",
         f"{_BENCHMARKS}.scheduler_speed:SCHEDULER_SPEED",

@@ -2,7 +2,7 @@
 
 import enum
 import re
-from typing import Annotated, Literal
+from typing import Annotated
 
 from dualpath.core.addresses import host_and_port
 from dualpath.core.blocks import BlockGeometry, StoreNamespace, slices_of
@@ -72,13 +72,6 @@ class EmulatedServer(Settings, frozen=True, kw_only=True):
     tensor_parallel_size: Annotated[
         int, Setting("ranks of the engine, each a process with its slice of the KV", ge=1)
     ] = 1
-    transport: Annotated[
-        Literal["nixl", "memory"],
-        Setting(
-            "transport of KV between engines: NIXL, or memory copies by the kernel between "
-            "processes of one machine, which need no library; the same for all engines"
-        ),
-    ] = "nixl"
     vocab_size: Annotated[
         int, Setting("size of the vocabulary; token ids have 32 bits", ge=2, le=1 << 32)
     ] = 32000

@@ -175,6 +175,7 @@ class _Engine:
             storage="",
             buffer_bytes=settings.blocks * geometry.full_block_bytes,
             staging_blocks=1,
+            transport="nixl",
             ucx_tls=settings.tls,
         )
         storage = MemoryStorage(StoreNamespace("data-plane", "bytes", "none", geometry))

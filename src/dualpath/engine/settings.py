@@ -170,6 +170,14 @@ SnicRate = Annotated[
     float,
     Setting("limit of an engine's storage reads, which emulates its NIC; 0 for none", ge=0),
 ]
+EngineTransport = Annotated[
+    Literal["auto", "nixl", "memory"],
+    Setting(
+        "transport of KV between engines; auto: shared memory between engines of one machine and "
+        "NIXL between machines; nixl: NIXL only; memory: shared memory only, for engines of one "
+        "machine without GPUs and without NIXL"
+    ),
+]
 NixlConfig = Annotated[
     dict[str, str],
     Setting(
@@ -268,6 +276,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             "an active RDMA NIC"
         ),
     ] = "auto"
+    transport: EngineTransport = "auto"
     share_loads: Annotated[
         bool,
         Setting(

@@ -278,6 +278,8 @@ def engine_extra_config(
         extra["storage_key_file"] = str(Path(settings.storage_key_file).absolute())
     if settings.storage_protection != "auto":
         extra["storage_protection"] = settings.storage_protection
+    if settings.transport != "auto":
+        extra["transport"] = settings.transport
     if settings.nixl_engine_config:
         extra["nixl_engine_config"] = settings.nixl_engine_config
     if settings.trace_dir:

@@ -15,6 +15,7 @@ from dualpath.engine.settings import (
     DramBytes,
     DramDir,
     EngineMode,
+    EngineTransport,
     LayerBuffers,
     NamespaceQuota,
     NixlConfig,
@@ -121,6 +122,7 @@ class LocalClusterSettings(NodesSettings, frozen=True, kw_only=True):
     storage_namespace_quota: NamespaceQuota = 0
     storage_tenant_quota: TenantQuota = 0
     storage_ttl: StorageTtl = 0.0
+    transport: EngineTransport = "auto"
     nixl_engine_config: NixlConfig = msgspec.field(default_factory=dict)
     compute_quota_s: ComputeQuota = 0.3
     quota_flops_per_s: QuotaFlops = 0.0

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from dualpath.core.cluster import SharedMemory
 from dualpath.core.errors import ConfigError, DualPathError
 
 
@@ -64,12 +65,14 @@ class AgentInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Address and regions of an agent, sent to other engines over the control plane.
 
     ``agent`` is unique per process start (it contains the engine's epoch), so that a restarted
-    engine is never mistaken for its previous process.
+    engine is never mistaken for its previous process.  ``shared`` is the memory that agents of the
+    same machine can map.
     """
 
     agent: str
     metadata: bytes
     regions: tuple[RegionInfo, ...]
+    shared: tuple[SharedMemory, ...] = ()
 
 
 class TransferState(enum.Enum):

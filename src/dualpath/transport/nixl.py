@@ -94,8 +94,8 @@ def load_nixl() -> Any:  # noqa: ANN401 - the library carries no types
         return importlib.import_module(f"{nixl_package()}._api")
     except ImportError as error:
         raise ConfigError(
-            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run emulated engines "
-            "of one machine without it: --transport memory"
+            f"NIXL cannot be imported ({error}); {extra('nixl').remedy}, or run engines of one "
+            "machine without GPUs and without it: --transport memory"
         ) from error
 
 

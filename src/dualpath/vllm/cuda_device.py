@@ -10,6 +10,7 @@ This has not been run on a GPU yet.
 import ctypes
 import importlib
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from dualpath.core.extras import extra
 from dualpath.engine.passes.device import PASSED, Device, DeviceCopier, DeviceEvent, HostDevice
 from dualpath.transport.contract import PieceIndices, RegionInfo, TransferState
 from dualpath.transport.regions import check_pair, find_region, piece_addresses
+from dualpath.transport.shared_memory import HbmCopies
 
 # ------------------------------------------------------------------------------------- cuda driver
 # Two copy calls of the CUDA driver that torch does not expose, through NVIDIA's cuda-bindings.
@@ -260,19 +262,43 @@ class CudaCopier:
         """
         here, there = self._region(source), self._region(destination)
         from_indices, to_indices = check_pair(here, source_pieces, there, destination_pieces)
-        stream = self._into_hbm if there.memory == "VRAM" else self._out_of_hbm
-        with _cuda_errors(f"copy from {source} to {destination}"), torch.cuda.device(self._device):
+        with _cuda_errors(f"copy from {source} to {destination}"):
+            return self._queue(
+                piece_addresses(here, from_indices),
+                piece_addresses(there, to_indices),
+                here.piece_bytes,
+                self._into_hbm if there.memory == "VRAM" else self._out_of_hbm,
+                after,
+            )
+
+    def copy_addresses(
+        self,
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        piece_bytes: int,
+        into_hbm: bool,
+    ) -> CudaCopy:
+        """Queue one batch between pinned memory and HBM; may be called from any thread."""
+        stream = self._into_hbm if into_hbm else self._out_of_hbm
+        with _cuda_errors("copy between memory of another engine and HBM"):
+            return self._queue(sources, destinations, piece_bytes, stream, PASSED)
+
+    def _queue(
+        self,
+        sources: NDArray[np.int64],
+        destinations: NDArray[np.int64],
+        piece_bytes: int,
+        stream: torch.cuda.Stream,
+        after: DeviceEvent,
+    ) -> CudaCopy:
+        with torch.cuda.device(self._device):
             if after is not PASSED:
                 stream.wait_event(_event_of(after))
-            if from_indices.size:
-                runs = merge_runs(
-                    piece_addresses(here, from_indices),
-                    piece_addresses(there, to_indices),
-                    here.piece_bytes,
-                )
+            if sources.size:
+                runs = merge_runs(sources, destinations, piece_bytes)
                 self._driver.copy_batch(*runs, stream.cuda_stream)
             event = _record(stream)
-        return CudaCopy(event, int(from_indices.size) * here.piece_bytes)
+        return CudaCopy(event, int(sources.size) * piece_bytes)
 
     def synchronize(self) -> None:
         """Block until all queued copies have ended."""
@@ -291,6 +317,7 @@ class CudaDevice:
         self._copies = None if driver is None else CudaCopier(device, driver)
         self.copier: DeviceCopier | None = self._copies
         self._pinned: list[tuple[int, object]] = []
+        self._pinning = threading.Lock()
 
     def enter_thread(self) -> None:
         """Make the GPU's context current, which UCX requires of threads that post GPU memory.
@@ -313,10 +340,26 @@ class CudaDevice:
                 f"{size_bytes} bytes of buffer cannot be pinned (CUDA error {status}); lower "
                 "buffer_bytes or raise the container's memory and locked-memory limits"
             )
-        self._pinned.append((address, keep_alive))
+        with self._pinning:
+            self._pinned.append((address, keep_alive))
         if size_bytes >= _LONG_PIN_BYTES:
             elapsed_s = time.monotonic() - started_s
             log.info("pinned %.1f GiB in %.1f s", size_bytes / (1 << 30), elapsed_s)
+
+    def hbm_copies(self) -> HbmCopies | None:
+        """Return the copier's copies by address; see ``engine.passes.device.Device``."""
+        if self._copies is None:
+            return None
+        return HbmCopies(self.pin, self._unpin, self._copies.copy_addresses)
+
+    def _unpin(self, address: int) -> None:
+        """Unpin memory that ``pin`` has pinned; ``close`` may have done so."""
+        with self._pinning:
+            known = [entry for entry in self._pinned if entry[0] == address]
+            self._pinned = [entry for entry in self._pinned if entry[0] != address]
+        if known:
+            with torch.cuda.device(self._device):
+                _runtime().cudaHostUnregister(address)
 
     def record(self) -> DeviceEvent:
         """Record an event on the calling thread's stream."""
@@ -331,7 +374,8 @@ class CudaDevice:
 
     def close(self) -> None:
         """Wait for queued copies and unpin host memory."""
-        pinned, self._pinned = self._pinned, []
+        with self._pinning:
+            pinned, self._pinned = self._pinned, []
         with torch.cuda.device(self._device):
             if self._copies is not None and pinned:
                 self._copies.synchronize()

@@ -12,6 +12,7 @@ from dualpath.core.errors import ConfigError, DualPathError, EngineLostError, St
 from dualpath.engine.buffer.block_buffer import BUFFER_REGION, STAGING_REGION
 from dualpath.engine.control.link import RouterConnection
 from dualpath.engine.control.surroundings import Surroundings, open_node_dram
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.engine.threads import TimeLimit
 from dualpath.router.token_api.wire import GenerateRequest, decode_body
@@ -471,7 +472,7 @@ class SimEngine:
 
     # ------------------------------------------------------------------ surroundings
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         shared = self.shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from dualpath.core.errors import DualPathError
 from dualpath.engine.control.surroundings import Surroundings
+from dualpath.engine.passes.device import Device
 from dualpath.engine.settings import EngineSettings
 from dualpath.transport.contract import Transport
 from dualpath_lab.emulated.data_plane import FollowerPlane
@@ -144,7 +145,7 @@ class SimFollower:
         self.kill()
         self._threads.sleep(0.0)
 
-    def _open_transport(self, agent: str, settings: EngineSettings) -> Transport:
+    def _open_transport(self, agent: str, settings: EngineSettings, device: Device) -> Transport:
         shared = self._shared
         self.transport = SimTransport(
             *(agent, shared.fabric, self.process, shared.transfer_faults, shared.owner_of),

@@ -131,6 +131,8 @@ def engine_settings(
         api_url=api_url,
         storage="memory://simulated",
         mode=cluster.mode,
+        # Transfers are simulated: no other process maps a buffer.
+        transport="nixl",
         buffer_bytes=cluster.buffer_blocks * cluster.geometry.full_block_bytes,
         staging_blocks=4,
         layer_buffers=cluster.layer_buffers,

@@ -29,7 +29,7 @@ from dualpath.engine.control.surroundings import LIVE, Surroundings
 from dualpath.engine.control.traffic_manager import TrafficManager
 from dualpath.engine.io.read_speed import PROBE_MODEL, measure
 from dualpath.engine.io.storage_maintenance import MaintenanceThread, needs_maintenance
-from dualpath.engine.passes.device import Device
+from dualpath.engine.passes.device import Device, HostDevice
 from dualpath.engine.passes.hbm_layout import HbmLayout
 from dualpath.engine.passes.pass_transfers import BlockHolder
 from dualpath.engine.ranks.rank import ALONE, RankPlace
@@ -105,7 +105,9 @@ class Membership:
                 *(storage, tree, settings, namespace, process, threads), surroundings.now_s
             )
             storage = self._maintenance.storage
-        transport = surroundings.open_transport(f"{settings.engine_id}-{self.epoch}", settings)
+        device = device or HostDevice()
+        agent = f"{settings.engine_id}-{self.epoch}"
+        transport = surroundings.open_transport(agent, settings, device)
         self.manager = TrafficManager(
             settings,
             namespace.geometry,

@@ -158,10 +158,10 @@ class Peers:
 def agent_info(address: AgentAddress) -> AgentInfo:
     """Return an agent in the form of transports."""
     regions = tuple(RegionInfo(**msgspec.structs.asdict(r)) for r in address.regions)
-    return AgentInfo(agent=address.agent, metadata=address.metadata, regions=regions)
+    return AgentInfo(address.agent, address.metadata, regions, address.shared)
 
 
 def agent_address(info: AgentInfo) -> AgentAddress:
     """Return an agent of a transport in the wire form."""
     regions = tuple(RegionAddress(**msgspec.structs.asdict(r)) for r in info.regions)
-    return AgentAddress(info.agent, info.metadata, regions)
+    return AgentAddress(info.agent, info.metadata, regions, info.shared)

@@ -78,13 +78,14 @@ class Node:
         return 0
 
     def sharing_refusal(self, size_bytes: int) -> str:
-        """Return why ranks of an engine cannot share a buffer of this size; empty if they can.
+        """Return why processes cannot share a buffer of this size; empty if they can.
 
         Its pages are not touched, so that no memory is used.
         """
         try:
-            with allocate_shared(size_bytes) as (_, path):
-                map_shared(path, size_bytes)
+            memory = allocate_shared(size_bytes)
+            assert memory.file is not None
+            map_shared(memory.file.path, size_bytes)
         except ConfigError as failure:
             return str(failure)
         return ""
