@@ -76,6 +76,7 @@ class Driven:
         elif kind == "read":
             dispatch.reads_done(name)
         elif kind == "prefilled" and (known := dispatch._assignment(name)) is not None:
+            assert known.prefill_engine is not None
             dispatch.prefill_done(name, known.prefill_engine)
         elif kind == "end" and name in self._tasks:
             self._tasks[name].cancel()

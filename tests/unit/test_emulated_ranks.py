@@ -245,7 +245,7 @@ def test_a_rank_ends_with_a_reason_if_the_first_one_cannot_start(
     settings = engine_settings(Role.PREFILL, "pe", "tcp://127.0.0.1:1", tmp_path, Mode.DUALPATH)
     settings = msgspec.structs.replace(settings, tensor_parallel_size=2, kv_heads=2)
     fabric = InProcessFabric()
-    surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
+    surroundings = Surroundings(open_transport=lambda name, *_: InProcessTransport(name, fabric))
     with pytest.raises(EngineLostError, match="the engine's first rank has ended"):
         follow(settings, follower(), surroundings)
     with pytest.raises(EngineLostError, match="the engine's first rank has ended"):

@@ -37,7 +37,7 @@ def trusting(files: TlsFiles) -> ssl.SSLContext:
 async def test_an_emulated_cluster_speaks_https_throughout(files: TlsFiles, tmp_path: Path) -> None:
     """Clients reach the router, and the router its engines, over HTTPS alone."""
     fabric = InProcessFabric()
-    surroundings = Surroundings(open_transport=lambda name, _: InProcessTransport(name, fabric))
+    surroundings = Surroundings(open_transport=lambda name, *_: InProcessTransport(name, fabric))
     router = RouterSettings(mode=Mode.SPLIT, engine_ca_file=files.authority)
     tls = serving(files.certificate, files.key)
     async with (
