@@ -21,6 +21,7 @@ from dualpath.policy.events import (
     PrefillEnded,
     ReadsDone,
     SchedulerSettings,
+    SlotsGranted,
     Submitted,
 )
 from dualpath.policy.scheduler import RequestScheduler
@@ -99,8 +100,10 @@ class Cluster(RuleBasedStateMachine):
         self.paused: set[str] = set()
         self.requests: dict[str, Request] = {}
         self.assigned: dict[str, Assignment] = {}
-        #: The engines that had joined when a request was submitted, of which the caches count.
-        self.joined: dict[str, frozenset[str]] = {}
+        #: The engines that had joined when a request was submitted.
+        self.known: dict[str, frozenset[str]] = {}
+        #: Requests whose slots are granted, or that are further.
+        self.reading: set[str] = set()
         self.count = 0
         self.reports: dict[str, EngineReport] = {}
         for spec in specs():
@@ -115,26 +118,28 @@ class Cluster(RuleBasedStateMachine):
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
         assert self.paused.isdisjoint(assignment.engines)
-        for side in assignment.sides:
-            charge = assignment.at(side)
-            self.engines[charge.engine_id].tokens[assignment.request_id] = charge.tokens
-        hit_tokens = request.hit_tokens + assignment.unstored_tokens
         if assignment.prefill_engine is None:
+            hit_tokens = request.hit_tokens + assignment.unstored_tokens
             assert hit_tokens > 0
             assert request.prompt_tokens - hit_tokens <= self.append_tokens
-        expected = 0 if self.mode is Mode.ORACLE else hit_tokens
-        joined = self.joined[request.request_id]
-        cached_blocks = {
-            prefix.engine_id: prefix.blocks
-            for prefix in request.cached
-            if prefix.engine_id in joined
-        }
+        known = self.known[assignment.request_id]
+        cached_blocks = {p.engine_id: p.blocks for p in request.cached if p.engine_id in known}
         usable = [
             assignment.at(side).engine_id
             for side in assignment.sides
             if self.mode.dual_path or (side is Role.PREFILL and self.mode is not Mode.ORACLE)
         ]
         longest = max((cached_blocks.get(name, 0) for name in usable), default=0)
+        self.charge(assignment, longest)
+
+    def charge(self, assignment: Assignment, longest: int) -> None:
+        """Check and note an assignment whose engines cache the first ``longest`` blocks."""
+        request = self.requests[assignment.request_id]
+        for side in assignment.sides:
+            charge = assignment.at(side)
+            self.engines[charge.engine_id].tokens[assignment.request_id] = charge.tokens
+        hit_tokens = request.hit_tokens + assignment.unstored_tokens
+        expected = 0 if self.mode is Mode.ORACLE else hit_tokens
         assert hit_tokens == max(request.hit_tokens, longest * BLOCK_TOKENS), (
             "what is stored or what its own engines cache"
         )
@@ -158,6 +163,7 @@ class Cluster(RuleBasedStateMachine):
     def remove(self, request_id: str) -> None:
         del self.requests[request_id]
         self.assigned.pop(request_id, None)
+        self.reading.discard(request_id)
         for engine in self.engines.values():
             engine.tokens.pop(request_id, None)
             engine.reads.pop(request_id, None)
@@ -165,7 +171,7 @@ class Cluster(RuleBasedStateMachine):
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.joined[request.request_id] = frozenset(self.engines)
+        self.known[request.request_id] = frozenset(self.engines)
         self.scheduler.apply(Submitted(request))
 
     @rule(
@@ -227,6 +233,28 @@ class Cluster(RuleBasedStateMachine):
         if len(self.assigned) == len(self.requests):
             assert (held, load.unfinished_requests) == (0, len(mine)), "and it counts once"
 
+    @rule(data=st.data(), parts=st.tuples(st.floats(0, 1), st.floats(0, 1)))
+    @precondition(lambda self: self.assigned.keys() - self.reading)
+    def grant(self, data: st.DataObject, parts: tuple[float, float]) -> None:
+        """A DE grants slots; its engines have evicted some of the blocks they cached."""
+        names = sorted(self.assigned.keys() - self.reading)
+        old = self.assigned[data.draw(st.sampled_from(names))]
+        self.reading.add(old.request_id)
+        left = {
+            side: round(part * old.cached_end(side))
+            for side, part in zip((Role.DECODE, Role.PREFILL), parts, strict=True)
+        }
+        effects = self.scheduler.apply(
+            SlotsGranted(old.request_id, left[Role.DECODE], left[Role.PREFILL])
+        )
+        assert bool(effects.assignments) == any(left[s] < old.cached_end(s) for s in Role)
+        for new in effects.assignments:
+            assert new.engines == old.engines
+            for engine_id in old.engines:
+                self.engines[engine_id].reads.pop(old.request_id, None)
+            self.assigned[old.request_id] = new
+            self.charge(new, max(left.values()))
+
     @rule(data=st.data(), steps=st.integers(1, 3))
     @precondition(lambda self: self.assigned)
     def work(self, data: st.DataObject, steps: int) -> None:
@@ -234,6 +262,7 @@ class Cluster(RuleBasedStateMachine):
         self.advance(request_id, steps)
 
     def advance(self, request_id: str, steps: int) -> None:
+        self.reading.add(request_id)
         self.scheduler.apply(ReadsDone(request_id))
         for engine in self.engines.values():
             engine.reads.pop(request_id, None)

@@ -52,7 +52,7 @@ def value_of(received: T | None) -> T:
     Raises ``EngineLostError`` if it is the end of work: the leader has ended, or could not start.
     """
     if received is None:
-        raise EngineLostError("the engine's first rank has ended; its log says why")
+        raise EngineLostError("the engine's first rank has ended; see its log")
     return received
 
 

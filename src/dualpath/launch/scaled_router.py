@@ -5,6 +5,7 @@ queue.  This process only supervises: a front end that exits loses its own strea
 while the others serve; the scheduler is restarted too, and front ends and engines reconnect to it.
 """
 
+import contextlib
 import fcntl
 import os
 import shutil
@@ -94,7 +95,8 @@ class MetricsFolder:
 
     @staticmethod
     def _remove_unused() -> None:
-        with os.scandir(tempfile.gettempdir()) as entries:
+        found: list[os.DirEntry[str]] = []
+        with contextlib.suppress(OSError), os.scandir(tempfile.gettempdir()) as entries:
             found = [entry for entry in entries if entry.name.startswith(_METRICS_PREFIX)]
         for folder in found:
             try:
