@@ -132,6 +132,7 @@ def test_a_run_leaves_nothing_in_memory() -> None:
     [
         ("session-end-keeps", "stall a control connection"),
         ("no-quarantine", "hanging transfers"),
+        ("peers-named-once", "kill an engine"),
         ("checksum-ignored", "rotting storage"),
         ("call-silence-ignored", "lose a call to an engine"),
         ("call-silence-ignored", "silence an HTTP server"),
