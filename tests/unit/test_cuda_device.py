@@ -424,7 +424,14 @@ def test_an_rdma_nic_counts_when_a_port_is_active(tmp_path: Path):
     state.write_text("1: DOWN\n")
     assert not has_rdma_nic(tmp_path)
     state.write_text("4: ACTIVE\n")
-    assert has_rdma_nic(tmp_path)
+    assert has_rdma_nic(tmp_path, {})
+    for chosen, usable in (
+        ("all", True),
+        ("eth0,mlx5_0:1", True),
+        ("lo", False),
+        ("mlx5_1", False),
+    ):
+        assert has_rdma_nic(tmp_path, {"UCX_NET_DEVICES": chosen}) is usable
 
 
 def test_kv_in_host_memory_needs_no_device():

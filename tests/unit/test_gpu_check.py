@@ -271,6 +271,9 @@ def test_the_lines_that_describe_an_engine_and_its_first_error_are_kept(tmp_path
         "WARNING this can cause errors like `OSError: Too many open files`\n"
         "ERROR first\nERROR second\n"
     )
+    (tmp_path / "de-0.log").write_text(
+        "INFO [shutdown] API server: complete\nERROR AsyncLLM output_handler failed.\n"
+    )
     assert [row["line"] for row in log_rows(tmp_path)] == [
         "Using LBHNC KV cache layout",
         "first error: ERROR first",

@@ -1,5 +1,6 @@
 """One prefill and one decode engine under test: `dualpath serve`, and a client of its endpoint."""
 
+import itertools
 import json
 import os
 import re
@@ -39,6 +40,7 @@ _LOG_LINES = re.compile(
     r"|copies between DRAM and HBM are .*|rank \d+: (UCX|no RDMA) .*|pinned .* GiB in .*"
     r"|pass costs .*|Graph capturing finished.*"
 )
+_STOPS = "[shutdown]"
 _ERROR = re.compile(r"\bERROR\b|Traceback|Error:")
 _OTHER_LEVEL = re.compile(r"\b(DEBUG|INFO|WARNING)\b")
 _PREFILL_RATE = re.compile(r"pass costs .*prefill_tokens_per_s=([0-9.e+]+)")
@@ -164,10 +166,14 @@ class Cluster:
 
 
 def log_rows(folder: Path) -> list[dict[str, str]]:
-    """Return the lines of the engines' logs that describe them, and their first error."""
+    """Return the lines of the engines' logs that describe them, and their first error.
+
+    vLLM's server may log an error while it stops: its engine core has ended before.
+    """
     rows = []
     for path in sorted(folder.glob("*.log")):
-        lines = path.read_text(errors="replace").splitlines()
+        whole = path.read_text(errors="replace").splitlines()
+        lines = list(itertools.takewhile(lambda line: _STOPS not in line, whole))
         found = dict.fromkeys(match[0] for line in lines if (match := _LOG_LINES.search(line)))
         error = next((line for line in lines if _is_error(line)), "")
         texts = [*found, *([f"first error: {error}"] if error else ())]

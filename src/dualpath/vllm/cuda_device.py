@@ -10,9 +10,10 @@ This has not been run on a GPU yet.
 import ctypes
 import importlib
 import logging
+import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,7 @@ _REGISTER_PORTABLE = 1
 #: The driver, and its ``CU_STREAM_CAPTURE_MODE_RELAXED``.
 _DRIVER_LIBRARY, _CAPTURE_RELAXED = "libcuda.so.1", 2
 
+_NET_DEVICES = "UCX_NET_DEVICES"
 INFINIBAND_DEVICES = Path("/sys/class/infiniband")
 
 
@@ -162,14 +164,27 @@ def open_device(device: torch.device, device_copies: str) -> Device:
     own, reason = device_copies == "cuda", f"device_copies is {device_copies}"
     if device_copies == "auto":
         own = not has_rdma_nic()
-        reason = "no RDMA port is active" if own else "an RDMA port is active"
+        reason = f"UCX may use {'no' if own else 'an'} RDMA device with an active port"
     log.info("copies between DRAM and HBM are made by %s: %s", "CUDA" if own else "NIXL", reason)
     return CudaDevice(device, CudaDriver() if own else None)
 
 
-def has_rdma_nic(devices: Path = INFINIBAND_DEVICES) -> bool:
-    """Whether this machine has an RDMA device with an active port."""
-    return any("ACTIVE" in _text(state) for state in devices.glob("*/ports/*/state"))
+def has_rdma_nic(
+    devices: Path = INFINIBAND_DEVICES, environment: Mapping[str, str] = os.environ
+) -> bool:
+    """Whether UCX may use an RDMA device of this machine with an active port.
+
+    ``UCX_NET_DEVICES`` of the environment may name others only: `dualpath serve` sets it to the
+    loopback device on a machine where no GPU has such a port.
+    """
+    active = {
+        state.parent.parent.parent.name
+        for state in devices.glob("*/ports/*/state")
+        if "ACTIVE" in _text(state)
+    }
+    chosen = environment.get(_NET_DEVICES, "all")
+    allowed = {device.partition(":")[0].strip() for device in chosen.split(",")}
+    return bool(active) and ("all" in allowed or bool(active & allowed))
 
 
 def _text(path: Path) -> str:
