@@ -51,8 +51,8 @@ ones, the last of them not full. A block has {GEOMETRY.block_tokens} tokens in
 - *links*: the directions of devices that carry each of its bytes once. A copy within an engine is
   an RDMA write through its own CNIC (§4.2), which reads and writes the bytes.
   Engines of one machine that [share
-  memory](../architecture.md#engines-of-one-machine-share-memory) copy instead: the PE's processor or GPU
-  moves the bytes between the DE's buffer and its own HBM, and no CNIC carries them.
+  memory](../architecture.md#engines-of-one-machine-share-memory) copy instead: the PE's processor
+  or GPU moves the bytes between the DE's buffer and its own HBM, and no CNIC carries them.
 - *bytes*: blocks · layers · bytes of a Layer Block, times the chunks that repeat the step.
 """
 
