@@ -47,7 +47,8 @@ class TransferSettings(Settings, frozen=True, kw_only=True):
 class Pair(NamedTuple):
     """The settings of two processes; ``shared``: no NIXL, one maps the other's memory.
 
-    A transfer has ``pieces`` of ``piece_bytes``, out of ``pool_pieces``.
+    A transfer has ``pieces`` of ``piece_bytes``, out of ``pool_pieces``; the next transfer begins
+    ``step_pieces`` later.
     """
 
     tls: str = "default"
@@ -56,6 +57,7 @@ class Pair(NamedTuple):
     piece_bytes: int = PIECE_BYTES
     pieces: int = PIECES
     pool_pieces: int = POOL_PIECES
+    step_pieces: int = 7
 
 
 def open_transport(name: str, pair: Pair, memory: RegisteredMemory) -> Transport:
@@ -97,7 +99,7 @@ def initiator(control: Connection, pair: Pair, peer_control: Connection) -> None
         start = itertools.count()
 
         def post(pieces: int, direction: Direction = direction) -> Transfer:
-            offset = next(start) * 7 % (pair.pool_pieces - pieces)  # noqa: B023 - used within the loop
+            offset = next(start) * pair.step_pieces % (pair.pool_pieces - pieces)  # noqa: B023 - used within the loop
             indices = range(offset, offset + pieces)
             return transport.post(direction, "kv", indices, info.agent, "kv", indices)
 
@@ -215,6 +217,8 @@ def _one_machine_cells(settings: OneMachineSettings) -> dict[str, Pair]:
             piece_bytes=kib * _KIB,
             pieces=_TRANSFER_BYTES // (kib * _KIB),
             pool_pieces=_POOL_BYTES // (kib * _KIB),
+            # No transfer has bytes of the one before, which caches may still have.
+            step_pieces=_TRANSFER_BYTES // (kib * _KIB),
         )
         for kib in settings.piece_kib
         for shared, name in ((False, _nixl(kib)), (True, _shared(kib)))
