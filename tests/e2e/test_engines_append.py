@@ -21,7 +21,7 @@ from dualpath.policy import read_side
 from dualpath.policy.events import Assignment
 from dualpath_lab.models.random_models import make_tiny_model
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.engine, pytest.mark.long]
 
 BLOCK_TOKENS = 32
 GENERATE = 40
