@@ -255,9 +255,13 @@ class RemoteAttempt:
         if not isinstance(event, m.PlacedOn):
             self.listener.notify(event)
             return
-        prefill, decode = (self._link.engines.live(*one) for one in (event.prefill, event.decode))
+        known = self._link.engines
+        prefill, decode = known.live(*event.prefill), known.live(*event.decode)
         if prefill is None or decode is None:
-            self.break_off(EngineLostError(f"engines {event.prefill} or {event.decode} are lost"))
+            engine_id, epoch = event.prefill if prefill is None else event.decode
+            self.break_off(
+                EngineLostError(f"engine {engine_id} (epoch {epoch}) is lost; see its log")
+            )
             return
         self.decode_engine = decode
         self.listener.notify(Placed(prefill, decode))
