@@ -114,7 +114,8 @@ async def reported(made: Cluster, engine_id: str, read_bytes: int) -> None:
     """Wait for a report of so many bytes read."""
 
     def is_last() -> bool:
-        report = made.service.registry.get(engine_id).report
+        state = made.service.registry.get(engine_id)
+        report = state.report if state is not None else None
         return report is not None and report.counters.get("storage_read_bytes") == read_bytes
 
     await made.service.arrivals.until(is_last, GUARD_S)

@@ -107,7 +107,8 @@ async def test_a_registration_is_checked_without_a_look_at_other_groups() -> Non
 async def test_a_report_is_taken_without_a_look_at_other_groups() -> None:
     registry, watched = watched_registry(10 * RANKS)
     sent: list[str] = []
-    pauses = Pauses(registry, Exchange(), lambda name, message: sent.append(name), lambda: Paused())
+    paused: Any = Paused()
+    pauses = Pauses(registry, Exchange(), lambda name, message: sent.append(name), lambda: paused)
     state = registry.get("decode-3")
     assert state is not None
     state.report = report()
@@ -143,7 +144,7 @@ async def test_acknowledgements_and_heartbeats_go_to_those_that_need_one() -> No
     sent.clear()
     first = states[0]
     assert first is not None
-    envelope = control.Envelope("session 0", 1, 0, control.Synced(1))
+    envelope: control.FromEngine = control.Envelope("session 0", 1, 0, control.Synced(1))
     server._listener = Listener()  # type: ignore[assignment]
     server._receive(first, b"0", envelope)
     server._acknowledge()
@@ -170,9 +171,14 @@ def test_heartbeats_of_all_engines_are_bounded() -> None:
 
 async def test_engines_report_as_often_as_the_router_asks_for() -> None:
     reports: list[control.Report] = []
+
+    def reporting() -> control.Report:
+        reports.append(report())
+        return reports[-1]
+
     session: RouterSession[control.EngineMessage, control.RouterMessage] = RouterSession(
         lambda registration: rank_of(0).hello(registration),
-        lambda: reports.append(report()) or report(),
+        reporting,
         lambda message: None,
         lambda reason: None,
     )
@@ -323,11 +329,14 @@ def test_only_places_with_the_first_block_are_searched(monkeypatch: pytest.Monke
     index.update("d70", CacheUpdate(added=tuple(KEYS[:3])))
     index.update("d20", CacheUpdate(added=tuple(KEYS[:5])))
     index.update("d30", CacheUpdate(added=tuple(KEYS[1:])))
-    searched = []
+    searched: list[object] = []
     head = cached_blocks._Place.head
-    monkeypatch.setattr(
-        cached_blocks._Place, "head", lambda self, keys: searched.append(self) or head(self, keys)
-    )
+
+    def counting(place: cached_blocks._Place, keys: list[bytes]) -> int:
+        searched.append(place)
+        return head(place, keys)
+
+    monkeypatch.setattr(cached_blocks._Place, "head", counting)
     found = index.prefixes(KEYS, Mode.DUALPATH)
     assert [(one.engine_id, one.blocks) for one in found] == [("d20", 5), ("d70", 3)]
     assert len(searched) == 2
@@ -348,7 +357,12 @@ async def test_the_kernel_is_asked_about_some_connections_at_a_time(
 ) -> None:
     asked: list[int] = []
     memory = [0]
-    monkeypatch.setattr(control_socket, "_received_bytes", lambda file: asked.append(file) or 100)
+
+    def received_bytes(file: int) -> int:
+        asked.append(file)
+        return 100
+
+    monkeypatch.setattr(control_socket, "_received_bytes", received_bytes)
     monkeypatch.setattr(control_socket, "resident_bytes", lambda: memory[0])
     connections = ControlConnections.__new__(ControlConnections)
     connections._refusals = ControlRefusals()

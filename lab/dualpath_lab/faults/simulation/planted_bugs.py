@@ -528,7 +528,7 @@ PLANTED_BUGS: dict[str, PlantedBug] = {
     ),
     "peers-named-once": PlantedBug(
         "the peers of an engine are not named again in its next session",
-        replaced(NamedPeers, "session_begins", lambda self, engine_id: None),
+        replaced(NamedPeers, "session_ends", lambda self, info, certain: None),
     ),
     "writer-unnamed": PlantedBug(
         "a DE is not sent which PEs may write to its buffer",

@@ -139,22 +139,19 @@ _UNCERTAIN = (
 )
 
 
-#: Processes that may be remembered by peers although they are lost.
+#: Lost processes that are remembered until their death is known, and the engines that know one.
 _MOST_NAMED = 4 * MOST_ENGINES
 
 
 class NamedPeers:
     """Which engines were named to which, by ``PeerUp``: only these need to know of a loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
         #: By process: the engines that it was named to, until it is known to be dead.
         self._knowing: dict[tuple[str, str], set[str]] = {}
         #: By engine: the processes that were named to it in its present session.
         self._named: dict[str, set[tuple[str, str]]] = {}
-
-    def session_begins(self, engine_id: str) -> None:
-        """Nothing has been named to an engine in its new session."""
-        self._named.pop(engine_id, None)
 
     def is_new(self, engine_id: str, process: Writer) -> bool:
         """Note that a process is named to an engine; return whether it was not before."""
@@ -163,7 +160,17 @@ class NamedPeers:
             return False
         named.add(process.id)
         self._knowing.setdefault(process.id, set()).add(engine_id)
+        self._remove_oldest(process.id)
         return True
+
+    def session_ends(self, info: EngineInfo, *, certain: bool) -> None:
+        """An engine's session has ended: everything is named again in its next one.
+
+        A DE knows the processes that may write to its buffer beyond its session.
+        """
+        for process_id in self._named.pop(info.engine_id, ()):
+            if certain or info.role is Role.PREFILL:
+                self._knowing.get(process_id, set()).discard(info.engine_id)
 
     def lost(self, process: Writer, *, certain: bool) -> Collection[str]:
         """Return the engines to notify of a loss; the process is named again if it comes back."""
@@ -174,13 +181,16 @@ class NamedPeers:
             self._knowing.pop(process.id, None)
         return knowing
 
-    def remove_lost(self, live: Callable[[str], EngineInfo | None]) -> None:
-        """Bound the table: lost processes that were never proven dead are removed."""
+    def _remove_oldest(self, process_id: tuple[str, str]) -> None:
+        """Bound the tables: lost processes and engines that have not come back are removed."""
+        knowing = self._knowing[process_id]
+        if len(knowing) > _MOST_NAMED:
+            knowing.intersection_update([e for e in knowing if self._registry.get(e) is not None])
         if len(self._knowing) > _MOST_NAMED:
             self._knowing = {
                 (engine_id, epoch): knowing
                 for (engine_id, epoch), knowing in self._knowing.items()
-                if (info := live(engine_id)) is not None and info.epoch == epoch
+                if (info := self._registry.live(engine_id)) is not None and info.epoch == epoch
             }
 
 
@@ -221,6 +231,7 @@ class Teardown:
         for one in ended:
             certain = one is info and event not in _UNCERTAIN
             self._notify_peers(one.writer, certain=certain)
+            self._named.session_ends(one, certain=certain)
         notified = f"{info.engine_id}, of the same group: {reason}" if others else reason
         self._listener.on_lost(ended, notified)
 
@@ -246,7 +257,6 @@ class Teardown:
     def _notify_peers(self, writer: Writer, *, certain: bool) -> None:
         for engine_id in self._named.lost(writer, certain=certain):
             self._send(engine_id, PeerDown(writer.engine_id, writer.epoch, certain))
-        self._named.remove_lost(self._registry.live)
 
 
 def _log(ended: Sequence[EngineInfo], reason: str, *, left: bool) -> None:
@@ -301,7 +311,7 @@ class ControlServer:
         self._unacknowledged: dict[str, EngineState] = {}
         self._spoken: OrderedDict[str, EngineState] = OrderedDict()
         self.probes = LivenessProbes(registry, self.send, has_exited)
-        self._named = NamedPeers()
+        self._named = NamedPeers(registry)
         self._teardown = Teardown(registry, listener, self.send, clock, self._named)
         self.address = ""
 
@@ -497,7 +507,6 @@ class ControlServer:
                 case Action.OPEN_SESSION:
                     session = f"{self._epoch}-{next(self._sessions):08}"
                     self._registry.open(engine, session, self._clock())
-                    self._named.session_begins(engine.info.engine_id)
                     self._send_registered(engine)
                 case Action.RESEND_REGISTERED:
                     self._send_registered(engine)

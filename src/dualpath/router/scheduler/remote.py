@@ -255,14 +255,17 @@ class RemoteAttempt:
         if not isinstance(event, m.PlacedOn):
             self.listener.notify(event)
             return
-        engines = self._link.engines
-        decode = engines.live(*event.decode)
-        prefill = None if event.prefill is None else engines.live(*event.prefill)
-        if decode is None or (event.prefill is not None and prefill is None):
-            self.break_off(EngineLostError(f"engines {event.prefill} or {event.decode} are lost"))
-            return
+        placed = [name for name in (event.prefill, event.decode) if name is not None]
+        live = [self._link.engines.live(*name) for name in placed]
+        for (engine_id, epoch), engine in zip(placed, live, strict=True):
+            if engine is None:
+                error = f"engine {engine_id} (epoch {epoch}) is lost; see its log"
+                self.break_off(EngineLostError(error))
+                return
+        *prefill, decode = live
+        assert decode is not None
         self.decode_engine = decode
-        self.listener.notify(Placed(prefill, decode))
+        self.listener.notify(Placed(prefill[0] if prefill else None, decode))
 
     def check(self) -> None:
         """Raise ``EngineLostError`` if the attempt is broken."""
