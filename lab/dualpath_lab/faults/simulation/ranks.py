@@ -93,7 +93,7 @@ class SimFollower:
         self.name = f"{engine.name}.{rank}"
         self.transport: SimTransport | None = None
         self._shared = engine.shared
-        self.process, self._known = self._shared.process(self.name, engine.host)
+        self.process, self._known = self._shared.process(self.name, engine.host, engine.known)
         self._threads = SimThreads(self.process)
         self._plane: FollowerPlane | None = None
         self._own, self._leaders = RankPipe.pair(self._threads, engine.threads)
