@@ -82,6 +82,8 @@ class RankPipe:
 
 #: Delay until a rank is killed after its leader, which is its parent process, has died.
 _ORPHAN_S = (0.0, 0.01, 0.2, 1.0, 4.0)
+#: Share of ranks that are in a system call when their leader dies: they end when they are killed.
+_HANGS = 1 / 3
 
 
 class SimFollower:
@@ -117,9 +119,15 @@ class SimFollower:
             self._shared.fabric.kill(self.transport.agent)
 
     def leader_died(self) -> None:
-        """The engine's first rank has died: this one is notified, and killed a while later."""
+        """The engine's first rank has died: this one is notified, and killed a while later.
+
+        What a rank that hangs had posted continues until then.
+        """
+        world = self._shared.world
         self._leaders.cut()
-        self._shared.world.after(self._shared.world.pick(_ORPHAN_S), self.kill)
+        if world.chance.random() < _HANGS:
+            self.process.stop()
+        world.after(world.pick(_ORPHAN_S), self.kill)
 
     def _main(self) -> None:
         engine = self.engine
