@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from dualpath.core.errors import ConfigError
-from dualpath_lab.faults.simulation.adversary import FAULT_KINDS
+from dualpath_lab.faults.simulation.adversary import FAULT_KINDS, Adversary
 from dualpath_lab.faults.simulation.planted_bugs import PLANTED_BUGS, planted
 from dualpath_lab.faults.simulation.run import run_seed
 from dualpath_lab.faults.simulation.threads import SimThreads
@@ -136,12 +136,42 @@ def test_a_run_leaves_nothing_in_memory() -> None:
         ("call-silence-ignored", "lose a call to an engine"),
         ("call-silence-ignored", "silence an HTTP server"),
         ("core-silence-ignored", "hang a core"),
+        ("abandoned-read-continues", "slow storage"),
     ],
 )
 def test_planted_bugs_are_found_by_the_faults_they_are_for(name: str, fault: str) -> None:
     kinds = [kind for kind in FAULT_KINDS if kind.name == fault]
     with planted(name):
         assert any(run_seed(seed, kinds=kinds).problems for seed in range(30))
+
+
+@pytest.mark.parametrize(
+    ("name", "faults"),
+    [
+        ("in-doubt-unreported", {"kill the router", "stop the router", "stalling transfers"}),
+        ("slots-unchecked", {"kill the router", "stop an engine", "stall a control connection"}),
+        ("cached-once-read", {"slow storage", "rotting storage", "kill an engine"}),
+    ],
+)
+def test_planted_bugs_that_need_several_kinds_of_faults_are_found(
+    name: str, faults: set[str]
+) -> None:
+    kinds = [kind for kind in FAULT_KINDS if kind.name in faults]
+    with planted(name):
+        assert any(run_seed(seed, kinds=kinds).problems for seed in range(120))
+
+
+def test_half_of_the_runs_with_several_faults_have_them_in_two_components() -> None:
+    found: list[int] = []
+    for seed in range(200):
+        adversary = object.__new__(Adversary)
+        adversary.world = World(seed)
+        kinds = adversary._focused(FAULT_KINDS, faults=2)
+        found.append(len({kind.component for kind in kinds}))
+        assert list(adversary._focused(FAULT_KINDS, faults=1)) == list(FAULT_KINDS)
+    every = len({kind.component for kind in FAULT_KINDS})
+    assert set(found) == {2, every}
+    assert 60 < found.count(2) < 140
 
 
 def test_a_router_that_breaks_off_slow_calls_is_found_without_any_fault() -> None:
