@@ -3,8 +3,9 @@
     python docs/draw_lab.py          write the tables of docs/evaluation/*.md and all plots
     python docs/draw_lab.py --check  exit with 1 if a table is not what its data says
     python docs/draw_lab.py --merge FILE…
-                                     add results of `dualpath chaos simulate --json` and
-                                     `dualpath chaos fuzz --json` to the data of Hardening, and draw
+                                     add results of `dualpath chaos simulate --json`,
+                                     `dualpath chaos fuzz --json` and of the benchmark
+                                     `memory_over_requests` to the data of Hardening, and draw
 
 The prose of a page is written by hand.  A table, or the lines on how to repeat its runs, stands
 between two marks,
@@ -308,6 +309,22 @@ def fuzzed() -> Table:
     return Table("", heads, tuple(rows), "lrrlrr")
 
 
+def memory_over_requests() -> Table:
+    """Resident memory of a cluster's processes after so many requests, and its late growth."""
+    found = msgspec.json.decode((HARDENING / "memory.json").read_bytes())
+    names = [*found["growth_percent"]]
+    rows = [
+        (f"{row['requests']:,}", *(f"{row[name] / 1024:.1f}" for name in names))
+        for row in found["resident_kib"]
+    ]
+    grown = (
+        "growth, third quarter to last",
+        *(f"{p:+.2f} %" for p in found["growth_percent"].values()),
+    )
+    heads = (f"of {found['requests']:,} requests", *(f"{name}, MiB" for name in names))
+    return Table("", heads, (*rows, grown), "l" + "r" * len(names))
+
+
 def merge(paths: Sequence[str]) -> None:
     """Add results to the stored ones; a result of the same seeds replaces the stored one.
 
@@ -322,6 +339,9 @@ def merge(paths: Sequence[str]) -> None:
         if "subject" in result:
             target = HARDENING / f"fuzz-{result['subject']}.json"
             target.write_bytes(msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+            continue
+        if "resident_kib" in result:
+            (HARDENING / "memory.json").write_bytes(path.read_bytes())
             continue
         first = result["first"] if "first" in result else int(path.stem)
         parts[first] = {"first": first, **result}
@@ -422,6 +442,7 @@ DRAWN: dict[str, Callable[..., Table | str]] = {
     "kinds-of-faults": kinds_of_faults,
     "seeds": simulated_seeds,
     "fuzz": fuzzed,
+    "memory": memory_over_requests,
 }
 
 

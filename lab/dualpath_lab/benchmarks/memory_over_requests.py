@@ -4,7 +4,8 @@
 
 Starts a scheduler, a front end and 1P1D of emulated engines as processes.  Tables with a constant
 bound get a small one, so that all are full early; then no process may grow.  Prints resident memory
-over the requests, and each process's growth in the second half of them.
+over the requests, and each process's growth in the second half of them.  ``--json FILE`` writes
+both for the page *Hardening*: ``python docs/draw_lab.py --merge FILE``.
 """
 
 import argparse
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 
 from dualpath.cli.main import main as dualpath
 from dualpath.core.recent import Recent
@@ -226,8 +228,9 @@ async def started(http: aiohttp.ClientSession, url: str) -> None:
 # ------------------------------------------------------------------------------------------- report
 
 
-async def measure(folder: Path, requests: int, most_s: float) -> None:
-    """Run the load and print the table."""
+async def measure(folder: Path, requests: int, most_s: float, result: Path | None) -> None:
+    """Run the load and print the table; write it to ``result`` as well."""
+    begun_s = time.monotonic()
     with cluster(folder) as (url, pids):
         async with aiohttp.ClientSession() as http:
             await started(http, url)
@@ -251,6 +254,18 @@ async def measure(folder: Path, requests: int, most_s: float) -> None:
         print(f"{kind}: {count} ended with {status}")
     for name in pids:
         print(f"{name}: {growth_percent(samples, name):+.2f} % in the second half")
+    if result is not None:
+        found = {
+            "asked_requests": requests,
+            "requests": load.requests,
+            "seconds": time.monotonic() - begun_s,
+            "ended": {f"{kind}: {status}": n for (kind, status), n in sorted(load.ended.items())},
+            "growth_percent": {name: growth_percent(samples, name) for name in pids},
+            "resident_kib": [
+                {"requests": count, **memory} for count, memory in samples[::_SAMPLES_PER_ROW]
+            ],
+        }
+        result.write_bytes(msgspec.json.format(msgspec.json.encode(found)))
 
 
 def growth_percent(samples: list[tuple[int, dict[str, int]]], name: str) -> float:
@@ -278,9 +293,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=100_000)
     parser.add_argument("--most-s", type=float, default=600.0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        asyncio.run(measure(Path(folder), args.requests, args.most_s))
+        asyncio.run(measure(Path(folder), args.requests, args.most_s, args.json))
 
 
 if __name__ == "__main__":
