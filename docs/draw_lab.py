@@ -345,6 +345,8 @@ def merge(paths: Sequence[str]) -> None:
             continue
         first = result["first"] if "first" in result else int(path.stem)
         parts[first] = {"first": first, **result}
+    if not parts:
+        return
     ordered = [parts[first] for first in sorted(parts)]
     for one, following in itertools.pairwise(ordered):
         if one["first"] + one["seeds"] > following["first"]:
