@@ -5,7 +5,6 @@ removed when the request ends has none, so that after a run no table may name a 
 histories of a fixed length.
 """
 
-import functools
 from collections import Counter, deque
 from collections.abc import Collection, Iterator, Mapping, Set
 from enum import Enum, auto
@@ -32,7 +31,8 @@ def tables(root: object) -> Iterator[tuple[str, Collection[object]]]:
     pending: list[tuple[str, object]] = [("", root)]
     while pending:
         name, value = pending.pop()
-        shape = _shape_of(type(value))
+        kind = type(value)
+        shape = _SHAPES.get(kind) or _SHAPES.setdefault(kind, _shape_of(kind))
         if shape is _LEAF or id(value) in seen:
             continue
         seen.add(id(value))
@@ -70,7 +70,10 @@ _LEAF = _Shape.LEAF
 _ATOMS = frozenset({str, bytes, int, float, bool, type(None)})
 
 
-@functools.cache
+#: The shapes of all types met so far.
+_SHAPES: dict[type, _Shape | _Fields] = {}
+
+
 def _shape_of(kind: type) -> _Shape | _Fields:
     """Return what objects of a type consist of."""
     if issubclass(kind, str | bytes | int | float | None):
@@ -82,10 +85,10 @@ def _shape_of(kind: type) -> _Shape | _Fields:
     own = next((k.__name__ for k in kind.__mro__ if k.__module__.startswith(_SYSTEM)), None)
     if own is None:
         return _LEAF
-    is_struct = issubclass(kind, msgspec.Struct)
-    slots = [kind.__struct_fields__] if is_struct else [_slots(k) for k in kind.__mro__]
-    names = tuple((name, f"{own}.{name}") for each in slots for name in each)
-    return _Fields(own, names, not is_struct and kind.__dictoffset__ != 0)
+    if issubclass(kind, msgspec.Struct):
+        return _Fields(own, tuple((n, f"{own}.{n}") for n in kind.__struct_fields__), False)
+    slots = (name for each in kind.__mro__ for name in _slots(each))
+    return _Fields(own, tuple((n, f"{own}.{n}") for n in slots), kind.__dictoffset__ != 0)
 
 
 def _slots(kind: type) -> tuple[str, ...]:
