@@ -112,9 +112,9 @@ class SimTransfer:
             owner = self._transport.owner(self._writes, self._writes.pieces[index])
             if owner is None or owner != self._owners[index]:
                 self._transport.world.problem(
-                    f"bytes {self} arrive in piece {self._writes.pieces[index]}, which was to "
-                    f"receive those of {self._owners[index] or 'no request'} when they were sent, "
-                    f"of {owner or 'no request'} now"
+                    f"bytes {self} arrive in piece {self._writes.pieces[index]}, which belonged "
+                    f"to {self._owners[index] or 'no request'} and belongs to "
+                    f"{owner or 'no request'} now"
                 )
             ctypes.memmove(
                 int(inner.destinations[index]), int(inner.sources[index]), inner.piece_bytes
