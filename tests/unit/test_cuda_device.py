@@ -261,6 +261,8 @@ def test_threads_allow_their_calls_during_captures_of_graphs(gpu, caplog, monkey
     status = 1
     device.enter_thread()
     assert "use --enforce-eager" in caplog.text
+
+
 class TwoEngines:
     """A PE with HBM of 8 pieces and a DE of the same machine with a buffer of 8 pieces.
 

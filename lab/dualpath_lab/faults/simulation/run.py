@@ -511,8 +511,9 @@ _CHUNK = 20
 
 
 class Totals(msgspec.Struct):
-    """Totals of many runs; ``failing`` are the seeds with problems."""
+    """Totals of the runs of seeds from ``first`` on; ``failing`` are the seeds with problems."""
 
+    first: int = 0
     seeds: int = 0
     faults: int = 0
     requests: int = 0

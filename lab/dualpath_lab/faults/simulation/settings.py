@@ -244,15 +244,10 @@ def _front_ends(seed: int) -> int:
 
 
 def _standby(seed: int) -> LeaderElection:
-    """Return the leader election: every fourth cluster has a standby router, half use a lease."""
+    """Return the leader election: every fourth cluster has a standby, two thirds by a lease."""
     if seed % 4 != 1:
         return LeaderElection.ONE
-    kinds = (
-        LeaderElection.LOCK,
-        LeaderElection.LOCK,
-        LeaderElection.ETCD,
-        LeaderElection.KUBERNETES,
-    )
+    kinds = (LeaderElection.LOCK, LeaderElection.ETCD, LeaderElection.KUBERNETES)
     return Random(f"turn of {seed}").choice(kinds)
 
 
