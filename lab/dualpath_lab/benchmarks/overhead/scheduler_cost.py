@@ -150,7 +150,7 @@ class Agent:
 class SchedulerSettings(Settings, frozen=True, kw_only=True):
     """Engines, front ends and agents."""
 
-    nodes: Annotated[tuple[str, ...], Setting("nodes of stub engines", metavar="xPyD")] = (
+    nodes: Annotated[tuple[str, ...], Setting("nodes of stub engines", metavar="xPyD,…")] = (
         *("4P8D", "24P48D", "48P96D"),
     )
     ranks: Annotated[int, Setting("engines of a node, a data-parallel group", ge=1)] = 8
