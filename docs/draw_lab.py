@@ -22,9 +22,12 @@ import re
 import shlex
 import sys
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from dualpath.report.files import drawn
 from dualpath.report.markdown import table as as_markdown
