@@ -39,6 +39,9 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``prompt_tokens`` ≥ 1, of which ``hit_tokens`` ≤ ``prompt_tokens`` - 1 are stored;
     ``max_new_tokens`` ≥ 1 bounds the decode.  ``cached`` has an engine at most once, with at most
     the blocks of the hit; a stale entry costs a read, never a wrong byte.
+
+    ``prefill_engine`` is set if the request's sender has chosen the PE: no other PE may serve it.
+    ``decode_engine`` is then the DE that the sender prefers: it is taken if it has room.
     """
 
     request_id: str
@@ -46,3 +49,5 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     cached: tuple[CachedPrefix, ...] = ()
+    prefill_engine: str = ""
+    decode_engine: str = ""

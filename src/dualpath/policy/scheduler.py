@@ -19,6 +19,11 @@ well, and finishes.  So that it stays true, requests that hold only a DE release
 again, in order, when engines come or go; when an engine is paused, those that hold only a PE do so
 as well.
 
+*A request whose PE is given* (chosen by a proxy in front of the engines) waits for a DE only, and
+has its PE from the moment it has a DE.  So it never holds a PE while it waits for HBM, and the
+order above stays free of deadlock.  α and β do not apply: the proxy has decided.  A DE that it
+names is taken at once if that overtakes no other request, else a DE is chosen by the rules.
+
 *Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most
 ``generated_reserve_tokens``, what it may generate.
@@ -35,14 +40,18 @@ from typing import NamedTuple, TypeVar, assert_never
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError
+from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import EngineLoad, Ledger, decode_tokens
+from dualpath.policy.accounts import FREE_HBM, EngineLoad, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
+    DE_GIVEN,
+    DE_REASONS,
     NO_EFFECTS,
+    PE_GIVEN,
+    PE_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
     Effects,
@@ -102,7 +111,7 @@ class RequestScheduler:
             case Fetch():
                 return self._fetch(event.group)
             case Submitted():
-                self._submit(event.request)
+                return self._submit(event.request)
             case SlotsGranted():
                 return self._slots_granted(event)
             case ReadsDone():
@@ -183,7 +192,7 @@ class RequestScheduler:
 
     # ------------------------------------------------------------------ requests
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request) -> Effects:
         live = LiveRequest(
             request,
             number=self._submitted,
@@ -195,8 +204,36 @@ class RequestScheduler:
         self._submitted += 1
         self._unassigned += 1
         self._live[live.request_id] = live
-        for placer in self._placers.values():
-            placer.add(live)
+        if not request.prefill_engine:
+            for placer in self._placers.values():
+                placer.add(live)
+        elif self._has_room(request.decode_engine, live):
+            self._place_given(live, Role.DECODE, request.decode_engine)
+            return Effects((self._assign_given(live),))
+        else:
+            self._placers[Role.DECODE].add(live)
+        return NO_EFFECTS
+
+    def _has_room(self, decode_engine: str, live: LiveRequest) -> bool:
+        """Whether a DE can take a request now, without overtaking one that waits for a DE."""
+        engine = self._ledger.engines.get(decode_engine)
+        if engine is None or engine.spec.role is not Role.DECODE or engine.paused:
+            return False
+        waiting = self._placers[Role.DECODE].waiting()
+        return not waiting and engine.account(FREE_HBM) >= live.decode_tokens
+
+    def _place_given(self, live: LiveRequest, role: Role, engine_id: str) -> None:
+        """Place a request on the engine that it came with."""
+        tokens = live.prefill_tokens if role is Role.PREFILL else live.decode_tokens
+        self._ledger.hold(engine_id, live.request_id, tokens)
+        reasons = PE_REASONS[PE_GIVEN], DE_REASONS[DE_GIVEN]
+        live.place(role, engine_id, reasons[role is Role.DECODE])
+        self._on_engine[engine_id][live.request_id] = None
+
+    def _assign_given(self, live: LiveRequest) -> Assignment:
+        """Assign a request that has its DE to the PE that it came with."""
+        self._place_given(live, Role.PREFILL, live.request.prefill_engine)
+        return self._assign(live)
 
     def _check(self, live: LiveRequest) -> None:
         request = live.request
@@ -205,6 +242,8 @@ class RequestScheduler:
                 f"request id {request.request_id!r} is in use by a live request; "
                 "submit it under another id or cancel the first"
             )
+        if request.prefill_engine:
+            self._check_given(request)
         prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         if prompt < 1 or not 0 <= hit < prompt or new < 1:
             raise BadRequestError(
@@ -220,6 +259,20 @@ class RequestScheduler:
                 "shorten the prompt or start a decode engine with more memory"
             )
 
+    def _check_given(self, request: Request) -> None:
+        """Raise ``EngineLostError`` if the PE that a request came with gets no requests."""
+        engine = self._ledger.engines.get(request.prefill_engine)
+        wrong = "is not in the cluster"
+        if engine is not None and engine.spec.role is not Role.PREFILL:
+            wrong = "is no prefill engine"
+        elif engine is not None:
+            wrong = "is paused" if engine.paused else ""
+        if wrong:
+            raise EngineLostError(
+                f"request {request.request_id!r} was sent to engine {request.prefill_engine!r}, "
+                f"which {wrong}; send it to another prefill engine"
+            )
+
     def _fetch(self, group: str) -> Effects:
         state = self._ledger.groups.get(group)
         if state is None:
@@ -229,9 +282,14 @@ class RequestScheduler:
             self._on_engine[live.engines[state.role]][live.request_id] = None
             if state.role is Role.PREFILL:
                 self._decode_only.pop(live.request_id, None)
-            elif Role.PREFILL not in live.engines:
+            elif Role.PREFILL not in live.engines and not live.request.prefill_engine:
                 self._decode_only[live.request_id] = live
-        assigned = [self._assign(live) for live in placed if len(live.engines) == 2]
+        assigned = []
+        for live in placed:
+            if len(live.engines) == 2:
+                assigned.append(self._assign(live))
+            elif live.request.prefill_engine:
+                assigned.append(self._assign_given(live))
         return Effects(tuple(assigned)) if assigned else NO_EFFECTS
 
     def _assign(self, live: LiveRequest) -> Assignment:
@@ -373,6 +431,11 @@ class RequestScheduler:
         here = [self._live[request_id] for request_id in self._on_engine.pop(engine_id)]
         prefill = spec.role is Role.PREFILL
         lost = [live for live in here if prefill or Role.PREFILL in live.engines]
+        lost += [
+            live
+            for live in self._live.values()
+            if live.assignment is None and live.request.prefill_engine == engine_id
+        ]
         for live in lost:
             self._remove(live)
         self._requeue(spec.role)
