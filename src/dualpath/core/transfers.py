@@ -4,11 +4,14 @@ Control messages (``core.control``) are commands to an engine; these two travel 
 that vLLM computes, under one key of its ``kv_transfer_params``.
 """
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dualpath.core.blocks import TenantTag
+from dualpath.core.blocks import BlockKey, TenantTag
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name
 from dualpath.core.runs import HitRun
@@ -23,7 +26,8 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
     block, the last possibly partial; the first ``shared_blocks`` of them are shared with other
-    requests and must not be written to.
+    requests and must not be written to.  ``prompt_digest`` is set where the engine makes its own
+    tokens of the request: KV of other tokens is then not used.
     """
 
     request_id: Name
@@ -35,18 +39,30 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_epoch: Name
     de_slots: tuple[int, ...]
     shared_blocks: int = 0
+    prompt_digest: bytes = b""
 
 
 class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Travels with the DE's vLLM request: the prompt's KV is in these slots of its own buffer.
 
-    ``tenant`` owns the blocks of the tokens to be generated.
+    ``tenant`` owns the blocks of the tokens to be generated, ``prompt_digest`` is as in
+    ``PrefillTransfer``.
     """
 
     request_id: Name
     prompt_tokens: int
     slots: tuple[int, ...]
     tenant: TenantTag = ""
+    prompt_digest: bytes = b""
+
+
+def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:
+    """Return a digest of a prompt's tokens and of what changes their KV (salt, adapter, images).
+
+    ``keys`` are those of its full blocks, a chain: the last one stands for all before it.
+    """
+    rest = token_ids[len(keys) * block_tokens :]
+    return hashlib.sha256((keys[-1] if keys else b"") + array("q", rest).tobytes()).digest()
 
 
 def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:

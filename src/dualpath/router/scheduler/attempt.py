@@ -47,7 +47,7 @@ from dualpath.core.control import (
 from dualpath.core.errors import EngineLostError, TransportError
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import PrefillTransfer
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.policy.events import Assignment, SlotsGranted
 from dualpath.router.engines import EngineInfo
 from dualpath.router.hit_account import (
@@ -122,6 +122,24 @@ class EngineAttempt(AttemptChannel):
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
         scheduler.exchange.open(self)
+        if order.prefill_engine:
+            self.engines.add(order.prefill_engine)
+
+    @property
+    def decode_engine(self) -> EngineInfo:
+        """The DE of an attempt that is placed."""
+        return self._decode_engine
+
+    @property
+    def decode_transfer(self) -> DecodeTransfer:
+        """What the DE has to know, once the prompt's KV is in its buffer."""
+        return DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=self._order.prompt_tokens,
+            slots=self._loaded.de_slots,
+            tenant=self._order.tenant,
+            prompt_digest=self._order.prompt_digest,
+        )
 
     # ------------------------------------------------------------------ ScheduledAttempt
 
@@ -145,6 +163,7 @@ class EngineAttempt(AttemptChannel):
             decode_epoch=self._decode_engine.epoch,
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
+            prompt_digest=self._order.prompt_digest,
         )
 
     async def prefilled(self) -> Prefilled:
@@ -216,13 +235,16 @@ class EngineAttempt(AttemptChannel):
 
     async def _find_engines(self) -> int:
         """Return how many stored blocks are to be loaded; the rest is recomputed faster."""
-        scheduler = self._scheduler
+        scheduler, order = self._scheduler, self._order
+        preferred = order.decode_engine or scheduler.handovers.waits_at(order.handover)
         request = Request(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
+            prefill_engine=order.prefill_engine,
+            decode_engine=preferred if order.prefill_engine else "",
         )
         with self._stages.stage(Stage.QUEUE):
             self._assignment: Assignment = await scheduler.dispatch.place(request)
