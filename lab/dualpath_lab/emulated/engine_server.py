@@ -19,7 +19,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
+from dualpath.engine.control.transfer_checks import TransferChecks, check_prompt, with_own_hits
 from dualpath.router.api_keys import engine_keys, server_hosts
 from dualpath.router.http.server import (
     api_key_guard,
@@ -119,7 +119,12 @@ class Admission:
         prefix: TokenPrefix,
         deliver: Deliver,
     ) -> Callable[[], None]:
-        """Submit the request to the engine; return a function that aborts it, even if it ended."""
+        """Submit the request to the engine; return a function that aborts it, even if it ended.
+
+        Raises ``BadRequestError`` if the transfer is for another prompt.
+        """
+        block_tokens = self._settings.geometry.block_tokens
+        check_prompt(transfer, prefix.keys, request.token_ids, block_tokens)
         if isinstance(transfer, PrefillTransfer):
             assert isinstance(self._engine, PrefillEngine)
             prompt = PrefillRequest(prefix, with_own_hits(transfer, prefix.keys), deliver)

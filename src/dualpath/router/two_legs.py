@@ -1,4 +1,4 @@
-"""A request in two legs, which a proxy of somebody else sends to the engines that it has chosen.
+"""A request in two legs, which another proxy sends to the engines that it has chosen.
 
 The protocol is that of vLLM's disaggregated serving.  Both legs are the client's request, with
 ``kv_transfer_params`` added:

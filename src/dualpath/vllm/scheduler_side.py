@@ -20,7 +20,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
+from dualpath.engine.control.transfer_checks import TransferChecks, check_prompt, with_own_hits
 from dualpath.engine.passes.generated import GeneratedBlock
 from dualpath.engine.passes.hbm_layout import NO_BLOCK, HbmBlock
 from dualpath.engine.passes.step_transfers import PrefillChunk
@@ -211,6 +211,9 @@ class SchedulerSide:
                 return None
             tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
             self._checks.check(transfer, request.num_tokens)
+            check_prompt(
+                transfer, request.block_hashes, request.prompt_token_ids or (), self._block_tokens
+            )
             self._check_drafts(transfer)
         except DualPathError as error:
             # A DE computes the prompt itself; a PE's request fails and the router gets the reason.

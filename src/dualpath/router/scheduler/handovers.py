@@ -1,6 +1,6 @@
 """Attempts between their two legs: a front end has run the prefill, another one runs the decode.
 
-With a proxy of somebody else in front of the engines, each engine is the front end of its own leg
+With another proxy in front of the engines, each engine is the front end of its own leg
 (``router.two_legs``).  The first leg's front end *offers* its attempt under a name that both legs
 know; the second leg's front end, at the decode engine, *takes* it.  Either may come first.
 
