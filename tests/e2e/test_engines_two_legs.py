@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -84,7 +85,7 @@ class Served:
             "role": role,
             "engine_id": role,
             "router": control,
-            "scheduler": front_ends,
+            "two_leg_scheduler": front_ends,
             "storage": str(self._folder / "storage"),
             "mode": "split",
             "buffer_bytes": 96 << 20,
@@ -125,14 +126,9 @@ class Served:
         """Whether no engine counts a request or holds any of its buffer."""
         status = self.status()
         engines = status["engines"]
-        return (
-            (status["waiting"], status["running"], status["quarantine"]["attempts"]) == (0, 0, 0)
-            and all(engine["seq"] == 0 for engine in engines)
-            and all(
-                engine["free_buffer_tokens"] == self._buffers[engine["engine_id"]]
-                for engine in engines
-            )
-        )
+        free = {engine["engine_id"]: engine["free_buffer_tokens"] for engine in engines}
+        counts = status["waiting"], status["running"], sum(engine["seq"] for engine in engines)
+        return counts == (0, 0, 0) and free == self._buffers
 
     def note_buffers(self) -> None:
         self._buffers = {e["engine_id"]: e["free_buffer_tokens"] for e in self.status()["engines"]}
@@ -229,7 +225,7 @@ def test_chats_and_parallel_requests_get_a_plain_engines_answers(
 ) -> None:
     texts = [f"{number}: {WORDS}" for number in range(3)]
     urls = [served.plain.url, proxy.url]
-    plain, ours = (in_parallel([lambda t=t, u=u: chat(u, t) for t in texts]) for u in urls)
+    plain, ours = (in_parallel([partial(chat, url, text) for text in texts]) for url in urls)
     for one, other in zip(plain, ours, strict=True):
         assert one["choices"][0]["message"] == other["choices"][0]["message"]
         assert one["usage"]["prompt_tokens"] == other["usage"]["prompt_tokens"]

@@ -14,6 +14,7 @@ from dualpath.policy.events import (
     EnginePaused,
     EngineReport,
     EngineSpec,
+    Event,
     Fetch,
     Finished,
     PrefillEnded,
@@ -129,7 +130,7 @@ def test_a_log_with_given_engines_replays_to_the_same_decisions() -> None:
         EngineSpec(name, Role.PREFILL if name[0] == "p" else Role.DECODE, name, name[0], n, 10_000)
         for n, name in enumerate(("p0", "p1", "d0", "d1"))
     ]
-    events = [
+    events: list[Event] = [
         *(EngineJoined(spec) for spec in specs),
         Submitted(request("r", pe="p0", de="d1")),
         Submitted(request("s", pe="p1")),

@@ -62,7 +62,7 @@ class Engines:
             role=role,
             engine_id=engine_id,
             router="tcp://127.0.0.1:1",
-            scheduler="tcp://127.0.0.1:2",
+            two_leg_scheduler="tcp://127.0.0.1:2",
             api_url="http://127.0.0.1:3",
             storage="unused",
         )
@@ -101,14 +101,14 @@ class Engines:
             attempt = await self.legs[engine_id].take(leg_parameters(params), request_id)
         except DualPathError as error:
             return Answer(expected(prompt, count), error)
-        reason, tokens = "failed", []
+        reason = "failed"
+        tokens: list[int] = []
         try:
             info = made.service.scheduler.engine(engine_id)
             stream = made.calls.decode(info, job("leg", prompt, count), attempt.transfer, ())
-            async with contextlib.aclosing(stream) as events:
-                async for event in events:
-                    attempt.decoding_started()
-                    tokens += event.token_ids
+            async for event in stream:
+                attempt.decoding_started()
+                tokens += event.token_ids
             await attempt.decoded()
             reason = "finished"
         finally:

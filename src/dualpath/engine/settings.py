@@ -210,7 +210,7 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             metavar="NAME,…",
         ),
     ] = ()
-    scheduler: Annotated[
+    two_leg_scheduler: Annotated[
         str,
         Setting(
             "the scheduler's address for front ends (its front_ends_port): the engine then serves "
@@ -331,8 +331,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         super().check()
         if self.router:
             checked_tcp_address(self.router, "router")
-        if self.scheduler:
-            checked_tcp_address(self.scheduler, "scheduler")
+        if self.two_leg_scheduler:
+            checked_tcp_address(self.two_leg_scheduler, "two_leg_scheduler")
         if self.api_url:
             checked_http_url(self.api_url, "api_url")
         for key in ("engine_id", "node", "group"):

@@ -121,7 +121,7 @@ class _FirstLeg:
 class TwoLegs:
     """The legs that one engine gets; belongs to one event loop.
 
-    ``engine`` are the engine's settings; its ``scheduler`` is the address of the scheduler for
+    ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
     front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
 
     Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
@@ -137,7 +137,7 @@ class TwoLegs:
         self.engine_id = engine.engine_id
         self.role = engine.role
         connection = connection or ZmqLinkConnection(
-            engine.scheduler, load_secret(engine.cluster_secret_file)
+            engine.two_leg_scheduler, load_secret(engine.cluster_secret_file)
         )
         own = f"{engine.engine_id}@{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
         self._link = RemoteScheduling(
@@ -145,7 +145,7 @@ class TwoLegs:
             own,
             uuid.uuid4().hex,
             clock or asyncio.get_running_loop().time,
-            engine.scheduler,
+            engine.two_leg_scheduler,
         )
         self._keys: tuple[StoreNamespace, KeyCache] | None = None
 
@@ -175,6 +175,7 @@ class TwoLegs:
         after ``request_deadline_s`` and ``EngineLostError`` or ``TransportError`` if the request
         may be sent again.
         """
+        self._check_role(Role.PREFILL, "first")
         check_salt(prompt.cache_salt)
         await self._link.wait_for_engines(1, 1, _LIMITS.engine_wait_s)
         keys, block_tokens = self._block_keys(prompt)
@@ -268,6 +269,14 @@ class TwoLegs:
                 "engines' buffer_bytes"
             )
 
+    def _check_role(self, role: Role, leg: str) -> None:
+        """Raise ``BadRequestError`` for a leg that this engine cannot run."""
+        if self.role is not role:
+            raise BadRequestError(
+                f"engine {self.engine_id} is a {self.role.value} engine; send a {leg} leg to a "
+                f"{role.value} engine"
+            )
+
     # ------------------------------------------------------------------ leg 2
 
     async def take(self, params: LegParameters, request_id: str) -> TakenAttempt:
@@ -277,6 +286,7 @@ class TwoLegs:
         token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
         this engine has to compute the prompt itself.
         """
+        self._check_role(Role.DECODE, "second")
         name = handover_name(params, request_id)
         if not name:
             raise BadRequestError(

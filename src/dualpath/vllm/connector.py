@@ -264,10 +264,10 @@ def check_engine_config(
     problems += _model_problems(config)
     problems += adapter_problems(config, settings)
     problems += _parallel_problems(config.parallel_config)
-    if settings.scheduler and config.parallel_config.data_parallel_size > 1:
+    if settings.two_leg_scheduler and config.parallel_config.data_parallel_size > 1:
         problems.append(
-            f"scheduler is {settings.scheduler} in a data-parallel group: its server would not "
-            "know which rank a leg is for; leave it out"
+            f"two_leg_scheduler is {settings.two_leg_scheduler} in a data-parallel group: its "
+            "server would not know which rank a leg is for; leave it out"
         )
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm != HASH_ALGORITHM:

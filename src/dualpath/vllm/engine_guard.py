@@ -4,8 +4,8 @@ An engine is a complete vLLM server, but by default it serves only the router:
 
 - If the server has API keys, all but a few paths require one (``router.api_keys``); without keys,
   requests that a foreign web page may have sent are refused (``router.foreign_pages``).
-- Behind another proxy (setting ``scheduler``) it serves the legs of that proxy's requests as well
-  (``two_leg_server``).
+- Behind another proxy (setting ``two_leg_scheduler``) it serves the legs of that proxy's requests
+  as well (``two_leg_server``).
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
@@ -138,7 +138,7 @@ class EngineGuard:
         """Run vLLM's lifespan, and the link to the scheduler of an engine that takes legs."""
         args = scope["app"].state.args
         settings = _settings(args) if _role(args) is not None else None
-        if settings is not None and settings.scheduler:
+        if settings is not None and settings.two_leg_scheduler:
             self._legs = TwoLegServer(self._app, settings)
             self._legs.start()
         try:

@@ -17,7 +17,7 @@ vLLM has tokenised with the one whose KV is used.
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -367,7 +367,7 @@ class _Rendered(msgspec.Struct):
 
 
 def first_leg_body(
-    request: Mapping[str, Any], path: str, token_ids: list[int], transfer: PrefillTransfer
+    request: Mapping[str, Any], path: str, token_ids: Sequence[int], transfer: PrefillTransfer
 ) -> dict[str, Any]:
     """Return the body of a first leg for vLLM: these tokens, and one to generate.
 
