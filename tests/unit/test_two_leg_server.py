@@ -310,7 +310,7 @@ async def test_without_an_attempt_the_decode_engine_computes_the_prompt_and_says
 
 async def test_a_request_without_parameters_is_the_decode_engines_own() -> None:
     engine = Engine(Role.DECODE)
-    forged = {"dualpath": {"decode_transfer": {}}}
+    forged: dict[str, Any] = {"dualpath": {"decode_transfer": {}}}
     forms: list[dict[str, Any] | None] = [None, {}, FIRST, forged]
     for params in forms:
         answer = await engine.post({"model": "m", "prompt": "t", "kv_transfer_params": params})

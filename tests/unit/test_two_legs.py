@@ -104,7 +104,8 @@ class Engines:
         reason = "failed"
         tokens: list[int] = []
         try:
-            info = made.service.scheduler.engine(engine_id)
+            info = attempt.decode_engine
+            assert info is not None
             stream = made.calls.decode(info, job("leg", prompt, count), attempt.transfer, ())
             async for event in stream:
                 attempt.decoding_started()
@@ -414,6 +415,73 @@ async def test_many_requests_over_links_that_are_slow_and_reset() -> None:
             connection.reset()  # type: ignore[attr-defined]
         await asyncio.gather(*runs)
         await asyncio.sleep(SETTINGS.second_leg_timeout_s)
+        await every.nothing_is_left()
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_faults_at_any_moment_cost_single_requests_and_leave_nothing_behind(
+    seed: int,
+) -> None:
+    """Engines die, front ends end, connections are reset, clients leave, legs never come."""
+    chance = random.Random(seed)
+    network = ControlNetwork(lambda: chance.choice((0.0, 0.005, 0.1)))
+    async with engines(2, 2, network) as every:
+        calls = every.made.calls
+        calls.gate_after_tokens = 2
+
+        async def pause() -> None:
+            await asyncio.sleep(chance.choice((0.0, 0.01, 0.3)))
+
+        calls.pause = pause
+        answers: list[tuple[list[int], list[int]]] = []
+
+        async def one(number: int) -> None:
+            prompt = [number + 1, *PROMPT[number % 9 :]]
+            prefill, decode = f"p{chance.randrange(2)}", f"d{chance.randrange(2)}"
+            header, kind = f"req-{number}", chance.choice(("in turn", "at once", "half", "other"))
+            hint = {} if kind == "other" else {"remote_engine_id": decode}
+            if kind == "at once":
+                first = asyncio.create_task(every.first(prefill, prompt, header))
+                await asyncio.sleep(chance.choice((0.0, 0.05)))
+                answer = await every.second(decode, prompt, 6, {}, header)
+                await asyncio.wait([first])
+                first.exception()
+            else:
+                params = await every.first(prefill, prompt, header, **hint)
+                if kind == "half" or params is None:
+                    return
+                answer = await every.second(decode, prompt, 6, params)
+            answers.append((answer.tokens, expected(prompt, 6)))
+
+        async def fault() -> None:
+            name = chance.choice(("p0", "p1", "d0", "d1"))
+            kind = chance.choice(("engine", "front end", "reset", "reset"))
+            if kind == "engine":
+                await every.made.engines[name].kill()
+                every.made.lose(name, certain=True)
+                await asyncio.sleep(chance.choice((0.0, 0.5)))
+                await every.made.revive(name)
+            if kind in ("engine", "front end"):
+                ended = every.legs[name]
+                every.open(name, ended.role)
+                await ended.stop()
+            else:
+                every.legs[name]._link._connection.reset()  # type: ignore[attr-defined]
+
+        runs = []
+        for number in range(16):
+            runs.append(asyncio.create_task(one(number)))
+            await asyncio.sleep(chance.choice((0.0, 0.02, 0.2)))
+            if chance.random() < 0.4:
+                await fault()
+            if chance.random() < 0.15:
+                chance.choice(runs).cancel()
+        await asyncio.wait(runs)
+        for run in runs:
+            error = None if run.cancelled() else run.exception()
+            assert error is None or isinstance(error, DualPathError), error
+        assert all(tokens == truth for tokens, truth in answers)
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
         await every.nothing_is_left()
 
 

@@ -410,7 +410,7 @@ class RemoteScheduling:
         self._tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
 
     async def stop(self) -> None:
-        """Deregister and close; idempotent."""
+        """Deregister and close; calls that wait raise ``SchedulerLostError``; idempotent."""
         if not self._tasks:
             return
         self._post(self._session.leave(Deregister("the front end ends"), self._clock()))
@@ -420,6 +420,7 @@ class RemoteScheduling:
         self._tasks = []
         self._frames.flush()
         self._connection.close()
+        self._ended("the front end has left")
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
