@@ -170,6 +170,8 @@ async def test_a_request_in_two_legs_gets_its_tokens_and_later_turns_find_its_bl
         assert again["remote_prefill_cached_tokens"] == 16
         assert (await every.second("d0", turn, 4, again)).tokens == expected(turn, 4)
         await every.nothing_is_left()
+        metrics = every.made.service.scheduler.metrics
+        assert (metrics.prompt_tokens, metrics.hit_tokens) == (len(PROMPT) + len(turn), 16)
 
 
 async def test_the_prefill_engine_is_the_one_that_the_proxy_chose() -> None:

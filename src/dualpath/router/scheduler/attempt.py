@@ -121,6 +121,8 @@ class EngineAttempt(AttemptChannel):
         self._stored_blocks = self._wanted_blocks = self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
+        #: Of the prompt's tokens, once it is prefilled.
+        self.account: HitAccount | None = None
         scheduler.exchange.open(self)
         if order.prefill_engine:
             self.engines.add(order.prefill_engine)
@@ -175,7 +177,8 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
         self._persist()
-        return Prefilled(self._account(), done.forward_s, done.transfer_s)
+        self.account = self._account()
+        return Prefilled(self.account, done.forward_s, done.transfer_s)
 
     async def prefill_aborted(self) -> None:
         """Raise ``TransportError`` if the PE has reported why."""
