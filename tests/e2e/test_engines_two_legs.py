@@ -242,15 +242,20 @@ def test_a_proxy_may_send_both_legs_at_once(served: Served) -> None:
     until(served.idle, "engines idle with free buffers")
 
 
-def test_what_no_first_leg_has_prepared_is_computed_by_the_decode_engine(served: Served) -> None:
+def test_second_legs_without_their_first_leg_get_a_plain_engines_tokens(served: Served) -> None:
     prompt = [7 + 5 * index % 331 for index in range(300)]
     other = [8 + 5 * index % 331 for index in range(300)]
     truth, others = (complete(served.plain.url, one, 24).token_ids for one in (prompt, other))
     decode, prefill = served.url("decode"), served.url("prefill")
-    # No parameters, a second leg alone, and one for several answers.
+    # No parameters, second legs alone, and one for several answers.
     assert leg(decode, prompt, None)[:2] == (truth, "here; the request is no second leg")
-    found, origin, _ = leg(decode, prompt, {"do_remote_prefill": True, "transfer_id": "nobody"})
-    assert (found, "no first leg 'nobody'" in origin) == (truth, True)
+    for hits in (0, 256):
+        alone = {"do_remote_prefill": True, "transfer_id": f"nobody-{hits}"}
+        found, origin, answer = leg(decode, prompt, alone)
+        assert (found, origin) == (truth, "prefilled by prefill again")
+        cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == hits, "the second time its blocks are stored"
+        until(served.idle, "engines idle with free buffers")
     first = {"do_remote_decode": True}
     params = leg(prefill, prompt, first)[2]["kv_transfer_params"]
     # Greedy by another name: vLLM allows one greedy answer only.

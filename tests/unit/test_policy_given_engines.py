@@ -125,6 +125,28 @@ def test_a_request_that_waits_is_lost_with_the_prefill_engine_that_it_was_given(
     assert scheduler.waiting == 1, "the other one may have any prefill engine"
 
 
+def test_a_request_that_only_one_decode_engine_may_serve_gets_it_or_is_refused() -> None:
+    scheduler = cluster(hbm_tokens=1500)
+    scheduler.apply(Submitted(request("a", de="d1")))
+    assert fetch(scheduler) == [("a", "p0", "d1")]
+    for full in ("d1", "d7"):
+        with pytest.raises(EngineLostError, match="no room"):
+            scheduler.apply(Submitted(request("b", de=full)))
+    scheduler.apply(Finished("a"))
+    scheduler.apply(EngineReport("p0", Load(9, 9_000, 0, 0, 0)))
+    scheduler.apply(EngineReport("p1", Load(9, 9_000, 0, 0, 0)))
+    scheduler.apply(Submitted(request("c", de="d1")))
+    assert fetch(scheduler) == [], "it waits for a prefill engine"
+    scheduler.apply(EnginePaused("d0"))
+    scheduler.apply(EngineReport("p1", Load(0, 0, 0, 0, 0)))
+    assert fetch(scheduler) == [("c", "p1", "d1")], "its decode engine stays"
+    scheduler.apply(Finished("c"))
+    scheduler.apply(EngineReport("p1", Load(9, 9_000, 0, 0, 0)))
+    scheduler.apply(Submitted(request("e", de="d1")))
+    assert scheduler.apply(EngineLost("d1")).lost_requests == ("e",)
+    assert scheduler.waiting == 0
+
+
 def test_a_log_with_given_engines_replays_to_the_same_decisions() -> None:
     specs = [
         EngineSpec(name, Role.PREFILL if name[0] == "p" else Role.DECODE, name, name[0], n, 10_000)

@@ -15,6 +15,8 @@ from dualpath.core.errors import DeadlineError, EngineLostError, TransportError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.asgi import Message, Receive, Send, json_answer
+from dualpath.router.engine_calls import Job
+from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import LegParameters, Prompt
 from dualpath.vllm.two_leg_server import PREFILL_HEADER, TwoLegServer
 
@@ -73,9 +75,9 @@ class Vllm:
 class Taken:
     """An attempt for its second leg."""
 
-    def __init__(self) -> None:
+    def __init__(self, origin: str, hit_tokens: int | None) -> None:
         self.transfer = DECODE
-        self.order = msgspec.structs.replace(_ORDER)
+        self.origin, self.hit_tokens = origin, hit_tokens
         self.calls: list[str] = []
 
     def decoding_started(self) -> None:
@@ -88,17 +90,11 @@ class Taken:
         self.calls.append(reason)
 
 
-class _Order(msgspec.Struct):
-    attempt_id: str
-
-
-_ORDER = _Order("leg-1")
-
-
 class Legs:
-    """The scheduler's side."""
+    """The scheduler's side; ``elsewhere`` is the error of a prefill by another engine."""
 
     def __init__(self) -> None:
+        self.elsewhere: Exception | None = None
         self.prompts: list[tuple[Prompt, LegParameters, str]] = []
         self.named: list[tuple[LegParameters, str]] = []
         self.taken: list[Taken] = []
@@ -124,7 +120,17 @@ class Legs:
         if self.error is not None:
             raise self.error
         await self._wait()
-        self.taken.append(Taken())
+        self.taken.append(Taken("transferred; leg-1", params.remote_prefill_cached_tokens))
+        return self.taken[-1]
+
+    async def prefill_elsewhere(
+        self, prompt: Prompt, compute: Callable[[Any, PrefillTransfer], Any]
+    ) -> Taken:
+        self.prompts.append((prompt, LegParameters(), ""))
+        if self.elsewhere is not None:
+            raise self.elsewhere
+        await compute("p0", PREFILL)
+        self.taken.append(Taken("prefilled by p0 again", 64))
         return self.taken[-1]
 
     async def _wait(self) -> None:
@@ -135,6 +141,19 @@ class Legs:
             await asyncio.Event().wait()
         finally:
             self.cancelled.set()
+
+
+class Api:
+    """Calls of other engines."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, GenerateRequest[Any]]] = []
+
+    async def generate(self, engine: str, job: Job, request: GenerateRequest[Any]) -> None:
+        self.calls.append((engine, request))
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
 
 
 class Engine:
@@ -150,8 +169,13 @@ class Engine:
             storage="unused",
             lora_modules={"adapter": "/lora"},
         )
-        self.vllm, self.legs = Vllm(), Legs()
-        self.server = TwoLegServer(self.vllm, settings, self.legs)  # type: ignore[arg-type]
+        self.vllm, self.legs, self.api = Vllm(), Legs(), Api()
+        self.server = TwoLegServer(
+            self.vllm,
+            settings,
+            self.legs,  # type: ignore[arg-type]
+            self.api,  # type: ignore[arg-type]
+        )
 
     async def app(self, scope: Message, receive: Receive, send: Send) -> None:
         body = (await receive())["body"]
@@ -297,15 +321,42 @@ async def test_a_second_leg_gets_the_transfer_of_its_attempt() -> None:
 @pytest.mark.parametrize(
     "error", [DeadlineError("no first leg"), TransportError("the KV is at d1")]
 )
-async def test_without_an_attempt_the_decode_engine_computes_the_prompt_and_says_why(
+async def test_without_an_attempt_and_a_prefill_engine_the_decode_engine_computes_the_prompt(
     error: Exception,
 ) -> None:
     engine = Engine(Role.DECODE)
-    engine.legs.error = error
+    engine.legs.error, engine.legs.elsewhere = error, EngineLostError("no room")
     body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
     answer = await engine.post(body)
-    assert (answer.status_code, answer.headers[PREFILL_HEADER]) == (200, f"here; {error}")
+    why = f"here; {error}; and no prefill engine could help: no room"
+    assert (answer.status_code, answer.headers[PREFILL_HEADER]) == (200, why)
     assert engine.vllm.completed == [{"model": "m", "prompt": "text"}]
+
+
+async def test_without_an_attempt_a_prefill_engine_is_called_as_by_a_router() -> None:
+    engine = Engine(Role.DECODE)
+    engine.legs.error = TransportError("the KV is at d1")
+    engine.vllm.rendered["cache_salt"] = "tenant"
+    body = {"model": "m", "prompt": "text", "max_tokens": 9, "kv_transfer_params": SECOND}
+    answer = await engine.post(body)
+    assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+    ((name, call),) = engine.api.calls
+    assert (name, call.token_ids, call.cache_salt) == ("p0", TOKENS, "tenant")
+    assert call.sampling_params["max_tokens"] == 1
+    assert from_transfer_params(call.kv_transfer_params) == PREFILL
+    (sent,) = engine.vllm.completed
+    assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
+    assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
+    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+
+
+async def test_a_second_leg_that_vllm_refuses_is_answered_by_vllm() -> None:
+    engine = Engine(Role.DECODE)
+    engine.legs.error = TransportError("the KV is at d1")
+    engine.vllm.statuses = [404, 404]
+    answer = await engine.post({"model": "x", "prompt": "t", "kv_transfer_params": SECOND})
+    assert answer.status_code == 404
+    assert engine.api.calls == []
 
 
 async def test_a_request_without_parameters_is_the_decode_engines_own() -> None:

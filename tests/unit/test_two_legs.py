@@ -24,8 +24,9 @@ from dualpath.core.errors import (
 )
 from dualpath.core.transfers import PrefillTransfer
 from dualpath.engine.settings import EngineSettings
+from dualpath.router.engines import EngineInfo
 from dualpath.router.settings import RouterSettings
-from dualpath.router.two_legs import Prompt, TwoLegs, handover_name, leg_parameters
+from dualpath.router.two_legs import Prompt, SecondLeg, TwoLegs, handover_name, leg_parameters
 
 pytestmark = pytest.mark.virtual_time
 PROMPT = list(range(1, 18))
@@ -97,15 +98,32 @@ class Engines:
         request_id: str = "",
     ) -> Answer:
         made = self.made
+        info = made.service.scheduler.engine(engine_id)
         try:
             attempt = await self.legs[engine_id].take(leg_parameters(params), request_id)
         except DualPathError as error:
             return Answer(expected(prompt, count), error)
+        return Answer(await self._decode(info, prompt, count, attempt), None)
+
+    async def again(self, engine_id: str, prompt: list[int], count: int) -> tuple[list[int], str]:
+        """Serve a second leg without an attempt; return its tokens and where its KV comes from."""
+        made = self.made
+        info = made.service.scheduler.engine(engine_id)
+
+        async def compute(engine: EngineInfo, transfer: PrefillTransfer) -> None:
+            await made.calls.prefill(engine, job("leg", prompt, 1), transfer)
+
+        leg = await self.legs[engine_id].prefill_elsewhere(Prompt(prompt), compute)
+        found = f"{leg.origin}, {leg.hit_tokens} hits"
+        return await self._decode(info, prompt, count, leg), found
+
+    async def _decode(
+        self, info: EngineInfo, prompt: list[int], count: int, attempt: SecondLeg
+    ) -> list[int]:
+        made = self.made
         reason = "failed"
         tokens: list[int] = []
         try:
-            info = attempt.decode_engine
-            assert info is not None
             stream = made.calls.decode(info, job("leg", prompt, count), attempt.transfer, ())
             async for event in stream:
                 attempt.decoding_started()
@@ -114,7 +132,7 @@ class Engines:
             reason = "finished"
         finally:
             attempt.close(reason)
-        return Answer(tokens, None)
+        return tokens
 
     async def both(self, prefill: str, decode: str, prompt: list[int], count: int) -> Answer:
         """Send one leg after the other, as vLLM's example proxy does."""
@@ -264,6 +282,49 @@ async def test_a_second_leg_at_another_decode_engine_is_computed_there() -> None
         answer = await every.second("d1", PROMPT, 6, params)
         assert isinstance(answer.alone, TransportError)
         assert "d0" in str(answer.alone)
+        await every.nothing_is_left()
+
+
+async def test_a_second_leg_without_an_attempt_is_prefilled_again_with_stored_hits() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        assert isinstance((await every.second("d1", PROMPT, 6, params)).alone, TransportError)
+        assert await every.again("d1", PROMPT, 6) == (
+            expected(PROMPT, 6),
+            "prefilled by p0 again, 16 hits",
+        )
+        placed = every.made.service.scheduler.dispatch.recent[-1].assignment
+        assert placed is not None
+        assert (placed.decode_engine, placed.de_reason) == ("d1", "given")
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_without_room_has_nothing_prefilled_elsewhere() -> None:
+    async with engines(hbm_tokens=20) as every:
+        with pytest.raises(BadRequestError):
+            await every.again("d0", PROMPT, 6)
+        await every.nothing_is_left()
+    async with engines(hbm_tokens=300) as every:
+        params = await every.first("p0", PROMPT)
+        assert params is not None
+        with pytest.raises(EngineLostError, match="no room"):
+            await every.again("d0", PROMPT, 6)
+        assert (await every.second("d0", PROMPT, 6, params)).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_prefill_elsewhere_that_fails_releases_everything() -> None:
+    async with engines() as every:
+        every.made.calls.errors.append(EngineLostError("p0 does not answer"))
+        with pytest.raises(EngineLostError, match="p0 does not answer"):
+            await every.again("d0", PROMPT, 6)
+        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        left = asyncio.create_task(every.again("d0", PROMPT, 6))
+        await every.made.arrives("prefill")
+        left.cancel()
+        await asyncio.wait([left])
+        gate.set()
         await every.nothing_is_left()
 
 
@@ -453,7 +514,10 @@ async def test_faults_at_any_moment_cost_single_requests_and_leave_nothing_behin
                 if kind == "half" or params is None:
                     return
                 answer = await every.second(decode, prompt, 6, params)
-            answers.append((answer.tokens, expected(prompt, 6)))
+            tokens = answer.tokens
+            if answer.alone is not None:
+                tokens, _ = await every.again(decode, prompt, 6)
+            answers.append((tokens, expected(prompt, 6)))
 
         async def fault() -> None:
             name = chance.choice(("p0", "p1", "d0", "d1"))

@@ -41,7 +41,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the blocks of the hit; a stale entry costs a read, never a wrong byte.
 
     ``prefill_engine`` is set if the request's sender has chosen the PE: no other PE may serve it.
-    ``decode_engine`` is then the DE that the sender prefers: it is taken if it has room.
+    ``decode_engine`` is then the DE that the sender prefers: it is taken if it has room.  Without
+    a given PE it is the only DE that may serve the request.
     """
 
     request_id: str
@@ -51,3 +52,8 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cached: tuple[CachedPrefix, ...] = ()
     prefill_engine: str = ""
     decode_engine: str = ""
+
+    @property
+    def only_decode_engine(self) -> str:
+        """The DE without which the request cannot be served; empty if any DE may serve it."""
+        return "" if self.prefill_engine else self.decode_engine

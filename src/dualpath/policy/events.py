@@ -155,8 +155,8 @@ class EngineLost(SchedulerEvent, frozen=True, tag="engine_lost"):
 
     The scheduler has removed these: submit them again or fail them.  A PE has a request until
     ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only wait stay,
-    even if they were placed on this engine, and are placed elsewhere; but one that no other PE may
-    serve is lost with its PE.
+    even if they were placed on this engine, and are placed elsewhere; but one that no other engine
+    may serve is lost with it.
     Refused with ``EngineLostError`` if the engine has not joined.
     """
 
@@ -200,12 +200,13 @@ class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"
 
 
 class Submitted(SchedulerEvent, frozen=True, tag="submit"):
-    """A request waits for a PE and a DE; one whose PE is given waits for a DE only.
+    """A request waits for a PE and a DE; one whose PE or DE is given waits for the other only.
 
     The effect is an assignment if both engines are given, the DE has room and no request waits for
     a DE.  Refused with ``BadRequestError`` for impossible lengths, an id in use, or a length that
     no joined DE can ever hold, with ``EngineLostError`` if the given PE has not joined or is
-    paused.  While no DE has joined any length waits; see ``RequestScheduler.unplaceable``.
+    paused, or if the only DE that may serve it has no room now.  While no DE has joined any length
+    waits; see ``RequestScheduler.unplaceable``.
     """
 
     request: Request

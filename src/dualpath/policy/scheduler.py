@@ -24,6 +24,9 @@ has its PE from the moment it has a DE.  So it never holds a PE while it waits f
 order above stays free of deadlock.  α and β do not apply: the proxy has decided.  A DE that it
 names is taken at once if that overtakes no other request, else a DE is chosen by the rules.
 
+*A request that only one DE may serve* gets it at once or is refused.  It is older than all that
+will wait for a DE, so it gets a PE before them.
+
 *Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most
 ``generated_reserve_tokens``, what it may generate.
@@ -204,7 +207,11 @@ class RequestScheduler:
         self._submitted += 1
         self._unassigned += 1
         self._live[live.request_id] = live
-        if not request.prefill_engine:
+        if request.only_decode_engine:
+            self._place_given(live, Role.DECODE, request.decode_engine)
+            self._decode_only[live.request_id] = live
+            self._placers[Role.PREFILL].add(live)
+        elif not request.prefill_engine:
             for placer in self._placers.values():
                 placer.add(live)
         elif self._has_room(request.decode_engine, live):
@@ -257,6 +264,12 @@ class RequestScheduler:
                 f"request {request.request_id!r} needs {live.decode_tokens} tokens of KV-cache "
                 f"({prompt} of them its prompt), the largest decode engine holds {largest}; "
                 "shorten the prompt or start a decode engine with more memory"
+            )
+        if request.only_decode_engine and not self._has_room(request.decode_engine, live):
+            raise EngineLostError(
+                f"request {request.request_id!r} needs {live.decode_tokens} tokens of KV-cache at "
+                f"engine {request.decode_engine!r}, which has no room for it now; let it compute "
+                "the prompt itself, or send it again"
             )
 
     def _check_given(self, request: Request) -> None:
@@ -430,7 +443,11 @@ class RequestScheduler:
         spec = self._ledger.leave(engine_id)
         here = [self._live[request_id] for request_id in self._on_engine.pop(engine_id)]
         prefill = spec.role is Role.PREFILL
-        lost = [live for live in here if prefill or Role.PREFILL in live.engines]
+        lost = [
+            live
+            for live in here
+            if prefill or Role.PREFILL in live.engines or live.request.only_decode_engine
+        ]
         lost += [
             live
             for live in self._live.values()
@@ -446,10 +463,11 @@ class RequestScheduler:
         """Queue waiting requests of a role again after its engines changed."""
         requests = []
         if role is Role.DECODE:
-            for live in self._decode_only.values():
-                self._unplace(live, Role.DECODE)
-                requests.append(live)
-            self._decode_only.clear()
+            for live in list(self._decode_only.values()):
+                if not live.request.only_decode_engine:
+                    self._unplace(live, Role.DECODE)
+                    requests.append(live)
+                    del self._decode_only[live.request_id]
         self._placers[role].requeue(requests)
 
     def _requeue_unassigned(self) -> None:

@@ -55,8 +55,8 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     cache them.
 
     With two legs (``router.two_legs``) ``prefill_engine`` is the PE that serves it, as in
-    ``core.request.Request``, ``decode_engine`` the DE to prefer, and ``handover`` the name under
-    which the attempt will be offered to the second leg; ``prompt_digest`` is that of transfers.
+    ``core.request.Request``, and so is ``decode_engine``; ``handover`` is the name under which the
+    attempt will be offered to the second leg; ``prompt_digest`` is that of transfers.
     """
 
     attempt_id: str

@@ -16,18 +16,23 @@ prefill and persistence are as always.  Its end is not the attempt's: the attemp
     transfer_id         as Mooncake's proxies call it; both legs may then be sent at once
     X-Request-Id        the header that proxies send with both legs; likewise
 
+A second leg whose KV is not in the buffer of its DE (``take`` raises) is begun again by the DE's
+front end, as an attempt that only this DE may serve and of which it runs the first leg itself
+(``prefill_elsewhere``): what the first leg has stored are hits.
+
 Names come from outside, so an engine compares the prompt that it was sent with the one whose KV it
 is to use (``core.transfers.prompt_digest``).  What no leg can use is released after a limit.
 """
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 import os
 import socket
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 import msgspec
@@ -43,12 +48,15 @@ from dualpath.core.errors import (
 )
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.names import name_problem
-from dualpath.core.transfers import PrefillTransfer, prompt_digest
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, prompt_digest
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
     LinkConnection,
+    RemoteAttempt,
+    RemoteRequest,
     RemoteScheduling,
     TakenAttempt,
     ZmqLinkConnection,
@@ -104,6 +112,76 @@ class Prompt(msgspec.Struct, frozen=True):
     token_ids: Sequence[int]
     cache_salt: str | None = None
     cacheable: bool = True
+
+
+@contextlib.asynccontextmanager
+async def _deadline(name: str) -> AsyncIterator[None]:
+    """Raise ``DeadlineError`` if a prefill takes longer than a whole request may."""
+    try:
+        async with asyncio.timeout(_LIMITS.request_deadline_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the first leg of request {name} is not done after {_LIMITS.request_deadline_s:g} s; "
+            "add engines or send fewer requests at once"
+        ) from error
+
+
+class SecondLeg(Protocol):
+    """An attempt with its prompt's KV in this DE's buffer.
+
+    ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
+    computed (None: unknown), ``origin`` says for people how the KV has come here.
+    """
+
+    transfer: DecodeTransfer
+    hit_tokens: int | None
+    origin: str
+
+    def decoding_started(self) -> None:
+        """The DE generates."""
+        ...
+
+    async def decoded(self) -> None:
+        """The DE has generated the last token: wait for its earlier reports."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+class _TakenLeg:
+    """The ``SecondLeg`` whose first leg another engine has run."""
+
+    def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
+        self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
+        self.origin = f"transferred; {attempt.order.attempt_id}"
+        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
+        self.close = attempt.close
+
+
+class _OwnLeg:
+    """The ``SecondLeg`` whose first leg this engine has run, at another engine."""
+
+    def __init__(
+        self,
+        request: RemoteRequest,
+        attempt: RemoteAttempt,
+        transfer: DecodeTransfer,
+        hit_tokens: int,
+        prefill: str,
+    ) -> None:
+        self.transfer = transfer
+        self.hit_tokens: int | None = hit_tokens
+        self.origin = f"prefilled by {prefill} again"
+        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
+        self._request, self._attempt = request, attempt
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        self._attempt.close(reason)
+        self._request.end()
 
 
 class _FirstLeg:
@@ -176,32 +254,35 @@ class TwoLegs:
         may be sent again.
         """
         self._check_role(Role.PREFILL, "first")
+        order = await self._order(prompt, _LIMITS.engine_wait_s)
+        order = msgspec.structs.replace(
+            order,
+            prefill_engine=self.engine_id,
+            decode_engine=params.remote_engine_id or "",
+            handover=handover_name(params, request_id) or order.attempt_id,
+        )
+        async with _deadline(order.handover):
+            return await self._first_leg(order, compute)
+
+    async def _order(self, prompt: Prompt, wait_s: float) -> AttemptOrder:
+        """Return the order of an attempt at a prompt.
+
+        Raises ``BadRequestError`` if none can be, ``DeadlineError`` without engines in ``wait_s``.
+        """
         check_salt(prompt.cache_salt)
-        await self._link.wait_for_engines(1, 1, _LIMITS.engine_wait_s)
+        await self._link.wait_for_engines(1, 1, wait_s)
         keys, block_tokens = self._block_keys(prompt)
         self._check_fits(len(prompt.token_ids), block_tokens)
-        name = f"leg-{uuid.uuid4().hex}"
-        order = AttemptOrder(
-            attempt_id=name,
+        return AttemptOrder(
+            attempt_id=f"leg-{uuid.uuid4().hex}",
             number=1,
             prompt_tokens=len(prompt.token_ids),
             max_new_tokens=EXPECTED_NEW_TOKENS,
             keys=keys,
             cacheable=prompt.cacheable,
             tenant=tenant_tag(prompt.cache_salt),
-            prefill_engine=self.engine_id,
-            decode_engine=params.remote_engine_id or "",
-            handover=handover_name(params, request_id) or name,
             prompt_digest=prompt_digest(keys, prompt.token_ids, block_tokens),
         )
-        try:
-            async with asyncio.timeout(_LIMITS.request_deadline_s):
-                return await self._first_leg(order, compute)
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"the first leg of request {order.handover} is not done after "
-                f"{_LIMITS.request_deadline_s:g} s; add engines or send fewer requests at once"
-            ) from error
 
     async def _first_leg(
         self, order: AttemptOrder, compute: Callable[[PrefillTransfer], Awaitable[bool]]
@@ -279,12 +360,12 @@ class TwoLegs:
 
     # ------------------------------------------------------------------ leg 2
 
-    async def take(self, params: LegParameters, request_id: str) -> TakenAttempt:
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg:
         """Return the attempt that a second leg continues at this DE.
 
         The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
         token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
-        this engine has to compute the prompt itself.
+        there is none.
         """
         self._check_role(Role.DECODE, "second")
         name = handover_name(params, request_id)
@@ -301,4 +382,51 @@ class TwoLegs:
         except (EngineLostError, TransportError):
             attempt.close("its engine is lost")
             raise
-        return attempt
+        return _TakenLeg(attempt, params.remote_prefill_cached_tokens)
+
+    async def prefill_elsewhere(
+        self,
+        prompt: Prompt,
+        compute: Callable[[EngineInfo, PrefillTransfer], Awaitable[None]],
+    ) -> SecondLeg:
+        """Have a prefill engine fill this DE's buffer, for a second leg without an attempt.
+
+        ``compute`` calls that engine.  Raises an error of ``core.errors`` with the reason if this
+        engine has to compute the prompt itself, also if it has no room for the request now.
+        """
+        self._check_role(Role.DECODE, "second")
+        order = await self._order(prompt, _LIMITS.first_leg_timeout_s)
+        order = msgspec.structs.replace(order, decode_engine=self.engine_id)
+        request = self._link.begin(RequestOrder(order.attempt_id, order.keys, order.tenant))
+        reason, heard, leg = "cancelled", _FirstLeg(), None
+        attempt = None
+        try:
+            attempt = begun = request.attempt(order, heard)
+
+            async def life() -> tuple[PrefillTransfer, int]:
+                transfer = await begun.prepare()
+                assert heard.placed is not None, "an attempt with a transfer is placed"
+                await compute(heard.placed.prefill, transfer)
+                return transfer, (await begun.prefilled()).account.hit_tokens
+
+            async with _deadline(order.attempt_id):
+                transfer, hit_tokens = await run_until_broken(life(), begun.broken)
+            assert heard.placed is not None, "an attempt that is prefilled is placed"
+            decode_transfer = DecodeTransfer(
+                request_id=order.attempt_id,
+                prompt_tokens=order.prompt_tokens,
+                slots=transfer.de_slots,
+                tenant=order.tenant,
+                prompt_digest=order.prompt_digest,
+            )
+            prefill = heard.placed.prefill.engine_id
+            leg = _OwnLeg(request, begun, decode_transfer, hit_tokens, prefill)
+            return leg
+        except Exception as error:
+            reason = f"failed: {error}"
+            raise
+        finally:
+            if leg is None:
+                if attempt is not None:
+                    attempt.close(reason)
+                request.end()

@@ -6,9 +6,10 @@ both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
 - *Leg 1* at a PE: vLLM's own render route makes the tokens, for the block keys.  vLLM then gets
   exactly these tokens, one token to generate, and a prefill transfer.  Its answer gets the
   ``kv_transfer_params`` for leg 2.
-- *Leg 2* at a DE: vLLM gets the request with a decode transfer.  Where none can be had, and for
-  requests without parameters, the DE computes the prompt itself.  The header ``PREFILL_HEADER`` of
-  its answer says why.
+- *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is not in this DE's
+  buffer, a prefill engine of the scheduler's choice fills it, with what is stored by then.  If that
+  fails, and for requests without parameters, the DE computes the prompt itself.  The header
+  ``PREFILL_HEADER`` of its answer says why.
 
 A PE computes nothing else: its layers share memory.  ``TransferChecks`` compares the prompt that
 vLLM has tokenised with the one whose KV is used.
@@ -18,23 +19,30 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from http import HTTPStatus
 from typing import Any
 
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError, DualPathError
+from dualpath.core.errors import BadRequestError, DualPathError, TransportError
 from dualpath.core.names import in_one_line
 from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
+from dualpath.router.api_keys import engine_headers
 from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
+from dualpath.router.token_api.client import TokenApi, TokenApiClient
 from dualpath.router.token_api.statuses import status_of
+from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import (
     REQUEST_ID_HEADER,
     LegParameters,
     Prompt,
+    SecondLeg,
     TwoLegs,
     leg_parameters,
 )
@@ -51,6 +59,8 @@ MISDIRECTED = 421
 #: vLLM ends an aborted call in far less.
 ABORT_S = 5.0
 PARAMETERS = "kv_transfer_params"
+#: Stands for the job of a call that has none: only its trace headers would be used.
+NO_JOB = Job("", (), 1, (), lambda token_ids: ())
 _TOKEN_IDS = "prompt_token_ids"
 
 
@@ -127,8 +137,15 @@ class _Client:
 class TwoLegServer:
     """The legs of one engine's HTTP server, on its event loop; ``app`` is vLLM's application."""
 
-    def __init__(self, app: App, settings: EngineSettings, legs: TwoLegs | None = None) -> None:
+    def __init__(
+        self,
+        app: App,
+        settings: EngineSettings,
+        legs: TwoLegs | None = None,
+        api: TokenApi | None = None,
+    ) -> None:
         self._app = app
+        self._api = api or TokenApiClient(engine_headers())
         self._role = settings.role
         self._adapters = frozenset(settings.lora_modules)
         self._legs = legs or TwoLegs(settings)
@@ -140,6 +157,7 @@ class TwoLegServer:
     async def stop(self) -> None:
         """Leave the scheduler."""
         await self._legs.stop()
+        await self._api.aclose()
 
     async def serve(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
         """Answer a call of ``LEG_PATHS``."""
@@ -270,24 +288,53 @@ class TwoLegServer:
         if not params.do_remote_prefill:
             await self._alone(scope, request, client, send, "here; the request is no second leg")
             return
-        header = _header(scope, REQUEST_ID_HEADER)
-        call = _SecondLeg(self._legs, params, header)
+        found: list[SecondLeg] = []
+
+        async def find() -> None:
+            found.append(await self._find(scope, request, params, client))
+
         try:
             _refuse_several(request)
-            await client.while_here(call.take())
+            await client.while_here(find())
         except DualPathError as error:
             logger.warning("a second leg's prompt is computed here: %s", error)
             await self._alone(scope, request, client, send, f"here; {error}")
             return
-        if call.attempt is None:
+        if not found:
             return  # The client has left.
-        leg = {**request, PARAMETERS: second_leg_parameters(request, params, call)}
-        held = await call.run(
-            lambda passing: self._forward(scope, leg, client, passing),
-            send,
-        )
+        (leg,) = found
+        body = {**request, PARAMETERS: second_leg_parameters(request, leg)}
+        held = await _run(leg, lambda passing: self._forward(scope, body, client, passing), send)
         if held is not None:
             await self._alone(scope, request, client, send, f"here; vLLM answered {held}")
+
+    async def _find(
+        self, scope: Message, request: dict[str, Any], params: LegParameters, client: _Client
+    ) -> SecondLeg:
+        """Return the attempt of a second leg, of its first leg or a new one."""
+        try:
+            return await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
+        except DualPathError as error:
+            missing = error
+        try:
+            self._refuse_unsupported(request)
+            prompt = await self._rendered(scope, request, client)
+            if isinstance(prompt, _Answer):
+                raise BadRequestError(f"vLLM's render route answered {prompt.status}")
+            return await self._legs.prefill_elsewhere(prompt, partial(self._prefill, prompt))
+        except DualPathError as error:
+            raise TransportError(f"{missing}; and no prefill engine could help: {error}") from error
+
+    async def _prefill(self, prompt: Prompt, engine: EngineInfo, transfer: PrefillTransfer) -> None:
+        """Call a prefill engine, as a router does; its token is discarded."""
+        call = GenerateRequest[dict[str, Any]](
+            request_id=transfer.request_id,
+            token_ids=prompt.token_ids,
+            sampling_params={"temperature": 0.0, "max_tokens": 1, "detokenize": False},
+            cache_salt=prompt.cache_salt,
+            kv_transfer_params=to_transfer_params(transfer),
+        )
+        await self._api.generate(engine, NO_JOB, call)
 
     async def _alone(
         self,
@@ -311,43 +358,34 @@ class TwoLegServer:
         await self._app(_with_body(scope, own_path(scope), content), client.sends(content), send)
 
 
-class _SecondLeg:
-    """One second leg, from the attempt that it takes to the end of the answer."""
+async def _run(
+    leg: SecondLeg, forward: Callable[[Send], Awaitable[None]], send: Send
+) -> int | None:
+    """Run the decode; return the status of an answer that was not sent, as vLLM has failed."""
+    reason, ended = "failed", False
+    failed: int | None = None
+    sending = _with_header(send, leg.origin)
 
-    def __init__(self, legs: TwoLegs, params: LegParameters, request_id: str) -> None:
-        self._legs, self._params, self._request_id = legs, params, request_id
-        self.attempt: Any = None
+    async def passing(message: Message) -> None:
+        nonlocal failed, ended
+        failed = failed or _server_error(message)
+        if failed is None:
+            if message.get("body"):
+                leg.decoding_started()
+            await sending(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
 
-    async def take(self) -> None:
-        """Take the attempt."""
-        self.attempt = await self._legs.take(self._params, self._request_id)
-
-    async def run(self, forward: Callable[[Send], Awaitable[None]], send: Send) -> int | None:
-        """Run the decode; return the status of an answer that was not sent, as vLLM has failed."""
-        attempt, reason, failed = self.attempt, "failed", None
-        sending = _with_header(send, f"transferred; {attempt.order.attempt_id}")
-        ended = False
-
-        async def passing(message: Message) -> None:
-            nonlocal failed, ended
-            failed = failed or _server_error(message)
-            if failed is None:
-                if message.get("body"):
-                    attempt.decoding_started()
-                await sending(message)
-                ended = message["type"] == "http.response.body" and not message.get("more_body")
-
-        try:
-            await forward(passing)
-            if ended:
-                await attempt.decoded()
-                reason = "finished"
-        except DualPathError as error:
-            # The client has its answer; only the reports of the engine are late.
-            logger.warning("request %s: %s", attempt.order.attempt_id, error)
-        finally:
-            attempt.close(reason)
-        return failed
+    try:
+        await forward(passing)
+        if ended:
+            await leg.decoded()
+            reason = "finished"
+    except DualPathError as error:
+        # The client has its answer; only the reports of the engine are late.
+        logger.warning("request %s: %s", leg.transfer.request_id, error)
+    finally:
+        leg.close(reason)
+    return failed
 
 
 def _server_error(message: Message) -> int | None:
@@ -387,15 +425,13 @@ def first_leg_body(
     return leg
 
 
-def second_leg_parameters(
-    request: Mapping[str, Any], params: LegParameters, call: _SecondLeg
-) -> dict[str, Any]:
+def second_leg_parameters(request: Mapping[str, Any], leg: SecondLeg) -> dict[str, Any]:
     """Return the ``kv_transfer_params`` of a second leg for vLLM."""
-    made = to_transfer_params(call.attempt.transfer)
-    if params.remote_prefill_cached_tokens is not None:
+    made = to_transfer_params(leg.transfer)
+    if leg.hit_tokens is not None:
         # vLLM reports them as the prompt's cached tokens; its own hit is the whole prompt.
         made["do_remote_prefill"] = True
-        made["remote_prefill_cached_tokens"] = params.remote_prefill_cached_tokens
+        made["remote_prefill_cached_tokens"] = leg.hit_tokens
     if (token_ids := request[PARAMETERS].get(_TOKEN_IDS)) is not None:
         made[_TOKEN_IDS] = token_ids
     return made

@@ -124,8 +124,9 @@ class EngineAttempt(AttemptChannel):
         #: Of the prompt's tokens, once it is prefilled.
         self.account: HitAccount | None = None
         scheduler.exchange.open(self)
-        if order.prefill_engine:
-            self.engines.add(order.prefill_engine)
+        given = order.prefill_engine or order.decode_engine
+        if given:
+            self.engines.add(given)
 
     @property
     def decode_engine(self) -> EngineInfo:
@@ -247,7 +248,7 @@ class EngineAttempt(AttemptChannel):
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
             prefill_engine=order.prefill_engine,
-            decode_engine=preferred if order.prefill_engine else "",
+            decode_engine=preferred if order.prefill_engine else order.decode_engine,
         )
         with self._stages.stage(Stage.QUEUE):
             self._assignment: Assignment = await scheduler.dispatch.place(request)
