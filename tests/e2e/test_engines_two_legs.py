@@ -19,6 +19,8 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import msgspec
+import zmq
 from tests.e2e.plain_engine import (
     NAME,
     START_S,
@@ -34,7 +36,9 @@ from tests.e2e.plain_engine import (
 from tests.e2e.test_existing_vllm import ENTRY_POINT, existing_command, post
 from tests.e2e.two_leg_proxy import TwoLegProxy
 from tests.guard import GUARD_S
+from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
+from dualpath.core.blocks import block_keys
 from dualpath.launch.commands import ENGINE_ENTRY
 from dualpath.launch.fork_server import ForkedProcess
 from dualpath.launch.ports import claim_port
@@ -54,6 +58,9 @@ class Served:
 
     def __init__(self, folder: Path, stack: ExitStack) -> None:
         self._folder = folder
+        #: KV events of the decode engine, as vLLM publishes them.
+        self.events = stack.enter_context(zmq.Context()).socket(zmq.SUB)
+        stack.callback(self.events.close, 0)
         self._started = stack.enter_context(Supervisor())
         (folder / "chat.jinja").write_text(TEMPLATE)
         command = ("scheduler", "--port", "0", "--mode", "split", "--no-dram-tier")
@@ -101,6 +108,15 @@ class Served:
             *("--kv-transfer-config", json.dumps(config), *self._chat()),
             "--enable-prompt-tokens-details",
         ]
+        if role == "decode":
+            endpoint = f"tcp://127.0.0.1:{claim_port()}"
+            events = {
+                "enable_kv_cache_events": True,
+                "endpoint": endpoint.replace("127.0.0.1", "*"),
+            }
+            command += ["--kv-events-config", json.dumps(events)]
+            self.events.setsockopt(zmq.SUBSCRIBE, b"")
+            self.events.connect(endpoint)
         log = self._folder / f"{role}.log"
         self._started.add(ForkedProcess(role, ENGINE_ENTRY, command, log))
         return port
@@ -266,6 +282,26 @@ def test_second_legs_without_their_first_leg_get_a_plain_engines_tokens(served: 
     # A first leg without a second one is released.
     leg(prefill, [9, *prompt], first)
     until(served.idle, "engines idle with free buffers")
+
+
+def test_vllm_publishes_which_blocks_are_in_storage(served: Served) -> None:
+    prompt = [11 + 7 * index % 331 for index in range(200)]
+    params = leg(served.url("prefill"), prompt, {"do_remote_decode": True})[2]["kv_transfer_params"]
+    leg(served.url("decode"), prompt, params)
+    wanted = {int.from_bytes(key[-8:], "big") for key in block_keys(prompt, BLOCK_TOKENS)}
+    found: set[int] = set()
+
+    def announced() -> bool:
+        # An idle engine has no steps, with which events are published.
+        leg(served.url("decode"), [1, 2, 3], None)
+        while served.events.poll(100):
+            batch = msgspec.msgpack.decode(served.events.recv_multipart()[-1], type=KVEventBatch)
+            for event in batch.events:
+                if isinstance(event, BlockStored) and event.medium == "STORAGE":
+                    found.update(int(name) for name in event.block_hashes)
+        return wanted <= found
+
+    until(announced, "events of three stored blocks")
 
 
 def test_a_prefill_engine_refuses_what_is_no_first_leg(served: Served) -> None:
