@@ -109,14 +109,11 @@ class Served:
             "--enable-prompt-tokens-details",
         ]
         if role == "decode":
-            endpoint = f"tcp://127.0.0.1:{claim_port()}"
-            events = {
-                "enable_kv_cache_events": True,
-                "endpoint": endpoint.replace("127.0.0.1", "*"),
-            }
+            events_port = claim_port()
+            events = {"enable_kv_cache_events": True, "endpoint": f"tcp://*:{events_port}"}
             command += ["--kv-events-config", json.dumps(events)]
             self.events.setsockopt(zmq.SUBSCRIBE, b"")
-            self.events.connect(endpoint)
+            self.events.connect(f"tcp://127.0.0.1:{events_port}")
         log = self._folder / f"{role}.log"
         self._started.add(ForkedProcess(role, ENGINE_ENTRY, command, log))
         return port
