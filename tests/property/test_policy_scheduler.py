@@ -1,11 +1,13 @@
 """The scheduler against honest engines that come, go, report late and finish in any order."""
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
+from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
@@ -110,7 +112,11 @@ class Cluster(RuleBasedStateMachine):
         request = self.requests[assignment.request_id]
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
-        assert not self.paused & {assignment.prefill_engine, assignment.decode_engine}
+        # A request that came with an engine keeps it, if the engine is paused afterwards.
+        given = {request.given_prefill, request.only_decode}
+        assert not (self.paused - given) & {assignment.prefill_engine, assignment.decode_engine}
+        assert request.given_prefill in ("", assignment.prefill_engine)
+        assert request.only_decode in ("", assignment.decode_engine)
         prefill = self.engines[assignment.prefill_engine]
         decode = self.engines[assignment.decode_engine]
         prefill.tokens[assignment.request_id] = assignment.prefill_tokens
@@ -143,16 +149,35 @@ class Cluster(RuleBasedStateMachine):
 
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
-        self.scheduler.apply(Submitted(request))
+        try:
+            effects = self.scheduler.apply(Submitted(request))
+        except EngineLostError:
+            assert request.given_prefill or request.only_decode, "only given engines may be missing"
+            del self.requests[request.request_id]
+            return
+        for assignment in effects.assignments:
+            self.accept(assignment)
 
     @rule(
         prompt=st.integers(1, LONGEST_PROMPT_TOKENS),
         share=st.floats(0, 1),
         new=st.integers(1, 500),
         keepers=st.dictionaries(st.sampled_from(specs()), st.floats(0, 1), max_size=3),
+        given=st.sets(st.sampled_from(specs()), max_size=2),
     )
-    def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
-        """``keepers``: what share of the hit engines keep, lost ones perhaps among them."""
+    def submit(
+        self,
+        prompt: int,
+        share: float,
+        new: int,
+        keepers: dict[EngineSpec, float],
+        given: set[EngineSpec],
+    ) -> None:
+        """``keepers``: what share of the hit engines keep, lost ones perhaps among them.
+
+        ``given`` are engines that the request comes with, lost ones perhaps among them.
+        """
+        engines = {spec.role: spec.engine_id for spec in given}
         blocks = int((prompt - 1) * share) // BLOCK_TOKENS
         cached = tuple(
             CachedPrefix(spec.engine_id, round(part * blocks))
@@ -160,7 +185,13 @@ class Cluster(RuleBasedStateMachine):
             if round(part * blocks)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))
+        request = Request(
+            f"r{self.count}",
+            *(prompt, hit, new, cached),
+            prefill_engine=engines.get(Role.PREFILL, msgspec.UNSET),
+            decode_engine=engines.get(Role.DECODE, msgspec.UNSET),
+        )
+        self.submit_again(request)
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))
@@ -277,10 +308,14 @@ class Cluster(RuleBasedStateMachine):
         for load in self.scheduler.loads():
             if load.role is Role.DECODE:
                 assert load.free_hbm_tokens >= 0
-            elif self.limited:
+            elif self.limited and not self.any_given(load.engine_id):
                 assert load.unfinished_tokens <= BETA_TOKENS + LONGEST_PROMPT_TOKENS
             assert load.read_queue_tokens >= 0
             assert load.unfinished_tokens >= sum(self.engines[load.engine_id].tokens.values())
+
+    def any_given(self, prefill_engine: str) -> bool:
+        """Whether a request came with this PE, for which β does not hold."""
+        return any(request.given_prefill == prefill_engine for request in self.requests.values())
 
     def teardown(self) -> None:
         """While both roles have an engine that takes requests, and load finishes, all is served."""

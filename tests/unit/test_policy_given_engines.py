@@ -1,5 +1,6 @@
 """Requests whose prefill engine was chosen by a proxy in front of the engines."""
 
+import msgspec
 import pytest
 
 from dualpath.core.cluster import Role
@@ -37,7 +38,8 @@ def cluster(*, hbm_tokens: int = 10_000) -> RequestScheduler:
 
 
 def request(name: str, pe: str = "", de: str = "", prompt: int = 1000) -> Request:
-    return Request(name, prompt, 0, 1, prefill_engine=pe, decode_engine=de)
+    given = pe or msgspec.UNSET, de or msgspec.UNSET
+    return Request(name, prompt, 0, 1, (), *given)
 
 
 def fetch(scheduler: RequestScheduler) -> list[tuple[str, str, str]]:

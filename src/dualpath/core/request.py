@@ -50,10 +50,21 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hit_tokens: int
     max_new_tokens: int
     cached: tuple[CachedPrefix, ...] = ()
-    prefill_engine: str = ""
-    decode_engine: str = ""
+    # Unset, not empty: logs of requests without them are as they were.
+    prefill_engine: str | msgspec.UnsetType = msgspec.UNSET
+    decode_engine: str | msgspec.UnsetType = msgspec.UNSET
 
     @property
-    def only_decode_engine(self) -> str:
+    def given_prefill(self) -> str:
+        """The PE without which the request cannot be served; empty if any PE may serve it."""
+        return self.prefill_engine or ""
+
+    @property
+    def preferred_decode(self) -> str:
+        """The DE to take if it has room; empty if there is none."""
+        return self.decode_engine or ""
+
+    @property
+    def only_decode(self) -> str:
         """The DE without which the request cannot be served; empty if any DE may serve it."""
-        return "" if self.prefill_engine else self.decode_engine
+        return "" if self.prefill_engine else self.preferred_decode

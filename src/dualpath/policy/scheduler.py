@@ -207,15 +207,15 @@ class RequestScheduler:
         self._submitted += 1
         self._unassigned += 1
         self._live[live.request_id] = live
-        if request.only_decode_engine:
-            self._place_given(live, Role.DECODE, request.decode_engine)
+        if request.only_decode:
+            self._place_given(live, Role.DECODE, request.preferred_decode)
             self._decode_only[live.request_id] = live
             self._placers[Role.PREFILL].add(live)
-        elif not request.prefill_engine:
+        elif not request.given_prefill:
             for placer in self._placers.values():
                 placer.add(live)
-        elif self._has_room(request.decode_engine, live):
-            self._place_given(live, Role.DECODE, request.decode_engine)
+        elif self._has_room(request.preferred_decode, live):
+            self._place_given(live, Role.DECODE, request.preferred_decode)
             return Effects((self._assign_given(live),))
         else:
             self._placers[Role.DECODE].add(live)
@@ -239,7 +239,7 @@ class RequestScheduler:
 
     def _assign_given(self, live: LiveRequest) -> Assignment:
         """Assign a request that has its DE to the PE that it came with."""
-        self._place_given(live, Role.PREFILL, live.request.prefill_engine)
+        self._place_given(live, Role.PREFILL, live.request.given_prefill)
         return self._assign(live)
 
     def _check(self, live: LiveRequest) -> None:
@@ -249,7 +249,7 @@ class RequestScheduler:
                 f"request id {request.request_id!r} is in use by a live request; "
                 "submit it under another id or cancel the first"
             )
-        if request.prefill_engine:
+        if request.given_prefill:
             self._check_given(request)
         prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         if prompt < 1 or not 0 <= hit < prompt or new < 1:
@@ -265,16 +265,16 @@ class RequestScheduler:
                 f"({prompt} of them its prompt), the largest decode engine holds {largest}; "
                 "shorten the prompt or start a decode engine with more memory"
             )
-        if request.only_decode_engine and not self._has_room(request.decode_engine, live):
+        if request.only_decode and not self._has_room(request.preferred_decode, live):
             raise EngineLostError(
                 f"request {request.request_id!r} needs {live.decode_tokens} tokens of KV-cache at "
-                f"engine {request.decode_engine!r}, which has no room for it now; let it compute "
-                "the prompt itself, or send it again"
+                f"engine {request.preferred_decode!r}, which has no room for it now; let it "
+                "compute the prompt itself, or send it again"
             )
 
     def _check_given(self, request: Request) -> None:
         """Raise ``EngineLostError`` if the PE that a request came with gets no requests."""
-        engine = self._ledger.engines.get(request.prefill_engine)
+        engine = self._ledger.engines.get(request.given_prefill)
         wrong = "is not in the cluster"
         if engine is not None and engine.spec.role is not Role.PREFILL:
             wrong = "is no prefill engine"
@@ -282,7 +282,7 @@ class RequestScheduler:
             wrong = "is paused" if engine.paused else ""
         if wrong:
             raise EngineLostError(
-                f"request {request.request_id!r} was sent to engine {request.prefill_engine!r}, "
+                f"request {request.request_id!r} was sent to engine {request.given_prefill!r}, "
                 f"which {wrong}; send it to another prefill engine"
             )
 
@@ -295,13 +295,13 @@ class RequestScheduler:
             self._on_engine[live.engines[state.role]][live.request_id] = None
             if state.role is Role.PREFILL:
                 self._decode_only.pop(live.request_id, None)
-            elif Role.PREFILL not in live.engines and not live.request.prefill_engine:
+            elif Role.PREFILL not in live.engines and not live.request.given_prefill:
                 self._decode_only[live.request_id] = live
         assigned = []
         for live in placed:
             if len(live.engines) == 2:
                 assigned.append(self._assign(live))
-            elif live.request.prefill_engine:
+            elif live.request.given_prefill:
                 assigned.append(self._assign_given(live))
         return Effects(tuple(assigned)) if assigned else NO_EFFECTS
 
@@ -446,12 +446,12 @@ class RequestScheduler:
         lost = [
             live
             for live in here
-            if prefill or Role.PREFILL in live.engines or live.request.only_decode_engine
+            if prefill or Role.PREFILL in live.engines or live.request.only_decode
         ]
         lost += [
             live
             for live in self._live.values()
-            if live.assignment is None and live.request.prefill_engine == engine_id
+            if live.assignment is None and live.request.given_prefill == engine_id
         ]
         for live in lost:
             self._remove(live)
@@ -464,7 +464,7 @@ class RequestScheduler:
         requests = []
         if role is Role.DECODE:
             for live in list(self._decode_only.values()):
-                if not live.request.only_decode_engine:
+                if not live.request.only_decode:
                     self._unplace(live, Role.DECODE)
                     requests.append(live)
                     del self._decode_only[live.request_id]

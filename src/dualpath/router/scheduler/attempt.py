@@ -24,6 +24,8 @@ import logging
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from dualpath.core.blocks import (
     BlockKey,
     BlockOrigin,
@@ -240,15 +242,17 @@ class EngineAttempt(AttemptChannel):
     async def _find_engines(self) -> int:
         """Return how many stored blocks are to be loaded; the rest is recomputed faster."""
         scheduler, order = self._scheduler, self._order
-        preferred = order.decode_engine or scheduler.handovers.waits_at(order.handover)
+        preferred = order.decode_engine
+        if order.prefill_engine and not preferred:
+            preferred = scheduler.handovers.waits_at(order.handover)
         request = Request(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
-            prefill_engine=order.prefill_engine,
-            decode_engine=preferred if order.prefill_engine else order.decode_engine,
+            prefill_engine=order.prefill_engine or msgspec.UNSET,
+            decode_engine=preferred or msgspec.UNSET,
         )
         with self._stages.stage(Stage.QUEUE):
             self._assignment: Assignment = await scheduler.dispatch.place(request)
