@@ -146,6 +146,9 @@ class Served:
     def note_buffers(self) -> None:
         self._buffers = {e["engine_id"]: e["free_buffer_tokens"] for e in self.status()["engines"]}
 
+    def log(self, name: str) -> str:
+        return (self._folder / name).read_text(errors="replace")
+
     def url(self, role: str) -> str:
         return f"http://127.0.0.1:{self.ports[role]}"
 
@@ -227,6 +230,8 @@ def test_agents_get_a_plain_engines_tokens_and_hits_from_storage_on_both_paths(
         until(hit, f"a hit of {stored} tokens")
         context += truth[turn]
     assert min(served.read_bytes().values()) > 0, "both engines have read from storage"
+    for log in ("prefill.log", "decode.log"):
+        assert "is not the one of" not in served.log(log), "both engines make the same tokens"
     assert all(params["do_remote_prefill"] for params in proxy.passed_on)
     placed = served.status()["assignments"]
     assert {one["pe_reason"] for one in placed} == {"given"}
@@ -275,7 +280,9 @@ def test_second_legs_without_their_first_leg_get_a_plain_engines_tokens(served: 
     several = leg(decode, prompt, params, n=2, temperature=1, top_k=1)[2]
     assert [choice["token_ids"] for choice in several["choices"]] == [truth, truth]
     # KV of another prompt is not used, even one of the same length.
+    params = leg(prefill, prompt, first)[2]["kv_transfer_params"]
     assert leg(decode, other, params)[0] == others
+    assert "its prompt of 300 tokens is not the one of 300 tokens" in served.log("decode.log")
     # A first leg without a second one is released.
     leg(prefill, [9, *prompt], first)
     until(served.idle, "engines idle with free buffers")
