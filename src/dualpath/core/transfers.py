@@ -20,7 +20,7 @@ from dualpath.core.runs import HitRun
 TRANSFER_PARAMS_KEY = "dualpath"
 
 
-class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the PE's vLLM request: the source of hit KV, the destination of the whole KV.
 
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
@@ -42,7 +42,7 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     prompt_digest: bytes = b""
 
 
-class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the DE's vLLM request: the prompt's KV is in these slots of its own buffer.
 
     ``tenant`` owns the blocks of the tokens to be generated, ``prompt_digest`` is as in
