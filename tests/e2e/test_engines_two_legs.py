@@ -268,7 +268,7 @@ def test_second_legs_without_their_first_leg_get_a_plain_engines_tokens(served: 
     # No parameters, second legs alone, and one for several answers.
     assert leg(decode, prompt, None)[:2] == (truth, "here; the request is no second leg")
     for hits in (0, 256):
-        alone = {"do_remote_prefill": True, "transfer_id": f"nobody-{hits}"}
+        alone = {"do_remote_prefill": True, "transfer_id": f"no-first-leg-{hits}"}
         found, origin, answer = leg(decode, prompt, alone)
         assert (found, origin) == (truth, "prefilled by prefill again")
         cached = answer["usage"]["prompt_tokens_details"]["cached_tokens"]

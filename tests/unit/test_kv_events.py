@@ -43,7 +43,7 @@ def short(key: BlockKey) -> int:
     return int.from_bytes(key[-8:], "big")
 
 
-def test_nothing_is_collected_until_somebody_publishes_it() -> None:
+def test_nothing_is_collected_until_it_is_enabled() -> None:
     events = BlockEvents()
     events.stored(Medium.DRAM, KEYS)
     assert events.take() == []
@@ -60,7 +60,9 @@ def test_nothing_is_collected_until_somebody_publishes_it() -> None:
     assert events.take() == []
 
 
-def test_events_that_nobody_takes_are_dropped_oldest_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_that_are_not_taken_are_dropped_oldest_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(block_events, "MOST_BLOCKS", 4)
     events = BlockEvents()
     events.enabled = True

@@ -288,7 +288,7 @@ async def test_an_error_of_the_scheduler_is_the_answer_of_a_first_leg() -> None:
     assert (answer.status_code, answer.json()["error"]["message"]) == (503, "d0 is lost")
 
 
-async def test_a_client_that_leaves_a_first_leg_is_waited_for_by_nobody() -> None:
+async def test_the_work_of_a_first_leg_ends_when_its_client_leaves() -> None:
     engine = Engine(Role.PREFILL)
     body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST}
     engine.legs.waits = asyncio.Event()

@@ -1,4 +1,4 @@
-"""Two legs of a request, sent by a proxy of somebody else: each engine is its own front end."""
+"""Two legs of a request, sent by another proxy: each engine is its own front end."""
 
 import asyncio
 import contextlib
@@ -423,7 +423,7 @@ async def test_an_answer_of_the_engine_without_tokens_is_not_offered() -> None:
         await every.nothing_is_left()
 
 
-async def test_two_second_legs_of_one_name_are_told_apart() -> None:
+async def test_the_later_of_two_second_legs_of_one_name_is_refused() -> None:
     async with engines() as every:
         first = asyncio.create_task(every.second("d0", PROMPT, 6, {}, "req-1"))
         await asyncio.sleep(0.1)

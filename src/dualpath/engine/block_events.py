@@ -1,8 +1,8 @@
-"""What has become of an engine's blocks outside HBM, for whoever publishes it (``vllm.kv_events``).
+"""Changes of where an engine's blocks outside HBM are, for their publication (``vllm.kv_events``).
 
-The data plane notes where blocks are now found: in this engine's DRAM cache, or in storage.  What
-is noted is a hint, like the updates that the router gets: a block may be evicted, also from storage
-by another process, before anybody acts on it.
+The data plane notes the blocks that are now in this engine's DRAM cache or in storage.  These are
+hints, like the updates that the router gets: a block may be evicted, also from storage by another
+process, before a subscriber uses it.
 """
 
 from collections import deque

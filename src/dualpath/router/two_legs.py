@@ -131,7 +131,7 @@ class SecondLeg(Protocol):
     """An attempt with its prompt's KV in this DE's buffer.
 
     ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
-    computed (None: unknown), ``origin`` says for people how the KV has come here.
+    computed (None: unknown), ``origin`` is a text about where the KV comes from.
     """
 
     transfer: DecodeTransfer

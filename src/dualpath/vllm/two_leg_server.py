@@ -9,7 +9,7 @@ both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
 - *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is not in this DE's
   buffer, a prefill engine of the scheduler's choice fills it, with what is stored by then.  If that
   fails, and for requests without parameters, the DE computes the prompt itself.  The header
-  ``PREFILL_HEADER`` of its answer says why.
+  ``PREFILL_HEADER`` of its answer gives the reason.
 
 A PE computes nothing else: its layers share memory.  ``TransferChecks`` compares the prompt that
 vLLM has tokenised with the one whose KV is used.

@@ -325,7 +325,7 @@ class WorkerSide:
                 failed.add(request_id)
 
     def take_kv_events(self) -> ConnectorEvents | None:
-        """Return what has become of blocks since the last call; None without events."""
+        """Return the changes of where blocks are since the last call; None without any."""
         if self._membership is None:
             return None
         taken = self._membership.manager.block_events.take()

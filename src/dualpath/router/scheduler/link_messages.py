@@ -148,7 +148,7 @@ class HintSession(Message, frozen=True, tag=True):
 
 
 class OfferAttempt(Message, frozen=True, tag=True):
-    """A prefilled attempt waits for its second leg from now on, and belongs to this end no more.
+    """A prefilled attempt waits for its second leg and no longer belongs to this front end.
 
     Answered when it does.
     """

@@ -270,7 +270,7 @@ class RemoteAttempt:
             self._send(m.EndAttempt(self.order.attempt_id, reason))
 
     async def offer(self, request_id: str) -> None:
-        """Let a prefilled attempt wait for its second leg; it belongs to this front end no more."""
+        """Let a prefilled attempt wait for its second leg; it leaves this front end."""
         name, handover = self.order.attempt_id, self.order.handover
         self.check()
         await self._link.call(
