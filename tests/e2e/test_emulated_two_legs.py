@@ -59,22 +59,25 @@ class Legs:
 
 
 @contextlib.asynccontextmanager
-async def legs(folder: Path, mode: Mode) -> AsyncIterator[Legs]:
-    router = RouterSettings(mode=mode, front_ends_port=0, second_leg_timeout_s=GUARD_S)
+async def legs(folder: Path, mode: Mode, decode: int = 1) -> AsyncIterator[Legs]:
+    router = RouterSettings(
+        mode=mode, front_ends_port=0, first_leg_timeout_s=0.1, second_leg_timeout_s=GUARD_S
+    )
     async with (
         cluster(folder, mode, 0, 0, router=router) as made,
         contextlib.AsyncExitStack() as stack,
     ):
         scheduler = made.service.scheduler
-        for role in Role:
-            name = f"{role.value}-0"
+        names = [(Role.PREFILL, 0), *((Role.DECODE, number) for number in range(decode))]
+        for role, number in names:
+            name = f"{role.value}-{number}"
             settings = engine_settings(
                 *(role, name, scheduler.server.address, folder, mode),
                 two_leg_scheduler=scheduler.front_ends.address,
             )
             engine = emulated_engine(settings, made.surroundings)
             made.engines[name] = await stack.enter_async_context(engine)
-        await made.service.wait_ready(1, 1, GUARD_S)
+        await made.service.wait_ready(1, decode, GUARD_S)
         yield Legs(made)
 
 
@@ -117,3 +120,21 @@ async def test_both_legs_at_once_and_a_second_leg_with_another_prompt(tmp_path: 
         assert (status, "to a decode engine" in refused["error"]["message"]) == (400, True)
         await made.idle()
         assert made.counts(1) == 0
+
+
+async def test_second_legs_at_another_engine_or_alone_are_prefilled_again(tmp_path: Path) -> None:
+    async with legs(tmp_path / "kv", Mode.SPLIT, decode=2) as proxy:
+        made = proxy.made
+        truth = (await made.ask(PROMPT, 9, cache_salt="other"))[0]
+        _, first = await proxy.send("prefill-0", PROMPT, 9, FIRST)
+        holder = first["kv_transfer_params"]["remote_engine_id"]
+        (other,) = {"decode-0", "decode-1"} - {holder}
+        _, answer = await proxy.send(other, PROMPT, 9, first["kv_transfer_params"])
+        assert answer["choices"][0]["token_ids"] == truth
+        alone = {"do_remote_prefill": True, "transfer_id": "no-first-leg"}
+        _, answer = await proxy.send(holder, PROMPT, 9, alone)
+        assert answer["choices"][0]["token_ids"] == truth
+        await made.idle()
+        assert made.service.scheduler.metrics.hit_tokens > 0, "the first leg has stored blocks"
+        assert len(made.service.scheduler.handovers) == 0
+        assert made.counts(1) == 0, "no wrong byte"

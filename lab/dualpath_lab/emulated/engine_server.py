@@ -22,7 +22,7 @@ from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
 from dualpath.engine.control.transfer_checks import TransferChecks, check_prompt, with_own_hits
-from dualpath.router.api_keys import engine_keys, server_hosts
+from dualpath.router.api_keys import engine_headers, engine_keys, server_hosts
 from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
@@ -31,6 +31,7 @@ from dualpath.router.http.server import (
     until_client_leaves,
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallList
 from dualpath.router.token_api.statuses import (
     BAD_REQUEST,
@@ -54,6 +55,7 @@ from dualpath.router.two_legs import (
     Prompt,
     TwoLegs,
     leg_parameters,
+    prefill_at,
 )
 from dualpath_lab.emulated.checkable_kv import TokenPrefix
 from dualpath_lab.emulated.data_plane import DataPlane
@@ -210,6 +212,7 @@ class EngineServer:
         self._calls = OpenCallList()
         takes_legs = settings.engine.two_leg_scheduler
         self._legs = TwoLegs(settings.engine) if takes_legs else None
+        self._api = TokenApiClient(engine_headers())
 
     async def run_legs(self, app: web.Application) -> AsyncIterator[None]:
         """Be registered with the scheduler while the server runs, if other proxies send legs."""
@@ -219,6 +222,7 @@ class EngineServer:
         self._legs.start()
         yield
         await self._legs.stop()
+        await self._api.aclose()
 
     def app(self) -> web.Application:
         """Return the application."""
@@ -296,7 +300,13 @@ class EngineServer:
         header: str,
     ) -> web.StreamResponse:
         """Answer a second leg; unlike vLLM's, this engine cannot compute a prompt itself."""
-        attempt, reason = await legs.take(params, header), "failed"
+        reason = "failed"
+        try:
+            attempt = await legs.take(params, header)
+        except DualPathError:
+            prompt = Prompt(generate.token_ids, generate.cache_salt)
+            compute = functools.partial(prefill_at, self._api, prompt)
+            attempt = await legs.prefill_elsewhere(prompt, compute)
         try:
             generate.kv_transfer_params = to_transfer_params(attempt.transfer)
             answer = await self._run(request, generate)

@@ -48,9 +48,15 @@ from dualpath.core.errors import (
 )
 from dualpath.core.key_cache import KeyCache
 from dualpath.core.names import name_problem
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, prompt_digest
+from dualpath.core.transfers import (
+    DecodeTransfer,
+    PrefillTransfer,
+    prompt_digest,
+    to_transfer_params,
+)
 from dualpath.engine.settings import EngineSettings
 from dualpath.node.cluster_secret import load_secret
+from dualpath.router.engine_calls import Job
 from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.request import check_salt
 from dualpath.router.scheduler.remote import (
@@ -63,6 +69,8 @@ from dualpath.router.scheduler.remote import (
 )
 from dualpath.router.scheduling import AttemptEvent, AttemptOrder, Placed, RequestOrder
 from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.client import TokenApi
+from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.waits import run_until_broken
 
 logger = logging.getLogger(__name__)
@@ -149,6 +157,27 @@ class SecondLeg(Protocol):
     def close(self, reason: str) -> None:
         """Release everything; idempotent."""
         ...
+
+
+#: Stands for the job of a call that has none: only its trace headers would be used.
+_NO_JOB = Job("", (), 1, (), lambda token_ids: ())
+
+
+async def prefill_at(
+    api: TokenApi, prompt: Prompt, engine: EngineInfo, transfer: PrefillTransfer
+) -> None:
+    """Call a prefill engine for ``TwoLegs.prefill_elsewhere``, as a router does.
+
+    Its token is discarded.
+    """
+    call = GenerateRequest[dict[str, Any]](
+        request_id=transfer.request_id,
+        token_ids=prompt.token_ids,
+        sampling_params={"temperature": 0.0, "max_tokens": 1, "detokenize": False},
+        cache_salt=prompt.cache_salt,
+        kv_transfer_params=to_transfer_params(transfer),
+    )
+    await api.generate(engine, _NO_JOB, call)
 
 
 class _TakenLeg:

@@ -32,12 +32,9 @@ from dualpath.core.transfers import PrefillTransfer, to_transfer_params
 from dualpath.engine.settings import EngineSettings
 from dualpath.router.api_keys import engine_headers
 from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
-from dualpath.router.engine_calls import Job
-from dualpath.router.engines import EngineInfo
 from dualpath.router.requests.limits import refusal
 from dualpath.router.token_api.client import TokenApi, TokenApiClient
 from dualpath.router.token_api.statuses import status_of
-from dualpath.router.token_api.wire import GenerateRequest
 from dualpath.router.two_legs import (
     REQUEST_ID_HEADER,
     LegParameters,
@@ -45,6 +42,7 @@ from dualpath.router.two_legs import (
     SecondLeg,
     TwoLegs,
     leg_parameters,
+    prefill_at,
 )
 
 logger = logging.getLogger(__name__)
@@ -59,8 +57,6 @@ MISDIRECTED = 421
 #: vLLM ends an aborted call in far less.
 ABORT_S = 5.0
 PARAMETERS = "kv_transfer_params"
-#: Stands for the job of a call that has none: only its trace headers would be used.
-NO_JOB = Job("", (), 1, (), lambda token_ids: ())
 _TOKEN_IDS = "prompt_token_ids"
 
 
@@ -321,20 +317,11 @@ class TwoLegServer:
             prompt = await self._rendered(scope, request, client)
             if isinstance(prompt, _Answer):
                 raise BadRequestError(f"vLLM's render route answered {prompt.status}")
-            return await self._legs.prefill_elsewhere(prompt, partial(self._prefill, prompt))
+            return await self._legs.prefill_elsewhere(
+                prompt, partial(prefill_at, self._api, prompt)
+            )
         except DualPathError as error:
             raise TransportError(f"{missing}; and no prefill engine could help: {error}") from error
-
-    async def _prefill(self, prompt: Prompt, engine: EngineInfo, transfer: PrefillTransfer) -> None:
-        """Call a prefill engine, as a router does; its token is discarded."""
-        call = GenerateRequest[dict[str, Any]](
-            request_id=transfer.request_id,
-            token_ids=prompt.token_ids,
-            sampling_params={"temperature": 0.0, "max_tokens": 1, "detokenize": False},
-            cache_salt=prompt.cache_salt,
-            kv_transfer_params=to_transfer_params(transfer),
-        )
-        await self._api.generate(engine, NO_JOB, call)
 
     async def _alone(
         self,

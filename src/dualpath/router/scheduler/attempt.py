@@ -123,8 +123,6 @@ class EngineAttempt(AttemptChannel):
         self._stored_blocks = self._wanted_blocks = self._whole_from = 0
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
-        #: Of the prompt's tokens, once it is prefilled.
-        self.account: HitAccount | None = None
         scheduler.exchange.open(self)
         given = order.prefill_engine or order.decode_engine
         if given:
@@ -180,8 +178,11 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
         self._persist()
-        self.account = self._account()
-        return Prefilled(self.account, done.forward_s, done.transfer_s)
+        account = self._account()
+        if self._order.prefill_engine or self._order.decode_engine:
+            # Engines that are front ends have no metrics of requests.
+            self._scheduler.metrics.prefilled(account)
+        return Prefilled(account, done.forward_s, done.transfer_s)
 
     async def prefill_aborted(self) -> None:
         """Raise ``TransportError`` if the PE has reported why."""

@@ -225,9 +225,6 @@ class FrontEndSession:
         self._keys.pop(message.request_id)
         self._placed.discard(message.attempt_id)
         listener = self._listeners.pop(message.attempt_id)
-        if attempt.account is not None:
-            # Engines that are front ends have no metrics of requests.
-            self._scheduler.metrics.prefilled(attempt.account)
         handovers = self._scheduler.handovers
         handovers.first_leg_ended(message.attempt_id)
         handovers.offer(
