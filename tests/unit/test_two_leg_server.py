@@ -370,10 +370,17 @@ async def test_a_request_without_parameters_is_the_decode_engines_own() -> None:
     assert engine.legs.named == []
 
 
-async def test_several_answers_would_share_one_transfer_and_get_none() -> None:
+async def test_what_cannot_use_a_transfer_of_text_gets_none() -> None:
     engine = Engine(Role.DECODE)
     answer = await engine.post({"model": "m", "prompt": "t", "n": 2, "kv_transfer_params": SECOND})
     assert "n is 2" in answer.headers[PREFILL_HEADER]
+    for change, why in (
+        ({"prompt": ["a", "b"]}, "several prompts"),
+        ({"model": "adapter"}, "an adapter"),
+    ):
+        body = {"model": "m", "prompt": "t", "kv_transfer_params": SECOND, **change}
+        answer = await engine.post(body)
+        assert why in answer.headers[PREFILL_HEADER]
     assert engine.legs.named == []
 
 

@@ -291,6 +291,7 @@ class TwoLegServer:
 
         try:
             _refuse_several(request)
+            self._refuse_unsupported(request)
             await client.while_here(find())
         except DualPathError as error:
             logger.warning("a second leg's prompt is computed here: %s", error)
@@ -313,7 +314,6 @@ class TwoLegServer:
         except DualPathError as error:
             missing = error
         try:
-            self._refuse_unsupported(request)
             prompt = await self._rendered(scope, request, client)
             if isinstance(prompt, _Answer):
                 raise BadRequestError(f"vLLM's render route answered {prompt.status}")
