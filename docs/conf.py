@@ -62,6 +62,7 @@ NAVIGATION = {
         "docs/how-to/install",
         "docs/how-to/serve",
         "docs/how-to/separate-machines",
+        "docs/how-to/other-proxies",
         "docs/how-to/clients",
         "docs/how-to/request-kinds",
         "docs/how-to/configure",
@@ -136,6 +137,9 @@ KEYWORDS = {
     "docs/how-to/qos": ("QoS", "traffic class", "service level", "DSCP", "RoCE", "InfiniBand"),
     "docs/how-to/security": ("TLS", "authentication", "API key", "encryption", "tenant"),
     "docs/how-to/separate-machines": ("vllm serve", "multi-node", "tensor parallel"),
+    "docs/how-to/other-proxies": (
+        *("llm-d", "kv_transfer_params", "disaggregated", "sidecar", "KV events"),
+    ),
     "docs/how-to/monitor": ("Prometheus", "Grafana", "OpenTelemetry", "alerts"),
     "docs/how-to/restart": ("high availability", "failover", "standby", "drain", "upgrade"),
     "docs/how-to/dram": ("cache", "eviction", "offloading"),

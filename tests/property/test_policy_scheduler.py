@@ -1,11 +1,13 @@
 """The scheduler against honest engines that come, go, report late and finish in any order."""
 
 import hypothesis.strategies as st
+import msgspec
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
+from dualpath.core.errors import EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.request import CachedPrefix, Request
 from dualpath.policy.events import (
@@ -117,11 +119,16 @@ class Cluster(RuleBasedStateMachine):
         request = self.requests[assignment.request_id]
         assert assignment.request_id not in self.assigned
         self.assigned[assignment.request_id] = assignment
-        assert self.paused.isdisjoint(assignment.engines)
+        # A request that came with an engine keeps it, if the engine is paused afterwards.
+        given = {request.given_prefill, request.only_decode}
+        assert (self.paused - given).isdisjoint(assignment.engines)
+        assert request.given_prefill in ("", assignment.prefill_engine)
+        assert request.only_decode in ("", assignment.decode_engine)
         if assignment.prefill_engine is None:
             hit_tokens = request.hit_tokens + assignment.unstored_tokens
             assert hit_tokens > 0
             assert request.prompt_tokens - hit_tokens <= self.append_tokens
+            assert not request.only_decode, "a request that came with engines has a PE"
         known = self.known[assignment.request_id]
         cached_blocks = {p.engine_id: p.blocks for p in request.cached if p.engine_id in known}
         usable = [
@@ -172,19 +179,36 @@ class Cluster(RuleBasedStateMachine):
     def submit_again(self, request: Request) -> None:
         self.requests[request.request_id] = request
         self.known[request.request_id] = frozenset(self.engines)
-        self.scheduler.apply(Submitted(request))
+        try:
+            effects = self.scheduler.apply(Submitted(request))
+        except EngineLostError:
+            assert request.given_prefill or request.only_decode, "only given engines may be missing"
+            del self.requests[request.request_id]
+            return
+        for assignment in effects.assignments:
+            self.accept(assignment)
 
     @rule(
         prompt=st.integers(1, LONGEST_PROMPT_TOKENS),
         share=st.floats(0, 1),
         new=st.integers(1, 500),
         keepers=st.dictionaries(st.sampled_from(specs()), st.floats(0, 1), max_size=3),
+        given=st.sets(st.sampled_from(specs()), max_size=2),
     )
-    def submit(self, prompt: int, share: float, new: int, keepers: dict[EngineSpec, float]) -> None:
+    def submit(
+        self,
+        prompt: int,
+        share: float,
+        new: int,
+        keepers: dict[EngineSpec, float],
+        given: set[EngineSpec],
+    ) -> None:
         """``keepers``: what share of the prompt engines cache, lost ones perhaps among them.
 
-        That may be more than is stored.
+        That may be more than is stored.  ``given`` are engines that the request comes with, lost
+        ones perhaps among them.
         """
+        engines = {spec.role: spec.engine_id for spec in given}
         blocks, most = int((prompt - 1) * share) // BLOCK_TOKENS, (prompt - 1) // BLOCK_TOKENS
         cached = tuple(
             CachedPrefix(spec.engine_id, round(part * most))
@@ -192,7 +216,13 @@ class Cluster(RuleBasedStateMachine):
             if round(part * most)
         )
         hit = blocks * BLOCK_TOKENS
-        self.submit_again(Request(f"r{self.count}", prompt, hit, new, cached))
+        request = Request(
+            f"r{self.count}",
+            *(prompt, hit, new, cached),
+            prefill_engine=engines.get(Role.PREFILL, msgspec.UNSET),
+            decode_engine=engines.get(Role.DECODE, msgspec.UNSET),
+        )
+        self.submit_again(request)
         self.count += 1
 
     @rule(spec=st.sampled_from(specs()))
@@ -330,10 +360,14 @@ class Cluster(RuleBasedStateMachine):
         for load in self.scheduler.loads():
             if load.role is Role.DECODE:
                 assert load.free_hbm_tokens >= 0
-            elif self.limited:
+            elif self.limited and not self.any_given(load.engine_id):
                 assert load.unfinished_tokens <= BETA_TOKENS + LONGEST_PROMPT_TOKENS
             assert load.read_queue_tokens >= 0
             assert load.unfinished_tokens >= sum(self.engines[load.engine_id].tokens.values())
+
+    def any_given(self, prefill_engine: str) -> bool:
+        """Whether a request came with this PE, for which β does not hold."""
+        return any(request.given_prefill == prefill_engine for request in self.requests.values())
 
     def teardown(self) -> None:
         """While both roles have an engine that takes requests, and load finishes, all is served."""

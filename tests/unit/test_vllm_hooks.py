@@ -34,7 +34,12 @@ from dualpath.core.blocks import CHAIN_SEED, BlockGeometry, block_keys, chain_ro
 from dualpath.core.cluster import Role
 from dualpath.core.errors import ConfigError
 from dualpath.core.runs import BlockRun, HitRun
-from dualpath.core.transfers import PrefillTransfer, to_transfer_params
+from dualpath.core.transfers import (
+    DecodeTransfer,
+    PrefillTransfer,
+    prompt_digest,
+    to_transfer_params,
+)
 from dualpath.engine.settings import EngineSettings
 from dualpath.vllm.cache_layers import CacheGroups, max_drafted_prompt_tokens
 from dualpath.vllm.connector import DualPathConnector, check_engine_config, settings_of
@@ -226,6 +231,40 @@ def test_a_request_grants_its_hits_only_under_its_own_keys():
     for request, hit_tokens in ((right, 3 * BLOCK_TOKENS), (wrong, 0)):
         side = SchedulerSide(SETTINGS, GEOMETRY, GROUPS)
         assert side.matched_tokens(request, 0) == (hit_tokens, False)
+
+
+OTHER_PROMPTS = {
+    "its own": (True, lambda request: None, None),
+    "another last token": (False, lambda request: None, None),
+    "another salt": (False, lambda request: None, "tenant"),
+    "an adapter": (False, lambda request: setattr(request, "lora_request", object()), None),
+    "an image": (False, lambda request: setattr(request, "mm_features", [object()]), None),
+}
+
+
+@pytest.mark.parametrize("other", OTHER_PROMPTS)
+@pytest.mark.parametrize("role", list(Role))
+def test_a_leg_uses_kv_of_its_own_prompt_only(role, other):
+    """Legs come from other proxies: their names and prompts may not fit each other."""
+    fits, change, salt = OTHER_PROMPTS[other]
+    tokens = list(range(5 * BLOCK_TOKENS - 3))
+    digest = prompt_digest(block_keys(tokens, BLOCK_TOKENS), tokens, BLOCK_TOKENS)
+    if role is Role.PREFILL:
+        transfer = msgspec.structs.replace(prefill_transfer(0, b""), hits=())
+    else:
+        transfer = DecodeTransfer("r", 0, tuple(range(5)))
+    transfer = msgspec.structs.replace(transfer, prompt_tokens=len(tokens), prompt_digest=digest)
+    if other == "another last token":
+        tokens[-1] = 0
+    request = vllm_request(tokens, salt, _json(to_transfer_params(transfer)))
+    change(request)
+    side = SchedulerSide(msgspec.structs.replace(SETTINGS, role=role), GEOMETRY, GROUPS)
+    loaded, _ = side.matched_tokens(request, 0)
+    rejected = side.build(SchedulerOutput.make_empty()).rejected
+    if role is Role.PREFILL:
+        assert list(rejected) == ([] if fits else ["r"])
+    else:
+        assert loaded == (len(tokens) if fits else 0), "else it computes the prompt itself"
 
 
 @pytest.mark.parametrize("role", list(Role))

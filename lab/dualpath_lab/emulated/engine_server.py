@@ -1,6 +1,7 @@
 """The HTTP server of an emulated engine, with the token API of a vLLM engine.
 
-POST /inference/v1/generate   one prefill or decode; closing the stream aborts it
+POST /inference/v1/generate   one prefill or decode, of a router or of another proxy (a leg, see
+                              router.two_legs); closing the stream aborts it
 GET  /health                  200
 GET  /dualpath/v1/calls       the generate calls that are open, for the router's inquiries
 GET  /metrics                 verified Layer Blocks by place, bytes moved, CPU time by thread
@@ -9,7 +10,8 @@ GET  /metrics                 verified Layer Blocks by place, bytes moved, CPU t
 import asyncio
 import functools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from http import HTTPStatus
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,9 +20,9 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError, DualPathError
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
-from dualpath.engine.control.transfer_checks import TransferChecks, with_own_hits
-from dualpath.router.api_keys import engine_keys, server_hosts
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, to_transfer_params
+from dualpath.engine.control.transfer_checks import TransferChecks, check_prompt, with_own_hits
+from dualpath.router.api_keys import engine_headers, engine_keys, server_hosts
 from dualpath.router.http.server import (
     api_key_guard,
     body_refused,
@@ -29,8 +31,14 @@ from dualpath.router.http.server import (
     until_client_leaves,
 )
 from dualpath.router.requests.limits import ArrivingBodies, BodyRefusedError
+from dualpath.router.token_api.client import TokenApiClient
 from dualpath.router.token_api.open_calls import OPEN_CALLS_PATH, OpenCallList
-from dualpath.router.token_api.statuses import BAD_REQUEST, UNPROCESSABLE
+from dualpath.router.token_api.statuses import (
+    BAD_REQUEST,
+    UNPROCESSABLE,
+    api_error,
+    status_of,
+)
 from dualpath.router.token_api.wire import (
     GENERATE_PATH,
     STREAM_END,
@@ -40,6 +48,14 @@ from dualpath.router.token_api.wire import (
     GenerateRequest,
     decode_body,
     server_event,
+)
+from dualpath.router.two_legs import (
+    REQUEST_ID_HEADER,
+    LegParameters,
+    Prompt,
+    TwoLegs,
+    leg_parameters,
+    prefill_at,
 )
 from dualpath_lab.emulated.checkable_kv import TokenPrefix
 from dualpath_lab.emulated.data_plane import DataPlane
@@ -111,6 +127,16 @@ class Admission:
             vocab_size=self._settings.vocab_size,
             capacity_tokens=self._tokens(request),
         )
+
+    def check_prompt(
+        self,
+        request: GenerateRequest[Sampling],
+        transfer: PrefillTransfer | DecodeTransfer,
+        prefix: TokenPrefix,
+    ) -> None:
+        """Raise ``BadRequestError`` if the transfer is for another prompt."""
+        block_tokens = self._settings.geometry.block_tokens
+        check_prompt(transfer, prefix.keys, request.token_ids, block_tokens)
 
     def submit(
         self,
@@ -184,10 +210,24 @@ class EngineServer:
         self._bodies = ArrivingBodies(EngineBodies())
         self._bridge = LoopBridge(asyncio.get_running_loop())
         self._calls = OpenCallList()
+        takes_legs = settings.engine.two_leg_scheduler
+        self._legs = TwoLegs(settings.engine) if takes_legs else None
+        self._api = TokenApiClient(engine_headers())
+
+    async def run_legs(self, app: web.Application) -> AsyncIterator[None]:
+        """Be registered with the scheduler while the server runs, if other proxies send legs."""
+        if self._legs is None:
+            yield
+            return
+        self._legs.start()
+        yield
+        await self._legs.stop()
+        await self._api.aclose()
 
     def app(self) -> web.Application:
         """Return the application."""
         app = web.Application(middlewares=[until_client_leaves, api_key_guard(self._keys)])
+        app.cleanup_ctx.append(self.run_legs)
         app.router.add_post(GENERATE_PATH, self._generate)
         app.router.add_get("/health", self._health)
         app.router.add_get(OPEN_CALLS_PATH, self._open_calls)
@@ -210,12 +250,84 @@ class EngineServer:
             generate = decode_body(
                 await read_body(request, self._bodies), GenerateRequest[Sampling]
             )
-            transfer = self._admission.transfer(generate)
-            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
+            params = leg_parameters(generate.kv_transfer_params)
         except DualPathError as error:
             return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         except BodyRefusedError as error:
             return body_refused(error)
+        if self._legs is None or not (params.do_remote_decode or params.do_remote_prefill):
+            return await self._run(request, generate)
+        header = request.headers.get(REQUEST_ID_HEADER, "")
+        try:
+            if params.do_remote_decode:
+                return await self._first_leg(self._legs, request, generate, params, header)
+            return await self._second_leg(self._legs, request, generate, params, header)
+        except DualPathError as error:
+            return json_answer({"error": api_error(error)}, status_of(error))
+
+    async def _first_leg(
+        self,
+        legs: TwoLegs,
+        request: web.Request,
+        generate: GenerateRequest[Sampling],
+        params: LegParameters,
+        header: str,
+    ) -> web.StreamResponse:
+        answer: web.StreamResponse = web.Response()
+
+        async def compute(transfer: PrefillTransfer) -> bool:
+            nonlocal answer
+            generate.kv_transfer_params = to_transfer_params(transfer)
+            generate.stream, generate.sampling_params.max_tokens = False, 1
+            answer = await self._run(request, generate)
+            return answer.status == HTTPStatus.OK
+
+        prompt = Prompt(generate.token_ids, generate.cache_salt)
+        for_second = await legs.prefill(prompt, params, header, compute)
+        if for_second is None:
+            return answer
+        assert isinstance(answer, web.Response), "it was not streamed"
+        assert isinstance(answer.body, bytes), "it is a whole answer in JSON"
+        whole = msgspec.json.decode(answer.body, type=dict[str, object])
+        return json_answer({**whole, "kv_transfer_params": for_second})
+
+    async def _second_leg(
+        self,
+        legs: TwoLegs,
+        request: web.Request,
+        generate: GenerateRequest[Sampling],
+        params: LegParameters,
+        header: str,
+    ) -> web.StreamResponse:
+        """Answer a second leg; unlike vLLM's, this engine cannot compute a prompt itself."""
+        reason = "failed"
+        try:
+            attempt = await legs.take(params, header)
+        except DualPathError:
+            prompt = Prompt(generate.token_ids, generate.cache_salt)
+            compute = functools.partial(prefill_at, self._api, prompt)
+            attempt = await legs.prefill_elsewhere(prompt, compute)
+        try:
+            generate.kv_transfer_params = to_transfer_params(attempt.transfer)
+            answer = await self._run(request, generate)
+            if answer.status == HTTPStatus.OK:
+                attempt.decoding_started()
+                await attempt.decoded()
+                reason = "finished"
+            return answer
+        finally:
+            attempt.close(reason)
+
+    async def _run(
+        self, request: web.Request, generate: GenerateRequest[Sampling]
+    ) -> web.StreamResponse:
+        """Answer a request that carries its transfer."""
+        try:
+            transfer = self._admission.transfer(generate)
+            prefix = await asyncio.to_thread(self._admission.prefix, generate, transfer)
+            self._admission.check_prompt(generate, transfer, prefix)
+        except DualPathError as error:
+            return json_answer({"error": ApiError(str(error), BAD_REQUEST)}, BAD_REQUEST)
         answers: asyncio.Queue[Answer] = asyncio.Queue()
         with self._calls.open(generate.request_id) as sent:
             abort = self._admission.submit(generate, transfer, prefix, self._bridge.into(answers))

@@ -42,6 +42,11 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     other one.  A stale entry costs a read or a recomputation, never a wrong byte.
     ``append_at_decode``: whether its DE may compute the tokens behind the hit, where the
     scheduler's settings allow it.
+
+    ``prefill_engine`` is set if the request's sender has chosen the PE: no other PE may serve it.
+    ``decode_engine`` is then the DE that the sender prefers: it is taken if it has room.  Without
+    a given PE it is the only DE that may serve the request.  Requests with given engines have both
+    a PE and a DE.
     """
 
     request_id: str
@@ -50,3 +55,21 @@ class Request(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     max_new_tokens: int
     cached: tuple[CachedPrefix, ...] = ()
     append_at_decode: bool = True
+    # Unset, not empty: logs of requests without them are as they were.
+    prefill_engine: str | msgspec.UnsetType = msgspec.UNSET
+    decode_engine: str | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def given_prefill(self) -> str:
+        """The PE without which the request cannot be served; empty if any PE may serve it."""
+        return self.prefill_engine or ""
+
+    @property
+    def preferred_decode(self) -> str:
+        """The DE to take if it has room; empty if there is none."""
+        return self.decode_engine or ""
+
+    @property
+    def only_decode(self) -> str:
+        """The DE without which the request cannot be served; empty if any DE may serve it."""
+        return "" if self.prefill_engine else self.preferred_decode

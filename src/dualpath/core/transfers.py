@@ -4,11 +4,14 @@ Control messages (``core.control``) are commands to an engine; these two travel 
 that vLLM computes, under one key of its ``kv_transfer_params``.
 """
 
+import hashlib
+from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
-from dualpath.core.blocks import TenantTag
+from dualpath.core.blocks import BlockKey, TenantTag
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.names import Name
 from dualpath.core.runs import HitRun
@@ -17,13 +20,14 @@ from dualpath.core.runs import HitRun
 TRANSFER_PARAMS_KEY = "dualpath"
 
 
-class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the PE's vLLM request: the source of hit KV, the destination of the whole KV.
 
     ``hit_key_tail`` is the key of the last hit block, empty without hits: the PE compares it
     with its own chain before it trusts any loaded block.  ``de_slots`` has one slot per prompt
     block, the last possibly partial; the first ``shared_blocks`` of them are shared with other
-    requests and must not be written to.
+    requests and must not be written to.  ``prompt_digest`` is set where the engine makes its own
+    tokens of the request: KV of other tokens is then not used.
     """
 
     request_id: Name
@@ -35,15 +39,16 @@ class PrefillTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     decode_epoch: Name
     de_slots: tuple[int, ...]
     shared_blocks: int = 0
+    prompt_digest: bytes = b""
 
 
-class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Travels with the DE's vLLM request: KV of its first tokens is in slots of the DE's buffer.
 
     These ``prompt_tokens`` are the whole prompt; or its hit, in full blocks, if the DE computes the
     append: then ``hit_key_tail`` is the key of the last of them, which the DE compares with its own
     chain before it trusts any of these blocks.  ``tenant`` owns the blocks of all tokens that
-    follow.
+    follow, ``prompt_digest`` is as in ``PrefillTransfer``.
     """
 
     request_id: Name
@@ -51,6 +56,16 @@ class DecodeTransfer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     slots: tuple[int, ...]
     tenant: TenantTag = ""
     hit_key_tail: bytes = b""
+    prompt_digest: bytes = b""
+
+
+def prompt_digest(keys: Sequence[BlockKey], token_ids: Sequence[int], block_tokens: int) -> bytes:
+    """Return a digest of a prompt's tokens and of what changes their KV (salt, adapter, images).
+
+    ``keys`` are those of its full blocks, a chain: the last one stands for all before it.
+    """
+    rest = token_ids[len(keys) * block_tokens :]
+    return hashlib.sha256((keys[-1] if keys else b"") + array("q", rest).tobytes()).digest()
 
 
 def to_transfer_params(value: PrefillTransfer | DecodeTransfer) -> dict[str, Any]:

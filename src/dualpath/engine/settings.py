@@ -218,6 +218,15 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
             metavar="NAME,…",
         ),
     ] = ()
+    two_leg_scheduler: Annotated[
+        str,
+        Setting(
+            "the scheduler's address for front ends (its front_ends_port): the engine then serves "
+            "requests in two legs that another proxy sends to it; empty: requests come through "
+            "dualpath's router only",
+            metavar="TCP-ADDRESS",
+        ),
+    ] = ""
     cluster_secret_file: SecretFile = ""
     storage_key_file: StorageKeyFile = ""
     storage_protection: StorageProtection = "auto"
@@ -331,6 +340,8 @@ class EngineSettings(StorageLimitSettings, frozen=True, kw_only=True):
         super().check()
         if self.router:
             checked_tcp_address(self.router, "router")
+        if self.two_leg_scheduler:
+            checked_tcp_address(self.two_leg_scheduler, "two_leg_scheduler")
         if self.api_url:
             checked_http_url(self.api_url, "api_url")
         for key in ("engine_id", "node", "group"):

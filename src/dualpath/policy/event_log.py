@@ -16,7 +16,15 @@ from typing import NamedTuple, Protocol
 import msgspec
 
 from dualpath.core.errors import DualPathError, TraceError
-from dualpath.policy.events import NO_EFFECTS, Assignment, Effects, Event, Fetch, SchedulerSettings
+from dualpath.policy.events import (
+    NO_EFFECTS,
+    Assignment,
+    Effects,
+    Event,
+    Fetch,
+    SchedulerSettings,
+    Submitted,
+)
 from dualpath.policy.scheduler import RequestScheduler
 
 #: Raised when logs written before can no longer be read.
@@ -113,8 +121,8 @@ def difference(log: EventLog, scheduler: Applies | None = None) -> str | None:
 
 def assignments(log: EventLog) -> list[Assignment]:
     """Return every assignment of a log in order, without those that were planned again."""
-    fetches = (entry for entry in log.entries if isinstance(entry.event, Fetch))
-    return [assignment for entry in fetches for assignment in entry.effects.assignments]
+    placing = (entry for entry in log.entries if isinstance(entry.event, Fetch | Submitted))
+    return [assignment for entry in placing for assignment in entry.effects.assignments]
 
 
 def encode_line(line: Line) -> bytes:

@@ -25,14 +25,14 @@ TYPICAL_COMPUTED_WEIGHT = (TYPICAL_CONTEXT_TOKENS + TYPICAL_APPEND_TOKENS) / TYP
 UNLIMITED_TOKENS = 1 << 60
 
 #: Why a request got its PE: category C2 or C3 of Algorithm 1, or round robin; its DE: phase 2 or
-#: round robin; either: the blocks that the engine caches (``policy.placement``).
-#: The last reason of a PE: there is none, the DE computes the append.
-PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "append-at-decode")
-DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept")
+#: round robin; either: the blocks that the engine caches (``policy.placement``), or the request's
+#: sender has chosen it.  The last reason of a PE: there is none, the DE computes the append.
+PE_REASONS = ("short-queue", "long-queue", "round-robin", "kept", "given", "append-at-decode")
+DE_REASONS = ("low-token min-seq", "high-token min-tok", "round-robin", "kept", "given")
 
 #: Their places, as kernels return them.
-PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_APPEND = range(len(PE_REASONS))
-DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT = range(len(DE_REASONS))
+PE_SHORT_QUEUE, PE_LONG_QUEUE, PE_IN_TURN, PE_KEPT, PE_GIVEN, PE_APPEND = range(len(PE_REASONS))
+DE_LOW_TOKEN, DE_HIGH_TOKEN, DE_IN_TURN, DE_KEPT, DE_GIVEN = range(len(DE_REASONS))
 
 
 class SchedulerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -175,7 +175,8 @@ class EngineLost(SchedulerEvent, frozen=True, tag="engine_lost"):
 
     The scheduler has removed these: submit them again or fail them.  A PE has a request until
     ``PrefillEnded``, a DE from its assignment until ``Finished``.  Requests that only wait stay,
-    even if they were placed on this engine, and are placed elsewhere.
+    even if they were placed on this engine, and are placed elsewhere; but one that no other engine
+    may serve is lost with it.
     Refused with ``EngineLostError`` if the engine has not joined.
     """
 
@@ -219,11 +220,13 @@ class EngineReport(SchedulerEvent, frozen=True, omit_defaults=True, tag="report"
 
 
 class Submitted(SchedulerEvent, frozen=True, tag="submit"):
-    """A request waits for a PE and a DE.
+    """A request waits for a PE and a DE; one whose PE or DE is given waits for the other only.
 
-    Refused with ``BadRequestError`` for impossible lengths, an id in use, or a length that no
-    joined DE can ever hold.  While no DE has joined any length waits; see
-    ``RequestScheduler.unplaceable``.
+    The effect is an assignment if both engines are given, the DE has room and no request waits for
+    a DE.  Refused with ``BadRequestError`` for impossible lengths, an id in use, or a length that
+    no joined DE can ever hold, with ``EngineLostError`` if the given PE has not joined or is
+    paused, or if the only DE that may serve it has no room now.  While no DE has joined any length
+    waits; see ``RequestScheduler.unplaceable``.
     """
 
     request: Request

@@ -390,6 +390,8 @@ class HitSources:
         settings = self.settings
         if not (settings.append_at_decode_tokens and request.append_at_decode):
             return None
+        if request.given_prefill or request.only_decode:
+            return None
         decode = self._ledger.engines[engines[Role.DECODE]]
         if decode.spec.lockstep or self._rule not in (SHORTER_QUEUE, BOTH_SIDES):
             return None

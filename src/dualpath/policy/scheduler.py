@@ -19,6 +19,14 @@ well, and finishes.  So that it stays true, requests that hold only a DE release
 again, in order, when engines come or go; when an engine is paused, those that hold only a PE do so
 as well.
 
+*A request whose PE is given* (chosen by a proxy in front of the engines) waits for a DE only, and
+has its PE from the moment it has a DE.  So it never holds a PE while it waits for HBM, and the
+order above stays free of deadlock.  α and β do not apply: the proxy has decided.  A DE that it
+names is taken at once if that overtakes no other request, else a DE is chosen by the rules.
+
+*A request that only one DE may serve* gets it at once or is refused.  It is older than all that
+will wait for a DE, so it gets a PE before them.
+
 *Weight of a request.*  tokens(r) at the PE is its prompt, and more from its assignment on if hits
 are recomputed (``policy.read_side``); len_r at the DE is its prompt and, at most
 ``generated_reserve_tokens``, what it may generate.
@@ -40,15 +48,18 @@ from typing import NamedTuple, TypeVar, assert_never
 import msgspec
 
 from dualpath.core.cluster import Role
-from dualpath.core.errors import BadRequestError
+from dualpath.core.errors import BadRequestError, EngineLostError
 from dualpath.core.modes import Mode
 from dualpath.core.request import Request
-from dualpath.policy.accounts import EngineLoad, GroupState, Ledger, decode_tokens
+from dualpath.policy.accounts import FREE_HBM, EngineLoad, GroupState, Ledger, decode_tokens
 from dualpath.policy.baselines import InTurnPlacer
 from dualpath.policy.decode import TwoPhaseDecodePlacer
 from dualpath.policy.events import (
+    DE_GIVEN,
+    DE_REASONS,
     NO_EFFECTS,
     PE_APPEND,
+    PE_GIVEN,
     PE_REASONS,
     UNLIMITED_TOKENS,
     Assignment,
@@ -115,7 +126,7 @@ class RequestScheduler:
             case Fetch():
                 return self._fetch(event.group)
             case Submitted():
-                self._submit(event.request)
+                return self._submit(event.request)
             case SlotsGranted():
                 return self._slots_granted(event)
             case ReadsDone():
@@ -206,7 +217,7 @@ class RequestScheduler:
 
     # ------------------------------------------------------------------ requests
 
-    def _submit(self, request: Request) -> None:
+    def _submit(self, request: Request) -> Effects:
         live = LiveRequest(
             request,
             number=self._submitted,
@@ -218,8 +229,35 @@ class RequestScheduler:
         self._submitted += 1
         self._unassigned += 1
         self._live[live.request_id] = live
-        for placer in self._placers.values():
-            placer.add(live)
+        if request.only_decode:
+            self._place_given(live, Role.DECODE, request.preferred_decode)
+            self._decode_only[live.request_id] = live
+            self._placers[Role.PREFILL].add(live)
+        elif not request.given_prefill:
+            for placer in self._placers.values():
+                placer.add(live)
+        elif self._has_room(request.preferred_decode, live):
+            self._place_given(live, Role.DECODE, request.preferred_decode)
+            return self._assign_placed([live])
+        else:
+            self._placers[Role.DECODE].add(live)
+        return NO_EFFECTS
+
+    def _has_room(self, decode_engine: str, live: LiveRequest) -> bool:
+        """Whether a DE can take a request now, without overtaking one that waits for a DE."""
+        engine = self._ledger.engines.get(decode_engine)
+        if engine is None or engine.spec.role is not Role.DECODE or engine.paused:
+            return False
+        waiting = self._placers[Role.DECODE].waiting()
+        return not waiting and engine.account(FREE_HBM) >= live.decode_tokens
+
+    def _place_given(self, live: LiveRequest, role: Role, engine_id: str) -> None:
+        """Place a request on the engine that it came with."""
+        tokens = live.prefill_tokens if role is Role.PREFILL else live.decode_tokens
+        self._ledger.hold(engine_id, live.request_id, tokens)
+        reasons = PE_REASONS[PE_GIVEN], DE_REASONS[DE_GIVEN]
+        live.place(role, engine_id, reasons[role is Role.DECODE])
+        self._on_engine[engine_id][live.request_id] = None
 
     def _check(self, live: LiveRequest) -> None:
         request = live.request
@@ -228,6 +266,8 @@ class RequestScheduler:
                 f"request id {request.request_id!r} is in use by a live request; "
                 "submit it under another id or cancel the first"
             )
+        if request.given_prefill:
+            self._check_given(request)
         prompt, hit, new = request.prompt_tokens, request.hit_tokens, request.max_new_tokens
         most_cached = max(live.cached_tokens.values(), default=0)
         if prompt < 1 or not 0 <= hit < prompt or most_cached >= prompt or new < 1:
@@ -243,6 +283,26 @@ class RequestScheduler:
                 f"({prompt} of them its prompt), the largest decode engine holds {largest}; "
                 "shorten the prompt or start a decode engine with more memory"
             )
+        if request.only_decode and not self._has_room(request.preferred_decode, live):
+            raise EngineLostError(
+                f"request {request.request_id!r} needs {live.decode_tokens} tokens of KV-cache at "
+                f"engine {request.preferred_decode!r}, which has no room for it now; let it "
+                "compute the prompt itself, or send it again"
+            )
+
+    def _check_given(self, request: Request) -> None:
+        """Raise ``EngineLostError`` if the PE that a request came with gets no requests."""
+        engine = self._ledger.engines.get(request.given_prefill)
+        wrong = "is not in the cluster"
+        if engine is not None and engine.spec.role is not Role.PREFILL:
+            wrong = "is no prefill engine"
+        elif engine is not None:
+            wrong = "is paused" if engine.paused else ""
+        if wrong:
+            raise EngineLostError(
+                f"request {request.request_id!r} was sent to engine {request.given_prefill!r}, "
+                f"which {wrong}; send it to another prefill engine"
+            )
 
     def _fetch(self, group: str) -> Effects:
         state = self._ledger.groups.get(group)
@@ -253,9 +313,19 @@ class RequestScheduler:
             self._on_engine[live.engines[state.role]][live.request_id] = None
             if state.role is Role.PREFILL:
                 self._decode_only.pop(live.request_id, None)
-            elif Role.PREFILL not in live.engines:
+            elif Role.PREFILL not in live.engines and not live.request.given_prefill:
                 self._decode_only[live.request_id] = live
-        assigned = [made for live in placed if (made := self._assign(live)) is not None]
+        return self._assign_placed(placed)
+
+    def _assign_placed(self, placed: Iterable[LiveRequest]) -> Effects:
+        """Assign those requests that have all engines they need, a given PE among them."""
+        assigned = []
+        for live in placed:
+            given = live.request.given_prefill
+            if given and Role.PREFILL not in live.engines:
+                self._place_given(live, Role.PREFILL, given)
+            if (made := self._assign(live)) is not None:
+                assigned.append(made)
         return Effects(tuple(assigned)) if assigned else NO_EFFECTS
 
     def _assign(self, live: LiveRequest) -> Assignment | None:
@@ -465,7 +535,19 @@ class RequestScheduler:
         spec = self._ledger.leave(engine_id)
         here = [self._live[request_id] for request_id in self._on_engine.pop(engine_id)]
         prefill = spec.role is Role.PREFILL
-        lost = [live for live in here if prefill or live.assignment or Role.PREFILL in live.engines]
+        lost = [
+            live
+            for live in here
+            if prefill
+            or live.assignment
+            or Role.PREFILL in live.engines
+            or live.request.only_decode
+        ]
+        lost += [
+            live
+            for live in self._live.values()
+            if live.assignment is None and live.request.given_prefill == engine_id
+        ]
         for live in lost:
             self._remove(live)
         self._requeue(spec.role)
@@ -476,10 +558,11 @@ class RequestScheduler:
         """Queue waiting requests of a role again after its engines changed."""
         requests = []
         if role is Role.DECODE:
-            for live in self._decode_only.values():
-                self._unplace(live, Role.DECODE)
-                requests.append(live)
-            self._decode_only.clear()
+            for live in list(self._decode_only.values()):
+                if not live.request.only_decode:
+                    self._unplace(live, Role.DECODE)
+                    requests.append(live)
+                    del self._decode_only[live.request_id]
         self._placers[role].requeue(requests)
 
     def _requeue_unassigned(self) -> None:

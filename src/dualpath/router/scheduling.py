@@ -53,6 +53,10 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     ``keys`` are those of the full blocks of this attempt's prompt, which ends with the tokens that
     earlier attempts generated.  ``use_cached`` False: hits are read from storage, even if buffers
     cache them.
+
+    With two legs (``router.two_legs``) ``prefill_engine`` is the PE that serves it, as in
+    ``core.request.Request``, and so is ``decode_engine``; ``handover`` is the name under which the
+    attempt will be offered to the second leg; ``prompt_digest`` is that of transfers.
     """
 
     attempt_id: str
@@ -63,6 +67,10 @@ class AttemptOrder(msgspec.Struct, frozen=True):
     cacheable: bool = True
     tenant: str = ""
     use_cached: bool = True
+    prefill_engine: str = ""
+    decode_engine: str = ""
+    handover: str = ""
+    prompt_digest: bytes = b""
 
 
 class Placed(msgspec.Struct, frozen=True, tag=True):
@@ -122,6 +130,14 @@ class Prefilled(msgspec.Struct, frozen=True):
     account: HitAccount
     forward_s: float
     transfer_s: float
+
+
+class HandedOver(msgspec.Struct, frozen=True):
+    """An attempt that has ended its first leg, for the front end of the second one."""
+
+    request_id: str
+    decode: EngineInfo
+    transfer: DecodeTransfer
 
 
 class ScheduledAttempt(Protocol):

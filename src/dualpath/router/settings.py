@@ -205,6 +205,22 @@ class RouterSettings(Settings, frozen=True):
     request_deadline_s: Annotated[
         float, Setting("bound of a whole request, waiting and retries included", gt=0)
     ] = 600.0
+    first_leg_timeout_s: Annotated[
+        float,
+        Setting(
+            "behind another proxy: how long the second leg of a request waits for its first leg to "
+            "begin, before the decode engine computes the prompt itself",
+            gt=0,
+        ),
+    ] = 2.0
+    second_leg_timeout_s: Annotated[
+        float,
+        Setting(
+            "behind another proxy: how long a prompt's KV waits in a decode engine's buffer for "
+            "the second leg of its request, before it is released",
+            gt=0,
+        ),
+    ] = 30.0
     drain_timeout_s: Annotated[
         float,
         Setting("after SIGTERM requests under way may take that long; 0: they end at once", ge=0),

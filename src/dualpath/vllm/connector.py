@@ -11,6 +11,7 @@ arguments that an engine needs are listed in ``engine_arguments``.
 """
 
 import os
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -58,6 +59,7 @@ from dualpath.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     from vllm.config import ParallelConfig, VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -65,6 +67,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
+
+    from dualpath.vllm.kv_events import ConnectorEvents
 
 
 class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
@@ -83,6 +87,8 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         #: Costs of forward passes for the compute quota, None until the worker reports them.
         self.costs: PassCosts | None = None
         self._scheduler: SchedulerSide | None = None
+        #: Events from the worker that vLLM has not taken yet.
+        self._kv_events: list[KVCacheEvent] = []
         self._worker: WorkerSide | None = None
         group = kv_cache_config.kv_cache_groups[0]
         # A block holds KV of the whole model; a page of this rank is a slice of it.
@@ -166,6 +172,13 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         changes = connector_output.kv_connector_worker_meta
         if isinstance(changes, HeldBlocksMetadata):
             self._scheduling.update_held_blocks(changes)
+        if connector_output.kv_cache_events is not None:
+            self._kv_events += connector_output.kv_cache_events.get_all_events()
+
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """Return the events of blocks outside HBM, which vLLM publishes with its own."""
+        taken, self._kv_events = self._kv_events, []
+        return taken
 
     def has_pending_push_work(self) -> bool:
         """See ``SchedulerSide.needs_step``; called when vLLM has no request to schedule."""
@@ -226,6 +239,10 @@ class DualPathConnector(KVConnectorBase_V1, SupportsHMA):
         over, failed = self.worker_side.take_copied()
         return KVConnectorTransferResults(finished_recving=over, failed_recving=failed)
 
+    def get_kv_connector_kv_cache_events(self) -> "ConnectorEvents | None":
+        """See ``WorkerSide.take_kv_events``."""
+        return self.worker_side.take_kv_events()
+
     def build_connector_worker_meta(self) -> HeldBlocksMetadata | None:
         """See ``WorkerSide.take_held_blocks``."""
         return self.worker_side.take_held_blocks()
@@ -264,6 +281,11 @@ def check_engine_config(
     problems += _model_problems(config)
     problems += adapter_problems(config, settings)
     problems += _parallel_problems(config.parallel_config)
+    if settings.two_leg_scheduler and config.parallel_config.data_parallel_size > 1:
+        problems.append(
+            f"two_leg_scheduler is {settings.two_leg_scheduler} in a data-parallel group: its "
+            "server would not know which rank a leg is for; leave it out"
+        )
     algorithm = config.cache_config.prefix_caching_hash_algo
     if algorithm != HASH_ALGORITHM:
         problems.append(

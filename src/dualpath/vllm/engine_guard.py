@@ -1,9 +1,11 @@
 """Access control of an engine's own HTTP server: the outermost ASGI middleware.
 
-An engine is a complete vLLM server, but it serves only the router:
+An engine is a complete vLLM server, but by default it serves only the router:
 
 - If the server has API keys, all but a few paths require one (``router.api_keys``); without keys,
   requests that a foreign web page may have sent are refused (``router.foreign_pages``).
+- Behind another proxy (setting ``two_leg_scheduler``) it serves the legs of that proxy's requests
+  as well (``two_leg_server``).
 - The layers of a *prefill engine* share memory regions: without a transfer that moves each layer's
   KV out in time, the answer would be garbage with status 200.  So requests for computation are
   refused, except calls of the router's token API with a prefill transfer.
@@ -30,6 +32,7 @@ import msgspec
 from dualpath.core.cluster import Role
 from dualpath.core.errors import IncompatibleError
 from dualpath.core.transfers import PrefillTransfer, from_transfer_params
+from dualpath.engine.settings import EngineSettings
 from dualpath.router.api_keys import ApiKeys, engine_keys, server_hosts
 from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
 from dualpath.router.connections import Connections, uvicorn_protocol
@@ -44,6 +47,7 @@ from dualpath.router.token_api.open_calls import (
 from dualpath.router.token_api.wire import GENERATE_PATH
 from dualpath.vllm.drain_on_sigterm import drain_engine_core, drain_on_sigterm
 from dualpath.vllm.engine_arguments import CONNECTOR, engine_settings, engine_values
+from dualpath.vllm.two_leg_server import LEG_PATHS, TwoLegServer
 
 UNAUTHORIZED = 401
 FORBIDDEN = 403
@@ -97,13 +101,14 @@ class EngineGuard:
         self._app = app
         self._known: tuple[Role | None, ApiKeys] | None = None
         self._calls = OpenCallList()
+        self._legs: TwoLegServer | None = None
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Forward the call or refuse it."""
         if scope["type"] == "lifespan":
             self._drain_on_sigterm(scope["app"].state.args)
             _bound_connections(scope["app"].state)
-            await self._app(scope, receive, send)
+            await self._lifespan(scope, receive, send)
             return
         role, keys = self._engine(scope)
         path = own_path(scope)
@@ -115,16 +120,32 @@ class EngineGuard:
             refused = keys.foreign_call(scope)
         may_compute = method not in _READING
         if refused is None and may_compute:
-            refused = _refused_path(role, path)
+            refused = _refused_path(role, path, takes_legs=self._legs is not None)
         if refused is not None:
             await _refuse(scope, send, *refused)
         elif path == OPEN_CALLS_PATH and role is not None:
             for message in json_answer(HTTPStatus.OK, self._calls.body()):
                 await send(message)
+        elif may_compute and self._legs is not None and path in LEG_PATHS:
+            if (body := await _body(receive)) is not None:
+                await self._legs.serve(scope, body, receive, send)
         elif may_compute and path == GENERATE_PATH:
             await self._listed(role, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    async def _lifespan(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Run vLLM's lifespan, and the link to the scheduler of an engine that takes legs."""
+        args = scope["app"].state.args
+        settings = _settings(args) if _role(args) is not None else None
+        if settings is not None and settings.two_leg_scheduler:
+            self._legs = TwoLegServer(self._app, settings)
+            self._legs.start()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            if self._legs is not None:
+                await self._legs.stop()
 
     async def _listed(
         self, role: Role | None, scope: Message, receive: Receive, send: Send
@@ -162,10 +183,7 @@ class EngineGuard:
     @staticmethod
     def _drain_on_sigterm(args: Any) -> None:  # noqa: ANN401 - vLLM's parsed command line
         if _role(args) is not None:
-            settings = engine_settings(
-                args.kv_transfer_config.kv_connector_extra_config, os.environ
-            )
-            drain_on_sigterm(partial(drain_engine_core, settings.drain_timeout_s))
+            drain_on_sigterm(partial(drain_engine_core, _settings(args).drain_timeout_s))
 
     async def _token_api(self, scope: Message, receive: Receive, send: Send) -> None:
         body = await _body(receive)
@@ -200,12 +218,14 @@ def _no_key(path: str) -> tuple[int, str]:
     return UNAUTHORIZED, f"{path} requires the engines' API key; send Authorization: Bearer KEY"
 
 
-def _refused_path(role: Role | None, path: str) -> tuple[int, str] | None:
+def _refused_path(role: Role | None, path: str, *, takes_legs: bool) -> tuple[int, str] | None:
     if role is not None and path in _CHANGES_ENGINE:
         return FORBIDDEN, (
             f"{path} changes weights or memory of an engine that stores and shares its KV; "
             "restart the engine instead"
         )
+    if takes_legs and path in LEG_PATHS:
+        return None
     if role is Role.PREFILL and path != GENERATE_PATH and path not in _WITHOUT_KV:
         return MISDIRECTED, f"{path} at a prefill engine of a DualPath cluster; {_ASK_ROUTER}"
     return None
@@ -226,6 +246,10 @@ def _without_transfer(body: bytes) -> str | None:
     except IncompatibleError as error:
         return str(error)
     return f"the request has no prefill transfer for this prefill engine; {_ASK_ROUTER}"
+
+
+def _settings(args: Any) -> EngineSettings:  # noqa: ANN401 - vLLM's parsed command line
+    return engine_settings(args.kv_transfer_config.kv_connector_extra_config, os.environ)
 
 
 def _role(args: Any) -> Role | None:  # noqa: ANN401 - vLLM's parsed command line

@@ -24,6 +24,7 @@ from dualpath.core.runs import BlockRun
 from dualpath.core.transfers import DecodeTransfer, PrefillTransfer
 from dualpath.engine.control.transfer_checks import (
     TransferChecks,
+    check_prompt,
     is_own_append,
     with_own_hits,
 )
@@ -217,6 +218,7 @@ class SchedulerSide:
                 return None
             tenant = transfer.tenant if isinstance(transfer, DecodeTransfer) else ""
             self._checks.check(transfer, request.num_tokens)
+            self._check_leg(request, transfer)
             self._check_drafts(transfer)
         except DualPathError as error:
             # A DE computes the prompt itself; a PE's request fails and the router gets the reason.
@@ -230,6 +232,22 @@ class SchedulerSide:
             transfer = None
         tracked = self._tracked[request.request_id] = _TrackedRequest(request, transfer, tenant)
         return tracked
+
+    def _check_leg(self, request: "Request", transfer: PrefillTransfer | DecodeTransfer) -> None:
+        """Raise ``BadRequestError`` if a leg's KV is of another prompt, or of another model.
+
+        A prompt of less than one block has no key that would show an adapter or an image.
+        """
+        if not transfer.prompt_digest:
+            return
+        if request.lora_request is not None or request.mm_features:
+            raise BadRequestError(
+                f"request {transfer.request_id}: it has an adapter or an image, and its KV is of "
+                "text without an adapter; send the same request to both engines"
+            )
+        check_prompt(
+            transfer, request.block_hashes, request.prompt_token_ids or (), self._block_tokens
+        )
 
     def _check_drafts(self, transfer: PrefillTransfer | DecodeTransfer) -> None:
         most = self._max_drafted_prompt_tokens

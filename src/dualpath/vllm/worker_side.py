@@ -38,6 +38,7 @@ from dualpath.vllm.cache_layers import (
 from dualpath.vllm.cuda_device import open_device
 from dualpath.vllm.drain_on_sigterm import ApiServer, on_drain_signal
 from dualpath.vllm.kernel_patches import enable_amx_tiles, patch_cpu_lora_kernels
+from dualpath.vllm.kv_events import ConnectorEvents, connector_events
 from dualpath.vllm.metadata import DecodeWork, HeldBlocks, HeldBlocksMetadata, StepMetadata
 from dualpath.vllm.model_identity import adapters_of, kv_layout, model_fingerprint
 from dualpath.vllm.parallel_ranks import agree_on_group, with_load_exchange, with_own_nic
@@ -136,6 +137,9 @@ class WorkerSide:
             holder=self._held,
             place=self._place,
         )
+        events = self._config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._membership.manager.block_events.enabled = True
         on_drain_signal(self._request_drain)
         if needs_costs(self._settings):
             self._membership.measure_reading()
@@ -320,6 +324,13 @@ class WorkerSide:
             if error is not None:
                 log.error("request %s: its KV was not loaded: %s", request_id, error)
                 failed.add(request_id)
+
+    def take_kv_events(self) -> ConnectorEvents | None:
+        """Return the changes of where blocks are since the last call; None without any."""
+        if self._membership is None:
+            return None
+        taken = self._membership.manager.block_events.take()
+        return connector_events(taken, self.geometry.block_tokens)
 
     def take_held_blocks(self) -> HeldBlocksMetadata | None:
         """Return the HBM blocks held and released since the last call; None without changes."""

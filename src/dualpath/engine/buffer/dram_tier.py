@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dualpath.core.blocks import BlockKey
 from dualpath.core.control import CACHE_UPDATE_KEY_BYTES, MAX_CACHE_UPDATE_KEYS, CacheUpdate, Retain
+from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.counters import Counter, Counters
 from dualpath.storage.node_dram import NodeDram
@@ -97,7 +98,8 @@ class Retention:
 class DramTier:
     """Sends the changes of the cached blocks to the router during a session.
 
-    ``shared``: the DRAM cache that engines of the node share, None without one.
+    ``shared``: the DRAM cache that engines of the node share, None without one.  ``events`` gets
+    the changes of the engine's own cache as well.
     """
 
     def __init__(
@@ -106,8 +108,10 @@ class DramTier:
         counters: Counters,
         send: Callable[[CacheUpdate], None],
         shared: NodeDram | None = None,
+        events: BlockEvents | None = None,
     ) -> None:
         self._shared = shared
+        self._events = events or BlockEvents()
         self._buffer = buffer
         self._counters = counters
         self._send = send
@@ -139,7 +143,10 @@ class DramTier:
 
     def send_changes(self) -> None:
         """Send the changes since the last call."""
-        self._update(*self._buffer.changes(MAX_CACHE_UPDATE_KEYS), in_node=False)
+        added, removed = self._buffer.changes(MAX_CACHE_UPDATE_KEYS)
+        self._events.stored(Medium.DRAM, added)
+        self._events.removed(Medium.DRAM, removed)
+        self._update(added, removed, in_node=False)
         if self._shared is not None:
             self._update(*self._shared.index.changes(MAX_CACHE_UPDATE_KEYS), in_node=True)
 

@@ -6,6 +6,7 @@ and the transfers.  The router sends commands as control messages (``handle``), 
 frameworks; the vLLM connector and the emulated engine both use it.
 """
 
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
@@ -39,6 +40,7 @@ from dualpath.core.control import (
 )
 from dualpath.core.errors import BadRequestError, BufferTooSmallError, DualPathError
 from dualpath.core.transfers import DecodeTransfer
+from dualpath.engine.block_events import BlockEvents, Medium
 from dualpath.engine.buffer.block_buffer import BlockBuffer, Grant
 from dualpath.engine.buffer.dram_tier import DramTier, Retention
 from dualpath.engine.control.assigned_requests import (
@@ -78,7 +80,8 @@ class TrafficManager:
     ``active`` are the requests of this engine; ``passes`` begins and ends forward passes (PE);
     ``peers`` are the connected engines; ``persister`` writes to storage; ``buffer`` is the DRAM
     buffer and ``staging`` the slots of generated blocks that are being written.  ``ranks`` is the
-    group of the engine's ranks, for the engine's thread.
+    group of the engine's ranks, for the engine's thread; ``block_events`` collects where blocks are
+    now, if it is enabled.
 
     ``has_exited`` returns whether a process of this machine has ended; ``holder`` holds HBM blocks
     back from reuse while a late transfer may still write to them; ``node_dram`` is the DRAM cache
@@ -118,9 +121,10 @@ class TrafficManager:
         share = WriteShare(settings.storage_write_share, threads)
         self._node_dram = node_dram
         self.active = ActiveRequests(threads)
+        self.block_events = BlockEvents(threads)
         slots = settings.buffer_slots(geometry)
         self.buffer = BlockBuffer(geometry, slots, self._granted, threads, rank.memory.buffer)
-        self._tier = DramTier(self.buffer, counters, send, node_dram)
+        self._tier = DramTier(self.buffer, counters, send, node_dram, self.block_events)
         self._reader = ReadQueue(
             storage,
             self.buffer,
@@ -145,7 +149,8 @@ class TrafficManager:
         self.passes = PrefillPasses(rank, self.active, holder, self._release)
         blank = None if settings.mode.moves_bytes else memoryview(bytes(geometry.full_block_bytes))
         self.persister = Persister(
-            storage, counters, trace, blank, settings.parallel_writes, rank.health, share
+            *(storage, counters, trace, blank, settings.parallel_writes, rank.health, share),
+            stored=functools.partial(self.block_events.stored, Medium.STORAGE),
         )
         self._generated = GeneratedBlocks(
             rank, self.staging, self.persister, self.buffer.cache_copy

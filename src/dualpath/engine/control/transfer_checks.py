@@ -13,7 +13,12 @@ import msgspec
 from dualpath.core.blocks import BlockGeometry, BlockKey
 from dualpath.core.cluster import Role
 from dualpath.core.errors import BadRequestError
-from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.core.transfers import (
+    DecodeTransfer,
+    PrefillTransfer,
+    from_transfer_params,
+    prompt_digest,
+)
 from dualpath.engine.settings import EngineSettings
 
 log = logging.getLogger(__name__)
@@ -76,6 +81,28 @@ class TransferChecks:
         if self._moves_bytes:
             _check_hits(transfer, self._own_slots)
             _check_windows(transfer, self._geometry.whole_from(transfer.hit_blocks))
+
+
+def check_prompt(
+    transfer: PrefillTransfer | DecodeTransfer,
+    own_keys: Sequence[BlockKey],
+    token_ids: Sequence[int],
+    block_tokens: int,
+) -> None:
+    """Raise ``BadRequestError`` if the transfer is for other tokens than the request's prompt.
+
+    ``own_keys`` and ``token_ids`` are those that this engine has made of the request.
+    """
+    if not transfer.prompt_digest:
+        return
+    tokens = token_ids[: transfer.prompt_tokens]
+    keys = own_keys[: transfer.prompt_tokens // block_tokens]
+    if prompt_digest(keys, tokens, block_tokens) != transfer.prompt_digest:
+        raise BadRequestError(
+            f"request {transfer.request_id}: its prompt of {len(token_ids)} tokens is not the one "
+            f"of {transfer.prompt_tokens} tokens whose KV it refers to; send the same prompt, "
+            "model and cache_salt to both engines"
+        )
 
 
 def with_own_hits(transfer: PrefillTransfer, own_keys: Sequence[BlockKey]) -> PrefillTransfer:

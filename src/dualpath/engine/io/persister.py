@@ -170,7 +170,8 @@ class Persister:
     Writers take tasks in order; concurrent tasks may end in any order.
 
     ``pending`` has the keys of writes that are not over.  ``blank`` replaces the content of all
-    blocks if only their lengths are stored.
+    blocks if only their lengths are stored.  ``stored`` is called, on a writer's thread, with the
+    keys and the parent of blocks that are in storage now.
     """
 
     def __init__(
@@ -182,8 +183,10 @@ class Persister:
         parallel_writes: int = 1,
         health: Health | None = None,
         share: WriteShare | None = None,
+        stored: Callable[[Sequence[BlockKey], BlockKey], None] = lambda keys, parent: None,
     ) -> None:
         self._storage = storage
+        self._stored = stored
         self._share = share or WriteShare()
         self._blank = blank
         self._counters = counters
@@ -296,6 +299,8 @@ class Persister:
             self._counters.add(Counter.PERSIST_DROPPED_BLOCKS, len(task.keys))
             log.exception("%d blocks are not persisted", len(task.keys))
             return
+        else:
+            self._stored(task.keys, task.origin.parent)
         self._accepted()
         self._counters.add(Counter.PERSISTED_BLOCKS, new)
         self._counters.moved(step)

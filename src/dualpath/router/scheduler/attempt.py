@@ -35,6 +35,8 @@ from collections.abc import Awaitable, Sequence
 from itertools import chain, islice
 from typing import TYPE_CHECKING, TypeVar
 
+import msgspec
+
 from dualpath.core.blocks import (
     BlockKey,
     BlockOrigin,
@@ -139,6 +141,30 @@ class EngineAttempt(AttemptChannel):
         self._unstored_reason = GONE if order.cacheable else NOT_CACHEABLE
         self._short_reason = ""
         scheduler.exchange.open(self)
+        given = order.prefill_engine or order.decode_engine
+        if given:
+            self.engines.add(given)
+
+    @property
+    def decode_engine(self) -> EngineInfo:
+        """The DE of an attempt that is placed."""
+        return self._decode_engine
+
+    @property
+    def decode_transfer(self) -> DecodeTransfer:
+        """What the DE has to know, once the KV of the prompt or of an append's hit is in DRAM."""
+        order, tokens, tail = self._order, self._order.prompt_tokens, b""
+        if self._appends:
+            tokens = self._wanted_blocks * self._scheduler.block_tokens
+            tail = order.keys[self._wanted_blocks - 1]
+        return DecodeTransfer(
+            request_id=self.attempt_id,
+            prompt_tokens=tokens,
+            slots=self._loaded.de_slots,
+            tenant=order.tenant,
+            hit_key_tail=tail,
+            prompt_digest=order.prompt_digest,
+        )
 
     # ------------------------------------------------------------------ ScheduledAttempt
 
@@ -149,7 +175,7 @@ class EngineAttempt(AttemptChannel):
         self._loaded = loaded = await self._load()  # 4: reserve, read (labels 1-2 of Fig. 4)
         self.check()
         if self._appends:
-            return Prepared(self._append_transfer(loaded), None)
+            return Prepared(self.decode_transfer, None)
         if loaded.de_slots:
             holder, writer = self._decode_engine.engine_id, self._prefill_engine.writer
             self._scheduler.releases.writer_started(self.attempt_id, writer, holder)
@@ -164,23 +190,9 @@ class EngineAttempt(AttemptChannel):
             decode_epoch=self._decode_engine.epoch,
             de_slots=loaded.de_slots,
             shared_blocks=loaded.shared_blocks,
+            prompt_digest=self._order.prompt_digest,
         )
-        decode = DecodeTransfer(
-            request_id=self.attempt_id,
-            prompt_tokens=self._order.prompt_tokens,
-            slots=loaded.de_slots,
-            tenant=self._order.tenant,
-        )
-        return Prepared(decode, prefill)
-
-    def _append_transfer(self, loaded: Loaded) -> DecodeTransfer:
-        return DecodeTransfer(
-            request_id=self.attempt_id,
-            prompt_tokens=self._wanted_blocks * self._scheduler.block_tokens,
-            slots=loaded.de_slots,
-            tenant=self._order.tenant,
-            hit_key_tail=self._order.keys[self._wanted_blocks - 1],
-        )
+        return Prepared(self.decode_transfer, prefill)
 
     async def prefilled(self) -> Prefilled:
         """Wait until the KV has arrived; release the PE, have the prompt's new blocks stored."""
@@ -195,7 +207,11 @@ class EngineAttempt(AttemptChannel):
         self._scheduler.releases.release(engine_id, self.attempt_id, "prefill done")
         self._scheduler.dispatch.prefill_done(self.attempt_id, engine_id)
         self._persist(self._order.keys)
-        return Prefilled(self._account(), done.forward_s, done.transfer_s)
+        account = self._account()
+        if self._order.prefill_engine or self._order.decode_engine:
+            # Engines that are front ends have no metrics of requests.
+            self._scheduler.metrics.prefilled(account)
+        return Prefilled(account, done.forward_s, done.transfer_s)
 
     async def prefill_aborted(self) -> None:
         """Raise ``TransportError`` if the PE has reported why."""
@@ -263,14 +279,19 @@ class EngineAttempt(AttemptChannel):
 
     async def _find_engines(self) -> None:
         """Wait until the attempt is placed."""
-        scheduler = self._scheduler
+        scheduler, order = self._scheduler, self._order
+        preferred = order.decode_engine
+        if order.prefill_engine and not preferred:
+            preferred = scheduler.handovers.waits_at(order.handover)
         request = Request(
             request_id=self.attempt_id,
             prompt_tokens=self._order.prompt_tokens,
             hit_tokens=self._stored_blocks * scheduler.block_tokens,
             max_new_tokens=self._order.max_new_tokens,
             cached=self._cached_prefixes(),
-            append_at_decode=self._order.number == 1,
+            append_at_decode=order.number == 1,
+            prefill_engine=order.prefill_engine or msgspec.UNSET,
+            decode_engine=preferred or msgspec.UNSET,
         )
         with self._stages.stage(Stage.QUEUE):
             self._assigned_to(await scheduler.dispatch.place(request))

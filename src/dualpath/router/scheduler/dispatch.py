@@ -20,7 +20,7 @@ import msgspec
 
 from dualpath.core.cluster import Role
 from dualpath.core.control import Load
-from dualpath.core.errors import BadRequestError, IncompatibleError
+from dualpath.core.errors import BadRequestError, EngineLostError, IncompatibleError
 from dualpath.core.request import Request
 from dualpath.policy.events import (
     Assignment,
@@ -229,7 +229,7 @@ class Dispatch:
         """
         placement = self._placements[request.request_id] = Placement(request)
         try:
-            self._apply(Submitted(request))
+            self._submit(request)
             self._fetch_all()
             return await placement.decided
         except BaseException:
@@ -354,13 +354,17 @@ class Dispatch:
         if (assigned := self._engines.get(engine_id)) is not None:
             assigned.open.pop(request_id, None)
 
+    def _submit(self, request: Request) -> None:
+        for assignment in self._apply(Submitted(request)).assignments:
+            self._assigned(assignment)
+
     def _submit_again(self, request_id: str) -> None:
         placement = self._placements.get(request_id)
         if placement is None or placement.decided.done():
             return
         try:
-            self._apply(Submitted(placement.request))
-        except BadRequestError as error:
+            self._submit(placement.request)
+        except (BadRequestError, EngineLostError) as error:
             placement.decided.set_exception(error)
 
     def _refuse_unplaceable(self) -> None:

@@ -47,14 +47,14 @@ from dualpath.router.scheduler.control_socket import (
 from dualpath.router.scheduler.link_messages import Frames, frames_of
 from dualpath.router.scheduling import (
     AttemptEvent,
+    HandedOver,
     Placed,
-    ScheduledAttempt,
-    ScheduledRequest,
 )
 from dualpath.router.served_adapters import changed
 
 if TYPE_CHECKING:
-    from dualpath.router.scheduler.scheduler import Scheduler
+    from dualpath.router.scheduler.attempt import EngineAttempt
+    from dualpath.router.scheduler.scheduler import ArrivedRequest, Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,10 @@ class _Listener:
         self._placed.add(self._attempt_id)
         self.flush()
 
+    def move(self, placed: set[str], send: Callable[[m.SchedulerMessage], None]) -> None:
+        """Send to another front end from now on, which needs none of the earlier events."""
+        self._placed, self._send, self._events = placed, send, []
+
     def flush(self) -> None:
         if events := self.take():
             self._send(m.AttemptEvents(self._attempt_id, events))
@@ -89,16 +93,46 @@ class _Listener:
         return events
 
 
+class OfferedAttempt:
+    """An attempt between its legs, with its request."""
+
+    def __init__(
+        self,
+        request_id: str,
+        request: "ArrivedRequest",
+        attempt: "EngineAttempt",
+        listener: _Listener,
+    ) -> None:
+        self.request_id, self.request = request_id, request
+        self.attempt, self.listener = attempt, listener
+        listener.move(set(), lambda message: None)
+
+    @property
+    def broken(self) -> "asyncio.Future[None]":
+        """Ends in ``EngineLostError`` when an engine is lost that the attempt needs."""
+        return self.attempt.broken
+
+    @property
+    def decode_engine(self) -> EngineInfo:
+        """The engine that has the prompt's KV in its buffer."""
+        return self.attempt.decode_engine
+
+    def close(self, reason: str) -> None:
+        """Release the attempt at its engines, and end the request."""
+        self.attempt.close(reason)
+        self.request.end()
+
+
 class FrontEndSession:
     """The requests and attempts of one front end during its session; ``send`` reaches it."""
 
     def __init__(self, scheduler: "Scheduler", send: Callable[[m.SchedulerMessage], None]) -> None:
         self._scheduler = scheduler
         self._send = send
-        self._requests: dict[str, ScheduledRequest] = {}
+        self._requests: dict[str, ArrivedRequest] = {}
         self._keys: dict[str, tuple[bytes, ...]] = {}
         self._listeners: dict[str, _Listener] = {}
-        self._attempts: dict[str, ScheduledAttempt] = {}
+        self._attempts: dict[str, EngineAttempt] = {}
         self._placed: set[str] = set()
         self._refused: dict[str, DualPathError] = {}
         self._tasks: dict[asyncio.Task[None], str] = {}
@@ -130,6 +164,10 @@ class FrontEndSession:
             case m.AwaitLiveness():
                 engines = self._named(message.engines)
                 self._answer(message.call_id, lambda: self._scheduler.await_liveness(engines))
+            case m.OfferAttempt():
+                self._answer(message.call_id, lambda: self._offer(message))
+            case m.TakeAttempt():
+                self._answer(message.call_id, lambda: self._take(message))
             case m.HintSession():
                 hint = (message.tenant, message.session_id, message.hints)
                 self._answer(message.call_id, lambda: self._scheduler.hint_session(*hint))
@@ -181,10 +219,42 @@ class FrontEndSession:
         except BadRequestError as error:
             self._refused[name] = error
             return
+        if order.handover:
+            self._scheduler.handovers.first_leg_began(order.handover, name)
+        self._own(name, attempt, listener)
+
+    def _own(self, name: str, attempt: "EngineAttempt", listener: _Listener) -> None:
         self._attempts[name], self._listeners[name] = attempt, listener
         attempt.broken.add_done_callback(lambda broken: self._broken(name, attempt, broken))
 
-    def _broken(self, name: str, attempt: ScheduledAttempt, broken: "asyncio.Future[None]") -> None:
+    async def _offer(self, message: m.OfferAttempt) -> None:
+        """Let an attempt wait for its second leg; it belongs to no front end until then."""
+        attempt = self._attempts.pop(message.attempt_id, None)
+        request = self._requests.pop(message.request_id, None)
+        if attempt is None or request is None:
+            raise EngineLostError(f"attempt {message.attempt_id} is closed")
+        self._keys.pop(message.request_id)
+        self._placed.discard(message.attempt_id)
+        listener = self._listeners.pop(message.attempt_id)
+        handovers = self._scheduler.handovers
+        handovers.first_leg_ended(message.attempt_id)
+        handovers.offer(
+            message.handover, OfferedAttempt(message.request_id, request, attempt, listener)
+        )
+
+    async def _take(self, message: m.TakeAttempt) -> HandedOver:
+        """Own an attempt for its second leg."""
+        offered = await self._scheduler.handovers.take(message.handover, message.engine_id)
+        assert isinstance(offered, OfferedAttempt), "what this server has offered"
+        attempt, name = offered.attempt, offered.attempt.attempt_id
+        self._requests[offered.request_id] = offered.request
+        self._keys[offered.request_id] = ()
+        self._placed.add(name)
+        offered.listener.move(self._placed, self._send)
+        self._own(name, attempt, offered.listener)
+        return HandedOver(offered.request_id, attempt.decode_engine, attempt.decode_transfer)
+
+    def _broken(self, name: str, attempt: "EngineAttempt", broken: "asyncio.Future[None]") -> None:
         if self._attempts.get(name) is attempt and not broken.cancelled():
             self._flush(name)
             self._send(m.AttemptBroken(name, str(broken.exception())))
@@ -238,6 +308,7 @@ class FrontEndSession:
         self._refused.pop(attempt_id, None)
         self._placed.discard(attempt_id)
         self._listeners.pop(attempt_id, None)
+        self._scheduler.handovers.first_leg_ended(attempt_id)
         attempt = self._attempts.pop(attempt_id, None)
         if attempt is not None:
             for work, name in list(self._tasks.items()):
@@ -250,8 +321,8 @@ class FrontEndSession:
 
 
 _DECODER: msgspec.msgpack.Decoder[m.FromFrontEnd] = msgspec.msgpack.Decoder(m.FromFrontEnd)
-#: Front ends that are remembered by name, and their former processes.
-MOST_FRONT_ENDS = 1024
+#: Front ends that are remembered by name, engines among them, and their former processes.
+MOST_FRONT_ENDS = 4096
 _FORMER_EPOCHS = 64
 
 

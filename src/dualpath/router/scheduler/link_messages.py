@@ -5,7 +5,8 @@ its event loop go together.
 
     front end → scheduler   FrontEndRegister Heartbeat BeginRequest BeginAttempt AttemptCall
                             DecodingStarted EndAttempt EndRequest SuspectEngine AwaitLiveness
-                            HintSession, and core.control's deregistration
+                            HintSession OfferAttempt TakeAttempt, and core.control's
+                            deregistration
     scheduler → front end   EnginesUpdate EnginesChanged AttemptEvents AttemptBroken CallResult
                             CallFailed, and core.control's answers to a registration and acks
 
@@ -153,6 +154,29 @@ class HintSession(Message, frozen=True, tag=True):
     hints: SessionHints
 
 
+class OfferAttempt(Message, frozen=True, tag=True):
+    """A prefilled attempt waits for its second leg and no longer belongs to this front end.
+
+    Answered when it does.
+    """
+
+    call_id: int
+    request_id: Name
+    attempt_id: Name
+    handover: Name
+
+
+class TakeAttempt(Message, frozen=True, tag=True):
+    """Answered with ``HandedOver`` when the attempt of this name belongs to this front end.
+
+    ``engine_id`` is the decode engine to which the second leg was sent.
+    """
+
+    call_id: int
+    handover: Name
+    engine_id: Name
+
+
 class EnginesUpdate(Message, frozen=True, tag=True):
     """The live engines, by arrival, and what they have in common.
 
@@ -246,6 +270,8 @@ FrontEndMessage = (
     | CallWaits
     | AwaitLiveness
     | HintSession
+    | OfferAttempt
+    | TakeAttempt
     | Deregister
 )
 SchedulerMessage = (

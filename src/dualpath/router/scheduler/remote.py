@@ -36,8 +36,10 @@ from dualpath.router.scheduler.control_socket import LoopSocket
 from dualpath.router.scheduler.link_messages import Frames
 from dualpath.router.scheduling import (
     Answered,
+    AttemptEvent,
     AttemptListener,
     AttemptOrder,
+    HandedOver,
     Placed,
     Prefilled,
     Prepared,
@@ -211,7 +213,9 @@ class RemoteRequest:
     def attempt(self, order: AttemptOrder, listener: AttemptListener) -> "RemoteAttempt":
         """Begin an attempt.  Raises ``BadRequestError`` if another one has its name."""
         self._announce()
-        return RemoteAttempt(self._link, self._order, order, listener)
+        attempt = RemoteAttempt(self._link, order, listener)
+        attempt.begin(self._order)
+        return attempt
 
     def end(self, answered: Answered | None = None) -> None:
         """The request has ended; idempotent."""
@@ -233,7 +237,6 @@ class RemoteAttempt:
     def __init__(
         self,
         link: "RemoteScheduling",
-        request: RequestOrder,
         order: AttemptOrder,
         listener: AttemptListener,
     ) -> None:
@@ -246,9 +249,13 @@ class RemoteAttempt:
         self._link = link
         self._session = link.session
         link.open(self)
-        made_for = link.engines.namespace, link.engines.adapters.digests()
+
+    def begin(self, request: RequestOrder) -> None:
+        """Let the scheduler's half begin, as an attempt at this request."""
+        engines, order = self._link.engines, self.order
+        made_for = engines.namespace, engines.adapters.digests()
         sent = msgspec.structs.replace(order, keys=()) if order.keys == request.keys else order
-        link.send(m.BeginAttempt(request.request_id, sent, *made_for))
+        self._link.send(m.BeginAttempt(request.request_id, sent, *made_for))
 
     def notify(self, event: m.LinkEvent) -> None:
         """Take an event of the attempt from the scheduler."""
@@ -306,6 +313,15 @@ class RemoteAttempt:
         if self._link.close(self):
             self._send(m.EndAttempt(self.order.attempt_id, reason))
 
+    async def offer(self, request_id: str) -> None:
+        """Let a prefilled attempt wait for its second leg; it leaves this front end."""
+        name, handover = self.order.attempt_id, self.order.handover
+        self.check()
+        await self._link.call(
+            lambda call_id: m.OfferAttempt(call_id, request_id, name, handover), type(None)
+        )
+        self._link.close(self)
+
     def _send(self, message: m.FrontEndMessage) -> None:
         """Send in the attempt's own session: no other session knows the attempt."""
         if self._session == self._link.session:
@@ -315,6 +331,33 @@ class RemoteAttempt:
         self.check()
         name = self.order.attempt_id
         return await self._link.call(lambda call_id: m.AttemptCall(call_id, name, step), result)
+
+
+class TakenAttempt(RemoteAttempt):
+    """An attempt for its second leg: another front end has run the first one.
+
+    ``transfer`` is what its decode engine has to know.
+    """
+
+    def __init__(self, link: "RemoteScheduling", handed: HandedOver) -> None:
+        transfer = handed.transfer
+        order = AttemptOrder(transfer.request_id, 1, transfer.prompt_tokens, 1, ())
+        super().__init__(link, order, _Unnoted())
+        self.transfer = transfer
+        self.decode_engine = handed.decode
+        self._request_id = handed.request_id
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        super().close(reason)
+        self._send(m.EndRequest(self._request_id))
+
+
+class _Unnoted:
+    """The ``AttemptListener`` of an attempt without a record."""
+
+    def notify(self, event: AttemptEvent) -> None:
+        """Do nothing."""
 
 
 # ------------------------------------------------------------------------ the link
@@ -411,7 +454,7 @@ class RemoteScheduling:
         self._tasks = [asyncio.create_task(loop()) for loop in (self._receive, self._tick)]
 
     async def stop(self) -> None:
-        """Deregister and close; idempotent."""
+        """Deregister and close; calls that wait raise ``SchedulerLostError``; idempotent."""
         if not self._tasks:
             return
         self._post(self._session.leave(Deregister("the front end ends"), self._clock()))
@@ -421,6 +464,7 @@ class RemoteScheduling:
         self._tasks = []
         self._frames.flush()
         self._connection.close()
+        self._ended("the front end has left")
 
     async def wait_for_engines(self, prefill: int, decode: int, timeout_s: float) -> None:
         """Wait for live engines; raises ``DeadlineError`` with what is missing."""
@@ -454,6 +498,25 @@ class RemoteScheduling:
             raise SchedulerLostError(
                 self._away(f"does not answer within {_ANSWER_S:g} s")
             ) from error
+
+    async def take(self, handover: str, engine_id: str) -> TakenAttempt:
+        """Return the attempt of this name for its second leg, at this decode engine.
+
+        Waits for the first leg, as ``Handovers.take`` does, and raises its errors.  If the wait is
+        cancelled, the attempt is closed as soon as it comes.
+        """
+        call = asyncio.create_task(
+            self.call(lambda call_id: m.TakeAttempt(call_id, handover, engine_id), HandedOver)
+        )
+        try:
+            return TakenAttempt(self, await asyncio.shield(call))
+        except asyncio.CancelledError:
+            call.add_done_callback(self._unwanted)
+            raise
+
+    def _unwanted(self, call: "asyncio.Task[HandedOver]") -> None:
+        if not call.cancelled() and call.exception() is None:
+            TakenAttempt(self, call.result()).close("its second leg was cancelled")
 
     @property
     def pending(self) -> tuple[int, int]:

@@ -38,6 +38,7 @@ from dualpath.router.scheduler.dispatch import Dispatch
 from dualpath.router.scheduler.event_recorder import EventLogWriter
 from dualpath.router.scheduler.exchange import Exchange
 from dualpath.router.scheduler.front_end_server import FrontEndServer
+from dualpath.router.scheduler.handovers import Handovers
 from dualpath.router.scheduler.pauses import Pauses, SuspectList
 from dualpath.router.scheduler.registry import Pause, Registry
 from dualpath.router.scheduler.releases import Releases
@@ -157,6 +158,7 @@ class Scheduler:
             if settings.rebalance
             else None
         )
+        self.handovers = Handovers(settings)
         # What people and front ends in other processes connect to.
         self.dashboard = Dashboard(self.registry, self.metrics, clock, self._load)
         self._background: list[asyncio.Task[None]] = []
@@ -187,6 +189,7 @@ class Scheduler:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
         await self.front_ends.stop()
+        self.handovers.close()
         self.sessions.stop()
         await self.suspects.stop()
         await self.server.stop()

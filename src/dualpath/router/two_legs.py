@@ -1,0 +1,457 @@
+"""A request in two legs, which another proxy sends to the engines that it has chosen.
+
+The protocol is that of vLLM's disaggregated serving.  Both legs are the client's request, with
+``kv_transfer_params`` added:
+
+    leg 1 → PE   do_remote_decode, one token; the answer's kv_transfer_params are for leg 2
+    leg 2 → DE   do_remote_prefill, and what leg 1 has answered
+
+Each engine is the front end of its own leg, with a link to the scheduler like other front ends
+(``scheduler.remote``).  Leg 1 is an attempt whose PE is given: look-up, read side, reads, layerwise
+prefill and persistence are as always.  Its end is not the attempt's: the attempt is offered to leg
+2 under a *handover name* that both legs know, and the DE's front end takes it
+(``scheduler.handovers``).  The name is the first of these that a leg carries:
+
+    remote_request_id   of leg 1's answer, as NIXL's connector calls it
+    transfer_id         as Mooncake's proxies call it; both legs may then be sent at once
+    X-Request-Id        the header that proxies send with both legs; likewise
+
+A second leg whose KV is not in the buffer of its DE (``take`` raises) is begun again by the DE's
+front end, as an attempt that only this DE may serve and of which it runs the first leg itself
+(``prefill_elsewhere``): what the first leg has stored are hits.
+
+Names come from outside, so an engine compares the prompt that it was sent with the one whose KV it
+is to use (``core.transfers.prompt_digest``).  What no leg can use is released after a limit.
+"""
+
+import asyncio
+import contextlib
+import hashlib
+import logging
+import os
+import socket
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+import msgspec
+
+from dualpath.core.blocks import KeyExtras, StoreNamespace, holding_blocks, tenant_tag
+from dualpath.core.cluster import Role
+from dualpath.core.errors import (
+    BadRequestError,
+    DeadlineError,
+    EngineLostError,
+    PromptTooLongError,
+    TransportError,
+)
+from dualpath.core.key_cache import KeyCache
+from dualpath.core.names import name_problem
+from dualpath.core.transfers import (
+    DecodeTransfer,
+    PrefillTransfer,
+    prompt_digest,
+    to_transfer_params,
+)
+from dualpath.engine.settings import EngineSettings
+from dualpath.node.cluster_secret import load_secret
+from dualpath.router.engine_calls import Job
+from dualpath.router.engines import EngineInfo
+from dualpath.router.requests.request import check_salt
+from dualpath.router.scheduler.remote import (
+    LinkConnection,
+    RemoteAttempt,
+    RemoteRequest,
+    RemoteScheduling,
+    TakenAttempt,
+    ZmqLinkConnection,
+)
+from dualpath.router.scheduling import AttemptEvent, AttemptOrder, Placed, RequestOrder
+from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.client import TokenApi
+from dualpath.router.token_api.wire import GenerateRequest
+from dualpath.router.waits import run_until_broken
+
+logger = logging.getLogger(__name__)
+
+#: A leg does not know how many tokens will be generated; the scheduler reserves HBM for so many.
+EXPECTED_NEW_TOKENS = 256
+REQUEST_ID_HEADER = "X-Request-Id"
+_NAMES = ("remote_request_id", "transfer_id")
+_LIMITS = RouterSettings()
+
+
+class LegParameters(msgspec.Struct, frozen=True):
+    """The ``kv_transfer_params`` of a leg, as far as they matter here."""
+
+    do_remote_decode: bool = False
+    do_remote_prefill: bool = False
+    remote_engine_id: str | None = None
+    remote_request_id: str | None = None
+    transfer_id: str | None = None
+    remote_prefill_cached_tokens: int | None = None
+
+
+def leg_parameters(params: Mapping[str, Any] | None) -> LegParameters:
+    """Return the parameters of a leg; raises ``BadRequestError`` for a malformed value."""
+    try:
+        return msgspec.convert(dict(params or {}), LegParameters)
+    except (msgspec.ValidationError, TypeError, ValueError) as error:
+        raise BadRequestError(
+            f"kv_transfer_params: {error}; send those of vLLM's disaggregated serving, or none"
+        ) from error
+
+
+def handover_name(params: LegParameters, request_id: str = "") -> str:
+    """Return the name under which one leg hands over to the other; empty if it carries none.
+
+    ``request_id`` is the request's ``X-Request-Id``.  A name that is no valid one is hashed.
+    """
+    name = params.remote_request_id or params.transfer_id or request_id
+    if name_problem(name) is None:
+        return name
+    return hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+class Prompt(msgspec.Struct, frozen=True):
+    """The prompt of a first leg; ``cacheable`` False requests a full computation."""
+
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    cacheable: bool = True
+
+
+@contextlib.asynccontextmanager
+async def _deadline(name: str) -> AsyncIterator[None]:
+    """Raise ``DeadlineError`` if a prefill takes longer than a whole request may."""
+    try:
+        async with asyncio.timeout(_LIMITS.request_deadline_s):
+            yield
+    except TimeoutError as error:
+        raise DeadlineError(
+            f"the first leg of request {name} is not done after {_LIMITS.request_deadline_s:g} s; "
+            "add engines or send fewer requests at once"
+        ) from error
+
+
+class SecondLeg(Protocol):
+    """An attempt with its prompt's KV in this DE's buffer.
+
+    ``transfer`` is what the DE has to know, ``hit_tokens`` of the prompt were loaded instead of
+    computed (None: unknown), ``origin`` is a text about where the KV comes from.
+    """
+
+    transfer: DecodeTransfer
+    hit_tokens: int | None
+    origin: str
+
+    def decoding_started(self) -> None:
+        """The DE generates."""
+        ...
+
+    async def decoded(self) -> None:
+        """The DE has generated the last token: wait for its earlier reports."""
+        ...
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        ...
+
+
+#: Stands for the job of a call that has none: only its trace headers would be used.
+_NO_JOB = Job("", (), 1, (), lambda token_ids: ())
+
+
+async def prefill_at(
+    api: TokenApi, prompt: Prompt, engine: EngineInfo, transfer: PrefillTransfer
+) -> None:
+    """Call a prefill engine for ``TwoLegs.prefill_elsewhere``, as a router does.
+
+    Its token is discarded.
+    """
+    call = GenerateRequest[dict[str, Any]](
+        request_id=transfer.request_id,
+        token_ids=prompt.token_ids,
+        sampling_params={"temperature": 0.0, "max_tokens": 1, "detokenize": False},
+        cache_salt=prompt.cache_salt,
+        kv_transfer_params=to_transfer_params(transfer),
+    )
+    await api.generate(engine, _NO_JOB, call)
+
+
+class _TakenLeg:
+    """The ``SecondLeg`` whose first leg another engine has run."""
+
+    def __init__(self, attempt: TakenAttempt, hit_tokens: int | None) -> None:
+        self.transfer, self.hit_tokens = attempt.transfer, hit_tokens
+        self.origin = f"transferred; {attempt.order.attempt_id}"
+        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
+        self.close = attempt.close
+
+
+class _OwnLeg:
+    """The ``SecondLeg`` whose first leg this engine has run, at another engine."""
+
+    def __init__(
+        self,
+        request: RemoteRequest,
+        attempt: RemoteAttempt,
+        transfer: DecodeTransfer,
+        hit_tokens: int,
+        prefill: str,
+    ) -> None:
+        self.transfer = transfer
+        self.hit_tokens: int | None = hit_tokens
+        self.origin = f"prefilled by {prefill} again"
+        self.decoding_started, self.decoded = attempt.decoding_started, attempt.decoded
+        self._request, self._attempt = request, attempt
+
+    def close(self, reason: str) -> None:
+        """Release everything; idempotent."""
+        self._attempt.close(reason)
+        self._request.end()
+
+
+class _FirstLeg:
+    """The ``AttemptListener`` of a first leg: where it was placed."""
+
+    def __init__(self) -> None:
+        self.placed: Placed | None = None
+
+    def notify(self, event: AttemptEvent) -> None:
+        """Take an event of the attempt."""
+        if isinstance(event, Placed):
+            self.placed = event
+
+
+class TwoLegs:
+    """The legs that one engine gets; belongs to one event loop.
+
+    ``engine`` are the engine's settings; its ``two_leg_scheduler`` is the scheduler's address for
+    front ends.  ``connection`` and ``clock`` are the link's, by default ZMQ and the loop's clock.
+
+    Raises ``ConfigError`` for an address that cannot be, or one of another machine without a
+    cluster secret.
+    """
+
+    def __init__(
+        self,
+        engine: EngineSettings,
+        connection: LinkConnection | None = None,
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.engine_id = engine.engine_id
+        self.role = engine.role
+        connection = connection or ZmqLinkConnection(
+            engine.two_leg_scheduler, load_secret(engine.cluster_secret_file)
+        )
+        own = f"{engine.engine_id}@{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:4]}"
+        self._link = RemoteScheduling(
+            connection,
+            own,
+            uuid.uuid4().hex,
+            clock or asyncio.get_running_loop().time,
+            engine.two_leg_scheduler,
+        )
+        self._keys: tuple[StoreNamespace, KeyCache] | None = None
+
+    def start(self) -> None:
+        """Register with the scheduler, and retry until it answers."""
+        self._link.start()
+
+    async def stop(self) -> None:
+        """Leave the scheduler; idempotent."""
+        await self._link.stop()
+
+    # ------------------------------------------------------------------ leg 1
+
+    async def prefill(
+        self,
+        prompt: Prompt,
+        params: LegParameters,
+        request_id: str,
+        compute: Callable[[PrefillTransfer], Awaitable[bool]],
+    ) -> dict[str, Any] | None:
+        """Run a first leg at this PE; return the ``kv_transfer_params`` of its answer.
+
+        ``compute`` runs the model and returns whether it succeeded; if not, the result is None.
+        ``request_id`` is the request's ``X-Request-Id``, empty without one.
+
+        Raises ``BadRequestError`` for a prompt that no decode engine can hold, ``DeadlineError``
+        after ``request_deadline_s`` and ``EngineLostError`` or ``TransportError`` if the request
+        may be sent again.
+        """
+        self._check_role(Role.PREFILL, "first")
+        order = await self._order(prompt, _LIMITS.engine_wait_s)
+        order = msgspec.structs.replace(
+            order,
+            prefill_engine=self.engine_id,
+            decode_engine=params.remote_engine_id or "",
+            handover=handover_name(params, request_id) or order.attempt_id,
+        )
+        async with _deadline(order.handover):
+            return await self._first_leg(order, compute)
+
+    async def _order(self, prompt: Prompt, wait_s: float) -> AttemptOrder:
+        """Return the order of an attempt at a prompt.
+
+        Raises ``BadRequestError`` if none can be, ``DeadlineError`` without engines in ``wait_s``.
+        """
+        check_salt(prompt.cache_salt)
+        await self._link.wait_for_engines(1, 1, wait_s)
+        keys, block_tokens = self._block_keys(prompt)
+        self._check_fits(len(prompt.token_ids), block_tokens)
+        return AttemptOrder(
+            attempt_id=f"leg-{uuid.uuid4().hex}",
+            number=1,
+            prompt_tokens=len(prompt.token_ids),
+            max_new_tokens=EXPECTED_NEW_TOKENS,
+            keys=keys,
+            cacheable=prompt.cacheable,
+            tenant=tenant_tag(prompt.cache_salt),
+            prompt_digest=prompt_digest(keys, prompt.token_ids, block_tokens),
+        )
+
+    async def _first_leg(
+        self, order: AttemptOrder, compute: Callable[[PrefillTransfer], Awaitable[bool]]
+    ) -> dict[str, Any] | None:
+        request = self._link.begin(RequestOrder(order.attempt_id, order.keys, order.tenant))
+        reason, heard = "cancelled", _FirstLeg()
+        try:
+            attempt = request.attempt(order, heard)
+            try:
+
+                async def life() -> int | None:
+                    transfer = (await attempt.prepare()).prefill
+                    assert transfer is not None, "the PE of the first leg computes the prompt"
+                    if not await compute(transfer):
+                        await attempt.prefill_aborted()
+                        return None
+                    hit_tokens = (await attempt.prefilled()).account.hit_tokens
+                    await attempt.offer(order.attempt_id)
+                    return hit_tokens
+
+                hit_tokens = await run_until_broken(life(), attempt.broken)
+                reason = "failed: the engine has refused it"
+            except Exception as error:
+                reason = f"failed: {error}"
+                raise
+            finally:
+                attempt.close(reason)
+        finally:
+            request.end()
+        if hit_tokens is None:
+            return None
+        assert heard.placed is not None, "an attempt is placed before it is prefilled"
+        decode = heard.placed.decode
+        address = urlsplit(decode.api_url)
+        return {
+            "do_remote_prefill": True,
+            "do_remote_decode": False,
+            "remote_engine_id": decode.engine_id,
+            "remote_request_id": order.handover,
+            "remote_host": address.hostname,
+            "remote_port": address.port,
+            "remote_block_ids": [],
+            "tp_size": 1,
+            "remote_prefill_cached_tokens": hit_tokens,
+        }
+
+    def _block_keys(self, prompt: Prompt) -> tuple[tuple[bytes, ...], int]:
+        """Return the keys of a prompt's full blocks, and the tokens of a block."""
+        namespace = self._link.engines.namespace
+        if namespace is None:
+            raise EngineLostError("the scheduler knows no engine yet; send the request again")
+        if self._keys is None or self._keys[0] != namespace:
+            self._keys = namespace, KeyCache(namespace.geometry.block_tokens)
+        keys = self._keys[1].keys(prompt.token_ids, KeyExtras(cache_salt=prompt.cache_salt))
+        return tuple(keys), namespace.geometry.block_tokens
+
+    def _check_fits(self, prompt_tokens: int, block_tokens: int) -> None:
+        engines = self._link.engines.alive(Role.DECODE)
+        largest = max((engine.buffer_tokens for engine in engines), default=0)
+        mode = self._link.engines.mode
+        if mode is None or not mode.moves_bytes:
+            return
+        if (blocks := holding_blocks(prompt_tokens, block_tokens)) * block_tokens > largest:
+            raise PromptTooLongError(
+                f"the prompt has {blocks} blocks of {block_tokens} tokens, the largest buffer of a "
+                f"decode engine holds {largest // block_tokens}; shorten the prompt or raise the "
+                "engines' buffer_bytes"
+            )
+
+    def _check_role(self, role: Role, leg: str) -> None:
+        """Raise ``BadRequestError`` for a leg that this engine cannot run."""
+        if self.role is not role:
+            raise BadRequestError(
+                f"engine {self.engine_id} is a {self.role.value} engine; send a {leg} leg to a "
+                f"{role.value} engine"
+            )
+
+    # ------------------------------------------------------------------ leg 2
+
+    async def take(self, params: LegParameters, request_id: str) -> SecondLeg:
+        """Return the attempt that a second leg continues at this DE.
+
+        The caller calls ``decoding_started`` when the DE generates, ``decoded`` after its last
+        token, and ``close`` in any case.  Raises an error of ``core.errors`` with the reason if
+        there is none.
+        """
+        self._check_role(Role.DECODE, "second")
+        name = handover_name(params, request_id)
+        if not name:
+            raise BadRequestError(
+                f"the second leg has no {' or '.join(_NAMES)} in kv_transfer_params and no "
+                f"{REQUEST_ID_HEADER}; send those of the first leg's answer"
+            )
+        # Not long: without the scheduler the prompt is computed here.
+        await self._link.wait_for_engines(0, 1, _LIMITS.first_leg_timeout_s)
+        attempt = await self._link.take(name, self.engine_id)
+        try:
+            attempt.check()
+        except (EngineLostError, TransportError):
+            attempt.close("its engine is lost")
+            raise
+        return _TakenLeg(attempt, params.remote_prefill_cached_tokens)
+
+    async def prefill_elsewhere(
+        self,
+        prompt: Prompt,
+        compute: Callable[[EngineInfo, PrefillTransfer], Awaitable[None]],
+    ) -> SecondLeg:
+        """Have a prefill engine fill this DE's buffer, for a second leg without an attempt.
+
+        ``compute`` calls that engine.  Raises an error of ``core.errors`` with the reason if this
+        engine has to compute the prompt itself, also if it has no room for the request now.
+        """
+        self._check_role(Role.DECODE, "second")
+        order = await self._order(prompt, _LIMITS.first_leg_timeout_s)
+        order = msgspec.structs.replace(order, decode_engine=self.engine_id)
+        request = self._link.begin(RequestOrder(order.attempt_id, order.keys, order.tenant))
+        reason, heard, leg = "cancelled", _FirstLeg(), None
+        attempt = None
+        try:
+            attempt = begun = request.attempt(order, heard)
+
+            async def life() -> tuple[DecodeTransfer, str, int]:
+                prepared, placed = await begun.prepare(), heard.placed
+                assert placed is not None, "an attempt with transfers is placed"
+                assert placed.prefill is not None, "an attempt with a given DE has a PE"
+                assert prepared.prefill is not None, "so it has a transfer for the PE"
+                await compute(placed.prefill, prepared.prefill)
+                hit_tokens = (await begun.prefilled()).account.hit_tokens
+                return prepared.decode, placed.prefill.engine_id, hit_tokens
+
+            async with _deadline(order.attempt_id):
+                transfer, prefill, hit_tokens = await run_until_broken(life(), begun.broken)
+            leg = _OwnLeg(request, begun, transfer, hit_tokens, prefill)
+            return leg
+        except Exception as error:
+            reason = f"failed: {error}"
+            raise
+        finally:
+            if leg is None:
+                if attempt is not None:
+                    attempt.close(reason)
+                request.end()

@@ -1,0 +1,468 @@
+"""An engine's HTTP server behind another proxy: its requests are legs (``router.two_legs``).
+
+It stands before vLLM's application, inside the guard (``engine_guard``), and speaks OpenAI's API on
+both sides.  The body of a leg is passed on with other ``kv_transfer_params``:
+
+- *Leg 1* at a PE: vLLM's own render route makes the tokens, for the block keys.  vLLM then gets
+  exactly these tokens, one token to generate, and a prefill transfer.  Its answer gets the
+  ``kv_transfer_params`` for leg 2.
+- *Leg 2* at a DE: vLLM gets the request with a decode transfer.  If the KV is not in this DE's
+  buffer, a prefill engine of the scheduler's choice fills it, with what is stored by then.  If that
+  fails, and for requests without parameters, the DE computes the prompt itself.  The header
+  ``PREFILL_HEADER`` of its answer gives the reason.
+
+A PE computes nothing else: its layers share memory.  ``TransferChecks`` compares the prompt that
+vLLM has tokenised with the one whose KV is used.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import BadRequestError, DualPathError, TransportError
+from dualpath.core.names import in_one_line
+from dualpath.core.transfers import PrefillTransfer, to_transfer_params
+from dualpath.engine.settings import EngineSettings
+from dualpath.router.api_keys import engine_headers
+from dualpath.router.asgi import App, Message, Receive, Send, json_answer, own_path
+from dualpath.router.requests.limits import refusal
+from dualpath.router.token_api.client import TokenApi, TokenApiClient
+from dualpath.router.token_api.statuses import status_of
+from dualpath.router.two_legs import (
+    REQUEST_ID_HEADER,
+    LegParameters,
+    Prompt,
+    SecondLeg,
+    TwoLegs,
+    leg_parameters,
+    prefill_at,
+)
+
+logger = logging.getLogger(__name__)
+
+CHAT_PATH = "/v1/chat/completions"
+#: Routes that take legs.
+LEG_PATHS = frozenset({"/v1/completions", CHAT_PATH})
+#: Of an answer of a DE: where the prompt's KV comes from.
+PREFILL_HEADER = "X-DualPath-Prefill"
+#: Misdirected Request: the proxy should send the request to a decode engine.
+MISDIRECTED = 421
+#: vLLM ends an aborted call in far less.
+ABORT_S = 5.0
+PARAMETERS = "kv_transfer_params"
+_TOKEN_IDS = "prompt_token_ids"
+
+
+class _Answer:
+    """Receives the whole answer of an application."""
+
+    def __init__(self) -> None:
+        self.status = 0
+        self.headers: list[tuple[bytes, bytes]] = []
+        self.body = b""
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status, self.headers = message["status"], list(message.get("headers", ()))
+        elif message["type"] == "http.response.body":
+            self.body += message.get("body", b"")
+
+    @property
+    def messages(self) -> tuple[Message, Message]:
+        """The answer, to be sent to the client."""
+        start = {"type": "http.response.start", "status": self.status, "headers": self.headers}
+        return start, {"type": "http.response.body", "body": self.body}
+
+
+class _Client:
+    """The client of one call, whose body has been received: it can only leave."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._leaves = asyncio.create_task(self._until_it_leaves(receive))
+        self._aborted = asyncio.Event()
+
+    @staticmethod
+    async def _until_it_leaves(receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    def abort(self) -> None:
+        """Let the applications that were called for this client see that it has left."""
+        self._aborted.set()
+
+    def sends(self, body: bytes) -> Receive:
+        """Return an application's ``receive`` for a call with this body."""
+        arrived: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if arrived:
+                return arrived.pop()
+            aborted = asyncio.ensure_future(self._aborted.wait())
+            try:
+                await asyncio.wait({self._leaves, aborted}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                aborted.cancel()
+            return {"type": "http.disconnect"}
+
+        return receive
+
+    async def while_here(self, work: Awaitable[None]) -> None:
+        """Wait for ``work``, and cancel it if the client leaves."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({self._leaves, task}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task})
+        if not task.cancelled():
+            task.result()
+
+    def close(self) -> None:
+        """Stop watching."""
+        self._leaves.cancel()
+
+
+class TwoLegServer:
+    """The legs of one engine's HTTP server, on its event loop; ``app`` is vLLM's application."""
+
+    def __init__(
+        self,
+        app: App,
+        settings: EngineSettings,
+        legs: TwoLegs | None = None,
+        api: TokenApi | None = None,
+    ) -> None:
+        self._app = app
+        self._api = api or TokenApiClient(engine_headers())
+        self._role = settings.role
+        self._adapters = frozenset(settings.lora_modules)
+        self._legs = legs or TwoLegs(settings)
+
+    def start(self) -> None:
+        """Register with the scheduler."""
+        self._legs.start()
+
+    async def stop(self) -> None:
+        """Leave the scheduler."""
+        await self._legs.stop()
+        await self._api.aclose()
+
+    async def serve(self, scope: Message, body: bytes, receive: Receive, send: Send) -> None:
+        """Answer a call of ``LEG_PATHS``."""
+        client = _Client(receive)
+        try:
+            request = _decoded(body)
+            given = request.get(PARAMETERS)
+            params = leg_parameters(given if isinstance(given, dict) else None)
+            if self._role is Role.PREFILL:
+                await client.while_here(self._first(scope, request, params, client, send))
+            else:
+                await self._second(scope, request, params, client, send)
+        except DualPathError as error:
+            for message in refusal(status_of(error), str(error)):
+                await send(message)
+        finally:
+            client.close()
+
+    # ------------------------------------------------------------------ leg 1, at a PE
+
+    async def _first(
+        self,
+        scope: Message,
+        request: dict[str, Any],
+        params: LegParameters,
+        client: _Client,
+        send: Send,
+    ) -> None:
+        if not params.do_remote_decode:
+            reason = (
+                "this prefill engine computes first legs only: send requests without "
+                "do_remote_decode in kv_transfer_params to a decode engine"
+            )
+            for message in refusal(MISDIRECTED, reason):
+                await send(message)
+            return
+        self._refuse_unsupported(request)
+        rendered = await self._rendered(scope, request, client)
+        if isinstance(rendered, _Answer):
+            for message in rendered.messages:
+                await send(message)
+            return
+        answer = _Answer()
+        path = own_path(scope)
+
+        async def compute(transfer: PrefillTransfer) -> bool:
+            leg = first_leg_body(request, path, rendered.token_ids, transfer)
+            await self._call(scope, path, leg, client, answer)
+            return answer.status == HTTPStatus.OK
+
+        header = _header(scope, REQUEST_ID_HEADER)
+        for_second = await self._legs.prefill(rendered, params, header, compute)
+        if for_second is None:
+            if not answer.status:
+                return  # The client has left.
+            for message in answer.messages:
+                await send(message)
+            return
+        whole = {**_decoded(answer.body), PARAMETERS: for_second}
+        for message in json_answer(HTTPStatus.OK, msgspec.json.encode(whole)):
+            await send(message)
+
+    def _refuse_unsupported(self, request: Mapping[str, Any]) -> None:
+        prompt = request.get("prompt")
+        problems = {
+            f"model {request.get('model')!r} is an adapter": request.get("model") in self._adapters,
+            "there are several prompts": isinstance(prompt, list)
+            and any(isinstance(one, str | list) for one in prompt)
+            and len(prompt) > 1,
+            "prompt_embeds are given": request.get("prompt_embeds") is not None,
+        }
+        if found := [problem for problem, there in problems.items() if there]:
+            raise BadRequestError(
+                f"{' and '.join(found)}: not supported in two legs; send the request to a decode "
+                "engine without kv_transfer_params, or through dualpath's router"
+            )
+
+    async def _rendered(
+        self, scope: Message, request: dict[str, Any], client: _Client
+    ) -> Prompt | _Answer:
+        """Return the prompt as vLLM renders and tokenises it, or vLLM's refusal."""
+        asked = {key: value for key, value in request.items() if key != PARAMETERS}
+        asked |= {"stream": False, "stream_options": None, "max_tokens": 1}
+        answer = _Answer()
+        await self._call(scope, f"{own_path(scope)}/render", asked, client, answer)
+        if answer.status != HTTPStatus.OK:
+            return answer
+        try:
+            rendered = msgspec.json.decode(answer.body, type=_Rendered | list[_Rendered])
+        except msgspec.MsgspecError as error:
+            raise BadRequestError(
+                f"vLLM's render route answered {answer.body[:80]!r}: {error}; run the vLLM version "
+                "dualpath was made for"
+            ) from error
+        (one,) = rendered if isinstance(rendered, list) else (rendered,)
+        if one.features is not None:
+            raise BadRequestError(
+                "the request has images: not supported in two legs; send it to a decode engine "
+                "without kv_transfer_params, or through dualpath's router"
+            )
+        return Prompt(one.token_ids, one.cache_salt)
+
+    async def _call(
+        self, scope: Message, path: str, body: dict[str, Any], client: _Client, answer: _Answer
+    ) -> None:
+        """Call vLLM's application; if this is cancelled, vLLM aborts the call first."""
+        content = msgspec.json.encode(body)
+        inner = _with_body(scope, path, content)
+        call = asyncio.ensure_future(self._app(inner, client.sends(content), answer.send))
+        try:
+            await asyncio.shield(call)
+        finally:
+            if not call.done():
+                client.abort()
+                with contextlib.suppress(TimeoutError, asyncio.CancelledError):
+                    await asyncio.wait_for(call, ABORT_S)
+
+    # ------------------------------------------------------------------ leg 2, at a DE
+
+    async def _second(
+        self,
+        scope: Message,
+        request: dict[str, Any],
+        params: LegParameters,
+        client: _Client,
+        send: Send,
+    ) -> None:
+        if not params.do_remote_prefill:
+            await self._alone(scope, request, client, send, "here; the request is no second leg")
+            return
+        found: list[SecondLeg] = []
+
+        async def find() -> None:
+            found.append(await self._find(scope, request, params, client))
+
+        try:
+            _refuse_several(request)
+            self._refuse_unsupported(request)
+            await client.while_here(find())
+        except DualPathError as error:
+            logger.warning("a second leg's prompt is computed here: %s", error)
+            await self._alone(scope, request, client, send, f"here; {error}")
+            return
+        if not found:
+            return  # The client has left.
+        (leg,) = found
+        body = {**request, PARAMETERS: second_leg_parameters(request, leg)}
+        held = await _run(leg, lambda passing: self._forward(scope, body, client, passing), send)
+        if held is not None:
+            await self._alone(scope, request, client, send, f"here; vLLM answered {held}")
+
+    async def _find(
+        self, scope: Message, request: dict[str, Any], params: LegParameters, client: _Client
+    ) -> SecondLeg:
+        """Return the attempt of a second leg, of its first leg or a new one."""
+        try:
+            return await self._legs.take(params, _header(scope, REQUEST_ID_HEADER))
+        except DualPathError as error:
+            missing = error
+        try:
+            prompt = await self._rendered(scope, request, client)
+            if isinstance(prompt, _Answer):
+                raise BadRequestError(f"vLLM's render route answered {prompt.status}")
+            return await self._legs.prefill_elsewhere(
+                prompt, partial(prefill_at, self._api, prompt)
+            )
+        except DualPathError as error:
+            raise TransportError(f"{missing}; and no prefill engine could help: {error}") from error
+
+    async def _alone(
+        self,
+        scope: Message,
+        request: dict[str, Any],
+        client: _Client,
+        send: Send,
+        reason: str,
+    ) -> None:
+        """Let this engine compute the prompt itself."""
+        given = request.get(PARAMETERS)
+        own = {key: value for key, value in request.items() if key != PARAMETERS}
+        if isinstance(given, dict) and _TOKEN_IDS in given:
+            own[PARAMETERS] = {_TOKEN_IDS: given[_TOKEN_IDS]}
+        await self._forward(scope, own, client, _with_header(send, reason))
+
+    async def _forward(
+        self, scope: Message, request: dict[str, Any], client: _Client, send: Send
+    ) -> None:
+        content = msgspec.json.encode(request)
+        await self._app(_with_body(scope, own_path(scope), content), client.sends(content), send)
+
+
+async def _run(
+    leg: SecondLeg, forward: Callable[[Send], Awaitable[None]], send: Send
+) -> int | None:
+    """Run the decode; return the status of an answer that was not sent, as vLLM has failed."""
+    reason, ended = "failed", False
+    failed: int | None = None
+    sending = _with_header(send, leg.origin)
+
+    async def passing(message: Message) -> None:
+        nonlocal failed, ended
+        failed = failed or _server_error(message)
+        if failed is None:
+            if message.get("body"):
+                leg.decoding_started()
+            await sending(message)
+            ended = message["type"] == "http.response.body" and not message.get("more_body")
+
+    try:
+        await forward(passing)
+        if ended:
+            await leg.decoded()
+            reason = "finished"
+    except DualPathError as error:
+        # The client has its answer; only the reports of the engine are late.
+        logger.warning("request %s: %s", leg.transfer.request_id, error)
+    finally:
+        leg.close(reason)
+    return failed
+
+
+def _server_error(message: Message) -> int | None:
+    """Return the status of an answer that begins with one of 500 or more."""
+    if message["type"] != "http.response.start":
+        return None
+    status = int(message["status"])
+    return status if status >= HTTPStatus.INTERNAL_SERVER_ERROR else None
+
+
+class _Rendered(msgspec.Struct):
+    """The fields of vLLM's rendered request that matter here."""
+
+    token_ids: list[int]
+    cache_salt: str | None = None
+    features: dict[str, Any] | None = None
+
+
+def first_leg_body(
+    request: Mapping[str, Any], path: str, token_ids: Sequence[int], transfer: PrefillTransfer
+) -> dict[str, Any]:
+    """Return the body of a first leg for vLLM: these tokens, and one to generate.
+
+    What the answer would show of the prompt is left out, as the proxy discards it and vLLM would
+    compute hits again for it.
+    """
+    dropped = ("stream_options", "min_tokens", "prompt_logprobs", "echo")
+    leg = {key: value for key, value in request.items() if key not in dropped}
+    leg |= {"n": 1, "stream": False, "max_tokens": 1}
+    if "max_completion_tokens" in leg:
+        leg["max_completion_tokens"] = 1
+    leg[PARAMETERS] = to_transfer_params(transfer)
+    if path == CHAT_PATH:
+        leg[PARAMETERS][_TOKEN_IDS] = token_ids
+    else:
+        leg["prompt"] = token_ids
+    return leg
+
+
+def second_leg_parameters(request: Mapping[str, Any], leg: SecondLeg) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of a second leg for vLLM."""
+    made = to_transfer_params(leg.transfer)
+    if leg.hit_tokens is not None:
+        # vLLM reports them as the prompt's cached tokens; its own hit is the whole prompt.
+        made["do_remote_prefill"] = True
+        made["remote_prefill_cached_tokens"] = leg.hit_tokens
+    if (token_ids := request[PARAMETERS].get(_TOKEN_IDS)) is not None:
+        made[_TOKEN_IDS] = token_ids
+    return made
+
+
+def _refuse_several(request: Mapping[str, Any]) -> None:
+    """Raise ``BadRequestError`` for several answers: their requests would share one transfer."""
+    if request.get("n") not in (None, 1):
+        raise BadRequestError(f"n is {request['n']}: KV is transferred for one answer; send n=1")
+
+
+def _decoded(body: bytes) -> dict[str, Any]:
+    try:
+        return msgspec.json.decode(body, type=dict[str, Any])
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadRequestError(
+            f"body of {len(body)} bytes: {error}; send a valid request"
+        ) from error
+
+
+def _header(scope: Message, name: str) -> str:
+    """Return a header's value, empty without one."""
+    value = dict(scope["headers"]).get(name.lower().encode(), b"")
+    return str(value.decode("latin-1"))
+
+
+def _with_body(scope: Message, path: str, body: bytes) -> Message:
+    """Return the scope of a call of another path with another body, by the same client."""
+    root = str(scope.get("root_path", ""))
+    whole = f"{root}{path}" if str(scope["path"]) != own_path(scope) else path
+    skipped = (b"content-length", b"transfer-encoding", b"content-type")
+    headers = [pair for pair in scope["headers"] if pair[0] not in skipped]
+    headers += [(b"content-length", b"%d" % len(body)), (b"content-type", b"application/json")]
+    return {**scope, "path": whole, "raw_path": whole.encode(), "headers": headers}
+
+
+def _with_header(send: Send, value: str) -> Send:
+    """Return a ``send`` that adds ``PREFILL_HEADER`` to an answer."""
+    text = in_one_line(value).encode("ascii", "replace")
+
+    async def sending(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            more = [*message.get("headers", ()), (PREFILL_HEADER.lower().encode(), text)]
+            message = {**message, "headers": more}
+        await send(message)
+
+    return sending

@@ -1,0 +1,140 @@
+"""Emulated engines behind a proxy that sends both legs itself; every byte of KV is verified."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.emulated_cluster import Cluster, cluster, engine_settings
+from tests.guard import GUARD_S
+
+from dualpath.core.cluster import Role
+from dualpath.core.modes import Mode
+from dualpath.router.settings import RouterSettings
+from dualpath.router.token_api.wire import GENERATE_PATH
+from dualpath_lab.emulated.process import emulated_engine
+
+PROMPT = list(range(1, 41))
+FIRST = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+class Legs:
+    """The proxy; ``made`` is the cluster, whose own router gives the answers to compare with."""
+
+    def __init__(self, made: Cluster) -> None:
+        self.made = made
+
+    async def send(
+        self,
+        engine_id: str,
+        prompt: Sequence[int],
+        tokens: int,
+        params: dict[str, Any],
+        request_id: str = "",
+    ) -> tuple[int, dict[str, Any]]:
+        body = {
+            "request_id": "",
+            "token_ids": list(prompt),
+            "sampling_params": {"max_tokens": tokens},
+            "kv_transfer_params": params,
+        }
+        url = self.made.engines[engine_id].api_url + GENERATE_PATH
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        async with (
+            asyncio.timeout(GUARD_S),
+            self.made.http.post(url, json=body, headers=headers) as response,
+        ):
+            return response.status, await response.json()
+
+    async def both(self, prompt: Sequence[int], tokens: int) -> tuple[list[int], int]:
+        """Return the second leg's tokens, and the tokens that the first leg has found."""
+        status, answer = await self.send("prefill-0", prompt, tokens, FIRST)
+        assert status == 200, answer
+        params = answer["kv_transfer_params"]
+        status, answer = await self.send("decode-0", prompt, tokens, params)
+        assert status == 200, answer
+        return answer["choices"][0]["token_ids"], params["remote_prefill_cached_tokens"]
+
+
+@contextlib.asynccontextmanager
+async def legs(folder: Path, mode: Mode, decode: int = 1) -> AsyncIterator[Legs]:
+    router = RouterSettings(
+        mode=mode, front_ends_port=0, first_leg_timeout_s=0.1, second_leg_timeout_s=GUARD_S
+    )
+    async with (
+        cluster(folder, mode, 0, 0, router=router) as made,
+        contextlib.AsyncExitStack() as stack,
+    ):
+        scheduler = made.service.scheduler
+        names = [(Role.PREFILL, 0), *((Role.DECODE, number) for number in range(decode))]
+        for role, number in names:
+            name = f"{role.value}-{number}"
+            settings = engine_settings(
+                *(role, name, scheduler.server.address, folder, mode),
+                two_leg_scheduler=scheduler.front_ends.address,
+            )
+            engine = emulated_engine(settings, made.surroundings)
+            made.engines[name] = await stack.enter_async_context(engine)
+        await made.service.wait_ready(1, decode, GUARD_S)
+        yield Legs(made)
+
+
+@pytest.mark.parametrize("mode", [Mode.SPLIT, Mode.DUALPATH, Mode.BASIC])
+async def test_turns_in_two_legs_find_what_earlier_turns_have_stored(
+    mode: Mode, tmp_path: Path
+) -> None:
+    async with legs(tmp_path / "kv", mode) as proxy:
+        made = proxy.made
+        answer, hits = await proxy.both(PROMPT, 12)
+        assert hits == 0
+        assert answer == (await made.ask(PROMPT, 12, cache_salt="other"))[0]
+        await made.stored()
+        turn = [*PROMPT, *answer, *range(100, 120)]
+        again, hits = await proxy.both(turn, 7)
+        assert hits == (len(PROMPT) + 12 - 1) // 4 * 4
+        assert again == (await made.ask(turn, 7, cache_salt="other"))[0]
+        await made.idle()
+        assert made.service.scheduler.releases.held == 0
+        assert len(made.service.scheduler.handovers) == 0
+        assert made.counts(0) > 0
+        assert made.counts(1) == 0, "no wrong byte"
+
+
+async def test_both_legs_at_once_and_a_second_leg_with_another_prompt(tmp_path: Path) -> None:
+    async with legs(tmp_path / "kv", Mode.SPLIT) as proxy:
+        made = proxy.made
+        params = {"do_remote_prefill": True}
+        (status, _), (second_status, answer) = await asyncio.gather(
+            proxy.send("prefill-0", PROMPT, 9, FIRST, "req-1"),
+            proxy.send("decode-0", PROMPT, 9, params, "req-1"),
+        )
+        assert (status, second_status) == (200, 200), answer
+        assert answer["choices"][0]["token_ids"] == (await made.ask(PROMPT, 9))[0]
+        _, first = await proxy.send("prefill-0", PROMPT, 9, FIRST)
+        other = [7, *PROMPT[1:]]
+        status, refused = await proxy.send("decode-0", other, 9, first["kv_transfer_params"])
+        assert (status, "send the same prompt" in refused["error"]["message"]) == (400, True)
+        status, refused = await proxy.send("prefill-0", PROMPT, 9, params, "req-2")
+        assert (status, "to a decode engine" in refused["error"]["message"]) == (400, True)
+        await made.idle()
+        assert made.counts(1) == 0
+
+
+async def test_second_legs_at_another_engine_or_alone_are_prefilled_again(tmp_path: Path) -> None:
+    async with legs(tmp_path / "kv", Mode.SPLIT, decode=2) as proxy:
+        made = proxy.made
+        truth = (await made.ask(PROMPT, 9, cache_salt="other"))[0]
+        _, first = await proxy.send("prefill-0", PROMPT, 9, FIRST)
+        holder = first["kv_transfer_params"]["remote_engine_id"]
+        (other,) = {"decode-0", "decode-1"} - {holder}
+        _, answer = await proxy.send(other, PROMPT, 9, first["kv_transfer_params"])
+        assert answer["choices"][0]["token_ids"] == truth
+        alone = {"do_remote_prefill": True, "transfer_id": "no-first-leg"}
+        _, answer = await proxy.send(holder, PROMPT, 9, alone)
+        assert answer["choices"][0]["token_ids"] == truth
+        await made.idle()
+        assert made.service.scheduler.metrics.hit_tokens > 0, "the first leg has stored blocks"
+        assert len(made.service.scheduler.handovers) == 0
+        assert made.counts(1) == 0, "no wrong byte"

@@ -1,0 +1,423 @@
+"""An engine's HTTP server behind another proxy, around an application that stands for vLLM's."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from tests.guard import GUARD_S
+
+from dualpath.core.cluster import Role
+from dualpath.core.errors import DeadlineError, EngineLostError, TransportError
+from dualpath.core.transfers import DecodeTransfer, PrefillTransfer, from_transfer_params
+from dualpath.engine.settings import EngineSettings
+from dualpath.router.asgi import Message, Receive, Send, json_answer
+from dualpath.router.engine_calls import Job
+from dualpath.router.token_api.wire import GenerateRequest
+from dualpath.router.two_legs import LegParameters, Prompt
+from dualpath.vllm.two_leg_server import PREFILL_HEADER, TwoLegServer
+
+PREFILL = PrefillTransfer("leg-1", 5, 0, b"", (), "d0", "e", (3, 4))
+DECODE = DecodeTransfer("leg-1", 5, (3, 4))
+FIRST = {"do_remote_decode": True, "do_remote_prefill": False, "remote_block_ids": None}
+SECOND = {"do_remote_prefill": True, "remote_request_id": "r"}
+TOKENS = [11, 12, 13, 14, 15]
+FOR_SECOND = {"do_remote_prefill": True, "remote_request_id": "r"}
+
+
+class Vllm:
+    """vLLM's application: it renders and completes, and notes its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+        self.statuses: list[int] = []
+        self.rendered: dict[str, Any] = {"token_ids": TOKENS, "cache_salt": None, "features": None}
+        self.gate: asyncio.Event | None = None
+        self.entered, self.aborted = asyncio.Event(), asyncio.Event()
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        message = await receive()
+        path, body = scope["path"], msgspec.json.decode(message["body"])
+        headers = dict(scope["headers"])
+        assert int(headers[b"content-length"]) == len(message["body"])
+        assert headers[b"content-type"] == b"application/json"
+        self.calls.append((path, body))
+        if path.endswith("/render"):
+            chat = path.startswith("/v1/chat")
+            answer: Any = self.rendered if chat else [self.rendered]
+        else:
+            if self.gate is not None:
+                self.entered.set()
+                await self._abort_or(self.gate, receive)
+            answer = {"choices": [{"text": "x"}], "usage": {}}
+        status = self.statuses.pop(0) if self.statuses else 200
+        for one in json_answer(status, msgspec.json.encode(answer)):
+            await send(one)
+
+    async def _abort_or(self, gate: asyncio.Event, receive: Receive) -> None:
+        left, opened = asyncio.ensure_future(receive()), asyncio.ensure_future(gate.wait())
+        await asyncio.wait({left, opened}, return_when=asyncio.FIRST_COMPLETED)
+        if left.done():
+            assert left.result()["type"] == "http.disconnect"
+            self.aborted.set()
+        left.cancel()
+        opened.cancel()
+
+    @property
+    def completed(self) -> list[dict[str, Any]]:
+        """The bodies of the calls that compute."""
+        return [body for path, body in self.calls if not path.endswith("/render")]
+
+
+class Taken:
+    """An attempt for its second leg."""
+
+    def __init__(self, origin: str, hit_tokens: int | None) -> None:
+        self.transfer = DECODE
+        self.origin, self.hit_tokens = origin, hit_tokens
+        self.calls: list[str] = []
+
+    def decoding_started(self) -> None:
+        self.calls.append("decoding")
+
+    async def decoded(self) -> None:
+        self.calls.append("decoded")
+
+    def close(self, reason: str) -> None:
+        self.calls.append(reason)
+
+
+class Legs:
+    """The scheduler's side; ``elsewhere`` is the error of a prefill by another engine."""
+
+    def __init__(self) -> None:
+        self.elsewhere: Exception | None = None
+        self.prompts: list[tuple[Prompt, LegParameters, str]] = []
+        self.named: list[tuple[LegParameters, str]] = []
+        self.taken: list[Taken] = []
+        self.error: Exception | None = None
+        self.waits: asyncio.Event | None = None
+        self.cancelled = asyncio.Event()
+
+    async def prefill(
+        self,
+        prompt: Prompt,
+        params: LegParameters,
+        request_id: str,
+        compute: Callable[[PrefillTransfer], Any],
+    ) -> dict[str, Any] | None:
+        self.prompts.append((prompt, params, request_id))
+        if self.error is not None:
+            raise self.error
+        await self._wait()
+        return dict(FOR_SECOND) if await compute(PREFILL) else None
+
+    async def take(self, params: LegParameters, request_id: str) -> Taken:
+        self.named.append((params, request_id))
+        if self.error is not None:
+            raise self.error
+        await self._wait()
+        self.taken.append(Taken("transferred; leg-1", params.remote_prefill_cached_tokens))
+        return self.taken[-1]
+
+    async def prefill_elsewhere(
+        self, prompt: Prompt, compute: Callable[[Any, PrefillTransfer], Any]
+    ) -> Taken:
+        self.prompts.append((prompt, LegParameters(), ""))
+        if self.elsewhere is not None:
+            raise self.elsewhere
+        await compute("p0", PREFILL)
+        self.taken.append(Taken("prefilled by p0 again", 64))
+        return self.taken[-1]
+
+    async def _wait(self) -> None:
+        if self.waits is None:
+            return
+        self.waits.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+
+
+class Api:
+    """Calls of other engines."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, GenerateRequest[Any]]] = []
+
+    async def generate(self, engine: str, job: Job, request: GenerateRequest[Any]) -> None:
+        self.calls.append((engine, request))
+
+    async def aclose(self) -> None:
+        """Nothing is open."""
+
+
+class Engine:
+    """One engine's server, and a client of it."""
+
+    def __init__(self, role: Role) -> None:
+        settings = EngineSettings(
+            role=role,
+            engine_id="e",
+            router="tcp://127.0.0.1:1",
+            two_leg_scheduler="tcp://127.0.0.1:2",
+            api_url="http://127.0.0.1:3",
+            storage="unused",
+            lora_modules={"adapter": "/lora"},
+        )
+        self.vllm, self.legs, self.api = Vllm(), Legs(), Api()
+        self.server = TwoLegServer(
+            self.vllm,
+            settings,
+            self.legs,  # type: ignore[arg-type]
+            self.api,  # type: ignore[arg-type]
+        )
+
+    async def app(self, scope: Message, receive: Receive, send: Send) -> None:
+        body = (await receive())["body"]
+        await self.server.serve(scope, body, receive, send)
+
+    async def post(
+        self, body: dict[str, Any], path: str = "/v1/completions", **headers: str
+    ) -> httpx.Response:
+        transport = httpx.ASGITransport(self.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://e") as client:
+            return await client.post(path, json=body, headers=headers)
+
+    @contextlib.asynccontextmanager
+    async def leaving(self, body: dict[str, Any]) -> AsyncIterator[Callable[[], None]]:
+        """Send a request as a client that leaves when the result is called."""
+        content, gone = msgspec.json.encode(body), asyncio.Event()
+        sent: list[Message] = []
+
+        async def receive() -> Message:
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        call = asyncio.create_task(self.server.serve(scope, content, receive, send))
+        async with asyncio.timeout(GUARD_S):
+            yield gone.set
+            await call
+        assert sent == []
+
+
+async def test_a_first_leg_is_one_token_of_the_tokens_that_vllm_has_rendered() -> None:
+    engine = Engine(Role.PREFILL)
+    engine.vllm.rendered["cache_salt"] = "tenant"
+    body = {
+        "model": "m", "prompt": "text", "max_tokens": 50, "n": 3, "stream": True, "echo": True,
+        "stream_options": {"include_usage": True}, "min_tokens": 7, "prompt_logprobs": 1,
+        "temperature": 0.5, "kv_transfer_params": FIRST,
+    }  # fmt: skip
+    answer = await engine.post(body, **{"X-Request-Id": "req"})
+    assert answer.json()["kv_transfer_params"] == FOR_SECOND
+    assert answer.json()["choices"] == [{"text": "x"}]
+    ((prompt, params, request_id),) = engine.legs.prompts
+    assert (prompt.token_ids, prompt.cache_salt, request_id) == (TOKENS, "tenant", "req")
+    assert params.do_remote_decode
+    (rendering, asked), (path, sent) = engine.vllm.calls
+    assert (rendering, path) == ("/v1/completions/render", "/v1/completions")
+    assert (asked["prompt"], "kv_transfer_params" in asked) == ("text", False)
+    assert sent == {
+        "model": "m", "prompt": TOKENS, "max_tokens": 1, "n": 1, "stream": False,
+        "temperature": 0.5, "kv_transfer_params": sent["kv_transfer_params"],
+    }  # fmt: skip
+    assert from_transfer_params(sent["kv_transfer_params"]) == PREFILL
+
+
+async def test_a_first_leg_of_a_chat_takes_the_rendered_tokens_along() -> None:
+    engine = Engine(Role.PREFILL)
+    body = {
+        "model": "m", "messages": [{"role": "user", "content": "text"}],
+        "max_completion_tokens": 9, "kv_transfer_params": FIRST,
+    }  # fmt: skip
+    answer = await engine.post(body, "/v1/chat/completions")
+    assert answer.json()["kv_transfer_params"] == FOR_SECOND
+    (sent,) = engine.vllm.completed
+    assert (sent["max_tokens"], sent["max_completion_tokens"]) == (1, 1)
+    assert sent["kv_transfer_params"]["prompt_token_ids"] == TOKENS
+    assert sent["messages"] == body["messages"]
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "why"),
+    [
+        ({"kv_transfer_params": None}, 421, "decode engine"),
+        ({"kv_transfer_params": SECOND}, 421, "decode engine"),
+        ({"kv_transfer_params": {"do_remote_decode": "yes"}}, 400, "kv_transfer_params"),
+        ({"model": "adapter"}, 400, "adapter"),
+        ({"prompt": ["a", "b"]}, 400, "several prompts"),
+        ({"prompt_embeds": "AAAA"}, 400, "prompt_embeds"),
+    ],
+)
+async def test_a_prefill_engine_refuses_what_it_cannot_compute(
+    change: dict[str, Any], status: int, why: str
+) -> None:
+    engine = Engine(Role.PREFILL)
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST, **change}
+    answer = await engine.post(body)
+    assert (answer.status_code, why in answer.json()["error"]["message"]) == (status, True)
+    assert engine.vllm.completed == []
+
+
+async def test_images_are_refused_and_vllms_own_refusals_are_passed_on() -> None:
+    engine = Engine(Role.PREFILL)
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST}
+    engine.vllm.rendered["features"] = {"mm_hashes": {"image": ["h"]}}
+    assert "images" in (await engine.post(body)).json()["error"]["message"]
+    engine.vllm.rendered["features"] = None
+    engine.vllm.statuses = [404]
+    assert (await engine.post(body)).status_code == 404
+    assert engine.legs.prompts == [], "the scheduler has not heard of them"
+    engine.vllm.statuses = [200, 500]
+    assert (await engine.post(body)).status_code == 500
+
+
+async def test_an_error_of_the_scheduler_is_the_answer_of_a_first_leg() -> None:
+    engine = Engine(Role.PREFILL)
+    engine.legs.error = EngineLostError("d0 is lost")
+    answer = await engine.post({"model": "m", "prompt": "text", "kv_transfer_params": FIRST})
+    assert (answer.status_code, answer.json()["error"]["message"]) == (503, "d0 is lost")
+
+
+async def test_the_work_of_a_first_leg_ends_when_its_client_leaves() -> None:
+    engine = Engine(Role.PREFILL)
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": FIRST}
+    engine.legs.waits = asyncio.Event()
+    async with engine.leaving(body) as leave:
+        await engine.legs.waits.wait()
+        leave()
+        await engine.legs.cancelled.wait()
+    engine.legs.waits, engine.vllm.gate = None, asyncio.Event()
+    async with engine.leaving(body) as leave:
+        await engine.vllm.entered.wait()
+        leave()
+        await engine.vllm.aborted.wait()
+
+
+async def test_a_second_leg_gets_the_transfer_of_its_attempt() -> None:
+    engine = Engine(Role.DECODE)
+    params = {**SECOND, "remote_prefill_cached_tokens": 64, "prompt_token_ids": TOKENS}
+    body = {"model": "m", "prompt": "text", "max_tokens": 50, "kv_transfer_params": params}
+    answer = await engine.post(body, **{"X-Request-Id": "req"})
+    assert answer.headers[PREFILL_HEADER] == "transferred; leg-1"
+    (sent,) = engine.vllm.completed
+    assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
+    assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
+    assert sent["kv_transfer_params"]["prompt_token_ids"] == TOKENS
+    assert (sent["prompt"], sent["max_tokens"]) == ("text", 50)
+    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+    assert engine.legs.named == [(engine.legs.named[0][0], "req")]
+
+
+@pytest.mark.parametrize(
+    "error", [DeadlineError("no first leg"), TransportError("the KV is at d1")]
+)
+async def test_without_an_attempt_and_a_prefill_engine_the_decode_engine_computes_the_prompt(
+    error: Exception,
+) -> None:
+    engine = Engine(Role.DECODE)
+    engine.legs.error, engine.legs.elsewhere = error, EngineLostError("no room")
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
+    answer = await engine.post(body)
+    why = f"here; {error}; and no prefill engine could help: no room"
+    assert (answer.status_code, answer.headers[PREFILL_HEADER]) == (200, why)
+    assert engine.vllm.completed == [{"model": "m", "prompt": "text"}]
+
+
+async def test_without_an_attempt_a_prefill_engine_is_called_as_by_a_router() -> None:
+    engine = Engine(Role.DECODE)
+    engine.legs.error = TransportError("the KV is at d1")
+    engine.vllm.rendered["cache_salt"] = "tenant"
+    body = {"model": "m", "prompt": "text", "max_tokens": 9, "kv_transfer_params": SECOND}
+    answer = await engine.post(body)
+    assert answer.headers[PREFILL_HEADER] == "prefilled by p0 again"
+    ((name, call),) = engine.api.calls
+    assert (name, call.token_ids, call.cache_salt) == ("p0", TOKENS, "tenant")
+    assert call.sampling_params["max_tokens"] == 1
+    assert from_transfer_params(call.kv_transfer_params) == PREFILL
+    (sent,) = engine.vllm.completed
+    assert from_transfer_params(sent["kv_transfer_params"]) == DECODE
+    assert sent["kv_transfer_params"]["remote_prefill_cached_tokens"] == 64
+    assert engine.legs.taken[0].calls == ["decoding", "decoded", "finished"]
+
+
+async def test_a_second_leg_that_vllm_refuses_is_answered_by_vllm() -> None:
+    engine = Engine(Role.DECODE)
+    engine.legs.error = TransportError("the KV is at d1")
+    engine.vllm.statuses = [404, 404]
+    answer = await engine.post({"model": "x", "prompt": "t", "kv_transfer_params": SECOND})
+    assert answer.status_code == 404
+    assert engine.api.calls == []
+
+
+async def test_a_request_without_parameters_is_the_decode_engines_own() -> None:
+    engine = Engine(Role.DECODE)
+    forged: dict[str, Any] = {"dualpath": {"decode_transfer": {}}}
+    forms: list[dict[str, Any] | None] = [None, {}, FIRST, forged]
+    for params in forms:
+        answer = await engine.post({"model": "m", "prompt": "t", "kv_transfer_params": params})
+        assert answer.headers[PREFILL_HEADER].startswith("here;")
+        assert engine.vllm.completed[-1] == {"model": "m", "prompt": "t"}, "nothing is forged"
+    assert engine.legs.named == []
+
+
+async def test_what_cannot_use_a_transfer_of_text_gets_none() -> None:
+    engine = Engine(Role.DECODE)
+    answer = await engine.post({"model": "m", "prompt": "t", "n": 2, "kv_transfer_params": SECOND})
+    assert "n is 2" in answer.headers[PREFILL_HEADER]
+    for change, why in (
+        ({"prompt": ["a", "b"]}, "several prompts"),
+        ({"model": "adapter"}, "an adapter"),
+    ):
+        body = {"model": "m", "prompt": "t", "kv_transfer_params": SECOND, **change}
+        answer = await engine.post(body)
+        assert why in answer.headers[PREFILL_HEADER]
+    assert engine.legs.named == []
+
+
+async def test_a_transfer_that_fails_in_vllm_is_followed_by_a_computation() -> None:
+    engine = Engine(Role.DECODE)
+    engine.vllm.statuses = [500]
+    answer = await engine.post({"model": "m", "prompt": "t", "kv_transfer_params": SECOND})
+    assert (answer.status_code, "500" in answer.headers[PREFILL_HEADER]) == (200, True)
+    assert engine.legs.taken[0].calls == ["failed"]
+    with_transfer, alone = engine.vllm.completed
+    assert "kv_transfer_params" in with_transfer
+    assert "kv_transfer_params" not in alone
+
+
+async def test_a_client_that_leaves_a_second_leg_frees_its_attempt() -> None:
+    engine = Engine(Role.DECODE)
+    body = {"model": "m", "prompt": "text", "kv_transfer_params": SECOND}
+    engine.legs.waits = asyncio.Event()
+    async with engine.leaving(body) as leave:
+        await engine.legs.waits.wait()
+        leave()
+        await engine.legs.cancelled.wait()
+    assert engine.vllm.calls == []
+
+
+async def test_a_body_that_is_no_request_is_refused() -> None:
+    for role in Role:
+        engine = Engine(role)
+        sent: list[Message] = []
+
+        async def send(message: Message, sent: list[Message] = sent) -> None:
+            sent.append(message)
+
+        async def receive() -> Message:
+            await asyncio.Event().wait()
+            return {}
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": []}
+        await engine.server.serve(scope, b"[1, 2", receive, send)
+        assert sent[0]["status"] == 400

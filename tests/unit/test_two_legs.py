@@ -1,0 +1,564 @@
+"""Two legs of a request, sent by another proxy: each engine is its own front end."""
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, NamedTuple
+
+import pytest
+from tests.control_network import ControlNetwork
+from tests.front_end_links import LinkServer, link_server
+from tests.unit.router_cluster import Cluster, cluster
+from tests.unit.router_fakes import expected, job, keys_of
+
+from dualpath.core.cluster import Role
+from dualpath.core.control import PrefillDone
+from dualpath.core.errors import (
+    BadRequestError,
+    DeadlineError,
+    DualPathError,
+    EngineLostError,
+    PromptTooLongError,
+    TransportError,
+)
+from dualpath.core.transfers import PrefillTransfer
+from dualpath.engine.settings import EngineSettings
+from dualpath.router.engines import EngineInfo
+from dualpath.router.settings import RouterSettings
+from dualpath.router.two_legs import Prompt, SecondLeg, TwoLegs, handover_name, leg_parameters
+
+pytestmark = pytest.mark.virtual_time
+PROMPT = list(range(1, 18))
+#: What proxies send with a first leg (vLLM's toy_proxy_server.py).
+FIRST: dict[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+#: Of virtual time, for one test.
+LIMIT_S = 300.0
+SETTINGS = RouterSettings()
+
+
+class Answer(NamedTuple):
+    """A second leg's tokens, and why its engine has computed the prompt itself, if so."""
+
+    tokens: list[int]
+    alone: DualPathError | None
+
+
+class Engines:
+    """The engines of a cluster, with a front end at each; the test is the proxy."""
+
+    def __init__(self, made: Cluster, opened: LinkServer) -> None:
+        self.made, self.opened = made, opened
+        self.legs: dict[str, TwoLegs] = {}
+
+    def open(self, engine_id: str, role: Role) -> TwoLegs:
+        settings = EngineSettings(
+            role=role,
+            engine_id=engine_id,
+            router="tcp://127.0.0.1:1",
+            two_leg_scheduler="tcp://127.0.0.1:2",
+            api_url="http://127.0.0.1:3",
+            storage="unused",
+        )
+        legs = TwoLegs(settings, self.opened.network.connect())
+        legs.start()
+        self.legs[engine_id] = legs
+        return legs
+
+    async def first(
+        self,
+        engine_id: str,
+        prompt: list[int],
+        request_id: str = "",
+        **params: Any,
+    ) -> dict[str, Any] | None:
+        made = self.made
+
+        async def compute(transfer: PrefillTransfer) -> bool:
+            info = made.service.scheduler.engine(engine_id)
+            event = await made.calls.prefill(info, job("leg", prompt, 1), transfer)
+            return event.finish_reason == "length"
+
+        given = leg_parameters(FIRST | params)
+        return await self.legs[engine_id].prefill(Prompt(prompt), given, request_id, compute)
+
+    async def second(
+        self,
+        engine_id: str,
+        prompt: list[int],
+        count: int,
+        params: Mapping[str, Any],
+        request_id: str = "",
+    ) -> Answer:
+        made = self.made
+        info = made.service.scheduler.engine(engine_id)
+        try:
+            attempt = await self.legs[engine_id].take(leg_parameters(params), request_id)
+        except DualPathError as error:
+            return Answer(expected(prompt, count), error)
+        return Answer(await self._decode(info, prompt, count, attempt), None)
+
+    async def again(self, engine_id: str, prompt: list[int], count: int) -> tuple[list[int], str]:
+        """Serve a second leg without an attempt; return its tokens and where its KV comes from."""
+        made = self.made
+        info = made.service.scheduler.engine(engine_id)
+
+        async def compute(engine: EngineInfo, transfer: PrefillTransfer) -> None:
+            await made.calls.prefill(engine, job("leg", prompt, 1), transfer)
+
+        leg = await self.legs[engine_id].prefill_elsewhere(Prompt(prompt), compute)
+        found = f"{leg.origin}, {leg.hit_tokens} hits"
+        return await self._decode(info, prompt, count, leg), found
+
+    async def _decode(
+        self, info: EngineInfo, prompt: list[int], count: int, attempt: SecondLeg
+    ) -> list[int]:
+        made = self.made
+        reason = "failed"
+        tokens: list[int] = []
+        try:
+            stream = made.calls.decode(info, job("leg", prompt, count), attempt.transfer, ())
+            async for event in stream:
+                attempt.decoding_started()
+                tokens += event.token_ids
+            await attempt.decoded()
+            reason = "finished"
+        finally:
+            attempt.close(reason)
+        return tokens
+
+    async def both(self, prefill: str, decode: str, prompt: list[int], count: int) -> Answer:
+        """Send one leg after the other, as vLLM's example proxy does."""
+        params = await self.first(prefill, prompt)
+        assert params is not None
+        return await self.second(decode, prompt, count, params)
+
+    async def nothing_is_left(self) -> None:
+        await self.made.settled()
+        scheduler = self.made.service.scheduler
+        assert scheduler.releases.held == 0
+        assert scheduler.dispatch.idle()
+        assert len(scheduler.handovers) == 0
+        assert len(scheduler.exchange) == 0
+        assert scheduler.counts() == (0, 0)
+        assert self.opened.server.counts() == (0, 0)
+
+
+@contextlib.asynccontextmanager
+async def engines(
+    prefill: int = 1, decode: int = 1, network: ControlNetwork | None = None, **options: Any
+) -> AsyncIterator[Engines]:
+    async with (
+        asyncio.timeout(LIMIT_S),
+        cluster(prefill, decode, settings=SETTINGS, **options) as made,
+        link_server(made.service.scheduler, network) as opened,
+    ):
+        every = Engines(made, opened)
+        for role, count in ((Role.PREFILL, prefill), (Role.DECODE, decode)):
+            for number in range(count):
+                every.open(f"{role.value[0]}{number}", role)
+        try:
+            yield every
+        finally:
+            for legs in every.legs.values():
+                await legs.stop()
+
+
+async def test_a_request_in_two_legs_gets_its_tokens_and_later_turns_find_its_blocks() -> None:
+    async with engines() as every:
+        params = await every.first("p0", PROMPT)
+        assert params is not None
+        assert params["do_remote_prefill"]
+        assert not params["do_remote_decode"]
+        assert (params["remote_engine_id"], params["remote_host"]) == ("d0", "d0")
+        assert params["remote_prefill_cached_tokens"] == 0
+        assert await every.second("d0", PROMPT, 6, params) == Answer(expected(PROMPT, 6), None)
+        await every.nothing_is_left()
+        assert set(keys_of(PROMPT)) <= every.made.stored, "the prompt is persisted as always"
+        turn = [*PROMPT, *expected(PROMPT, 6), 5, 6, 7]
+        again = await every.first("p0", turn)
+        assert again is not None
+        assert again["remote_prefill_cached_tokens"] == 16
+        assert (await every.second("d0", turn, 4, again)).tokens == expected(turn, 4)
+        await every.nothing_is_left()
+        metrics = every.made.service.scheduler.metrics
+        assert (metrics.prompt_tokens, metrics.hit_tokens) == (len(PROMPT) + len(turn), 16)
+
+
+async def test_the_prefill_engine_is_the_one_that_the_proxy_chose() -> None:
+    async with engines(prefill=3) as every:
+        for number in (2, 2, 1, 0, 2):
+            assert (await every.both(f"p{number}", "d0", PROMPT, 3)).alone is None
+        assert every.made.calls.prefills == ["p2", "p2", "p1", "p0", "p2"]
+        placed = every.made.service.scheduler.dispatch.recent
+        assert {p.assignment.pe_reason for p in placed if p.assignment is not None} == {"given"}
+
+
+async def test_a_first_leg_may_name_the_decode_engine() -> None:
+    async with engines(decode=3) as every:
+        for name in ("d2", "d1", "d1"):
+            params = await every.first("p0", PROMPT, remote_engine_id=name)
+            assert params is not None
+            assert (await every.second(name, PROMPT, 3, params)).alone is None
+        assert every.made.calls.decodes == ["d2", "d1", "d1"]
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_that_is_unknown_is_no_reason_to_refuse_a_first_leg() -> None:
+    async with engines() as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="elsewhere")
+        assert params is not None
+        assert params["remote_engine_id"] == "d0"
+        assert (await every.second("d0", PROMPT, 3, params)).alone is None
+
+
+@pytest.mark.parametrize("named", ["transfer_id", "header"])
+async def test_both_legs_may_be_sent_at_once_and_the_attempt_goes_where_the_second_one_waits(
+    named: str,
+) -> None:
+    async with engines(decode=3) as every:
+        params = {"transfer_id": "xfer-1"} if named == "transfer_id" else {}
+        header = "" if params else "req-1"
+        second = asyncio.create_task(
+            every.second("d2", PROMPT, 6, {"do_remote_prefill": True, **params}, header)
+        )
+        while not every.made.service.scheduler.handovers.waits_at(header or "xfer-1"):
+            await asyncio.sleep(0.01)
+        await every.first("p0", PROMPT, header, **params)
+        assert await second == Answer(expected(PROMPT, 6), None)
+        assert every.made.calls.decodes == ["d2"]
+        await every.nothing_is_left()
+
+
+async def test_a_second_leg_waits_for_a_first_leg_that_runs_however_long_it_takes() -> None:
+    async with engines() as every:
+        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(every.first("p0", PROMPT, "req-1"))
+        await every.made.arrives("prefill")
+        second = asyncio.create_task(every.second("d0", PROMPT, 6, {}, "req-1"))
+        await asyncio.sleep(10 * SETTINGS.first_leg_timeout_s)
+        gate.set()
+        assert await first is not None
+        assert (await second).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_second_leg_alone_is_computed_by_its_engine_after_a_limit() -> None:
+    async with engines() as every:
+        start_s = asyncio.get_running_loop().time()
+        answer = await every.second("d0", PROMPT, 6, {}, "req-1")
+        waited_s = asyncio.get_running_loop().time() - start_s
+        assert isinstance(answer.alone, DeadlineError)
+        assert "first leg 'req-1'" in str(answer.alone)
+        assert waited_s < 2 * SETTINGS.first_leg_timeout_s
+        nameless = await every.second("d0", PROMPT, 6, {"do_remote_prefill": True})
+        assert isinstance(nameless.alone, BadRequestError)
+        await every.nothing_is_left()
+
+
+async def test_a_second_leg_that_never_comes_leaves_nothing_behind() -> None:
+    async with engines() as every:
+        params = await every.first("p0", PROMPT)
+        assert params is not None
+        assert len(every.made.service.scheduler.handovers) == 1
+        assert not every.made.engines["d0"].idle()
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+        late = await every.second("d0", PROMPT, 6, params)
+        assert isinstance(late.alone, DeadlineError)
+
+
+async def test_a_second_leg_at_another_decode_engine_is_computed_there() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        answer = await every.second("d1", PROMPT, 6, params)
+        assert isinstance(answer.alone, TransportError)
+        assert "d0" in str(answer.alone)
+        await every.nothing_is_left()
+
+
+async def test_a_second_leg_without_an_attempt_is_prefilled_again_with_stored_hits() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        assert isinstance((await every.second("d1", PROMPT, 6, params)).alone, TransportError)
+        assert await every.again("d1", PROMPT, 6) == (
+            expected(PROMPT, 6),
+            "prefilled by p0 again, 16 hits",
+        )
+        placed = every.made.service.scheduler.dispatch.recent[-1].assignment
+        assert placed is not None
+        assert (placed.decode_engine, placed.de_reason) == ("d1", "given")
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_without_room_has_nothing_prefilled_elsewhere() -> None:
+    async with engines(hbm_tokens=20) as every:
+        with pytest.raises(BadRequestError):
+            await every.again("d0", PROMPT, 6)
+        await every.nothing_is_left()
+    async with engines(hbm_tokens=300) as every:
+        params = await every.first("p0", PROMPT)
+        assert params is not None
+        with pytest.raises(EngineLostError, match="no room"):
+            await every.again("d0", PROMPT, 6)
+        assert (await every.second("d0", PROMPT, 6, params)).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_prefill_elsewhere_that_fails_releases_everything() -> None:
+    async with engines() as every:
+        every.made.calls.errors.append(EngineLostError("p0 does not answer"))
+        with pytest.raises(EngineLostError, match="p0 does not answer"):
+            await every.again("d0", PROMPT, 6)
+        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        left = asyncio.create_task(every.again("d0", PROMPT, 6))
+        await every.made.arrives("prefill")
+        left.cancel()
+        await asyncio.wait([left])
+        gate.set()
+        await every.nothing_is_left()
+
+
+async def test_a_decode_engine_that_dies_between_the_legs_takes_the_offer_with_it() -> None:
+    async with engines(decode=2) as every:
+        params = await every.first("p0", PROMPT, remote_engine_id="d0")
+        assert params is not None
+        await every.made.engines["d0"].kill()
+        every.made.lose("d0", certain=True)
+        assert (await every.second("d1", PROMPT, 6, params)).alone is not None
+        await every.made.revive("d0")
+        await every.nothing_is_left()
+
+
+async def test_an_offer_outlives_the_front_end_that_has_made_it() -> None:
+    async with engines() as every:
+        params = await every.first("p0", PROMPT)
+        assert params is not None
+        await every.legs["p0"].stop()
+        assert (await every.second("d0", PROMPT, 6, params)).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_front_end_that_ends_releases_its_first_leg_and_its_second_leg() -> None:
+    for stage, engine_id in (("prefill", "p0"), ("decode", "d0")):
+        async with engines() as every:
+            gate = every.made.calls.gates[stage] = asyncio.Event()
+            both = asyncio.create_task(every.both("p0", "d0", PROMPT, 6))
+            await every.made.arrives(stage)
+            await every.legs[engine_id].stop()
+            both.cancel()
+            gate.set()
+            await asyncio.wait([both])
+            await every.nothing_is_left()
+
+
+async def test_a_client_that_leaves_ends_its_leg_wherever_it_is() -> None:
+    async with engines() as every:
+        gate = every.made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(every.first("p0", PROMPT, "req-1"))
+        await every.made.arrives("prefill")
+        first.cancel()
+        await asyncio.wait([first])
+        gate.set()
+        await every.nothing_is_left()
+
+        gate.clear()
+        first = asyncio.create_task(every.first("p0", PROMPT, "req-2"))
+        second = asyncio.create_task(every.second("d0", PROMPT, 6, {}, "req-2"))
+        await asyncio.sleep(0.5)
+        second.cancel()
+        await asyncio.wait([second])
+        gate.set()
+        await first
+        await asyncio.sleep(1)
+        await every.nothing_is_left()
+
+
+async def test_a_prefill_engine_that_dies_ends_the_first_leg_with_an_error() -> None:
+    async with engines() as every:
+        every.made.calls.gates["prefill"] = asyncio.Event()
+        first = asyncio.create_task(every.first("p0", PROMPT))
+        await every.made.arrives("prefill")
+        await every.made.engines["p0"].kill()
+        every.made.lose("p0", certain=True)
+        with pytest.raises(EngineLostError, match="p0"):
+            await first
+        every.made.calls.gates.clear()
+        await every.made.revive("p0")
+        await every.nothing_is_left()
+
+
+async def test_a_prefill_engine_that_the_scheduler_does_not_know_gets_no_leg() -> None:
+    async with engines() as every:
+        every.open("p7", Role.PREFILL)
+        with pytest.raises(EngineLostError, match=r"p7.*not in the cluster"):
+            await every.first("p7", PROMPT)
+        await every.nothing_is_left()
+
+
+async def test_kv_that_does_not_arrive_ends_the_first_leg_with_the_reason() -> None:
+    async with engines() as every:
+        every.made.calls.send_failure = "link down"
+        every.made.calls.gives_up_once = "abort"
+        with pytest.raises(TransportError, match="link down"):
+            await every.first("p0", PROMPT)
+        # A second report would be taken for that of the next request.
+        assert sum(isinstance(m, PrefillDone) for m in every.made.service.arrivals.messages) == 1
+        await every.nothing_is_left()
+
+
+async def test_an_answer_of_the_engine_without_tokens_is_not_offered() -> None:
+    async with engines() as every:
+        every.made.calls.gives_up_once = "error"
+        assert await every.first("p0", PROMPT) is None
+        await every.nothing_is_left()
+
+
+async def test_the_later_of_two_second_legs_of_one_name_is_refused() -> None:
+    async with engines() as every:
+        first = asyncio.create_task(every.second("d0", PROMPT, 6, {}, "req-1"))
+        await asyncio.sleep(0.1)
+        other = await every.second("d0", PROMPT, 6, {}, "req-1")
+        assert isinstance(other.alone, BadRequestError)
+        assert await every.first("p0", PROMPT, "req-1") is not None
+        assert (await first).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_first_leg_that_is_sent_again_replaces_the_former_one() -> None:
+    async with engines() as every:
+        assert await every.first("p0", PROMPT, "req-1") is not None
+        params = await every.first("p0", PROMPT, "req-1")
+        assert params is not None
+        assert len(every.made.service.scheduler.handovers) == 1
+        assert (await every.second("d0", PROMPT, 6, params)).alone is None
+        await every.nothing_is_left()
+
+
+async def test_a_prompt_that_no_decode_engine_can_hold_is_refused() -> None:
+    async with engines(buffer_blocks=4) as every:
+        with pytest.raises(PromptTooLongError, match="5 blocks"):
+            await every.first("p0", PROMPT)
+        await every.nothing_is_left()
+
+
+async def test_many_requests_over_links_that_are_slow_and_reset() -> None:
+    chance = random.Random(3)
+    network = ControlNetwork(lambda: chance.choice((0.0, 0.01, 0.2)))
+    async with engines(2, 2, network) as every:
+
+        async def one(number: int) -> None:
+            prompt = [number + 1, *PROMPT[number:]]
+            name = f"d{number % 2}"
+            header = f"req-{number}"
+            if number % 3:
+                params = await every.first(f"p{number % 2}", prompt, header, remote_engine_id=name)
+                assert params is not None
+                answer = await every.second(name, prompt, 6, params)
+            else:
+                _, answer = await asyncio.gather(
+                    every.first(f"p{number % 2}", prompt, header),
+                    every.second(name, prompt, 6, {}, header),
+                )
+            assert answer.tokens == expected(prompt, 6)
+
+        runs = [asyncio.create_task(one(number)) for number in range(12)]
+        for number in range(10):
+            await asyncio.sleep(0.3)
+            connection = list(every.legs.values())[number % 4]._link._connection
+            connection.reset()  # type: ignore[attr-defined]
+        await asyncio.gather(*runs)
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s)
+        await every.nothing_is_left()
+
+
+@pytest.mark.parametrize("seed", range(24))
+async def test_faults_at_any_moment_cost_single_requests_and_leave_nothing_behind(
+    seed: int,
+) -> None:
+    """Engines die, front ends end, connections are reset, clients leave, legs never come."""
+    chance = random.Random(seed)
+    network = ControlNetwork(lambda: chance.choice((0.0, 0.005, 0.1)))
+    async with engines(2, 2, network) as every:
+        calls = every.made.calls
+        calls.gate_after_tokens = 2
+
+        async def pause() -> None:
+            await asyncio.sleep(chance.choice((0.0, 0.01, 0.3)))
+
+        calls.pause = pause
+        answers: list[tuple[list[int], list[int]]] = []
+
+        async def one(number: int) -> None:
+            prompt = [number + 1, *PROMPT[number % 9 :]]
+            prefill, decode = f"p{chance.randrange(2)}", f"d{chance.randrange(2)}"
+            header, kind = f"req-{number}", chance.choice(("in turn", "at once", "half", "other"))
+            hint = {} if kind == "other" else {"remote_engine_id": decode}
+            if kind == "at once":
+                first = asyncio.create_task(every.first(prefill, prompt, header))
+                await asyncio.sleep(chance.choice((0.0, 0.05)))
+                answer = await every.second(decode, prompt, 6, {}, header)
+                await asyncio.wait([first])
+                first.exception()
+            else:
+                params = await every.first(prefill, prompt, header, **hint)
+                if kind == "half" or params is None:
+                    return
+                answer = await every.second(decode, prompt, 6, params)
+            tokens = answer.tokens
+            if answer.alone is not None:
+                tokens, _ = await every.again(decode, prompt, 6)
+            answers.append((tokens, expected(prompt, 6)))
+
+        async def fault() -> None:
+            name = chance.choice(("p0", "p1", "d0", "d1"))
+            kind = chance.choice(("engine", "front end", "reset", "reset"))
+            if kind == "engine":
+                await every.made.engines[name].kill()
+                every.made.lose(name, certain=True)
+                await asyncio.sleep(chance.choice((0.0, 0.5)))
+                await every.made.revive(name)
+            if kind in ("engine", "front end"):
+                ended = every.legs[name]
+                every.open(name, ended.role)
+                await ended.stop()
+            else:
+                every.legs[name]._link._connection.reset()  # type: ignore[attr-defined]
+
+        runs = []
+        for number in range(16):
+            runs.append(asyncio.create_task(one(number)))
+            await asyncio.sleep(chance.choice((0.0, 0.02, 0.2)))
+            if chance.random() < 0.4:
+                await fault()
+            if chance.random() < 0.15:
+                chance.choice(runs).cancel()
+        await asyncio.wait(runs)
+        for run in runs:
+            error = None if run.cancelled() else run.exception()
+            assert error is None or isinstance(error, DualPathError), error
+        assert all(tokens == truth for tokens, truth in answers)
+        await asyncio.sleep(SETTINGS.second_leg_timeout_s + 1)
+        await every.nothing_is_left()
+
+
+def test_names_of_both_legs() -> None:
+    both = leg_parameters({"remote_request_id": "a", "transfer_id": "b"})
+    assert handover_name(both, "c") == "a"
+    assert handover_name(leg_parameters({"transfer_id": "b"}), "c") == "b"
+    assert handover_name(leg_parameters(None), "c") == "c"
+    assert handover_name(leg_parameters({}), "") == ""
+    forged = handover_name(leg_parameters({}), "a\nb")
+    assert "\n" not in forged
+    assert handover_name(leg_parameters({}), "x" * 1000) != handover_name(leg_parameters({}), "x")
+    with pytest.raises(BadRequestError, match="do_remote_decode"):
+        leg_parameters({"do_remote_decode": "perhaps"})
