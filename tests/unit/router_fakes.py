@@ -230,6 +230,11 @@ class FakeEngine:
                 read_queue_tokens=0,
                 free_hbm_tokens=self.hbm_tokens,
                 free_buffer_tokens=len(self.free) * BLOCK_TOKENS,
+                unallocated_hbm_tokens=sum(
+                    tokens
+                    for name, tokens in self.tenants.items()
+                    if self.role is Role.DECODE and name not in self.kv_in_hbm
+                ),
             ),
             draining=self.draining,
             counters=self.counters,
