@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -220,6 +221,22 @@ async def test_a_removed_lease_is_lost(tmp_path: Path) -> None:
         assert "is another's" in await leadership.lost()
         assert held(leadership) == [False]
         await leadership.release()
+
+
+@pytest.mark.parametrize("kind", STORES)
+async def test_a_renewal_without_an_answer_does_not_prevent_the_release(
+    kind: str, tmp_path: Path
+) -> None:
+    """The store has renewed the lease, but the renewal was cancelled before its answer came."""
+    async with stores(kind, tmp_path) as opened, asyncio.timeout(GUARD_S):
+        first, second = opened(), opened()
+        assert await first.acquire("first", 3600.0)
+        assert await copy.copy(first).renew()
+        await first.release()
+        assert await second.acquire("second", 3600.0)
+        await second.release()
+        for store in (first, second):
+            await store.close()
 
 
 async def test_an_account_that_may_do_nothing_there_is_named(tmp_path: Path) -> None:

@@ -222,6 +222,7 @@ _OWN_FILES = {
     "dualpath/cli/main.py": "/dev/null",
     "dualpath/launch/process.py": "appends to logs",
     "dualpath/launch/ray_executor.py": "appends to logs",
+    "dualpath/launch/scaled_router.py": "a new folder",
     "dualpath/storage/posix.py": "blocks",
     "dualpath/storage/objects.py": "blocks",
     "dualpath_lab/models/prepared.py": "a new folder",

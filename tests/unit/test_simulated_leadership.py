@@ -22,9 +22,10 @@ def seeds_of(*elections: LeaderElection, below: int = 160) -> list[int]:
 LEASED = seeds_of(LeaderElection.ETCD, LeaderElection.KUBERNETES)
 
 
-#: When the leader is dead, and when the standby serves.
+#: When the leader is dead, and when the standby serves, which has not died meanwhile.
 _PAUSE = re.compile(
-    r"(router#\d+) +serves[^§]*?([\d.]+)  \1 +is dead[^§]*?([\d.]+)  router#\d+ +serves"
+    r"(router#\d+) +serves[^§]*?([\d.]+)  \1 +is dead"
+    r"(?:(?!router#\d+ +is dead)[^§])*?([\d.]+)  router#\d+ +serves"
 )
 
 

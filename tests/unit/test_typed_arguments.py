@@ -111,6 +111,8 @@ TYPED: dict[str, str] = {
     "demo": "",
     "emulate": "prefill --engine-id e --router tcp://127.0.0.1:9 --api-url http://127.0.0.1:9 "
     "--storage S --model smollm2-135m --dram-bytes 100MB",
+    "emulate ssl_certfile": "prefill --engine-id e --router tcp://127.0.0.1:9 "
+    "--api-url https://127.0.0.1:9 --storage S --model smollm2-135m --dram-bytes 100MB",
     "emulate event_log": "router",
     "emulate standby_lock": "router",
     "model": "tiny-qwen2",

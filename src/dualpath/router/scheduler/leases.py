@@ -332,27 +332,32 @@ class KubernetesLease:
         self._holder, self._lease_s = holder, lease_s
         status, lease = await self._call("GET", f"{self._leases}/{self._name}")
         if status == _NOT_FOUND:
-            new = {"metadata": {"name": self._name}, "spec": self._spec(0)}
+            new = {"metadata": {"name": self._name}, "spec": self._spec(0, holder)}
             return await self._write("POST", self._leases, new)
         spec = lease.get("spec", {})
         if not self._unchanged(lease) and spec.get("holderIdentity"):
             return False
-        return await self._replace(lease, self._spec(int(spec.get("leaseTransitions", 0)) + 1))
+        transitions = int(spec.get("leaseTransitions", 0)) + 1
+        return await self._replace(lease, self._spec(transitions, holder))
 
     async def renew(self) -> bool:
         """Replace our version by a new one; False if another holds the Lease."""
-        if await self._replace(self._mine, self._spec(self._transitions)):
+        return await self._replace_own(self._holder)
+
+    async def release(self) -> None:
+        """Write it without a holder."""
+        await self._replace_own("")
+
+    async def _replace_own(self, holder: str) -> bool:
+        if await self._replace(self._mine, self._spec(self._transitions, holder)):
             return True
-        # A change may have been made though its answer was lost: it is ours, with a new version.
+        # A change may have been made though its answer was lost, or a release has cancelled the
+        # renewal that waited for it: then the Lease is ours, with a new version.
         _, lease = await self._call("GET", f"{self._leases}/{self._name}")
         if lease.get("spec", {}).get("holderIdentity") != self._holder:
             return False
         self._mine = lease
-        return await self._replace(lease, self._spec(self._transitions))
-
-    async def release(self) -> None:
-        """Write it without a holder."""
-        await self._replace(self._mine, {**self._spec(self._transitions), "holderIdentity": ""})
+        return await self._replace(lease, self._spec(self._transitions, holder))
 
     async def close(self) -> None:
         """Close connections."""
@@ -372,9 +377,9 @@ class KubernetesLease:
         lasts_s = float(spec.get("leaseDurationSeconds") or self._lease_s)
         return self._clock() - self._seen_s >= lasts_s
 
-    def _spec(self, transitions: int) -> dict[str, Any]:
+    def _spec(self, transitions: int, holder: str) -> dict[str, Any]:
         return {
-            "holderIdentity": self._holder,
+            "holderIdentity": holder,
             "leaseDurationSeconds": max(round(self._lease_s), 1),
             "renewTime": datetime.now(UTC).isoformat(timespec="microseconds")[:-6] + "Z",
             "leaseTransitions": transitions,
