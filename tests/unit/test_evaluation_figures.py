@@ -16,7 +16,7 @@ from dualpath.core.modes import Mode
 from dualpath.report import markdown
 from dualpath.report.model import Table
 from dualpath_sim.cli.eval import FIGURE_NAMES
-from dualpath_sim.evaluation import beyond, dram_tier
+from dualpath_sim.evaluation import beyond, dram_tier, three_rates
 from dualpath_sim.evaluation.document import document, write_document
 from dualpath_sim.evaluation.experiment import (
     FigureExperiment,
@@ -46,6 +46,7 @@ from dualpath_sim.evaluation.settings import (
     AT_48K,
     DS_27B,
     DS_660B,
+    THREE_RATES,
     Calibration,
     EvaluationSettings,
     RunSpec,
@@ -202,6 +203,34 @@ def test_the_page_over_all_figures_is_what_the_recorded_runs_say() -> None:
     assert first.startswith(
         "**Of the 32 quoted numbers 9 are fitted, the 1.87x and the ablation's steps among them.**"
     )
+
+
+def test_three_fitted_rates_give_all_quoted_numbers() -> None:
+    experiment = figure_experiment(
+        *("three-rates", three_rates.build, lambda *_: FakeInputs(), FakeSimulator(), {}),
+        THREE_RATES,
+    )
+    raw = stored(experiment, measure(experiment, QUICK))
+    assert all(cell.endswith(" (three rates)") for cell in raw.cells)
+    (table,) = figure_of(experiment, raw).tables
+    assert len(table.rows) == len(QUOTED)
+    assert sum(row[-1] == "fitted" for row in table.rows) == len(three_rates.FITTED_TO) == 4
+    assert set(QUOTED) >= three_rates.FITTED_TO
+
+
+def test_three_rates_leave_out_what_else_was_fitted() -> None:
+    small = RunSpec(system=DS_27B, mode=Mode.DUALPATH)
+    ours, theirs = (
+        CatalogInputs(calibration=calibration).setup(small)
+        for calibration in (THREE_RATES, AS_WRITTEN)
+    )
+    assert (ours.cluster.cnic_bytes_per_s, ours.cluster.batch_cap_tokens) == (30.7e9, 2048)
+    assert ours.cluster.snic_bytes_per_s == theirs.cluster.snic_bytes_per_s == 50e9
+    assert ours.cluster.decode_admission_s == 0 < theirs.cluster.decode_admission_s
+    # DS 27B has no efficiency of its own: 0.865 of the rates for 0.36.
+    pair_s = ours.model.prefill.pair_s, theirs.model.prefill.pair_s
+    assert pair_s[0] / pair_s[1] == pytest.approx(0.36 / 0.865)
+    assert ours.model.decode.pair_s > theirs.model.decode.pair_s
 
 
 def test_an_interrupted_figure_makes_only_the_runs_that_it_lacks() -> None:

@@ -64,7 +64,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def title(self) -> str:
-        """One line that tells this run from every other one."""
+        """One line, different for every run; it names the run's cell."""
         shape = f" {self.nodes[0]}P{self.nodes[1]}D" if self.nodes else ""
         load = (
             f"{self.agents} agents"
@@ -193,6 +193,8 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def cell_suffix(self) -> str:
         """What a cell's name ends with, so that both calibrations may be in one file."""
+        if self == THREE_RATES:
+            return " (three rates)"
         return "" if self == AS_WRITTEN else f" (fitted at {self.table3_length})"
 
 
@@ -206,6 +208,23 @@ AS_WRITTEN = Calibration(
 - the time from KV in HBM to the first decode step (0.135 s) and the cost of one more request in a
   step: to TTST and TPOT of Table 3.
 """,
+)
+
+THREE_RATES = Calibration(
+    table3_length="64K",
+    prefill_efficiency=(("ds-27b", 1.0),),
+    prefill=(("efficiency", 0.865), ("exchange_layer_s", 0.0)),
+    decode=(("memory_bytes_per_s", 1.92e12), ("request_layer_s", 0.0)),
+    # 2,048 is the default of vLLM's `max_num_batched_tokens` where no other is known.
+    cluster=(
+        ("cnic_bytes_per_s", 30.7e9),
+        ("batch_cap_tokens", 2048),
+        ("decode_admission_s", 0.0),
+    ),
+    fitted="""\
+the kernels of prefill (0.865 of the rates of *as written*, for every model), what a CNIC gives to
+layer blocks (30.7 GB/s) and what a decode step reads of HBM (1.92 TB/s): to the JCT of 2P4D, the
+largest speed-up, the ablation's second step and the TPOT of 2P4D.""",
 )
 
 AT_48K = Calibration(
